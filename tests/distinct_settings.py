@@ -44,6 +44,7 @@ DISTINCT = Config(
         hang_timeout_seconds=108.5,
         hub_timeout_seconds=1078.5,
         max_discarded_steps=1077,
+        plugins=["own/plugins.py"],
     ),
     model=ModelConfig(path="models/distinct"),
     data=DataConfig(
@@ -210,6 +211,7 @@ DISTINCT = Config(
         every_steps=177,
         paths=["data/third.jsonl", "data/fourth.jsonl"],
         template="raw",
+        scorer="package.scorers:name",
         before_training=False,
         batch_size=178,
         samples=179,
@@ -225,6 +227,7 @@ DISTINCT = Config(
     telemetry=TelemetryConfig(
         tensorboard=False,
         sample_groups_per_step=186,
+        metrics=["spread=package.metrics:spread"],
         profile_steps=[187, 188],
         capture_steps=[189, 190],
         report=False,

@@ -32,6 +32,10 @@ def shows_conversion(text: str) -> bool:
     return re.search(r"^(\d+) of \1 tensors are the same", text, re.MULTILINE) is not None
 
 
+def shows_custom_data_form(text: str) -> bool:
+    return "90 prompts, 10 rows left out" in text and re.search(r"a prompt: '\d+\+\d+='", text) is not None
+
+
 def shows_custom_reward(text: str) -> bool:
     rewards = numbers(r"step \d+: (-?[\d.]+), [\d.]+ digits", text)
     return len(rewards) == 8 and sum(rewards[-2:]) > sum(rewards[:2])
@@ -46,6 +50,11 @@ def shows_dapo(text: str) -> bool:
 
 def shows_evaluation_table(text: str) -> bool:
     return text.count("heldout") >= 3
+
+
+def shows_hooks(text: str) -> bool:
+    best = numbers(r"step \d+: best ([\d.]+), \d+ groups dropped by the rule", text)
+    return len(best) == 6 and all(0 <= one <= 1 for one in best)
 
 
 def shows_partial_rollouts(text: str) -> bool:

@@ -16,7 +16,7 @@ from rlmath.algorithms.types import Completion, Score, ScoredGroup
 
 Contrast = Literal["accuracy", "reward"]
 
-DROP_REASONS = ("right", "wrong", "uniform", "empty", "surplus")
+DROP_REASONS = ("right", "wrong", "uniform", "rule", "empty", "surplus")
 FILTER_REASONS = ("short", "long", "truncated")
 
 MOST_PER_MISSING = 4
@@ -27,13 +27,15 @@ MOST_PER_MISSING = 4
 class SelectionRules:
     """What is left out; see `SelectionConfig`."""
 
-    dynamic: Contrast | None = None
+    dynamic: Contrast | Literal["function"] | None = None
     min_tokens: int = 0
     max_tokens: int | None = None
     drop_truncated: bool = False
     parts: tuple[int, ...] = ()
     """With dynamic sampling by "reward", where several rewards are normalised each for itself: which of a score's parts
     are. A group has contrast where any of them has. Empty: the reward counts."""
+    keep: Callable[[Sequence[ScoredGroup]], list[bool]] | None = None
+    """With dynamic sampling by "function": which of some groups are learned from."""
 
     @property
     def drop_anything(self) -> bool:
@@ -49,12 +51,38 @@ class Chosen:
     filtered: tuple[str, ...] = ()
     """Why completions left the group, one of FILTER_REASONS each."""
     dropped: str | None = None
-    """Why the whole group is left out: all "right" or "wrong", "uniform" (the same rewards), "empty" (no completion is
-    left) or "surplus" (the step has enough)."""
+    """Why the whole group is left out: all "right" or "wrong", "uniform" (the same rewards), "rule" (a function of the
+    user's), "empty" (no completion is left) or "surplus" (the step has enough)."""
+
+    def learned(self, group: ScoredGroup) -> ScoredGroup:
+        """The group without the completions that left it."""
+        return ScoredGroup(
+            group.prompt,
+            tuple(group.completions[g] for g in self.samples),
+            tuple(group.scores[g] for g in self.samples),
+        )
 
 
 def choose(group: ScoredGroup, rules: SelectionRules) -> Chosen:
-    """Length filters first; the completions they keep are then checked for contrast."""
+    """`choose_all` of one group."""
+    return choose_all([group], rules)[0]
+
+
+def choose_all(groups: Sequence[ScoredGroup], rules: SelectionRules) -> list[Chosen]:
+    """What of each group is learned from. Length filters first; the completions they keep are then checked for
+    contrast, or given to `rules.keep`."""
+    chosen = [_choose(group, rules) for group in groups]
+    if rules.keep is None:
+        return chosen
+    asked = [(group, one) for group, one in zip(groups, chosen, strict=True) if one.dropped is None]
+    kept = iter(rules.keep([one.learned(group) for group, one in asked]) if asked else ())
+    return [
+        one if one.dropped is not None or next(kept) else replace(one, samples=(), dropped="rule")
+        for one in chosen
+    ]
+
+
+def _choose(group: ScoredGroup, rules: SelectionRules) -> Chosen:
     reasons = [_filtered(completion, rules) for completion in group.completions]
     samples = tuple(g for g, reason in enumerate(reasons) if reason is None)
     filtered = tuple(reason for reason in reasons if reason is not None)
@@ -100,11 +128,7 @@ class Selection:
     def learned(self) -> list[ScoredGroup]:
         """The groups to learn from, without the completions that left them."""
         return [
-            ScoredGroup(
-                group.prompt,
-                tuple(group.completions[g] for g in chosen.samples),
-                tuple(group.scores[g] for g in chosen.samples),
-            )
+            chosen.learned(group)
             for group, chosen in zip(self.sampled, self.chosen, strict=True)
             if chosen.samples
         ]
@@ -151,7 +175,7 @@ def select(
     should suffice by the share kept so far; groups beyond `wanted` are then "surplus", the last sampled first.
     """
     sampled = list(sample(wanted))
-    chosen = [choose(group, rules) for group in sampled]
+    chosen = choose_all(sampled, rules)
     while rules.dynamic is not None:
         kept = sum(one.dropped is None for one in chosen)
         most = (wanted - kept) * MOST_PER_MISSING
@@ -161,7 +185,7 @@ def select(
         if not more:
             break
         sampled += more
-        chosen += [choose(group, rules) for group in more]
+        chosen += choose_all(more, rules)
     return Selection(sampled, _without_surplus(chosen, wanted), wanted)
 
 

@@ -443,6 +443,8 @@ class Progress:
     """Steps done when a minibatch was last learned from."""
     reward_fingerprint: str = ""
     """Of the file of `reward.function`; "" where there is none."""
+    hooks_fingerprint: str = ""
+    """Of the files of the functions that select groups and give advantages; "" where there is none."""
     cpu_sampler: int = 1
     """`CPU_SAMPLER_VERSION` of its time."""
     models: tuple[str, ...] = ()

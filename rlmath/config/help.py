@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmath.config import schema
-from rlmath.config.schema import MISSING, Config, Range
+from rlmath.config.schema import MISSING, Config, Range, TakesFunction
 
 MAX_NAME_BYTES = 255
 """The longest name of a file or folder that Linux file systems take."""
@@ -49,6 +49,8 @@ class Setting:
     """Of a number, or of every number of a list; None: not a number."""
     words: tuple[str, ...]
     """That a text may be; empty: any, or not a text."""
+    takes_function: str | None = None
+    """The kind of functions of the user's that it takes, too; None: none."""
 
     @property
     def section(self) -> str:
@@ -86,16 +88,20 @@ class Setting:
     def allowed(self) -> str:
         """ "float, above 0", "one of adam, sgd", "str"."""
         if self.words:
-            return f"one of {', '.join(self.words)}{', or null' if self.type_name != 'str' else ''}"
+            function = ", or a function of yours" if self.takes_function else ""
+            return f"one of {', '.join(self.words)}{function}{', or null' if self.type_name != 'str' else ''}"
         return f"{self.type_name}, {self.range}" if self.range else self.type_name
 
-    def problem(self, value: Any) -> str | None:
-        """What is wrong with a value of the right type: out of its range, or none of its words; None: nothing."""
+    def problem(self, value: Any, plugins: Collection[str] = ()) -> str | None:
+        """What is wrong with a value of the right type: out of its range, or none of its words; None: nothing. A text
+        that may name a function of the user's, as it has a colon, or as `plugins` register names, is loaded
+        elsewhere."""
         if value is None:
             return None
-        if self.words and value not in self.words:
+        if self.words and value not in self.words and not (self.takes_function and (plugins or ":" in value)):
             words = ", ".join(f'"{word}"' for word in self.words)
-            return f'{self.key} is "{value}"; needed: one of {words}.{nearest_word(value, self.words)}'
+            own = ', or a function of yours as "package.module:name"' if self.takes_function else ""
+            return f'{self.key} is "{value}"; needed: one of {words}{own}.{nearest_word(value, self.words)}'
         limits, numbers = self.range, value if isinstance(value, list) else [value]
         if limits and not all(map(limits.holds, numbers)):
             why = (
@@ -122,9 +128,10 @@ def all_settings() -> Mapping[str, Setting]:
             inside = list(_parts(hint))
             limits = next((part for part in inside if isinstance(part, Range)), None)
             words = tuple(part for part in inside if isinstance(part, str))
+            function = next((part.kind for part in inside if isinstance(part, TakesFunction)), None)
             kind = plain[name] if not words else str | None if types.NoneType in inside else str
             key, doc = f"{section}.{name}", docs.get((section_class.__name__, name), "")
-            found[key] = Setting(key, kind, getattr(defaults, name), doc, limits, words)
+            found[key] = Setting(key, kind, getattr(defaults, name), doc, limits, words, function)
     return types.MappingProxyType(found)
 
 
@@ -154,7 +161,8 @@ def is_among(key: str, names: Iterable[str]) -> bool:
 
 def schema_problems(config: Config) -> list[str]:
     """Every number out of its range and every text that is none of its words."""
-    found = (all_settings()[key].problem(value) for key, value in setting_values(config).items())
+    plugins = config.run.plugins
+    found = (all_settings()[key].problem(value, plugins) for key, value in setting_values(config).items())
     return [problem for problem in found if problem]
 
 

@@ -373,9 +373,10 @@ class _Reader:
                 )
         written: Any = OmegaConf.to_container(self._tree, resolve=False)
         if self._problems:
+            plugins = written["run"]["plugins"]
             for setting in all_settings().values():
                 value = written[setting.section][setting.name]
-                if "${" not in str(value) and (problem := setting.problem(value)):
+                if "${" not in str(value) and (problem := setting.problem(value, plugins)):
                     self._problems.append(problem)
         raise_problems("the settings", self._problems)
         values: dict[str, dict[str, Any]] = {}

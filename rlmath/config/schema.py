@@ -45,6 +45,13 @@ class Range:
         return ", ".join(filter(None, (low, high))) or "a finite number"
 
 
+@dataclass(frozen=True)
+class TakesFunction:
+    """Of a text setting: it takes a function of the user's, too, by its kind in `rlmath.hooks`."""
+
+    kind: str
+
+
 PositiveInt = Annotated[int, Range(1)]
 NonNegativeInt = Annotated[int, Range(0)]
 PositiveFloat = Annotated[float, Range(0, open_low=True)]
@@ -65,7 +72,10 @@ _UNTRUNCATED = (
 _TEMPERATURE = "At 0 a group's answers are all alike; from there to 0.01 vLLM samples at 0.01 instead."
 RatioAboveOne = Annotated[float, Range(1, open_low=True, why=_FIRST_RATIO)]
 
-Template = Literal["auto", "r1_distill", "qwen_boxed", "orz", "chat", "raw"]
+Template = (
+    Literal["auto", "r1_distill", "qwen_boxed", "orz", "chat", "raw"]
+    | Annotated[str, TakesFunction("template")]
+)
 
 
 @dataclass(frozen=True)
@@ -107,6 +117,9 @@ class RunConfig:
     max_discarded_steps: PositiveInt = 3
     """The run ends, with exit status 77, after so many steps in a row of which every minibatch was discarded: its
     policy has diverged."""
+    plugins: list[str] = field(default_factory=list)
+    """Modules or files of yours, package.module or path/to/file.py, that register functions by names, which are words
+    of the settings that take a function then; see docs/hooks.md."""
 
 
 @dataclass(frozen=True)
@@ -130,13 +143,18 @@ class DataConfig:
     train_weights: list[Annotated[float, Range(0, 1000, open_low=True)]] = field(default_factory=list)
     """How often each file's prompts come in one epoch, `train_path`'s first: 1 once, 0.5 half of them, 2 twice. Empty:
     all once."""
-    format: Literal["auto", "boba", "areal_v01", "simplerl", "dapo", "question_answer"] = "auto"
+    format: (
+        Literal["auto", "boba", "areal_v01", "simplerl", "dapo", "question_answer"]
+        | Annotated[str, TakesFunction("data_form")]
+    ) = "auto"
     """Form of the files: "auto" finds it in their first rows; "boba" (AReaL-boba, ORZ), "areal_v01" (AReaL v0.1, with
-    its id2info.json beside), "simplerl" (SimpleRL-Zoo), "dapo" (DAPO-Math), "question_answer" (plain rows)."""
+    its id2info.json beside), "simplerl" (SimpleRL-Zoo), "dapo" (DAPO-Math), "question_answer" (plain rows); or a
+    function of yours that makes a problem of a row, see docs/hooks.md."""
     template: Template = "auto"
     """What is made of a problem: "auto" (as it stands where the file has whole prompts, else the tokenizer's chat
     template where there is one, else "qwen_boxed"), "r1_distill" (DeepSeek-R1-Distill), "qwen_boxed", "orz"
-    (Open-Reasoner-Zero), "chat" (the tokenizer's own), "raw" (as it stands)."""
+    (Open-Reasoner-Zero), "chat" (the tokenizer's own), "raw" (as it stands); or a function of yours, see
+    docs/hooks.md."""
     prompts_per_step: PositiveInt = 128
     """Prompts sampled in one step (AReaL: dataset.train_bs_n_seqs). For SFT: sequences of one step."""
     max_prompt_tokens: PositiveInt = 1024
@@ -189,6 +207,9 @@ class ValidationConfig:
     """Files, or hf:// ids, of problems, in any form that docs/data.md lists; each is named after its file."""
     template: Template | None = None
     """As `data.template`. Null: the same."""
+    scorer: Annotated[str, TakesFunction("scorer")] | None = None
+    """A function of yours, "package.module:name" or "path/to/file.py:name", that says which completions count as right
+    in validation; see docs/hooks.md. Null: as in training."""
     before_training: bool = True
     """Also before the first step."""
     batch_size: PositiveInt = 128
@@ -438,7 +459,7 @@ class RewardConfig:
     (else the last number); the last two for base models that do not know boxes yet."""
     strict: bool = True
     """False compares numbers as loosely as the Qwen2.5-Math evaluation: within 1e-4, rounded, or a factor 100 off."""
-    function: str | None = None
+    function: Annotated[str, TakesFunction("reward")] | None = None
     """A reward function of yours, "package.module:name" or "path/to/file.py:name", instead of the verifier; see
     docs/rewards.md."""
     function_failure: FiniteFloat = 0.0
@@ -465,9 +486,10 @@ class RewardConfig:
 class SelectionConfig:
     """Which of the sampled groups and completions are learned from."""
 
-    dynamic_sampling: Literal["accuracy", "reward"] | None = None
+    dynamic_sampling: Literal["accuracy", "reward"] | Annotated[str, TakesFunction("selection")] | None = None
     """DAPO's dynamic sampling (arXiv:2503.14476): "accuracy" drops groups that are all right or all wrong, "reward"
-    those whose rewards are all the same, and samples other prompts in their place. Null keeps every group."""
+    those whose rewards are all the same, a function of yours those that it says (docs/hooks.md), and other prompts are
+    sampled in their place. Null keeps every group."""
     max_extra_prompts: NonNegativeInt = 0
     """With dynamic sampling: most prompts of a step beyond data.prompts_per_step. What is still missing then is left
     out: the step learns from fewer groups."""
@@ -485,11 +507,14 @@ class AlgorithmConfig:
     """Advantages, loss and early stop; the formulas are in docs/algorithm.md. The defaults are GRPO (arXiv:2402.03300)
     with a token-level loss."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo", "ppo", "reinforce++", "gae"] = "grpo"
+    advantage: (
+        Literal["grpo", "dr_grpo", "rloo", "ppo", "reinforce++", "gae"]
+        | Annotated[str, TakesFunction("advantage")]
+    ) = "grpo"
     """"grpo": distance from the group's mean, in its deviations; "dr_grpo": distance alone; "rloo": distance from the
     mean of the others; "ppo": the reward itself, normalised over the batch's tokens (AReaL's PPO without a critic);
     "reinforce++": distance from the group's mean, normalised over the batch's tokens; "gae": of every token, by the
-    values of a critic (the section `critic`), normalised likewise: PPO."""
+    values of a critic (the section `critic`), normalised likewise: PPO; or a function of yours, see docs/hooks.md."""
     advantage_eps: NonNegativeFloat = 1e-6
     """Added to every deviation that an advantage is divided by."""
     loss: Literal["clip", "gspo", "cispo"] = "clip"
@@ -637,6 +662,9 @@ class TelemetryConfig:
     """Write TensorBoard events under `<output_dir>/tensorboard`."""
     sample_groups_per_step: NonNegativeInt = 2
     """Groups a step whose prompt, texts, rewards and advantages are kept under `<output_dir>/samples`. 0: none."""
+    metrics: list[str] = field(default_factory=list)
+    """Functions of yours that make numbers of a step's groups, "name=package.module:function" or the name of one that
+    is registered; logged as own/<name>. See docs/hooks.md."""
     profile_steps: list[PositiveInt] = field(default_factory=list)
     """Steps whose torch profile every training rank writes to `<output_dir>/profile`: a trace and a table of what took
     longest. They take longer than others."""

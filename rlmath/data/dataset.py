@@ -28,10 +28,11 @@ from rlmath.data.tokenizer import (
     drop_special_token_rows,
     load_tokenizer,
     prompt_tokens,
-    render,
+    rendered,
     stop_token_ids,
 )
 from rlmath.rewards.several_rewards import is_verified
+from rlmath.rewards.user_functions import form_hook, template_hook, word_or_function
 from rlmath.rewards.verifier import check_tasks
 
 if TYPE_CHECKING:
@@ -124,12 +125,16 @@ def load_inputs(config: Config, shape: ModelShape) -> Inputs:
 def load_prompt_files(config: Config, tokenizer: PreTrainedTokenizerFast | None) -> PromptFiles:
     """The prompts of all training files; without a tokenizer they are only counted. Errors: as `load_inputs`."""
     data, paths = config.data, train_paths(config.data)
-    files = [
-        loader.load_prompts(
-            path, tokenizer, data.max_prompt_tokens, data.format, data.template, data.max_unusable_share
-        )
-        for path in paths
-    ]
+    with (
+        word_or_function(form_hook(config), data.format) as form,
+        word_or_function(template_hook(config), data.template) as template,
+    ):
+        files = [
+            loader.load_prompts(
+                path, tokenizer, data.max_prompt_tokens, form, template, data.max_unusable_share
+            )
+            for path in paths
+        ]
     prompts = loader.with_unique_names([(path, found) for path, (found, _) in zip(paths, files, strict=True)])
     reports = tuple(report for _, report in files)
     if is_verified(config.reward):
@@ -171,18 +176,16 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
     """ValueError for unreadable data, too few sequences for one step, or tokens that the model does not know."""
     tokenizer = load_tokenizer(config.model.path)
     data, sft, paths = config.data, config.sft, train_paths(config.data)
-
-    def load(path: str) -> tuple[list[WrittenSequence], SequenceReport]:
-        return load_sequences(
-            path, tokenizer, data.template, sft.max_sequence_tokens, data.max_unusable_share
-        )
-
-    files = [load(path) for path in paths]
+    held_out_paths = [] if sft.held_out_path is None else [sft.held_out_path]
+    with word_or_function(template_hook(config), data.template) as template:
+        files = [
+            load_sequences(path, tokenizer, template, sft.max_sequence_tokens, data.max_unusable_share)
+            for path in (*paths, *held_out_paths)
+        ]
     if sft.held_out_path is None:
         split = [split_held_out(found, sft.held_out_share, config.run.seed) for found, _ in files]
     else:
-        split = [(found, []) for found, _ in files]
-        files.append(load(sft.held_out_path))
+        split = [(found, []) for found, _ in files[:-1]]
         split.append(([], files[-1][0]))
     sequences = [one for train, _ in split for one in train]
     held_out = [one for _, held in split for one in held]
@@ -340,14 +343,14 @@ def _load_validation_file(
     prompts: list[Prompt] = []
     context, new_tokens = length_curriculum.engine_length(config), length_curriculum.validation_tokens(config)
     file = read_prompts(path, most_characters=CHARACTERS_PER_TOKEN * context)
-    template = config.validation.template or config.data.template
+    texts, tokens = [row.prompt for row in file.rows], [[] for _ in file.rows]
     if tokenizer is not None:
-        file = drop_special_token_rows(file, template, tokenizer)
-    for row in file.rows:
-        text, token_ids = row.prompt, []
-        if tokenizer is not None:
-            text = render(row, template, tokenizer)
-            (token_ids,) = prompt_tokens([text], tokenizer)
+        word = config.validation.template or config.data.template
+        with word_or_function(template_hook(config, validation=True), word) as template:
+            file = drop_special_token_rows(file, template, tokenizer)
+            texts = rendered(file.rows, template, tokenizer)
+        tokens = prompt_tokens(texts, tokenizer)
+    for row, text, token_ids in zip(file.rows, texts, tokens, strict=True):
         if tokenizer is None or 0 < len(token_ids) <= context - new_tokens:
             prompts.append(loader.as_prompt(row, text, token_ids))
     if not prompts:
@@ -356,7 +359,7 @@ def _load_validation_file(
             f"room for {new_tokens} new tokens in a context of {context}. "
             "Take it out, lower validation.max_new_tokens, or raise data.max_prompt_tokens"
         )
-    if is_verified(config.reward):
+    if is_verified(config.reward) and config.validation.scorer is None:
         check_tasks(prompt.task for prompt in prompts)
     if tokenizer is not None:
         token_ids = (prompt.token_ids for prompt in prompts)

@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter
 from pathlib import Path
 
@@ -36,7 +36,8 @@ from rlmath.data.files import (
 )
 from rlmath.data.tokenizer import has_template
 from rlmath.rewards.extraction import extract_boxed
-from rlmath.rewards.verifier import MAX_SOLUTIONS
+from rlmath.rewards.user_functions import UserFunction
+from rlmath.rewards.verifier import MAX_SOLUTIONS, TASKS
 
 Reader = Callable[[dict, int], PromptRow]
 """(columns, number of the row) to the row; RowError where it cannot be used."""
@@ -361,9 +362,67 @@ PLAIN = Form(
 )
 
 
+# ---------------------------------------------------------------- a form of the user's
+
+
+_PROBLEM_KEYS = ("prompt", "solutions", "query_id", "task")
+
+
+def _own_rows(function: UserFunction, raw: Iterable[RawRow]) -> Iterator[tuple[RawRow, PromptRow | RowError]]:
+    """What a data form of the user's makes of the rows."""
+    raw = iter(raw)
+    while some := list(islice(raw, _AT_ONCE)):
+        found: list[PromptRow | RowError | None] = [None] * len(some)
+        calls: dict[int, tuple[dict]] = {}
+        for place, one in enumerate(some):
+            if one.columns is None:
+                found[place] = RowError(one.reason)
+                continue
+            try:
+                calls[place] = (json.loads(json.dumps(one.columns, default=str)),)
+            except (TypeError, ValueError, RecursionError) as error:
+                found[place] = RowError(f"its columns cannot be written as JSON ({str(error)[:100]})")
+        for place, result in zip(calls, function.map(calls.values()), strict=True):
+            try:
+                if result.failure is not None:
+                    raise RowError(f"{function.hook.setting} {function} failed: {function.reason(result)}")
+                found[place] = _own_row(function, result.value, calls[place][0], some[place].number)
+            except RowError as error:
+                found[place] = error
+        for one, row in zip(some, found, strict=True):
+            assert row is not None
+            yield one, row
+
+
+def _own_row(function: UserFunction, returned: dict | None, columns: dict, number: int) -> PromptRow:
+    if returned is None:
+        raise RowError(f"{function} leaves it out")
+    unknown = [key for key in returned if key not in _PROBLEM_KEYS]
+    if unknown:
+        raise RowError(f"{function} returned {unknown[0]!r:.40}; known: {', '.join(_PROBLEM_KEYS)}")
+    solutions = returned.get("solutions")
+    if not isinstance(solutions, list) or not solutions:
+        raise RowError(
+            f"solutions of {function} must be a list of at least one answer, got {short(solutions)}"
+        )
+    task = returned.get("task", TASKS[0])
+    if task not in TASKS:
+        raise RowError(f"task of {function} is {short(task)}; needed: {' or '.join(TASKS)}")
+    return PromptRow(
+        prompt=text_of(returned, "prompt"),
+        task=task,
+        query_id=id_of(returned, ("query_id",), number),
+        solutions=tuple(answer_text(one, "each of solutions") for one in solutions),
+        more_json=further_columns(columns, ()),
+        whole=False,
+    )
+
+
 # ---------------------------------------------------------------- reading
 
 
+_AT_ONCE = 1000
+"""Rows that a data form of the user's gets at a time, one by one."""
 FORMS: dict[str, Form] = {form.name: form for form in (BOBA, DAPO, SIMPLERL, V01, PLAIN)}
 """By their words of data.format, in the order in which a row is compared with them."""
 
@@ -383,20 +442,27 @@ _contents = attrgetter("prompt", "task", "solutions", "messages")
 """What rows of one query_id must have in common."""
 
 
-def read_prompts(path: str, form: str = "auto", most_characters: int = MAX_TEXT_CHARACTERS) -> PromptFile:
-    """All rows of a file or folder of prompts, in its order; `form` is a word of data.format.
+def read_prompts(
+    path: str, form: str | UserFunction = "auto", most_characters: int = MAX_TEXT_CHARACTERS
+) -> PromptFile:
+    """All rows of a file or folder of prompts, in its order; `form` is a word of data.format, or a function.
 
     Rows that cannot be used, among them problems of more than `most_characters`, are listed with their reasons, and
     rows that an earlier one equals are counted. ValueError where the file cannot be read, has another form or none, or
     has no row that can be used. Holds a part of the file at a time beside the rows.
     """
     rows = raw_rows(path)
+    if isinstance(form, UserFunction):
+        about = f"what {form} makes of its rows"
+        return _collected(path, str(form), about, _own_rows(form, rows), most_characters)
     first: list[RawRow] = []
     for row in rows:
         first.append(row)
         if len(first) == _LOOKED_AT or (row.columns is not None and form_of(row.columns)):
             break
-    return _read_rows(path, _checked_form(path, form, first), chain(first, rows), most_characters)
+    found = _checked_form(path, form, first)
+    read = _rows_of(found.reader_of(Path(path)), chain(first, rows))
+    return _collected(path, found.name, found.columns, read, most_characters)
 
 
 def _checked_form(path: str, form: str, first: list[RawRow]) -> Form:
@@ -421,17 +487,34 @@ def _checked_form(path: str, form: str, first: list[RawRow]) -> Form:
     return found
 
 
-def _read_rows(path: str, form: Form, raw: Iterable[RawRow], most_characters: int) -> PromptFile:
-    read = form.reader_of(Path(path))
-    rows: list[PromptRow] = []
-    unusable: list[UnusableRow] = []
-    repeated = 0
-    first_of_id: dict[str, tuple[int, str]] = {}
+def _rows_of(read: Reader, raw: Iterable[RawRow]) -> Iterator[tuple[RawRow, PromptRow | RowError]]:
     for one in raw:
         try:
             if one.columns is None:
                 raise RowError(one.reason)
-            row = read(one.columns, one.number)
+            yield one, read(one.columns, one.number)
+        except RowError as error:
+            yield one, error
+        except RecursionError:
+            yield one, RowError("nested too deep")
+
+
+def _collected(
+    path: str,
+    name: str,
+    about: str,
+    found: Iterable[tuple[RawRow, PromptRow | RowError]],
+    most_characters: int,
+) -> PromptFile:
+    """The rows that can be used; `name` and `about` are the form's."""
+    rows: list[PromptRow] = []
+    unusable: list[UnusableRow] = []
+    repeated = 0
+    first_of_id: dict[str, tuple[int, str]] = {}
+    for one, row in found:
+        try:
+            if isinstance(row, RowError):
+                raise row
             check_length(row, most_characters)
             if len(row.solutions) > MAX_SOLUTIONS:
                 raise RowError(
@@ -449,12 +532,10 @@ def _read_rows(path: str, form: Form, raw: Iterable[RawRow], most_characters: in
             repeated += 1
         except RowError as error:
             unusable.append(UnusableRow(one.where, str(error), one.start))
-        except RecursionError:
-            unusable.append(UnusableRow(one.where, "nested too deep", one.start))
     if not rows:
         reasons = "".join(f"\n    {line}" for line in unusable_lines(path, unusable))
         raise ValueError(
-            f'{path}: none of its {len(unusable)} rows can be used as "{form.name}" ({form.columns}). How many, and '
+            f'{path}: none of its {len(unusable)} rows can be used as "{name}" ({about}). How many, and '
             f"why:{reasons}"
         )
-    return PromptFile(form.name, rows, unusable, repeated)
+    return PromptFile(name, rows, unusable, repeated)

@@ -27,10 +27,11 @@ from rlmath.data.formats import read_prompts
 from rlmath.data.tokenizer import (
     drop_special_token_rows,
     prompt_tokens,
-    render,
+    rendered,
     template_of,
     without_template,
 )
+from rlmath.rewards.user_functions import UserFunction
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -75,7 +76,7 @@ class FilterReport:
     """Prompts of which the tokenizer makes no token at all."""
     path: str = ""
     form: str = ""
-    """A word of data.format."""
+    """A word of data.format, or a function of the user's."""
     repeated: int = 0
     """Rows that an earlier one equals."""
     unusable: tuple[UnusableRow, ...] = ()
@@ -175,8 +176,8 @@ def load_prompts(
     path: str,
     tokenizer: PreTrainedTokenizerFast | None,
     max_prompt_tokens: int,
-    form: str = "auto",
-    template: str = "auto",
+    form: str | UserFunction = "auto",
+    template: str | UserFunction = "auto",
     max_unusable_share: float = 0.01,
 ) -> tuple[list[Prompt], FilterReport]:
     """Prompts of the file or folder that have at most `max_prompt_tokens` tokens, in its order.
@@ -251,7 +252,7 @@ def problem_key(problem: str) -> int:
 
 
 def _tokenized(
-    rows: list[PromptRow], template: str, tokenizer: PreTrainedTokenizerFast | None
+    rows: list[PromptRow], template: str | UserFunction, tokenizer: PreTrainedTokenizerFast | None
 ) -> Iterator[tuple[PromptRow, str, list[int]]]:
     """(row, text, tokens) of every row; without a tokenizer as it stands, and no tokens."""
     if tokenizer is None:
@@ -259,7 +260,7 @@ def _tokenized(
         return
     for start in range(0, len(rows), _CHUNK):
         chunk = rows[start : start + _CHUNK]
-        texts = [render(row, template, tokenizer) for row in chunk]
+        texts = rendered(chunk, template, tokenizer)
         yield from zip(chunk, texts, prompt_tokens(texts, tokenizer), strict=True)
 
 

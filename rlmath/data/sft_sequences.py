@@ -33,7 +33,8 @@ from rlmath.data.files import (
 )
 from rlmath.data.formats import check_length, checked_text
 from rlmath.data.loader import permutation
-from rlmath.data.tokenizer import prompt_tokens, render, token_ids_of
+from rlmath.data.tokenizer import prompt_tokens, rendered, token_ids_of
+from rlmath.rewards.user_functions import UserFunction
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -129,7 +130,11 @@ class SequenceReport:
 
 
 def load_sequences(
-    path: str, tokenizer: PreTrainedTokenizerFast, template: str, limit: int, max_unusable_share: float
+    path: str,
+    tokenizer: PreTrainedTokenizerFast,
+    template: str | UserFunction,
+    limit: int,
+    max_unusable_share: float,
 ) -> tuple[list[WrittenSequence], SequenceReport]:
     """The sequences of a file that have at most `limit` tokens, in its order.
 
@@ -142,7 +147,7 @@ def load_sequences(
     too_long = longest = 0
     rows = raw_rows(path)
     while chunk := list(itertools.islice(rows, _CHUNK)):
-        texts = list(_texts(chunk, template, tokenizer, unusable, CHARACTERS_PER_TOKEN * limit))
+        texts = _texts(chunk, template, tokenizer, unusable, CHARACTERS_PER_TOKEN * limit)
         for row, one in zip(texts, _tokenized(texts, tokenizer), strict=True):
             if not one.prompt_ids:
                 unusable.append(UnusableRow(row.where, "its prompt has no token", row.prompt[:60]))
@@ -192,12 +197,17 @@ class _Texts:
 
 def _texts(
     rows: Iterable[RawRow],
-    template: str,
+    template: str | UserFunction,
     tokenizer: PreTrainedTokenizerFast,
     unusable: list[UnusableRow],
     most_characters: int,
-) -> Iterator[_Texts]:
+) -> list[_Texts]:
     """What can be used; the others, among them rows of more than `most_characters`, are added to `unusable`."""
+    places: list[str] = []
+    prompts: list[PromptRow] = []
+    completions: list[str] = []
+    in_chat = template in ("auto", "chat") and bool(tokenizer.chat_template)
+    takes_messages = in_chat or isinstance(template, UserFunction)
     for raw in rows:
         if raw.columns is None:
             unusable.append(UnusableRow(raw.where, raw.reason, raw.start))
@@ -208,13 +218,17 @@ def _texts(
         except RowError as error:
             unusable.append(UnusableRow(raw.where, str(error), raw.start or str(list(raw.columns))[:60]))
             continue
-        if row.messages and (template not in ("auto", "chat") or not tokenizer.chat_template):
+        if row.messages and not takes_messages:
             raise ValueError(
                 f'{row.query_id}: "messages" need the tokenizer\'s chat template; data.template is "{template}", and '
                 f"the tokenizer has {'one' if tokenizer.chat_template else 'none'}. Use data.template=auto and a "
                 "tokenizer with a chat template, or give rows with prompt and completion"
             )
-        yield _Texts(raw.where, render(row, template, tokenizer), completion)
+        places.append(raw.where)
+        prompts.append(row)
+        completions.append(completion)
+    texts = rendered(prompts, template, tokenizer)
+    return [_Texts(*one) for one in zip(places, texts, completions, strict=True)]
 
 
 def _parse(columns: dict, where: str) -> tuple[PromptRow, str]:

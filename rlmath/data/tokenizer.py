@@ -8,13 +8,14 @@ Each template is written as its source has it:
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
 import signal
 import threading
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
@@ -22,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlmath.config.files import read_json_object
-from rlmath.data.files import PromptFile, PromptRow, UnusableRow
+from rlmath.data.files import MAX_LINE_BYTES, PromptFile, PromptRow, UnusableRow
+from rlmath.rewards.user_functions import UserFunction
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -84,6 +86,50 @@ def has_template(text: str) -> bool:
     return any(mark in text for mark in _MARKS) or text.rstrip().endswith(_ENDS)
 
 
+def rendered(
+    rows: Sequence[PromptRow], template: str | UserFunction, tokenizer: PreTrainedTokenizerFast
+) -> list[str]:
+    """`render` of many rows; `template` may be a function of the user's. ValueError where that fails on one."""
+    if not isinstance(template, UserFunction):
+        return [render(row, template, tokenizer) for row in rows]
+    calls = [(row.prompt, _row_for_template(row)) for row in rows]
+    texts = []
+    for row, result in zip(rows, template.map(calls), strict=True):
+        made = f"{template.hook.setting} {template} of the prompt {row.query_id[:60]!r}"
+        if result.failure is not None:
+            raise ValueError(f"{made} failed: {template.reason(result)}. Correct the function")
+        text = result.value
+        if not isinstance(text, str):
+            messages = [(one["role"], one["content"]) for one in text]
+            text = _chat(messages, row, tokenizer, template.hook.setting)
+        problem = _text_problem(text)
+        if problem is not None:
+            raise ValueError(f"{made} {problem}; needed: a text that can be tokenized. Correct the function")
+        texts.append(text)
+    return texts
+
+
+def _row_for_template(row: PromptRow) -> dict[str, Any]:
+    own = {
+        "prompt": row.prompt,
+        "task": row.task,
+        "query_id": row.query_id,
+        "solutions": list(row.solutions),
+        "messages": [{"role": role, "content": content} for role, content in row.messages],
+    }
+    return json.loads(row.more_json) | own
+
+
+def _text_problem(text: str) -> str | None:
+    if not text.strip():
+        return "is blank"
+    if len(text) > MAX_LINE_BYTES:
+        return f"has {len(text)} characters, more than {MAX_LINE_BYTES}"
+    if "\0" in text or text != text.encode("utf-8", "ignore").decode("utf-8"):
+        return "has a NUL character, or half a surrogate pair"
+    return None
+
+
 def render(row: PromptRow, template: str, tokenizer: PreTrainedTokenizerFast) -> str:
     """The text that the model continues; `template` is a word of data.template.
 
@@ -100,13 +146,16 @@ def render(row: PromptRow, template: str, tokenizer: PreTrainedTokenizerFast) ->
             f'data.template is "{given}", and the prompt {row.query_id[:60]!r} has a template already: it begins '
             f"{row.prompt[:60]!r}. Use data.template {others}"
         )
-    return _chat(row, tokenizer) if template == "chat" else FIXED[template].render(row.prompt)
+    if template == "chat":
+        return _chat(row.messages or (("user", row.prompt + _BOXED),), row, tokenizer)
+    return FIXED[template].render(row.prompt)
 
 
-def template_of(row: PromptRow, template: str, tokenizer: PreTrainedTokenizerFast) -> str:
-    """What "auto" stands for; other words of data.template are themselves. "raw": the text as it stands."""
+def template_of(row: PromptRow, template: str | UserFunction, tokenizer: PreTrainedTokenizerFast) -> str:
+    """What "auto" stands for; other words of data.template, and functions, are themselves. "raw": the text as it
+    stands."""
     if template != "auto":
-        return template
+        return str(template)
     if row.whole:
         return "raw"
     return "chat" if tokenizer.chat_template else "qwen_boxed"
@@ -120,14 +169,19 @@ def without_template(text: str) -> str:
     return text
 
 
-def _chat(row: PromptRow, tokenizer: PreTrainedTokenizerFast) -> str:
-    """The row's own messages, or its problem with the request for a box."""
+def _chat(
+    messages: Sequence[tuple[str, str]],
+    row: PromptRow,
+    tokenizer: PreTrainedTokenizerFast,
+    function_of: str | None = None,
+) -> str:
+    """Messages in the tokenizer's chat template; `function_of` is the setting whose function wrote them."""
     if not tokenizer.chat_template:
+        given = f"{function_of} returns messages" if function_of else 'data.template is "chat"'
         raise ValueError(
-            'data.template is "chat", and the model\'s tokenizer has no chat template; use "qwen_boxed", "r1_distill", '
-            '"orz" or "raw"'
+            f"{given}, and the model's tokenizer has no chat template; "
+            + ("return a text" if function_of else 'use "qwen_boxed", "r1_distill", "orz" or "raw"')
         )
-    messages = row.messages or (("user", row.prompt + _BOXED),)
     chat = [{"role": role, "content": content} for role, content in messages]
     try:
         with _limits(CHAT_SECONDS, CHAT_BYTES):
@@ -177,7 +231,7 @@ def _limits(seconds: float, more_bytes: int) -> Iterator[None]:
 
 
 def drop_special_token_rows(
-    file: PromptFile, template: str, tokenizer: PreTrainedTokenizerFast
+    file: PromptFile, template: str | UserFunction, tokenizer: PreTrainedTokenizerFast
 ) -> PromptFile:
     """The file without problems that have a special token of the tokenizer's in their text, such as "<|im_end|>": in a
     template it would end the user's turn. They are unusable. Whole prompts keep theirs."""

@@ -133,6 +133,8 @@ class RankReport:
     """What must be the same on all nodes, by name; sent by one rank of every node."""
     address: str = ""
     """The node's address towards the first one, with its interface: "10.0.0.7 (eth0)"; sent by one rank per node."""
+    data: str = ""
+    """Fingerprint of the data that it has read, where ranks may differ in it."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from rlmath.config.help import nearest_word
 from rlmath.config.model_shape import cpu_head_dim_problem
 from rlmath.data.audit import audit_references
 from rlmath.data.formats import read_prompts
-from rlmath.data.tokenizer import drop_special_token_rows, prompt_tokens, render
+from rlmath.data.tokenizer import drop_special_token_rows, prompt_tokens, rendered
+from rlmath.rewards.user_functions import UserFunction
 from rlmath.rewards.verifier import check_tasks
 from rlmath.rewards.worker_pool import VerifierPool
 
@@ -38,6 +39,13 @@ class Problem:
     token_ids: tuple[int, ...]
     solutions: tuple[str, ...]
     task: str
+    more_json: str = "{}"
+    """The row's further columns, a JSON object."""
+
+    @property
+    def as_prompt(self) -> Prompt:
+        """As training has it."""
+        return Prompt(self.problem_id, self.prompt, self.token_ids, self.solutions, self.task, self.more_json)
 
     @property
     def prompt_hash(self) -> str:
@@ -76,22 +84,28 @@ def find_benchmark(name: str, data_dir: Path) -> Path:
 
 
 def load_benchmark(
-    name: str, path: Path, tokenizer: PreTrainedTokenizerFast, template: str, limit: int | None = None
+    name: str,
+    path: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    template: str | UserFunction,
+    limit: int | None = None,
+    verified: bool = True,
 ) -> Benchmark:
     """The first `limit` problems of a file (None: all). ValueError for a file that cannot be read, for one without
-    problems, and for tasks that cannot be verified."""
+    problems, and for tasks that cannot be verified, if they are."""
     file = drop_special_token_rows(read_prompts(str(path)), template, tokenizer)
     rows = file.rows[:limit]
     if not rows:
         raise ValueError(f"{path} has no problem that can be used ({len(file.unusable)} rows cannot)")
-    check_tasks(row.task for row in rows)
-    prompts = [render(row, template, tokenizer) for row in rows]
+    if verified:
+        check_tasks(row.task for row in rows)
+    prompts = rendered(rows, template, tokenizer)
     tokens = prompt_tokens(prompts, tokenizer)
     empty = [row.query_id for row, ids in zip(rows, tokens, strict=True) if not ids]
     if empty:
         raise ValueError(f"{path}: the model's tokenizer makes no token of the problem {empty[0][:60]!r}")
     problems = [
-        Problem(name, row.query_id, prompt, tuple(ids), row.solutions, row.task)
+        Problem(name, row.query_id, prompt, tuple(ids), row.solutions, row.task, row.more_json)
         for row, prompt, ids in zip(rows, prompts, tokens, strict=True)
     ]
     return Benchmark(name, tuple(problems), len(file.unusable))
@@ -101,9 +115,7 @@ def reference_warnings(benchmarks: Sequence[Benchmark], pool: VerifierPool) -> t
     """About problems that have no reference which an answer could equal: they are wrong whatever the model says."""
     files = []
     for benchmark in benchmarks:
-        problems = benchmark.problems
-        prompts = [Prompt(p.problem_id, p.prompt, p.token_ids, p.solutions, p.task) for p in problems]
-        files.append((benchmark.name, prompts))
+        files.append((benchmark.name, [problem.as_prompt for problem in benchmark.problems]))
     return audit_references(files, pool)
 
 

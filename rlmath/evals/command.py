@@ -143,6 +143,8 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         max_new_tokens=arguments.max_new_tokens,
         max_prompt_tokens=arguments.max_prompt_tokens,
         template=arguments.template,
+        scorer=arguments.scorer,
+        plugins=tuple(arguments.plugin),
         seed=arguments.seed,
         limit=arguments.limit,
     )
@@ -215,7 +217,11 @@ def _add_sampling_options(group: argparse._ArgumentGroup) -> None:
     add("--max-prompt-tokens", type=int, help=prompt_help)
     add("--no-greedy", action="store_true", help="no completion at temperature 0")
     template_help = "as data.template, see docs/data.md (default auto)"
-    add("--template", default="auto", choices=all_settings()["data.template"].words, help=template_help)
+    add("--template", default="auto", help=template_help)
+    scorer_help = "function of yours that says what is right, as validation.scorer, see docs/hooks.md"
+    add("--scorer", help=scorer_help)
+    plugins_help = "module or file of yours that registers functions, as run.plugins; may be given again"
+    add("--plugin", action="append", default=[], help=plugins_help)
     add("--seed", type=int, default=1, help="of samples and intervals (default 1)")
     add("--limit", type=int, help="number of problems of each benchmark, from the first on (default: all)")
 

@@ -12,6 +12,7 @@ from typing import Any
 from rlmath.config.help import all_settings, raise_problems
 from rlmath.config.schema import Range, Template
 from rlmath.evals.pass_at_k import MOST_SAMPLES
+from rlmath.hooks import NEEDED, Hook, function_problem, hook_of, plugin_problem
 from rlmath.rollout.sampling import request_seed
 
 SETTINGS = "settings.json"
@@ -37,6 +38,11 @@ class Plan:
     max_prompt_tokens: int | None = None
     """Longer prompts count as wrong; None: every prompt must fit."""
     template: Template = "auto"
+    """Or a function of the user's."""
+    scorer: str | None = None
+    """A function of the user's that says what is right; None: the verifier."""
+    plugins: tuple[str, ...] = ()
+    """Modules and files that register functions."""
     seed: int = 1
     limit: int | None = None
     """Number of problems of each benchmark, from the first on; None: all."""
@@ -59,13 +65,32 @@ class Plan:
             if value is not None and not allowed.holds(value)
         ]
         templates = settings["data.template"].words
-        if self.template not in templates:
-            problems.append(f"--template is {self.template!r}; needed: one of {', '.join(templates)}")
+        if self.template not in templates and ":" not in self.template and not self.plugins:
+            problems.append(
+                f"--template is {self.template!r}; needed: one of {', '.join(templates)}, or a function of yours as "
+                f"{NEEDED}"
+            )
+        problems += filter(None, map(plugin_problem, self.plugins))
+        if not problems:
+            problems += filter(None, map(function_problem, self.hooks))
         if not self.benchmarks:
             problems.append("--benchmarks is empty; needed: at least one, for example aime24,math_500")
         if not self.greedy and self.samples == 0:
             problems.append("--no-greedy with --samples 0 samples nothing; leave one of the two out")
         raise_problems("the evaluation", problems)
+
+    @property
+    def template_hook(self) -> Hook | None:
+        return hook_of("template", "--template", self.template, self.plugins)
+
+    @property
+    def scorer_hook(self) -> Hook | None:
+        return hook_of("scorer", "--scorer", self.scorer, self.plugins)
+
+    @property
+    def hooks(self) -> list[Hook]:
+        """The functions of the user's."""
+        return [hook for hook in (self.template_hook, self.scorer_hook) if hook is not None]
 
     @property
     def indices(self) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from rlmath.config import hub
-from rlmath.config.schema import RolloutConfig, RunConfig
+from rlmath.config.schema import RewardConfig, RolloutConfig, RunConfig
 from rlmath.data.tokenizer import load_tokenizer
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.device import Device, init_process_group, open_device
@@ -42,6 +42,9 @@ from rlmath.evals.plan import Plan, check_settings, read_settings
 from rlmath.evals.results import BenchmarkResult, result_of
 from rlmath.evals.sampling import Missing, open_engine, sample_missing
 from rlmath.evals.tables import boxed_tables, first_table, second_table, write_results
+from rlmath.hooks import hooks_fingerprint
+from rlmath.rewards.reward_manager import try_scorer
+from rlmath.rewards.user_functions import word_or_function
 from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.trainer.hub_inputs import fetch_ids
 from rlmath.trainer.run_dir import sole_user
@@ -83,10 +86,12 @@ def evaluate(
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     device = open_device(device_kind)
     with ExitStack() as stack:
-        pool = None
+        pool = scorer = None
         if mesh.is_engine_leader:
             # Started before process groups and engines, so that the workers do not inherit their threads.
             pool = stack.enter_context(VerifierPool(reward_workers, reward_timeout))
+            if (hook := plan.scorer_hook) is not None:
+                scorer = stack.enter_context(VerifierPool(reward_workers, reward_timeout, function=hook))
         plan, store = _plan_after_rendezvous(plan)
         init_process_group(device, COLLECTIVE_TIMEOUT_SECONDS, store)
         # The end of an engine destroys the group too.
@@ -97,7 +102,15 @@ def evaluate(
             llm = stack.enter_context(open_engine(model, rollout, lengths, mesh, device))
             missing = prepared.missing
             sample_missing(
-                llm, missing, plan=plan, rollout=rollout, lengths=lengths, mesh=mesh, model=model, pool=pool
+                llm,
+                missing,
+                plan=plan,
+                rollout=rollout,
+                lengths=lengths,
+                mesh=mesh,
+                model=model,
+                pool=pool,
+                scorer=scorer,
             )
             dist.barrier()
         return _write_tables(plan, prepared) if rank == 0 else None
@@ -146,9 +159,12 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: VerifierPool, device: Dev
     paths = {name: find_benchmark(name, plan.data_dir) for name in plan.benchmarks}
     model = resolve_model(Path(plan.model), plan.output)
     tokenizer = load_tokenizer(str(model.folder), "--model")
-    benchmarks = tuple(
-        load_benchmark(name, path, tokenizer, plan.template, plan.limit) for name, path in paths.items()
-    )
+    verified = plan.scorer is None
+    with word_or_function(plan.template_hook, plan.template) as template:
+        benchmarks = tuple(
+            load_benchmark(name, path, tokenizer, template, plan.limit, verified)
+            for name, path in paths.items()
+        )
     problems = [problem for benchmark in benchmarks for problem in benchmark.problems]
     if device.kind == "cpu":
         check_head_dim(model.folder)
@@ -160,14 +176,20 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: VerifierPool, device: Dev
         "template": plan.template,
         "max_new_tokens": plan.max_new_tokens,
         "cuda_graphs": rollout.cuda_graphs,
+        "scorer": None if plan.scorer_hook is None else hooks_fingerprint([plan.scorer_hook]),
+        "about_scorer": plan.scorer,
     }
+    if plan.scorer_hook is not None:
+        limits = RewardConfig(timeout_seconds=pool.timeout_seconds)
+        for warning in try_scorer(plan.scorer_hook, limits, [problems[0].as_prompt]):
+            logger.warning("%s", warning)
     sampled = {"temperature": plan.temperature, "top_p": plan.top_p, "seed": plan.seed}
     check_settings(plan.output, common, sampled if plan.samples else None)
     repaired = remove_unfinished_lines(plan.output)
     if repaired:
         logger.info("Removed the unfinished last line of %d files, left by a run that was stopped", repaired)
     missing = [one for benchmark in benchmarks for one in _missing(benchmark, plan, lengths)]
-    for warning in reference_warnings(benchmarks, pool):
+    for warning in reference_warnings(benchmarks, pool) if verified else ():
         logger.warning("%s", warning)
     _log_work(benchmarks, lengths, plan, sum(len(one.indices) for one in missing))
     return _Prepared(model, benchmarks, lengths, missing)

@@ -21,8 +21,10 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.evals.benchmarks import LengthLimits, Problem
 from rlmath.evals.completions import CompletionRecord, Writer
 from rlmath.evals.plan import GREEDY_INDEX, Plan, completion_seed
+from rlmath.rewards.custom_function import FunctionResult
+from rlmath.rewards.extraction import extract_answer, split_boxes
 from rlmath.rewards.reward_manager import text_to_verify
-from rlmath.rewards.verifier import Verdict
+from rlmath.rewards.verifier import MAX_ANSWER_CHARS, Verdict
 from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.rollout.collector import SamplingProgress
 from rlmath.rollout.engine import end_engine, open_standalone
@@ -63,6 +65,7 @@ def sample_missing(
     mesh: Mesh,
     model: Path,
     pool: VerifierPool | None,
+    scorer: VerifierPool | None = None,
 ) -> None:
     """Sample, verify and write. The engines share the work; in each engine the rank with a `pool` writes."""
     requests = [_requests(number, one, plan, lengths) for number, one in enumerate(missing)]
@@ -76,7 +79,7 @@ def sample_missing(
     problems = {number: one.problem for number, one in enumerate(missing)}
     writer = Writer(plan.output, mesh.engine_index)
     progress = SamplingProgress(len(by_key), mesh, store, "evaluation")
-    verification = Verification(pool, load_tokenizer(str(model)), problems, writer.add)
+    verification = Verification(pool, load_tokenizer(str(model)), problems, writer.add, scorer)
 
     def on_step() -> None:
         verification.write_done()
@@ -118,19 +121,25 @@ class Verification:
         tokenizer: PreTrainedTokenizerFast,
         problems: Mapping[int, Problem],
         write: Callable[[str, CompletionRecord], None],
+        scorer: VerifierPool | None = None,
     ) -> None:
-        """`problems` by the first part of the requests' keys; `write` takes the benchmark's name and the record."""
+        """`problems` by the first part of the requests' keys; `write` takes the benchmark's name and the record. The
+        `scorer` has a function of the user's, which says what is right in place of the `pool`."""
         self._pool = pool
         self._tokenizer = tokenizer
         self._problems = problems
         self._write = write
-        self._submitted: deque[tuple[Request, RequestResult, str, Future[Verdict]]] = deque()
+        self._scorer = scorer
+        self._submitted: deque[tuple[Request, RequestResult, str, Future[Any]]] = deque()
 
     def submit(self, request: Request, generated: RequestResult) -> None:
         """Queue a completion for the workers, and write the records that are done."""
         problem = self._problems[generated.key[0]]
         text = str(self._tokenizer.decode(list(generated.token_ids), skip_special_tokens=True))
-        future = self._pool.submit(text_to_verify(problem.prompt, text), problem.solutions, problem.task)
+        if self._scorer is None:
+            future = self._pool.submit(text_to_verify(problem.prompt, text), problem.solutions, problem.task)
+        else:
+            future = self._scorer.call(text, problem.solutions, problem.as_prompt.row)
         self._submitted.append((request, generated, text, future))
         self.write_done()
 
@@ -147,6 +156,12 @@ class Verification:
     def _write_first(self) -> None:
         request, generated, text, future = self._submitted.popleft()
         verdict = future.result()
+        if isinstance(verdict, FunctionResult):
+            # For the vote of maj@k, which compares answers.
+            answer = extract_answer(text_to_verify(self._problems[generated.key[0]].prompt, text)) or ""
+            extracted = split_boxes(answer)[0][:MAX_ANSWER_CHARS]
+            right = verdict.failure is None and verdict.reward > 0
+            verdict = Verdict(right, extracted, verdict.failure or "function")
         number, index = generated.key
         problem, greedy = self._problems[number], index == GREEDY_INDEX
         record = CompletionRecord(

@@ -6,34 +6,21 @@
 reward, at most MAX_REWARD; the metrics are averaged over a step and logged as `reward/own/<name>`. It runs in the
 workers that verify answers otherwise, with a time limit by the clock and the same memory limit.
 
-    python -m rlmath.rewards.custom_function package.module:name      prints whether it can be loaded
+`call_hook` calls functions of the other kinds (`rlmath.hooks`) there.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import hashlib
-import importlib
-import importlib.util
+import json
 import math
-import os
-import re
 import reprlib
-import signal
-import subprocess
-import sys
-import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import rlmath
-from rlmath.config.help import nearest_path, nearest_word
+from rlmath.hooks import Group
 from rlmath.rewards.verifier import FAILURES
 
 MAX_METRICS = 50
@@ -45,11 +32,8 @@ MAX_MESSAGE_CHARS = 500
 MAX_TRACE_CHARS = 1500
 """Of a message with the last lines of its traceback."""
 MAX_TRACE_FRAMES = 3
-CHECK_SECONDS = 300
-CAN_BE_LOADED = "reward.function can be loaded"
-"""The last line of a check; a module that ends the process while it is imported does not print it."""
-NEEDED = '"package.module:name" or "path/to/file.py:name"'
-_SPEC = re.compile(r"(?P<module>[A-Za-z_][\w.]*(?<!\.py)|(?P<file>.+\.py)):(?P<name>[A-Za-z_]\w*)")
+MAX_RESULT_CHARS = 12 * 2**20
+"""Of what a function of another kind than rewards returns, as JSON."""
 
 
 @dataclass(frozen=True)
@@ -66,79 +50,6 @@ class FunctionResult:
     """It failed for want of memory, processes or open files, which earlier answers may have used up."""
     queue_seconds: float = 0.0
     """How long the answer waited for a worker."""
-
-
-def load_function(spec: str) -> Callable:
-    """Import the function "package.module:name" or "path/to/file.py:name". Raises ValueError if that fails."""
-    found = _SPEC.fullmatch(spec)
-    if not found:
-        raise ValueError(f"reward.function is {spec!r}; needed: {NEEDED}")
-    module_name, file, name = found["module"], found["file"], found["name"]
-    if file is not None and not os.path.exists(file):
-        raise ValueError(f'reward.function: there is no file "{file}".{nearest_path(Path(file))}')
-    try:
-        module = importlib.import_module(module_name) if file is None else _import_file(Path(file))
-    except (Exception, SystemExit) as error:  # whatever the user's module raises, or a program's sys.exit()
-        where = "; modules are looked for in the current folder and in PYTHONPATH" if file is None else ""
-        line = (error.text or "").strip() if isinstance(error, SyntaxError) else ""
-        shown = f": {line}" if line else ""
-        raise ValueError(
-            f"reward.function: importing {module_name!r} failed ({type(error).__name__}: {error}{shown}){where}"
-        ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        near = nearest_word(name, [other for other in vars(module) if callable(getattr(module, other))])
-        raise ValueError(f"reward.function: {module_name!r} has no function {name!r}.{near}")
-    return function
-
-
-def _import_file(path: Path) -> ModuleType:
-    """The module of a file, under the file's own name where that is free; it finds modules beside it."""
-    sys.path.append(str(path.parent.absolute()))
-    name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"reward_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, path
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def code_fingerprint(spec: str | None) -> str:
-    """Of the file in which a reward function is looked for, without importing anything; "" where there is none."""
-    path = _file_of(spec)
-    return "" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
-def is_same_function(there: str | None, here: str | None, code_there: str = "") -> bool:
-    """Whether two spellings (a module or a file, a relative or an absolute path) name one function: of the same file,
-    which may have changed since, or of files of the same content. `code_there` is the fingerprint that was noted of
-    the first."""
-    names = [found["name"] for spec in (there, here) if (found := _SPEC.fullmatch(spec or ""))]
-    if there == here or len(names) < 2 or names[0] != names[1]:
-        return there == here
-    files = _file_of(there), _file_of(here)
-    if files[0] is not None and files[1] is not None and files[0].samefile(files[1]):
-        return True
-    return (code_there or code_fingerprint(there)) == code_fingerprint(here) != ""
-
-
-def _file_of(spec: str | None) -> Path | None:
-    found = _SPEC.fullmatch(spec or "")
-    if found is None:
-        return None
-    path = Path(found["file"] or _module_file(found["module"]) or "")
-    return path if path.is_file() else None
-
-
-def _module_file(module: str) -> str | None:
-    folders: list[str] | None = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
-    names, file = module.split("."), None
-    for depth in range(1, len(names) + 1):
-        found = PathFinder.find_spec(".".join(names[:depth]), folders)
-        if found is None:
-            return None
-        file, folders = found.origin, found.submodule_search_locations
-    return file
 
 
 def call_function(function: Callable, completion: str, solutions: list[str], row: Mapping) -> FunctionResult:
@@ -204,54 +115,99 @@ def _is_exhausted(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in wanting)
 
 
-def function_problem(spec: str) -> str | None:
-    """Why a function cannot be loaded, checked in a separate process; None if it can."""
-    # A file, not a pipe: what the module has started may hold the pipe open for ever.
-    with tempfile.TemporaryFile() as errors:
-        check = subprocess.Popen(
-            [sys.executable, "-m", "rlmath.rewards.custom_function", spec],
-            env=worker_environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            start_new_session=True,
-        )
-        try:
-            status = check.wait(CHECK_SECONDS)
-        except subprocess.TimeoutExpired:
-            return f"reward.function: importing {spec!r} took more than {CHECK_SECONDS} s"
-        finally:  # with what the module has started
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(check.pid, signal.SIGKILL)
-            check.wait()
-        errors.seek(0, os.SEEK_END)
-        errors.seek(max(0, errors.tell() - 10_000))
-        text = errors.read().decode("utf-8", "replace")
-    last = (text.strip().splitlines() or ["no message"])[-1]
-    if status == 0:
-        ended = f"reward.function: importing {spec!r} ended the process; guard its program by __name__"
-        return None if last == CAN_BE_LOADED else ended
-    is_ours = last.startswith("reward.function")
-    return last if is_ours else f"reward.function: importing {spec!r} failed ({last})"
+# ---------------------------------------------------------------- functions of the other kinds
 
 
-def worker_environment() -> dict[str, str]:
-    """The environment of reward workers: this package and the current folder can be imported."""
-    source = str(Path(rlmath.__file__).parent.parent)
-    path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")]), os.getcwd()])
-    return {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
+@dataclass(frozen=True)
+class HookResult:
+    """The result of one call of a function of another kind."""
+
+    value: Any = None
+    failure: str | None = None
+    """"timeout" or "error" if it returned nothing that its kind may return."""
+    message: str = ""
+    """As that of `FunctionResult`."""
 
 
-def main() -> int:
-    """0 with CAN_BE_LOADED on stderr, or 2 with the reason there."""
+def call_hook(kind: str, function: Callable, arguments: Sequence[Any]) -> dict[str, Any]:
+    """Call a function in its worker; the reply to the pool."""
+    given = [Group(**one) for one in arguments] if kind == "selection" else list(arguments)
+    if kind == "metric":
+        given = [[Group(**group) for group in arguments[0]]]
     try:
-        load_function(sys.argv[1])
-    except ValueError as error:
-        print(error, file=sys.stderr, flush=True)
-        return 2
-    print(f"\n{CAN_BE_LOADED}", file=sys.stderr, flush=True)
-    return 0
+        returned = function(*given)
+    except (Exception, SystemExit) as error:
+        return {"failure": "error", "message": _with_trace(error), "exhausted": _is_exhausted(error)}
+    try:
+        value = checked_value(kind, returned, arguments)
+        size = len(json.dumps(value))
+        if size > MAX_RESULT_CHARS:
+            raise ValueError(f"that is {size} characters as JSON, more than {MAX_RESULT_CHARS}")
+    except Exception as error:  # the conversions may be the user's, too
+        message = f"{error}; it returned {reprlib.repr(returned)}"
+        return {"failure": "error", "message": message[:MAX_MESSAGE_CHARS]}
+    return {"failure": None, "value": value}
 
 
-if __name__ == "__main__":
-    os._exit(main())  # at once: threads of the user's module may run for ever
+def checked_value(kind: str, returned: Any, arguments: Sequence[Any]) -> Any:
+    """What a function returned, as plain data; ValueError or TypeError where its kind returns something else."""
+    if kind == "data_form":
+        if returned is not None and not isinstance(returned, dict):
+            raise ValueError('needed: None, or a dict with "prompt" and "solutions"')
+        return returned
+    if kind == "template":
+        if not isinstance(returned, str) and not _are_messages(returned):
+            raise ValueError('needed: a text, or a list of messages {"role": ..., "content": ...}')
+        return returned
+    if kind == "selection":
+        if returned not in (True, False):
+            raise ValueError("needed: True or False")
+        return bool(returned)
+    if kind == "advantage":
+        rows = [[float(one) for one in row] for row in returned]
+        shape, wanted = [len(row) for row in rows], [len(row) for row in arguments[0]]
+        if shape != wanted:
+            raise ValueError(f"needed: lists of {_lengths(wanted)} numbers, got {_lengths(shape)}")
+        if not all(abs(one) <= MAX_REWARD for row in rows for one in row):
+            raise ValueError(f"needed: numbers from -{MAX_REWARD:g} to {MAX_REWARD:g}")
+        return rows
+    assert kind == "metric", kind
+    named = dict(returned) if isinstance(returned, dict) else {"value": returned}
+    numbers = {str(name): float(value) for name, value in named.items()}
+    if len(numbers) > MAX_METRICS:
+        raise ValueError(f"needed: at most {MAX_METRICS} numbers, got {len(numbers)}")
+    if (problem := _problem(0.0, numbers)) is not None:
+        raise ValueError(problem)
+    return numbers if isinstance(returned, dict) else numbers["value"]
+
+
+def _are_messages(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(one, dict)
+            and one.keys() == {"role", "content"}
+            and all(isinstance(text, str) for text in one.values())
+            for one in value
+        )
+    )
+
+
+def _lengths(found: Sequence[int]) -> str:
+    """
+    >>> _lengths([8, 8, 7])
+    '8, 8, 7'
+    """
+    return ", ".join(map(str, found[:8])) + (" ..." if len(found) > 8 else "")
+
+
+def checked_hook_result(kind: str, arguments: Sequence[Any], reply: Mapping[str, Any]) -> HookResult:
+    """A result as it came from a process in which the function ran; ValueError, TypeError or KeyError as
+    `checked_result`."""
+    failure = reply["failure"]
+    if failure in FAILURES:
+        return HookResult(None, failure, str(reply["message"])[:MAX_TRACE_CHARS])
+    if failure is not None:
+        raise ValueError("another failure than there are")
+    return HookResult(checked_value(kind, reply["value"], arguments))

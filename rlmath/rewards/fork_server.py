@@ -37,9 +37,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
+from rlmath import hooks
 from rlmath.distributed.process import end_with_parent
+from rlmath.hooks import Hook
 from rlmath.rewards import process_tree
-from rlmath.rewards.custom_function import call_function, load_function
+from rlmath.rewards.custom_function import call_function, call_hook
 from rlmath.rewards.verifier import Rules, verify_by_parser, verify_by_string
 
 PARENT_CHECK_SECONDS = 1.0
@@ -81,8 +83,8 @@ class WorkerSettings:
     """Address space of every process of a worker, and memory of all of them together."""
     timeout_seconds: float
     rules: Rules
-    function: str | None
-    """The user's reward function, "package.module:name"."""
+    function: Hook | None
+    """Of the user's; None: the verifier."""
 
     @property
     def wall_seconds(self) -> float:
@@ -95,7 +97,10 @@ class WorkerSettings:
     @staticmethod
     def from_json(text: str) -> WorkerSettings:
         values = json.loads(text)
-        return WorkerSettings(**{**values, "rules": Rules(**values["rules"])})
+        function = values["function"]
+        if function is not None:
+            function = Hook(**{**function, "plugins": tuple(function["plugins"])})
+        return WorkerSettings(**{**values, "rules": Rules(**values["rules"]), "function": function})
 
 
 class ForkServer:
@@ -207,7 +212,9 @@ class ForkServer:
             self._control.send(message)
         else:
             what = "sent what it should not" if message else f"ended with {self._end_of_template()}"
-            self._control.send(f"lost: its process that imports reward.function {what}".encode())
+            assert self._settings.function is not None
+            setting = self._settings.function.setting
+            self._control.send(f"lost: its process that imports {setting} {what}".encode())
             return False
         return True
 
@@ -356,18 +363,18 @@ def _serve_requests(channel: socket.socket, settings: WorkerSettings, function: 
     while True:
         request = json.loads(_receive(channel, int.from_bytes(_receive(channel, LENGTH_BYTES))))
         _limit_request(settings)
-        if "row" in request:
-            assert function is not None
-            result = _call(function, request)
+        if function is not None:
+            assert settings.function is not None
+            result = _call(settings.function.kind, function, request)
         else:
             result = _verify(request, settings.rules)
         signal.setitimer(signal.ITIMER_REAL, 0)
         channel.sendall(framed({"id": request["id"], **result}))
 
 
-def framed(message: Mapping[str, Any]) -> bytes:
-    """A message as it goes over a worker's channel: JSON after its length."""
-    content = json.dumps(message).encode()
+def framed(message: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
+    """A message as it goes over a worker's channel: JSON after its length; `default` as in `json.dumps`."""
+    content = json.dumps(message, default=default).encode()
     return len(content).to_bytes(LENGTH_BYTES) + content
 
 
@@ -389,11 +396,15 @@ def _verify(request: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
     return {"correct": verdict.correct, "verdict": verdict.verdict}
 
 
-def _call(function: Callable, request: Mapping[str, Any]) -> dict[str, Any]:
+def _call(kind: str, function: Callable, request: Mapping[str, Any]) -> dict[str, Any]:
     """The function's result, and whether this worker is not fit for further answers."""
-    result = call_function(function, request["completion"], request["solutions"], request["row"])
+    if "arguments" in request:
+        result = call_hook(kind, function, request["arguments"])
+    else:
+        scored = call_function(function, request["completion"], request["solutions"], request["row"])
+        result = dataclasses.asdict(scored)
     _flush_streams()
-    return dataclasses.asdict(result) | {"left_over": _has_children()}
+    return result | {"left_over": _has_children()}
 
 
 def _flush_streams() -> None:
@@ -458,7 +469,7 @@ def _be_template(server: socket.socket, parent: int, settings: WorkerSettings) -
     assert settings.function is not None
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        function = load_function(settings.function)
+        function = hooks.load(settings.function)
     except ValueError as error:
         server.send(f"failed: {error}".encode()[:2000])
         return

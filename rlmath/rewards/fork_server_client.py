@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from rlmath.config.terminal import excerpt
-from rlmath.rewards.custom_function import worker_environment
+from rlmath.hooks import worker_environment
 from rlmath.rewards.fork_server import WorkerSettings
 from rlmath.rewards.process_tree import kill_marked
 
@@ -102,7 +102,9 @@ class ServerConnection:
         """The end of a pipe for the server's standard output, whose lines are logged until all processes that have it
         are gone."""
         ours, theirs = os.pipe()
-        self._printed = threading.Thread(target=log_printed, args=(ours,), name="reward-prints", daemon=True)
+        assert self._settings.function is not None
+        given = ours, self._settings.function.setting
+        self._printed = threading.Thread(target=log_printed, args=given, name="reward-prints", daemon=True)
         self._printed.start()
         return theirs
 
@@ -224,30 +226,30 @@ class ServerConnection:
         return message
 
 
-def log_printed(pipe: int) -> None:
-    """Log the lines that come from a pipe, until its other end is closed: bounded, on one line each, with control
-    characters made visible. All is read at once, so that nobody who prints waits."""
+def log_printed(pipe: int, setting: str) -> None:
+    """Log the lines that come from a pipe, as those of a setting's function, until its other end is closed: bounded, on
+    one line each, with control characters made visible. All is read at once, so that nobody who prints waits."""
     printed, started, rest, more = 0, time.monotonic(), b"", True
     with open(pipe, "rb", buffering=0) as stream:
         while more:
             part = stream.read(2**16)
             more = bool(part)
             if time.monotonic() - started > PRINTED_SECONDS:
-                _tell_left_out(printed)
+                _tell_left_out(printed, setting)
                 printed, started = 0, time.monotonic()
             *lines, rest = (rest + part).split(b"\n")
             if len(rest) > 2**16 or (rest and not more):
                 lines, rest = [*lines, rest], b""
             for line in lines[: max(0, MAX_PRINTED_LINES - printed)]:
-                logger.info("reward.function prints: %s", excerpt(line, MAX_PRINTED_CHARS))
+                logger.info("%s prints: %s", setting, excerpt(line, MAX_PRINTED_CHARS))
             printed += len(lines)
-    _tell_left_out(printed)
+    _tell_left_out(printed, setting)
 
 
-def _tell_left_out(printed: int) -> None:
+def _tell_left_out(printed: int, setting: str) -> None:
     if printed > MAX_PRINTED_LINES:
-        text = "reward.function prints: %d more lines, which are left out (at most %d lines in %.0f s are logged)"
-        logger.info(text, printed - MAX_PRINTED_LINES, MAX_PRINTED_LINES, PRINTED_SECONDS)
+        text = "%s prints: %d more lines, which are left out (at most %d lines in %.0f s are logged)"
+        logger.info(text, setting, printed - MAX_PRINTED_LINES, MAX_PRINTED_LINES, PRINTED_SECONDS)
 
 
 def exit_text(code: int) -> str:

@@ -10,25 +10,46 @@ from typing import Any
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 from rlmath.config.schema import RewardConfig
 from rlmath.config.terminal import visible
+from rlmath.hooks import Hook
 from rlmath.rewards.custom_function import FunctionResult
 from rlmath.rewards.extraction import has_box
 from rlmath.rewards.schemes import Scheme, function_score, score
-from rlmath.rewards.several_rewards import RewardPools, functions_of, named_rewards, several_score
+from rlmath.rewards.several_rewards import (
+    RewardPools,
+    functions_of,
+    named_rewards,
+    several_score,
+)
+from rlmath.rewards.user_functions import UserFunctionError
 from rlmath.rewards.verifier import Rules
 from rlmath.rewards.worker_pool import VerifierPool
 
 RewardWorkers = VerifierPool | RewardPools
 
 
-def open_reward_workers(reward: RewardConfig) -> RewardWorkers:
-    """The workers of one rank. Start them before process groups, CUDA and engines."""
-    return RewardPools(reward) if reward.rewards else open_pool(reward)
+def open_reward_workers(reward: RewardConfig, plugins: Sequence[str] = ()) -> RewardWorkers:
+    """The workers of one rank. Start them before process groups, CUDA and engines. `plugins` register functions of the
+    user's by name."""
+    return RewardPools(reward, plugins) if reward.rewards else open_pool(reward, plugins)
 
 
-def open_pool(reward: RewardConfig) -> VerifierPool:
+def open_pool(reward: RewardConfig, plugins: Sequence[str] = ()) -> VerifierPool:
     """Those of the verifier, or of `reward.function`."""
     rules = Rules(reward.answer_from, protocol=not reward.strict)
-    return VerifierPool(reward.workers, reward.timeout_seconds, rules=rules, function=reward.function)
+    hook = None
+    if reward.function is not None:
+        hook = Hook("reward", reward.function, "reward.function", tuple(plugins))
+    return VerifierPool(reward.workers, reward.timeout_seconds, rules=rules, function=hook)
+
+
+def open_scorer(hook: Hook, reward: RewardConfig) -> VerifierPool:
+    """The workers of a function that says what is right in validation, with the limits of rewards."""
+    return VerifierPool(reward.workers, reward.timeout_seconds, function=hook)
+
+
+def scorer_settings(reward: RewardConfig) -> RewardConfig:
+    """How such a function makes a score: right where it returns more than 0."""
+    return RewardConfig(function="scorer", workers=reward.workers, timeout_seconds=reward.timeout_seconds)
 
 
 def text_to_verify(prompt_text: str, completion_text: str) -> str:
@@ -47,12 +68,14 @@ CALL_NEEDED = (
 )
 
 
-class RewardFunctionError(Exception):
+class RewardFunctionError(UserFunctionError):
     """The reward function failed on every completion of a step. Raised on all ranks alike, before anything is learned
     of them."""
 
 
-def try_reward_function(reward: RewardConfig, prompts: Sequence[Prompt]) -> tuple[str, ...]:
+def try_reward_function(
+    reward: RewardConfig, prompts: Sequence[Prompt], plugins: Sequence[str] = ()
+) -> tuple[str, ...]:
     """Call each of the user's functions, if there are any, on the first of the prompts, as a run would. Warnings.
 
     ValueError where one fails on each of a few completions that are made up. One that takes longer than its limit is
@@ -62,19 +85,26 @@ def try_reward_function(reward: RewardConfig, prompts: Sequence[Prompt]) -> tupl
     return tuple(
         warning
         for setting, function in functions
-        for warning in _try_function(setting, replace(reward, function=function, workers=1), prompts[0])
+        for warning in _try_function(
+            setting, Hook("reward", function, "reward.function", tuple(plugins)), reward, prompts[0]
+        )
     )
 
 
-def _try_function(setting: str, reward: RewardConfig, prompt: Prompt) -> tuple[str, ...]:
-    """`reward.function` is tried, which `setting` names."""
-    called = setting if setting == "reward.function" else f"{setting}={reward.function}"
-    named = called if reward.rewards else f"{setting} {reward.function}"
-    outcome = (
-        "Such answers get reward.function_failure." if not reward.rewards else "Such answers do without it."
-    )
+def try_scorer(hook: Hook, reward: RewardConfig, prompts: Sequence[Prompt]) -> tuple[str, ...]:
+    """The same for a function that says what is right in validation."""
+    return _try_function(hook.setting, hook, replace(reward, rewards=[]), prompts[0]) if prompts else ()
+
+
+def _try_function(setting: str, hook: Hook, reward: RewardConfig, prompt: Prompt) -> tuple[str, ...]:
+    """A function that scores is tried, which `setting` names."""
+    called = f"{setting}={hook.spec}" if setting.startswith("reward.rewards") else setting
+    named = called if reward.rewards else f"{setting} {hook.spec}"
+    outcome = "Such answers get reward.function_failure."
+    if reward.rewards or hook.kind == "scorer":
+        outcome = "Such answers do without it." if reward.rewards else "Such answers count as wrong."
     failures: list[FunctionResult] = []
-    with open_pool(reward) as pool:
+    with VerifierPool(1, reward.timeout_seconds, function=hook) as pool:
         for completion in _made_up_completions(prompt):
             try:
                 result = pool.call(completion, prompt.solutions, prompt.row).result()

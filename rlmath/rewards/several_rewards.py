@@ -8,6 +8,7 @@
 | "format" | 1 where the final part of the completion has a complete box, else 0 |
 | "length" | 1 - tokens / rollout.max_new_tokens, right or wrong: from almost 1 down to 0 |
 | "name=package.module:function" | what the user's function returns |
+| the name of one that a plugin registers | likewise |
 
 Every function has workers of its own, and so has the verifier: one that hangs or breaks keeps no other waiting.
 """
@@ -24,12 +25,13 @@ from typing import Any, Self
 
 from rlmath.algorithms.types import Completion, Prompt, RewardFailure, Score, ScoredGroup
 from rlmath.config.schema import RewardConfig
+from rlmath.hooks import REWARD_WORDS, Hook
 from rlmath.rewards.custom_function import FunctionResult
 from rlmath.rewards.schemes import Scheme, raw_reward
 from rlmath.rewards.verifier import FAILURES, Rules, Verdict
 from rlmath.rewards.worker_pool import VerifierPool
 
-BUILT_IN = ("correctness", "format", "length")
+BUILT_IN = REWARD_WORDS
 TAKEN = ("correct", "boxed", "truncated", "failures", "verdict", "own", "queue_wait_s", "queue_wait_s_max")
 """What stands behind `reward/` in the names of other metrics."""
 MAX_FUNCTIONS = 8
@@ -49,19 +51,29 @@ class NamedReward:
 def named_rewards(reward: RewardConfig) -> tuple[NamedReward, ...]:
     """The list, in order; empty where `reward.scheme` or `reward.function` gives the reward."""
     weights = reward.weights or [1.0] * len(reward.rewards)
-    parted = [entry.partition("=") for entry in reward.rewards]
+    functions = listed_functions(reward)
+    names = [entry.partition("=")[0] for entry in reward.rewards]
     return tuple(
-        NamedReward(name, weight, function if equals else None)
-        for (name, equals, function), weight in zip(parted, weights, strict=True)
+        NamedReward(name, weight, functions.get(name)) for name, weight in zip(names, weights, strict=True)
     )
+
+
+def listed_functions(reward: RewardConfig) -> dict[str, str]:
+    """The user's functions of the list, by the reward's name; one that a plugin registers has that name."""
+    parted = [entry.partition("=") for entry in reward.rewards]
+    return {name: function or name for name, equals, function in parted if equals or name not in BUILT_IN}
 
 
 def functions_of(reward: RewardConfig) -> dict[str, str]:
     """The user's functions by the setting that names them, as messages call it."""
     if reward.function is not None:
         return {"reward.function": reward.function}
-    parted = [entry.partition("=") for entry in reward.rewards]
-    return {f"reward.rewards: {name}": function for name, equals, function in parted if equals}
+    return {f"reward.rewards: {name}": function for name, function in listed_functions(reward).items()}
+
+
+def reward_hooks(reward: RewardConfig, plugins: Sequence[str] = ()) -> list[Hook]:
+    """The same, to be loaded."""
+    return [Hook("reward", one, "reward.function", tuple(plugins)) for one in functions_of(reward).values()]
 
 
 def is_verified(reward: RewardConfig) -> bool:
@@ -80,16 +92,17 @@ def compared_rewards(reward: RewardConfig) -> tuple[int, ...]:
 class RewardPools:
     """The workers of the verifier, where correctness is listed, and of every function of the user's."""
 
-    def __init__(self, reward: RewardConfig) -> None:
-        """Returns at once, as `VerifierPool`."""
+    def __init__(self, reward: RewardConfig, plugins: Sequence[str] = ()) -> None:
+        """Returns at once, as `VerifierPool`. `plugins` register functions of the user's by name."""
         rules = Rules(reward.answer_from, protocol=not reward.strict)
         self.by_name: dict[str, VerifierPool] = {}
         with contextlib.ExitStack() as stack:
             for one in named_rewards(reward):
                 if one.name == "correctness" or one.function is not None:
-                    pool = VerifierPool(
-                        reward.workers, reward.timeout_seconds, rules=rules, function=one.function
-                    )
+                    hook = None
+                    if one.function is not None:
+                        hook = Hook("reward", one.function, "reward.function", tuple(plugins))
+                    pool = VerifierPool(reward.workers, reward.timeout_seconds, rules=rules, function=hook)
                     self.by_name[one.name] = stack.enter_context(pool)
             self._stack = stack.pop_all()
 

@@ -27,9 +27,16 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self, TypeVar
 
-from rlmath.rewards.custom_function import FunctionResult, checked_result
+from rlmath.hooks import Hook, as_hook
+from rlmath.rewards.custom_function import (
+    FunctionResult,
+    HookResult,
+    checked_hook_result,
+    checked_result,
+)
 from rlmath.rewards.extraction import extract_answer, split_boxes
 from rlmath.rewards.fork_server import LENGTH_BYTES, MAX_PROCESSES, WorkerSettings, framed
 from rlmath.rewards.fork_server_client import (
@@ -73,6 +80,8 @@ CACHE_SIZE = 8192
 """Results kept, one per pair of answer and solutions."""
 MAX_REPLY_BYTES = 2**20
 """Longest message of a worker; its own are far below."""
+MAX_HOOK_REPLY_BYTES = 2**24
+"""Likewise where a function of another kind than rewards is called."""
 MAX_SERVER_DEATHS = 3
 """An answer fails when the fork server has ended so often while that answer alone was scored."""
 logger = logging.getLogger(__name__)
@@ -145,13 +154,13 @@ class VerifierPool:
         timeout_seconds: float,
         memory_bytes: int = MEMORY_BYTES,
         rules: Rules = STRICT,
-        function: str | None = None,
+        function: str | Hook | None = None,
     ) -> None:
         """Returns at once; the first of at most `workers` workers is ready a second later.
 
         `timeout_seconds` is the limit of one answer from its start: of processor time where it is verified, with
-        `WALL_FACTOR` times that by the clock, and by the clock where `function` scores it. Raises ValueError for
-        invalid limits.
+        `WALL_FACTOR` times that by the clock, and by the clock where `function`, of the user's, is called. Raises
+        ValueError for invalid limits.
         """
         if workers < 1:
             raise ValueError(f"reward.workers is {workers}; it must be at least 1")
@@ -161,7 +170,10 @@ class VerifierPool:
             )
         self.timeout_seconds = timeout_seconds
         self._size = workers
-        self._settings = WorkerSettings(memory_bytes, timeout_seconds, rules, function)
+        hook = None if function is None else as_hook(function)
+        self._settings = WorkerSettings(memory_bytes, timeout_seconds, rules, hook)
+        scores = hook is None or hook.kind in ("reward", "scorer")
+        self._most_reply_bytes = MAX_REPLY_BYTES if scores else MAX_HOOK_REPLY_BYTES
         self._lock = threading.Lock()
         self._pending: deque[_Job] = deque()
         self._workers: list[_Worker] = []
@@ -205,6 +217,12 @@ class VerifierPool:
         request = {"completion": completion, "solutions": list(solutions), "row": row}
         return self._queue(request, checked_result)
 
+    def call_hook(self, arguments: Sequence[Any]) -> Future[HookResult]:
+        """Call the user's function, of another kind than rewards. What JSON has no word for is given as its text."""
+        hook = self._settings.function
+        assert hook is not None
+        return self._queue({"arguments": arguments}, partial(checked_hook_result, hook.kind, arguments))
+
     @staticmethod
     def results(futures: Sequence[Future[T]], on_progress: Callable[[], None] = lambda: None) -> list[T]:
         """The results of the futures, when all are there: every answer has a time limit of its own, so that ends.
@@ -242,7 +260,9 @@ class VerifierPool:
 
     def _queue(self, request: Mapping[str, Any], as_result: Callable[[Mapping[str, Any]], T]) -> Future[T]:
         number = next(self._numbers)
-        job = _Job(number, framed({"id": number, **request}), Future(), as_result, time.monotonic())
+        job = _Job(
+            number, framed({"id": number, **request}, default=str), Future(), as_result, time.monotonic()
+        )
         with self._lock:
             if self._broken:
                 raise RuntimeError(self._broken)
@@ -441,7 +461,7 @@ class VerifierPool:
         if len(worker.received) < LENGTH_BYTES:
             return
         end = LENGTH_BYTES + int.from_bytes(worker.received[:LENGTH_BYTES])
-        if end > MAX_REPLY_BYTES:
+        if end > self._most_reply_bytes:
             self._fail_broken(worker)
         elif len(worker.received) >= end:
             message, more = bytes(worker.received[LENGTH_BYTES:end]), worker.received[end:]

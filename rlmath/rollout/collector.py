@@ -34,7 +34,8 @@ from rlmath.config.schema import RewardConfig, RolloutConfig
 from rlmath.distributed.collectives import all_gather_objects, shared_store
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.signed_store import SignedStore
-from rlmath.rewards.reward_manager import RewardManager, RewardWorkers
+from rlmath.rewards.reward_manager import RewardManager, RewardWorkers, scorer_settings
+from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import Key, Request, RolloutSeed, SamplingSettings, group_requests
 from rlmath.rollout.work_queue import EngineUsage, WorkQueue
@@ -81,8 +82,10 @@ class Collector:
         rollout: RolloutConfig,
         reward: RewardConfig,
         pool: RewardWorkers | None,
+        scorer: VerifierPool | None = None,
     ) -> None:
-        """Every rank makes one, and one at a time: the number of a rollout names its keys in the store."""
+        """Every rank makes one, and one at a time: the number of a rollout names its keys in the store. `scorer` says
+        what is right in validation, where that is another than the `pool`."""
         assert (pool is not None) == mesh.is_engine_leader, (
             "the leading rank of an engine has the reward workers"
         )
@@ -92,17 +95,23 @@ class Collector:
         self._rollout = rollout
         self._reward = reward
         self._pool = pool
+        self._scorer = scorer
         self._rollouts = 0
 
     def collect(
-        self, prompts: Sequence[Prompt], sampling: SamplingSettings, seed: RolloutSeed, title: str
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingSettings,
+        seed: RolloutSeed,
+        title: str,
+        validates: bool = False,
     ) -> Rollout:
         """G scored completions of each of the P prompts, the same on every rank; `title` is for the console."""
         rows = [
             [Work(prompt, request) for request in requests]
             for prompt, requests in zip(prompts, group_requests(prompts, sampling, seed), strict=True)
         ]
-        sampled, engines = self.sample(rows, sampling.max_new_tokens, seed.step, title)
+        sampled, engines = self.sample(rows, sampling.max_new_tokens, seed.step, title, validates)
         groups = [
             scored_group(prompt, [sampled[p, g] for g in range(sampling.samples)])
             for p, prompt in enumerate(prompts)
@@ -115,7 +124,12 @@ class Collector:
         self._engine.reset_prefix_cache()
 
     def sample(
-        self, rows: Sequence[Sequence[Work]], max_new_tokens: int, step: int, title: str
+        self,
+        rows: Sequence[Sequence[Work]],
+        max_new_tokens: int,
+        step: int,
+        title: str,
+        validates: bool = False,
     ) -> tuple[dict[Key, Sampled], list[EngineUsage]]:
         """Sample every request to its end, the same on every rank: by its key what there is then of the completion,
         scored where it is finished, which is with a stop token or `max_new_tokens` tokens; and by engine what it did.
@@ -128,7 +142,10 @@ class Collector:
         work_queue = WorkQueue(store, requests, self._mesh, self._rollout.max_num_seqs)
         by_key = {work.request.key: work for row in rows for work in row}
         progress = SamplingProgress(len(by_key), self._mesh, store, title, self._rollout.progress_bar)
-        gathered = all_gather_objects(self._sample(by_key, work_queue, max_new_tokens, step, progress))
+        rewards = None if self._pool is None else self._reward_manager(max_new_tokens, validates)
+        gathered = all_gather_objects(
+            self._sample(by_key, work_queue, max_new_tokens, step, progress, rewards)
+        )
         progress.close()
         progress.forget()
         work_queue.close()
@@ -138,6 +155,12 @@ class Collector:
             sampled |= {key: one.joined(by_key[key], version, step) for key, one in slices.items()}
         return sampled, [usage for _, usage in of_engines]
 
+    def _reward_manager(self, max_new_tokens: int, validates: bool) -> RewardManager:
+        if validates and self._scorer is not None:
+            return RewardManager(self._scorer, scorer_settings(self._reward), max_new_tokens)
+        assert self._pool is not None
+        return RewardManager(self._pool, self._reward, max_new_tokens)
+
     def _sample(
         self,
         by_key: Mapping[Key, Work],
@@ -145,10 +168,10 @@ class Collector:
         max_new_tokens: int,
         step: int,
         progress: SamplingProgress,
+        rewards: RewardManager | None,
     ) -> tuple[dict[Key, _Slice], EngineUsage] | None:
         """What this rank's engine samples, and what it does; None on ranks that do not lead it."""
         started = time.perf_counter()
-        rewards = None if self._pool is None else RewardManager(self._pool, self._reward, max_new_tokens)
         slices: dict[Key, _Slice] = {}
         submitted: list[Key] = []
         for result in self._engine.generate(work_queue):

@@ -117,6 +117,7 @@ class CollectGroups:
     sampling: SamplingSettings
     seed: RolloutSeed
     title: str
+    validates: bool = False
 
 
 @dataclass(frozen=True)
@@ -397,7 +398,9 @@ class GenerationLoop:
         interrupted = self._interrupt()
         self._keep_tokens(interrupted)
         self._engine.reset_prefix_cache()
-        rollout = self._collector.collect(message.prompts, message.sampling, message.seed, message.title)
+        rollout = self._collector.collect(
+            message.prompts, message.sampling, message.seed, message.title, message.validates
+        )
         if self._mesh.engine_index == 0:
             self._send(Collected(rollout))
         self._engine.reset_prefix_cache()

@@ -53,7 +53,7 @@ from rlmath.rollout.generation import (
     WeightsTaken,
 )
 from rlmath.rollout.sampling import RolloutSeed, SamplingSettings
-from rlmath.trainer.rollouts import FlightRollouts, StepRollout, staleness_metrics, tokens_of
+from rlmath.trainer.rollouts import FlightRollouts, Keep, StepRollout, staleness_metrics, tokens_of
 
 logger = logging.getLogger(__name__)
 
@@ -125,10 +125,15 @@ class EngineConnection:
         return found | {one.draw: one.samples for one in self._done}
 
     def collect(
-        self, prompts: Sequence[Prompt], sampling: SamplingSettings, seed: RolloutSeed, title: str
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingSettings,
+        seed: RolloutSeed,
+        title: str,
+        validates: bool = False,
     ) -> Rollout:
         """As `Collector.collect`, by the engines, with the weights that were published last. A collective."""
-        self.send(CollectGroups(prompts, sampling, seed, title))
+        self.send(CollectGroups(prompts, sampling, seed, title, validates))
         return self._shared_answers(Collected, 1)[0].rollout
 
     def score(self, sequences: Sequence[Sequence[int]]) -> dict[int, list[list[float]]]:
@@ -181,8 +186,9 @@ class AsynchronousRollouts(FlightRollouts):
         connection: EngineConnection,
         vocab_size: int,
         total_steps: int,
+        keep: Keep | None = None,
     ) -> None:
-        super().__init__(config, inputs, vocab_size, total_steps)
+        super().__init__(config, inputs, vocab_size, total_steps, keep)
         self._connection = connection
         self._begun = False
         self._since = time.perf_counter()

@@ -30,14 +30,13 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from rlmath.algorithms.types import Completion, FinishReason, Prompt, ScoredGroup, Segment
-from rlmath.checkpoint.directory import CHECKPOINTS, PARTIAL
+from rlmath.checkpoint.directory import PARTIAL
 from rlmath.checkpoint.flight import read_count, read_score
 from rlmath.config.files import parse_json, read_json_object, read_regular
+from rlmath.config.run_files import CAPTURES_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE
 from rlmath.trainer.telemetry.metrics_writer import json_number
 
-CAPTURES = "captures"
 CAPTURE_FILE = "capture.json"
-SETTINGS_FILE = "config.yaml"
 GROUPS_FILE = "groups.jsonl"
 TOKENS_FILE = "tokens.safetensors"
 VERSION = 1
@@ -102,6 +101,8 @@ class Capture:
     """All that were sampled."""
     chosen: list[tuple[int, ...]]
     """Positions of the completions of each that were learned from."""
+    own_advantages: list[list[float]] | None = None
+    """By learned group and completion, where a function of the user's gave them."""
     update: CapturedUpdate | None = None
     """None where the update did not end."""
     weights_before: WeightSketch | None = None
@@ -138,7 +139,7 @@ def distance(one: WeightSketch, other: WeightSketch) -> float:
 
 def folder_of(output_dir: Path, step: int) -> Path:
     """Of the capture of a step, counted from 0."""
-    return output_dir / CAPTURES / f"step-{step + 1:06d}"
+    return output_dir / CAPTURES_FOLDER / f"step-{step + 1:06d}"
 
 
 def write_capture(output_dir: Path, capture: Capture, rank: int, since: float = math.inf) -> Path:
@@ -151,7 +152,7 @@ def write_capture(output_dir: Path, capture: Capture, rank: int, since: float = 
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        (partial / SETTINGS_FILE).write_text(capture.settings_yaml, encoding="utf-8")
+        (partial / CONFIG_FILE).write_text(capture.settings_yaml, encoding="utf-8")
         (partial / TOKENS_FILE).write_bytes(_tokens_of(capture.groups))
         with (partial / GROUPS_FILE).open("w", encoding="ascii") as file:
             for group, samples in zip(capture.groups, capture.chosen, strict=True):
@@ -178,7 +179,7 @@ def _header(capture: Capture) -> dict[str, Any]:
             "advantages": [[json_number(value) for value in row] for row in capture.update.advantages],
             "weights_after": _sketch_row(capture.update.weights_after),
         }
-    state = f"{CHECKPOINTS}/step-{capture.step:06d}" if capture.step else None
+    state = f"{CHECKPOINTS_FOLDER}/step-{capture.step:06d}" if capture.step else None
     return {
         "version": VERSION,
         "step": capture.step + 1,
@@ -192,6 +193,7 @@ def _header(capture: Capture) -> dict[str, Any]:
         "world_size": capture.world_size,
         "versions": capture.versions,
         "weights_before": _sketch_row(capture.weights_before),
+        "own_advantages": capture.own_advantages,
         "update": update,
     }
 
@@ -251,7 +253,7 @@ def read_capture(folder: Path) -> Capture:
     if header.get("version") != VERSION:
         raise ValueError(f"{folder}: its form is version {header.get('version')!r}; needed: {VERSION}")
     try:
-        settings = read_regular(folder / SETTINGS_FILE, _MOST_LINE_BYTES).decode()
+        settings = read_regular(folder / CONFIG_FILE, _MOST_LINE_BYTES).decode()
         reader = _Reader(load(read_regular(folder / TOKENS_FILE, _MOST_BYTES)))
         with (folder / GROUPS_FILE).open("rb") as file:
             rows = [
@@ -271,6 +273,7 @@ def read_capture(folder: Path) -> Capture:
             world_size=read_count(header["world_size"]),
             groups=[group for group, _ in rows],
             chosen=[samples for _, samples in rows],
+            own_advantages=_read_advantages(header["own_advantages"]),
             update=_read_update(header["update"]),
             weights_before=_read_sketch(header["weights_before"]),
             versions={str(name): str(value) for name, value in header["versions"].items()},
@@ -296,6 +299,10 @@ def _read_update(row: Any) -> CapturedUpdate | None:
         [[float(value) for value in values] for values in row["advantages"]],
         _read_sketch(row["weights_after"]),
     )
+
+
+def _read_advantages(rows: Any) -> list[list[float]] | None:
+    return None if rows is None else [[float(value) for value in row] for row in rows]
 
 
 def _read_minibatch(row: Any) -> CapturedMinibatch:

@@ -247,6 +247,7 @@ class Checkpointer:
             model_fingerprint=self._origin.model,
             data_fingerprint=self._origin.data,
             reward_fingerprint=self._origin.reward,
+            hooks_fingerprint=self._origin.hooks,
             versions=library_versions(),
             discarded_steps=self._divergence.discarded_steps,
             learned_step=self._divergence.learned_step,

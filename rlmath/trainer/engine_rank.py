@@ -28,7 +28,7 @@ from rlmath.rollout.generation import GenerationLoop
 from rlmath.rollout.sampling import training_sampling
 from rlmath.rollout.weight_sync.publish import WeightReceiver
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
-from rlmath.trainer.engines import engines_plan
+from rlmath.trainer.engines import engines_plan, validation_scorer
 from rlmath.trainer.loop import join_run
 from rlmath.trainer.preflight.memory_estimate import engine_mesh_of, mesh_of
 from rlmath.trainer.startup import PreparedRun
@@ -65,7 +65,9 @@ def run_engine_rank(prepared: PreparedRun[Any], rendezvous: Rendezvous | None) -
 
 def open_scorers(config: Config, mesh: Mesh) -> AbstractContextManager[RewardWorkers | None]:
     """The reward workers of an engine's first rank; to be opened before process groups and engines."""
-    return open_reward_workers(config.reward) if mesh.is_engine_leader else nullcontext()
+    if not mesh.is_engine_leader:
+        return nullcontext()
+    return open_reward_workers(config.reward, config.run.plugins)
 
 
 class EngineRank:
@@ -84,6 +86,7 @@ class EngineRank:
         come."""
         config, inputs, shape = prepared.config, prepared.inputs, prepared.shape
         self._mailbox = Mailbox(bridge, range(bridge.training_ranks)) if mesh.is_engine_leader else None
+        self._scorer = validation_scorer(config, mesh)
         with bridge.as_own_world():
             self._engine = engine = Engine(
                 config.model.path,
@@ -105,7 +108,7 @@ class EngineRank:
             engine,
             mesh,
             WeightReceiver(engine.weights, plan, mesh, device, bridge, self._mailbox, on_progress),
-            Collector(engine, mesh, inputs.tokenizer, config.rollout, config.reward, workers),
+            Collector(engine, mesh, inputs.tokenizer, config.rollout, config.reward, workers, self._scorer),
             inputs,
             config.rollout,
             config.reward,
@@ -124,3 +127,5 @@ class EngineRank:
         if self._mailbox is not None:
             self._mailbox.close()
         self._engine.close()
+        if self._scorer is not None:
+            self._scorer.close()

@@ -30,7 +30,9 @@ from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.distributed.ranks import local_world_size
 from rlmath.models.build import Actor
 from rlmath.models.offload import RESTING, OffloadSets
-from rlmath.rewards.reward_manager import RewardWorkers
+from rlmath.rewards.reward_manager import RewardWorkers, open_scorer
+from rlmath.rewards.user_functions import scorer_hook
+from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.generation import End, NewWeights
@@ -42,7 +44,7 @@ from rlmath.rollout.weight_sync.reshard_plan import SyncPlan, bucket_bytes
 from rlmath.rollout.weight_sync.shard_layouts import TrainingLayout, engine_shapes, training_layout
 from rlmath.rollout.weight_sync.weight_sync import WeightSync, WeightTransfer, raise_if_probe_differs
 from rlmath.trainer.async_rollouts import AsynchronousRollouts, EngineConnection
-from rlmath.trainer.rollouts import StepRollouts, step_rollouts
+from rlmath.trainer.rollouts import Keep, StepRollouts, step_rollouts
 from rlmath.trainer.startup import PreparedRun
 from rlmath.trainer.validation import GroupCollector
 
@@ -93,11 +95,13 @@ def open_engines(
     workers: RewardWorkers | None,
     bridge: Bridge | None,
     on_progress: Callable[[], None],
+    keep: Keep | None = None,
 ) -> Engines:
-    """As `rollout.ranks` says; `bridge` leads to engines on ranks of their own, else `workers` score completions."""
+    """As `rollout.ranks` says; `bridge` leads to engines on ranks of their own, else `workers` score completions.
+    `keep` is a function of the user's that selects groups."""
     if bridge is None:
-        return ColocatedEngines(prepared, mesh, device, timers, workers, on_progress)
-    return SeparateEngines(prepared, mesh, device, timers, bridge, on_progress)
+        return ColocatedEngines(prepared, mesh, device, timers, workers, on_progress, keep)
+    return SeparateEngines(prepared, mesh, device, timers, bridge, on_progress, keep)
 
 
 class ColocatedEngines(Engines):
@@ -113,10 +117,12 @@ class ColocatedEngines(Engines):
         timers: PhaseTimers,
         workers: RewardWorkers | None,
         on_progress: Callable[[], None],
+        keep: Keep | None = None,
     ) -> None:
         """Builds the engine; it sleeps afterwards."""
         super().__init__(prepared, mesh, device, timers)
         config, shape, inputs = prepared.config, prepared.shape, prepared.inputs
+        self._scorer = validation_scorer(config, mesh)
         logger.info("Starting: importing vLLM and building the engine (seconds to minutes) ...")
         self.engine = Engine(
             config.model.path,
@@ -134,9 +140,11 @@ class ColocatedEngines(Engines):
         self.engine.memory.sleep()
         self.engine.on_step = on_progress
         self.collector = Collector(
-            self.engine, mesh, inputs.tokenizer, config.rollout, config.reward, workers
+            self.engine, mesh, inputs.tokenizer, config.rollout, config.reward, workers, self._scorer
         )
-        self.rollouts = step_rollouts(config, inputs, self.collector, shape.vocab_size, inputs.total_steps)
+        self.rollouts = step_rollouts(
+            config, inputs, self.collector, shape.vocab_size, inputs.total_steps, keep
+        )
 
     def connect(self, actor: Actor, offload: OffloadSets) -> None:
         config, mesh, device = self._config, self._mesh, self._device
@@ -171,6 +179,8 @@ class ColocatedEngines(Engines):
 
     def close(self, status: int) -> None:
         self.engine.close()
+        if self._scorer is not None:
+            self._scorer.close()
 
 
 class SeparateEngines(Engines):
@@ -186,6 +196,7 @@ class SeparateEngines(Engines):
         timers: PhaseTimers,
         bridge: Bridge,
         on_progress: Callable[[], None],
+        keep: Keep | None = None,
     ) -> None:
         super().__init__(prepared, mesh, device, timers)
         config, inputs = prepared.config, prepared.inputs
@@ -195,7 +206,7 @@ class SeparateEngines(Engines):
         self._connection = EngineConnection(mesh, self._mailbox, on_progress)
         self.collector = self._connection
         self.rollouts = AsynchronousRollouts(
-            config, inputs, self._connection, prepared.shape.vocab_size, inputs.total_steps
+            config, inputs, self._connection, prepared.shape.vocab_size, inputs.total_steps, keep
         )
         self._step = 0
         self._waited = 0.0
@@ -246,6 +257,12 @@ class SeparateEngines(Engines):
 
 
 # ---------------------------------------------------------------- what both sides derive from the settings
+
+
+def validation_scorer(config: Config, mesh: Mesh) -> VerifierPool | None:
+    """The workers of `validation.scorer`, on the first rank of every engine of a run that validates."""
+    hook = scorer_hook(config) if curriculum.validates(config) and mesh.is_engine_leader else None
+    return None if hook is None else open_scorer(hook, config.reward)
 
 
 def layout_of(config: Config, shape: ModelShape, mesh: Mesh) -> TrainingLayout:

@@ -31,7 +31,8 @@ from rlmath.distributed.bridge import Bridge
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers, raise_if_every_call_failed
-from rlmath.rewards.several_rewards import functions_of
+from rlmath.rewards.several_rewards import functions_of, summed_rewards
+from rlmath.rewards.user_functions import UserFunctionError
 from rlmath.trainer.checkpointing import Checkpointer
 from rlmath.trainer.engines import open_engines
 from rlmath.trainer.loop import Interrupted
@@ -52,6 +53,7 @@ from rlmath.trainer.recorder import StepRecorder
 from rlmath.trainer.reporter import StepRecord, ValidationResult
 from rlmath.trainer.rollouts import StepRollout, selection_rules
 from rlmath.trainer.startup import PreparedRun
+from rlmath.trainer.step_hooks import StepHooks
 from rlmath.trainer.telemetry.metrics_writer import write_whole
 from rlmath.trainer.validation import Validator
 
@@ -68,7 +70,9 @@ class GrpoTrainer(PolicyTrainer):
     @staticmethod
     def open_workers(config: Config, mesh: Mesh) -> AbstractContextManager[RewardWorkers | None]:
         """The reward workers of an engine's first rank."""
-        return open_reward_workers(config.reward) if mesh.is_engine_leader else nullcontext()
+        if not mesh.is_engine_leader:
+            return nullcontext()
+        return open_reward_workers(config.reward, config.run.plugins)
 
     def __init__(
         self,
@@ -86,8 +90,11 @@ class GrpoTrainer(PolicyTrainer):
         config = prepared.config
         self.inputs, self.reward_fingerprint = prepared.inputs, prepared.origin.reward
         self.entered_length_stage: int | None = None
+        self.hooks = StepHooks(config, mesh.rank)
         on_phase("build engine")
-        self.engines = open_engines(prepared, mesh, device, self.timers, workers, bridge, on_progress)
+        self.engines = open_engines(
+            prepared, mesh, device, self.timers, workers, bridge, on_progress, self.hooks.keep
+        )
         self.rollouts = self.engines.rollouts
         on_phase("build model")
         self.build_models(prepared, on_progress)
@@ -115,7 +122,7 @@ class GrpoTrainer(PolicyTrainer):
 
     def step(self, number: int) -> StepRecord | Interrupted:
         """One step: `number` counts from 0 over the whole run."""
-        started = time.perf_counter()
+        started, failed = time.perf_counter(), None
         self.timers.reset()
         stage = self.enter_length_stage(number)
         with self.engines.generating(self.actor.learner.updates, number):  # weights to the engine
@@ -125,22 +132,29 @@ class GrpoTrainer(PolicyTrainer):
             if self.validator.stopped_by is not None:
                 return Interrupted(self.validator.stopped_by)
             with self.timers.phase(self.engines.phase):
-                rollout = self.rollouts.step(number, stage)
+                try:
+                    rollout = self.rollouts.step(number, stage)
+                except UserFunctionError as error:  # raised when the engines have left their phase
+                    failed = error
+        if failed is not None:
+            raise failed
         selection = rollout.selection
         if self.rules.drop_anything:
             logger.info("step %d: %s", number + 1, selection.line())
         self.validator.keep_if_best(validated)
         if functions_of(self.config.reward):
             raise_if_every_call_failed(rollout.scores)
+        own_advantages = self.own_advantages(selection.learned)
         history = self.rollouts.commit()
         with self.timers.phase("capture"):
-            self.recorder.before_update(number, stage.number, selection)
-        update = self.updaters[stage.number].update(selection.learned, number)
+            self.recorder.before_update(number, stage.number, selection, own_advantages)
+        update = self.updaters[stage.number].update(selection.learned, number, own_advantages)
         with self.timers.phase("capture"):
             self.recorder.after_update(update)
         self.move_reference(number + 1)
         seconds = self.timers.seconds() | {"step": time.perf_counter() - started}
         metrics = self.metrics(stage, rollout, update, seconds) | history | probed
+        metrics |= self.hooks.metrics(selection.sampled)
         return StepRecord(
             rollout.epoch,
             metrics,
@@ -178,6 +192,14 @@ class GrpoTrainer(PolicyTrainer):
             metrics["stage"] = stage.number + 1.0
             metrics["rollout/max_new_tokens"] = float(stage.config.rollout.max_new_tokens)
         return metrics | self.engines.metrics()
+
+    def own_advantages(self, groups: Sequence[ScoredGroup]) -> list[list[float]] | None:
+        """By a function of the user's; None where there is none, or no reward is learned from. A collective.
+        UserFunctionError where it fails."""
+        if self.teacher is not None and not self.config.teacher.with_rewards:
+            return None
+        rewards_PG = [summed_rewards(group, self.config.reward) for group in groups]
+        return self.hooks.advantages(rewards_PG, token_counts(groups))
 
     def enter_length_stage(self, number: int) -> LengthStage:
         """The length stage of a step; logged where it is the first one of this start."""
@@ -230,3 +252,4 @@ class GrpoTrainer(PolicyTrainer):
 
     def close(self, status: int) -> None:
         self.engines.close(status)
+        self.hooks.close()

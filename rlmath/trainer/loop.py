@@ -52,7 +52,7 @@ from rlmath.distributed.ranks import (
 from rlmath.distributed.rendezvous import Rendezvous
 from rlmath.models.build import Actor
 from rlmath.models.megatron import start_megatron
-from rlmath.rewards.reward_manager import RewardFunctionError
+from rlmath.rewards.user_functions import UserFunctionError
 from rlmath.trainer.checkpoint_choice import choose_checkpoint
 from rlmath.trainer.checkpointing import Checkpointer
 from rlmath.trainer.divergence import ADVICE, DivergedError, DivergenceCheck, RewardRule
@@ -254,7 +254,7 @@ def run_training(
                     reporter = open_reporter(trainer, prepared, progress)
                     continue
                 status = end_diverged(trainer, checkpointer, heartbeat.step, error, stop)
-            except RewardFunctionError as error:
+            except UserFunctionError as error:
                 if mesh.rank == 0:
                     trainer.write_last_step(f"failed: {error}")
                 status = end_without_rewards(trainer, checkpointer, heartbeat.step, error, stop)
@@ -655,10 +655,10 @@ def end_diverged(
 
 
 def end_without_rewards(
-    trainer: Trainer, checkpointer: Checkpointer, step: int, error: RewardFunctionError, stop: StopRequest
+    trainer: Trainer, checkpointer: Checkpointer, step: int, error: UserFunctionError, stop: StopRequest
 ) -> int:
-    """Save the steps before `step`, counted from 1, which has no rewards to learn from, and log why the run ends; its
-    exit status."""
+    """Save the steps before `step`, counted from 1, of which a function of the user's failed, and log why the run
+    ends; its exit status."""
     checkpointer.save_to_stop(step - 1)
     stop.done()
     if trainer.mesh.rank == 0:

@@ -209,12 +209,20 @@ class PolicyUpdater:
         """Whether there is a teacher whose part has this place, a word of `TeacherConfig.loss`."""
         return self.teacher is not None and self.config.teacher.loss == loss
 
-    def update(self, groups: Sequence[ScoredGroup], number: int) -> UpdateRecord:
-        """Learn from the groups of step `number`. Without any completion nothing happens. A collective."""
+    def update(
+        self,
+        groups: Sequence[ScoredGroup],
+        number: int,
+        own_advantages: list[list[float]] | None = None,
+    ) -> UpdateRecord:
+        """Learn from the groups of step `number`, with the advantages that a function of the user's gave, if it did.
+        Without any completion nothing happens. A collective."""
         algorithm, timed = self.config.algorithm, self.timers.phase
         rewards_PG = [summed_rewards(group, self.config.reward) for group in groups]
-        tokens_PG = [[len(one.token_ids) for one in group.completions] for group in groups]
-        advantages_PG = self.reward_advantages(groups, rewards_PG, tokens_PG)
+        tokens_PG = token_counts(groups)
+        advantages_PG = own_advantages
+        if advantages_PG is None:
+            advantages_PG = self.reward_advantages(groups, rewards_PG, tokens_PG)
         if not groups:
             return UpdateRecord([], advantages_PG, None)
 
@@ -295,6 +303,8 @@ class PolicyUpdater:
             weights = [one.weight for one in named_rewards(self.config.reward)]
             parts_PG = [[score.parts for score in group.scores] for group in groups]
             return gdpo_advantages(parts_PG, weights, algorithm.advantage_eps)
+        if not groups:
+            return []
         return advantages(rewards_PG, tokens_PG, algorithm.advantage, algorithm.advantage_eps)
 
     def update_critic(
@@ -399,6 +409,11 @@ def make_samples(groups: Sequence[ScoredGroup], advantages_PG: Sequence[Sequence
         for group, row in zip(groups, advantages_PG, strict=True)
         for completion, advantage in zip(group.completions, row, strict=True)
     ]
+
+
+def token_counts(groups: Sequence[ScoredGroup]) -> list[list[int]]:
+    """Lengths of the completions by group and sample."""
+    return [[len(one.token_ids) for one in group.completions] for group in groups]
 
 
 def minibatch_orders(count: int, epochs: int, shuffle: bool, seed: int) -> list[list[int]]:

@@ -47,8 +47,15 @@ class StepRecorder:
         self._began = 0.0
         """When the update of the last step began (seconds since 1970)."""
 
-    def before_update(self, number: int, length_stage: int, selection: Selection) -> None:
-        """Step `number`, from 0, will learn from these groups. A collective where it is to be written."""
+    def before_update(
+        self,
+        number: int,
+        length_stage: int,
+        selection: Selection,
+        own_advantages: list[list[float]] | None,
+    ) -> None:
+        """Step `number`, from 0, will learn from these groups, with the advantages that a function of the user's gave,
+        if it did. A collective where it is to be written."""
         trainer = self._trainer
         self._written, self._began = False, time.time()
         self._last = Capture(
@@ -63,6 +70,7 @@ class StepRecorder:
             world_size=trainer.mesh.world_size,
             groups=selection.sampled,
             chosen=[one.samples for one in selection.chosen],
+            own_advantages=own_advantages,
         )
         if number + 1 in self._steps:
             self._last = replace(self._last, weights_before=sketch_of(trainer))

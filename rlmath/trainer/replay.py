@@ -21,19 +21,18 @@ from functools import partial
 from pathlib import Path
 
 from rlmath.algorithms.prompt_history import PromptHistory
-from rlmath.checkpoint.directory import CHECKPOINTS, complete_checkpoints, read_progress
+from rlmath.checkpoint.directory import complete_checkpoints, read_progress
 from rlmath.config.load import load_config
+from rlmath.config.run_files import CAPTURES_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE
 from rlmath.config.schema import Config, RolloutConfig, TelemetryConfig, ValidationConfig
 from rlmath.config.terminal import escape_terminal
 from rlmath.data.dataset import Inputs
 from rlmath.data.loader import PromptOrder
 from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
-from rlmath.distributed.device import environment_world_size
+from rlmath.distributed.ranks import environment_world_size
 from rlmath.trainer.capture import (
     CAPTURE_FILE,
-    CAPTURES,
     GROUPS_FILE,
-    SETTINGS_FILE,
     TOKENS_FILE,
     Capture,
     folder_of,
@@ -98,10 +97,10 @@ def find_capture(run: Path, step: int | None) -> Path:
     none, and for several without a `step`."""
     if (run / CAPTURE_FILE).is_file():
         return run
-    there = sorted(one.parent for one in (run / CAPTURES).glob(f"step-*/{CAPTURE_FILE}"))
+    there = sorted(one.parent for one in (run / CAPTURES_FOLDER).glob(f"step-*/{CAPTURE_FILE}"))
     if not there:
         raise ValueError(
-            f'"{run}" has no capture. Needed: the folder of a run with {CAPTURES}/, which telemetry.capture_steps=[10] '
+            f'"{run}" has no capture. Needed: the folder of a run with {CAPTURES_FOLDER}/, which telemetry.capture_steps=[10] '
             "makes, and a failure does"
         )
     names = ", ".join(one.name for one in there[:10]) + (", ..." if there[10:] else "")
@@ -124,10 +123,10 @@ def find_state(folder: Path, capture: Capture, given: Path | None) -> tuple[Chec
     elif capture.step == 0:
         return None, ""
     else:
-        found, notes = complete_checkpoints(folder.absolute().parent.parent / CHECKPOINTS)
+        found, notes = complete_checkpoints(folder.absolute().parent.parent / CHECKPOINTS_FOLDER)
         found = [one for one in found if one.step <= capture.step]
     if not found:
-        wanted = given or folder.parent.parent / CHECKPOINTS / f"step-{capture.step:06d}"
+        wanted = given or folder.parent.parent / CHECKPOINTS_FOLDER / f"step-{capture.step:06d}"
         told = "".join(f". {note}" for note in notes)
         raise ValueError(
             f'there is no complete checkpoint "{wanted}", with which step {capture.step + 1} began{told}. Give one: '
@@ -178,7 +177,7 @@ class Replay:
         self.folder = find_capture(self.given.run, self.given.step)
         self.capture = read_capture(self.folder)
         self.state, self.warning = find_state(self.folder, self.capture, self.given.state)
-        settings = load_config([self.folder / SETTINGS_FILE], self.given.overrides, saved=True)
+        settings = load_config([self.folder / CONFIG_FILE], self.given.overrides, saved=True)
         if self.given.part == "rollout":
             self._check_rollout(settings.rollout)
         return replay_settings(settings, self.folder, self.given.part)

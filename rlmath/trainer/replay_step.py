@@ -21,11 +21,12 @@ from rlmath.checkpoint.manager import load_checkpoint
 from rlmath.config import length_curriculum as curriculum
 from rlmath.data.dataset import Inputs
 from rlmath.distributed.collectives import broadcast_from_rank_zero
-from rlmath.distributed.device import Device, environment_rank, environment_world_size, open_device
+from rlmath.distributed.device import Device, open_device
 from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
 from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.distributed.rendezvous import Rendezvous
 from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers
 from rlmath.rollout.collector import Collector
@@ -33,13 +34,14 @@ from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import RolloutSeed, training_sampling
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
 from rlmath.trainer.capture import Capture, CapturedMinibatch, CapturedUpdate, WeightSketch, distance
+from rlmath.trainer.checkpoint_choice import choose_checkpoint
 from rlmath.trainer.loop import join_run
 from rlmath.trainer.metrics import UpdateRecord
 from rlmath.trainer.policy_update import PolicyTrainer
 from rlmath.trainer.preflight.memory_estimate import mesh_of
 from rlmath.trainer.recorder import captured_update, sketch_of
 from rlmath.trainer.reporter import StepRecord
-from rlmath.trainer.resume import CheckpointToResume, Recovery, choose_checkpoint
+from rlmath.trainer.resume import CheckpointToResume, Recovery
 from rlmath.trainer.startup import PreparedRun
 from rlmath.trainer.telemetry.metrics_writer import json_number, write_whole
 
@@ -113,7 +115,8 @@ class ReplayTrainer(PolicyTrainer):
     def step(self, number: int) -> StepRecord:
         """The update of the captured step."""
         learned = self.capture.learned
-        self.last = self.updaters[self.capture.length_stage].update(learned, number)
+        updater = self.updaters[self.capture.length_stage]
+        self.last = updater.update(learned, number, self.capture.own_advantages)
         return StepRecord(0, {}, learned, self.last.advantages, None, self.last.results)
 
     def restore(self, state: CheckpointToResume | None) -> None:
@@ -268,7 +271,9 @@ def replay_rollout(
     config, shape = prepared.config, prepared.shape
     mesh = mesh_of(config, environment_world_size(), environment_rank())
     with ExitStack() as stack:
-        workers = stack.enter_context(open_reward_workers(config.reward)) if mesh.is_engine_leader else None
+        workers = None
+        if mesh.is_engine_leader:
+            workers = stack.enter_context(open_reward_workers(config.reward, config.run.plugins))
         mesh, device, heartbeat = begin(stack, prepared, rendezvous)
         heartbeat.enter_phase("load checkpoint")
         model = _model_folder(prepared, _whole(state, heartbeat), mesh)

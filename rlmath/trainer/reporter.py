@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlmath.algorithms.advantages import GROUP_ADVANTAGES
 from rlmath.algorithms.types import ScoredGroup
 from rlmath.config.length_curriculum import has_length_stages, length_stages, validates
 from rlmath.config.run_files import METRICS_FILE, SUMMARY_FILE
@@ -125,7 +126,7 @@ class Reporter:
                 config.telemetry,
                 clips_whole_completions=config.algorithm.loss == "gspo",
                 length_key=key,
-                group_relative=config.algorithm.advantage not in ("ppo", "gae")
+                group_relative=config.algorithm.advantage in GROUP_ADVANTAGES
                 and (config.teacher.path is None or config.teacher.with_rewards),
             )
         has_rows = steps_done and (Path(config.run.output_dir) / METRICS_FILE).is_file()

@@ -28,8 +28,9 @@ from rlmath.config.schema import Config, RewardConfig
 from rlmath.data.dataset import PromptFiles, SftInputs
 from rlmath.data.sft_sequences import sequences_fingerprint
 from rlmath.distributed.device_kind import resolve_kind
-from rlmath.rewards.custom_function import code_fingerprint, is_same_function
+from rlmath.hooks import Hook, code_fingerprint, hooks_fingerprint, is_same_function
 from rlmath.rewards.several_rewards import functions_of
+from rlmath.rewards.user_functions import advantage_hook, selection_hook
 from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.trainer.preflight.length_curriculum import stage_list_problems
 from rlmath.trainer.rollback import joined_records, read_rollbacks, superseded_by
@@ -78,6 +79,7 @@ MAY_CHANGE = (
     "run.hang_timeout_seconds",
     "run.hub_timeout_seconds",
     "run.max_discarded_steps",
+    "run.plugins",
     "algorithm.rollback",
     "data.history_path",
     "parallel.",
@@ -147,19 +149,28 @@ class Origin:
     data: str
     reward: str = ""
     """The files of the user's reward functions; they may change, with a warning."""
+    hooks: str = ""
+    """Likewise those of the functions that select groups and give advantages."""
 
 
 def origin_of(config: Config, inputs: PromptFiles, has_weights: bool = True) -> Origin:
     sizes = [share.n_prompts for share in inputs.order.shares]
-    data, reward = data_fingerprint(inputs.prompts, sizes), reward_fingerprint(config.reward)
-    return Origin(model_fingerprint(config.model.path) if has_weights else "", data, reward)
+    reward = reward_fingerprint(config.reward, config.run.plugins)
+    model = model_fingerprint(config.model.path) if has_weights else ""
+    return Origin(
+        model, data_fingerprint(inputs.prompts, sizes), reward, hooks_fingerprint(_step_hooks(config))
+    )
 
 
-def reward_fingerprint(reward: RewardConfig) -> str:
+def _step_hooks(config: Config) -> list[Hook]:
+    return [hook for hook in (selection_hook(config), advantage_hook(config)) if hook is not None]
+
+
+def reward_fingerprint(reward: RewardConfig, plugins: Sequence[str] = ()) -> str:
     """Of the files of the user's reward functions; "" where there is none."""
     if not reward.rewards:
-        return code_fingerprint(reward.function)
-    codes = {setting: code_fingerprint(function) for setting, function in functions_of(reward).items()}
+        return code_fingerprint(reward.function, plugins)
+    codes = {setting: code_fingerprint(one, plugins) for setting, one in functions_of(reward).items()}
     return hashlib.sha256(json.dumps(codes).encode()).hexdigest()[:16] if codes else ""
 
 
@@ -318,6 +329,12 @@ def _changed_code(config: Config, newest: CheckpointToResume, origin: Origin) ->
             "run continues with it as it is now: rewards before and after may not be comparable; groups in flight that "
             "it has scored a part of are sampled anew"
         )
+    if progress.hooks_fingerprint not in ("", origin.hooks):
+        settings = ", ".join(f"{hook.setting}={hook}" for hook in _step_hooks(config))
+        yield (
+            f"{settings}: the code has changed since the checkpoint of step {checkpoint.step} (fingerprint "
+            f"{progress.hooks_fingerprint} there, {origin.hooks or 'none'} now). The run continues with it as it is now"
+        )
     if (
         progress.syncs
         and progress.cpu_sampler != CPU_SAMPLER_VERSION
@@ -356,6 +373,9 @@ def refused_changes(
             may_change = (*may_change, "rollout.max_staleness")
     if is_same_function(then.reward.function, now.reward.function, reward_code):
         may_change = (*may_change, "reward.function")
+    for key in ("algorithm.advantage", "selection.dynamic_sampling"):
+        if is_same_function(there[key], here[key]):
+            may_change = (*may_change, key)
     changes = [
         f"{key}: {as_yaml_word(was[key])} there, {as_yaml_word(is_now[key])} now"
         for key in here

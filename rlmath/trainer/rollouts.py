@@ -13,13 +13,13 @@ Every rank computes the same: what the engines sampled is gathered first.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Protocol
 
-from rlmath.algorithms.dynamic_sampling import Chosen, Selection, SelectionRules, choose, select
+from rlmath.algorithms.dynamic_sampling import Chosen, Selection, SelectionRules, choose, choose_all, select
 from rlmath.algorithms.partial_rollouts import (
     Flight,
     GroupInFlight,
@@ -121,33 +121,54 @@ def resume_curriculum(curriculum: Curriculum, folder: Path) -> None:
         raise ValueError(f"{folder}: {error}") from error
 
 
+Keep = Callable[[Sequence[ScoredGroup]], list[bool]]
+"""Which of some groups a function of the user's learns from; a collective."""
+
+
 def step_rollouts(
-    config: Config, inputs: Inputs, collector: Collector, vocab_size: int, total_steps: int
+    config: Config,
+    inputs: Inputs,
+    collector: Collector,
+    vocab_size: int,
+    total_steps: int,
+    keep: Keep | None = None,
 ) -> StepRollouts:
     """As `rollout.tail` says."""
     if config.rollout.tail == "wait":
-        return WholeRollouts(config, inputs, collector, total_steps)
-    return PartialRollouts(config, inputs, collector, vocab_size, total_steps)
+        return WholeRollouts(config, inputs, collector, total_steps, keep)
+    return PartialRollouts(config, inputs, collector, vocab_size, total_steps, keep)
 
 
-def selection_rules(settings: SelectionConfig, reward: RewardConfig) -> SelectionRules:
-    """Which groups and completions are learned from."""
+def selection_rules(
+    settings: SelectionConfig, reward: RewardConfig, keep: Keep | None = None
+) -> SelectionRules:
+    """Which groups and completions are learned from. `keep` is the function that selection.dynamic_sampling names, if
+    it names one and it can be called."""
+    word = settings.dynamic_sampling
     return SelectionRules(
-        settings.dynamic_sampling,
+        word if word in (None, "accuracy", "reward") else "function",
         settings.min_completion_tokens,
         settings.max_completion_tokens,
         settings.drop_truncated,
         compared_rewards(reward) if settings.dynamic_sampling == "reward" else (),
+        keep,
     )
 
 
 class WholeRollouts:
     """Every completion is sampled to its end in the step that began it."""
 
-    def __init__(self, config: Config, inputs: Inputs, collector: Collector, total_steps: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        inputs: Inputs,
+        collector: Collector,
+        total_steps: int,
+        keep: Keep | None = None,
+    ) -> None:
         self._config, self._inputs, self._collector = config, inputs, collector
         self._total_steps = total_steps
-        self._rules = selection_rules(config.selection, config.reward)
+        self._rules = selection_rules(config.selection, config.reward, keep)
         self.curriculum = open_curriculum(config, inputs)
         self.next_draw = 0
         self._sampled: list[ScoredGroup] = []
@@ -203,10 +224,17 @@ class Rounds:
 class FlightRollouts:
     """The state of ways to sample that leave groups in flight between steps."""
 
-    def __init__(self, config: Config, inputs: Inputs, vocab_size: int, total_steps: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        inputs: Inputs,
+        vocab_size: int,
+        total_steps: int,
+        keep: Keep | None = None,
+    ) -> None:
         self._config, self._inputs = config, inputs
         self._vocab_size, self._total_steps = vocab_size, total_steps
-        self._rules = selection_rules(config.selection, config.reward)
+        self._rules = selection_rules(config.selection, config.reward, keep)
         self._limits = flight_rules(config)
         self._flight = self._after = Flight()
         """The state, and what the last step left."""
@@ -293,9 +321,15 @@ class PartialRollouts(FlightRollouts):
     the weights of that step; "defer" samples them anew, together with others like them."""
 
     def __init__(
-        self, config: Config, inputs: Inputs, collector: Collector, vocab_size: int, total_steps: int
+        self,
+        config: Config,
+        inputs: Inputs,
+        collector: Collector,
+        vocab_size: int,
+        total_steps: int,
+        keep: Keep | None = None,
     ) -> None:
-        super().__init__(config, inputs, vocab_size, total_steps)
+        super().__init__(config, inputs, vocab_size, total_steps, keep)
         self._collector = collector
 
     def step(self, number: int, stage: LengthStage) -> StepRollout:
@@ -407,9 +441,10 @@ def resume_problem(
     if reward_changed:
         groups = [unscored(group, steps_done) for group in groups]
     rules, prompt = selection_rules(config.selection, config.reward), Prompt("", "", (), (), "")
-    wanted = sum(
-        not group.is_complete or choose(group.scored(prompt), rules).dropped is None for group in groups
-    )
+    complete = [group.scored(prompt) for group in groups if group.is_complete]
+    wanted = len(groups) - len(complete)
+    if rules.dynamic != "function":  # which of them it keeps is known when its worker is there
+        wanted += sum(one.dropped is None for one in choose_all(complete, rules))
     return in_flight_problem(config, total_steps, steps_done, wanted)
 
 

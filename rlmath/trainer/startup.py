@@ -61,14 +61,22 @@ from rlmath.distributed.rendezvous import (
     prefer_for_gloo,
     route_to,
 )
-from rlmath.rewards.reward_manager import try_reward_function
 from rlmath.trainer.hub_inputs import SharedMistakeError, fetch_inputs
 from rlmath.trainer.preflight.checks import check_config, config_warnings, only_used
+from rlmath.trainer.preflight.hook_checks import data_hooks, hook_lines, try_functions
 from rlmath.trainer.preflight.memory_estimate import mesh_of, training_ranks
 from rlmath.trainer.preflight.memory_fit import start_up_lines
 from rlmath.trainer.preflight.parallelism import roles
 from rlmath.trainer.preflight.teacher import check_teacher_tokenizer
-from rlmath.trainer.resume import Origin, Recovery, find_recovery, model_fingerprint, origin_of, sft_origin_of
+from rlmath.trainer.resume import (
+    Origin,
+    Recovery,
+    data_fingerprint,
+    find_recovery,
+    model_fingerprint,
+    origin_of,
+    sft_origin_of,
+)
 from rlmath.trainer.run_dir import check_output_folder, sole_user
 from rlmath.trainer.save_schedule import output_bytes
 from rlmath.trainer.telemetry.console import close_bars, setup_logging
@@ -108,6 +116,12 @@ class PreparedRun(Generic[InputsT]):
     validation: tuple[dataset.ValidationFile, ...] = ()
     warnings: tuple[str, ...] = ()
     """What is odd about the data, and a reward function that took too long on them; on rank 0."""
+
+    @property
+    def data_read(self) -> str:
+        """Fingerprint of all data that this rank has read."""
+        prompts = [prompt for file in self.validation for prompt in file.prompts]
+        return f"{self.origin.data} {data_fingerprint(prompts)}"
 
 
 # ---------------------------------------------------------------- the command line
@@ -164,10 +178,11 @@ def prepare_grpo(config: Config) -> PreparedRun[dataset.Inputs]:
     audit, tried = DataAudit(), ()
     if environment_rank() == 0:
         audit = dataset.audit_inputs(config, inputs, validation, inputs.tokenizer)
-        tried = try_reward_function(config.reward, inputs.prompts)
+        tried = try_functions(config, inputs.prompts)
     lines = (
         *config_warnings(config),
         *inputs.lines,
+        *hook_lines(config, "grpo"),
         *length_stage_lines(config),
         *(line for file in validation for line in file.lines()),
         *audit.lines(),
@@ -196,6 +211,7 @@ def prepare_sft(given: Config) -> PreparedRun[dataset.SftInputs]:
     lines = (
         *config_warnings(config, unused),
         *inputs.lines,
+        *hook_lines(config, "sft"),
         *inputs.audit.lines(),
         f"Layout: {mesh_of(config, world_size, 0).training_layout}",
         *start_up_lines(config, shape, world_size, "sft"),
@@ -238,7 +254,8 @@ def start(
                     meet_with_mistake(rendezvous, error, start_timeout)
                 raise error from None
             if rendezvous is not None:
-                meet(rendezvous, facts_of(prepared), start_timeout)
+                data = prepared.data_read if data_hooks(prepared.config) else ""
+                meet(rendezvous, facts_of(prepared), start_timeout, data)
         except (ValueError, MissingRanksError, HubFailedError) as error:
             status = exit_codes.MISTAKE if isinstance(error, ValueError) else exit_codes.FAILURE
             log_mistake(error)
@@ -390,9 +407,10 @@ def meet_with_mistake(rendezvous: Rendezvous, mistake: ValueError | OSError, sec
         raise MissingRanksError(f"{mistake}\nThe other ranks could not be reached: {lost}") from mistake
 
 
-def meet(rendezvous: Rendezvous, facts: Mapping[str, str], seconds: float) -> None:
+def meet(rendezvous: Rendezvous, facts: Mapping[str, str], seconds: float, data: str = "") -> None:
     """Come together before anything is started. ValueError, on all ranks, where any rank found a mistake or nodes
-    differ; MissingRanksError where ranks are missing after `seconds`."""
+    differ; MissingRanksError where ranks are missing after `seconds`. `data` is the fingerprint of what this rank has
+    read, where a function of the user's may have given it something else than others."""
     place, address = rendezvous.rank_info, ""
     if place.several_nodes:
         route = route_to(os.environ["MASTER_ADDR"])
@@ -400,7 +418,7 @@ def meet(rendezvous: Rendezvous, facts: Mapping[str, str], seconds: float) -> No
         address = "" if route is None else str(route)
         if route is not None and os.environ.get(GLOO_INTERFACE, route.interface) != route.interface:
             address += f", gloo over {os.environ[GLOO_INTERFACE]}"
-    report = RankReport(place.host, place.node)
+    report = RankReport(place.host, place.node, data=data)
     if place.is_node_leader:
         report = replace(report, facts=facts, address=address)
     rendezvous.sync("start", report, seconds, _compare_nodes)
@@ -412,6 +430,7 @@ def facts_of(prepared: PreparedRun[Any]) -> dict[str, str]:
         "model.path (contents)": prepared.origin.model,
         "training data (contents)": prepared.origin.data,
         "reward.function (contents)": prepared.origin.reward or "none",
+        "functions of yours (contents)": prepared.origin.hooks or "none",
     }
     values, defaults = setting_values(prepared.config), setting_values(Config())
     critic = prepared.config.critic.path if prepared.config.algorithm.advantage == "gae" else None
@@ -444,6 +463,14 @@ def _compare_nodes(reports: Mapping[int, RankReport]) -> RendezvousResult:
     nodes = {label: report for label, report in labelled(reports).items() if report.facts}
     problems = list(differences({label: report.facts for label, report in nodes.items()}))
     problems += list(_lonely_loopbacks(nodes))
+    if len({report.data for report in reports.values()}) > 1:
+        first = reports[min(reports)].data
+        others = [rank for rank, report in reports.items() if report.data != first]
+        problems.append(
+            f"what a function of yours makes of the data: {ranks_text(others)} read other prompts than rank "
+            f"{min(reports)}. It must give the same for the same row in every process, without random numbers and "
+            "clocks"
+        )
     if problems:
         text = "\n".join(f"  {problem}" for problem in problems)
         return RendezvousResult(f"The nodes differ, and must be alike in:\n{text}", is_mistake=True)

@@ -28,6 +28,8 @@ from rlmath.data.dataset import ValidationFile
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
+from rlmath.hooks import hooks_fingerprint
+from rlmath.rewards.user_functions import scorer_hook
 from rlmath.rollout.sampling import RolloutSeed, SamplingSettings
 from rlmath.trainer.reporter import ValidationResult
 from rlmath.trainer.telemetry.metrics_writer import read_metrics
@@ -47,7 +49,12 @@ class GroupCollector(Protocol):
     """Samples and scores: `rollout.collector.Collector`, or the connection to engines on ranks of their own."""
 
     def collect(
-        self, prompts: Sequence[Prompt], sampling: SamplingSettings, seed: RolloutSeed, title: str
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingSettings,
+        seed: RolloutSeed,
+        title: str,
+        validates: bool = False,
     ) -> Rollout:
         """As `Collector.collect`."""
 
@@ -126,7 +133,7 @@ class Validator:
             if self.stopped_by is not None:
                 break
             batch = file.prompts[start : start + settings.batch_size]
-            groups += self.collector.collect(batch, sampling, seed, title).groups
+            groups += self.collector.collect(batch, sampling, seed, title, validates=True).groups
         return groups
 
     def keep_if_best(self, measured: ValidationResult | None) -> None:
@@ -176,7 +183,9 @@ def file_metrics(file: ValidationFile, groups: Sequence[ScoredGroup], samples: i
 def _measure(config: Config) -> dict[str, Any]:
     """What two accuracies must have in common to be compared."""
     settings = config.validation
-    return {
+    hook = scorer_hook(config)
+    scored = {} if hook is None else {"scorer": settings.scorer, "scorer_code": hooks_fingerprint([hook])}
+    return scored | {
         "paths": list(settings.paths),
         "template": settings.template or config.data.template,
         "samples": settings.samples,

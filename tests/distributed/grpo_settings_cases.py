@@ -193,10 +193,11 @@ def _watch(trainer: Any) -> dict[str, list[Any]]:
     collect, add, run = trainer.engines.collector.collect, core.add_request, sync._transfer.run
     ask, learn = sync._probe.score_policy, learner.learn
 
-    def collecting(prompts: Any, how: Any, seed: Any, title: str) -> Any:
+    def collecting(prompts: Any, how: Any, seed: Any, title: str, validates: bool = False) -> Any:
+        assert validates == title.startswith("validation")
         ids = [prompt.prompt_id for prompt in prompts]
         asked["collected"].append((ids, asdict(how), asdict(seed), title))
-        return collect(prompts, how, seed, title)
+        return collect(prompts, how, seed, title, validates)
 
     def adding(request: Any) -> Any:
         params = request.sampling_params

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -343,6 +344,29 @@ def test_old_names_of_options_are_read_with_a_warning(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.full
+@pytest.mark.matrix
+def test_functions_of_the_users_make_prompts_and_say_what_is_right(
+    model: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """The settings of the folder have the scorer's code: another one is refused."""
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from rlmath import hooks\n"
+        "@hooks.template('ask')\ndef ask(problem, row):\n    return 'Q ' + problem[:20]\n"
+        "@hooks.scorer('even')\ndef even(completion, solutions, row):\n    return len(completion) % 2 == 0\n"
+    )
+    changes = {"samples": 4, "limit": 2, "template": "ask", "scorer": "even", "plugins": (str(own),)}
+    plan = replace(plan_for(model, tmp_path / "out", **changes), benchmarks=("gsm8k",))
+    (rows,) = ranks.run(1, evaluate_in_pool, plan)
+    assert len(rows) == 1
+    records = [json.loads(line) for line in completions(tmp_path / "out")]
+    assert len(records) == 2 * 5 and {one["verdict"] for one in records} == {"function"}
+    assert [one["correct"] for one in records] == [len(one["text"]) % 2 == 0 for one in records]
+    own.write_text(own.read_text() + "# changed\n")
+    (told,) = ranks.run(1, evaluate_in_pool, plan)
+    assert "holds completions of another evaluation: scorer was 'even'" in told
+
+
 def test_a_second_start_only_prints_the_table(model: Path, evaluated: Path) -> None:
     before = tables(evaluated)
     again = run(PROGRAM, *options(model, evaluated))

@@ -15,6 +15,7 @@ from rlmath.evals.benchmarks import Problem
 from rlmath.evals.completions import CompletionRecord
 from rlmath.evals.plan import GREEDY_INDEX
 from rlmath.evals.sampling import Verification
+from rlmath.hooks import Hook
 from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.rollout import collector
 from rlmath.rollout.collector import SamplingProgress
@@ -59,6 +60,38 @@ def test_hostile_completions_cost_their_time_limit_and_nothing_else(
     assert [record.seed for record in records] == [39, 40, 41, 42, 43, 44]
     assert [records[i].verdict for i in (0, 1, 4)] == ["no_answer", "timeout", "no_answer"]
     assert records[0].prompt_hash == problem.prompt_hash and records[0].finish_reason == "stop"
+
+
+def test_a_scorer_of_the_users_says_what_is_right_in_a_worker_of_its_own(
+    untied_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(
+        "import os\n"
+        "def scorer(completion, solutions, row):\n"
+        "    if 'ends' in completion:\n"
+        "        os._exit(3)\n"
+        "    while 'hangs' in completion:\n"
+        "        pass\n"
+        "    return completion.endswith(solutions[0]) and row['level'] == 3\n"
+    )
+    texts = ["so \\boxed{9} or 1", "ends 1", "hangs 1", "so \\boxed{1}."]
+    tokenizer = load_tokenizer(str(untied_model))
+    problem = Problem("quiz", "q", "One?", (1, 2), ("1",), "math", '{"level": 3}')
+    found: list[CompletionRecord] = []
+    hook = Hook("scorer", f"{tmp_path}/own.py:scorer", "--scorer")
+    with VerifierPool(1, 1.0) as pool, VerifierPool(1, 1.0, function=hook) as scorer:
+        verification = Verification(pool, tokenizer, {0: problem}, lambda _, one: found.append(one), scorer)
+        for index, text in enumerate(texts):
+            tokens = tuple(tokenizer(text)["input_ids"])
+            request = Request((0, index), problem.token_ids, index, 0, 99)
+            verification.submit(request, RequestResult((0, index), tokens, (0.0,) * len(tokens), "stop"))
+        verification.finish()
+    assert [(one.correct, one.verdict, one.extracted) for one in found] == [
+        (True, "function", "9"),
+        (False, "error", ""),
+        (False, "timeout", ""),
+        (False, "function", "1"),
+    ]
 
 
 def test_the_log_has_how_much_all_engines_have_sampled(

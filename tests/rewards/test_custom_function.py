@@ -9,12 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlmath.rewards.custom_function import (
-    checked_result,
-    code_fingerprint,
-    function_problem,
-    load_function,
-)
+from rlmath.hooks import code_fingerprint, function_problem, load_function
+from rlmath.rewards.custom_function import checked_result
 from rlmath.rewards.fork_server_client import MAX_PRINTED_LINES
 from rlmath.rewards.worker_pool import VerifierPool
 
@@ -339,7 +335,7 @@ def test_the_check_does_not_import_into_this_process(folder):
 
 
 def test_the_command_says_what_is_wrong(folder):
-    command = [sys.executable, "-m", "rlmath.rewards.custom_function", "json:dumbs"]
+    command = [sys.executable, "-m", "rlmath.hooks", "reward", "json:dumbs"]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 2
     assert "'json' has no function 'dumbs'" in found.stderr

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from rlmath.hooks import Hook, worker_environment
 from rlmath.rewards import worker_pool
-from rlmath.rewards.custom_function import worker_environment
 from rlmath.rewards.fork_server import MAX_PROCESSES, WorkerSettings, framed
 from rlmath.rewards.verifier import STRICT
 from rlmath.rewards.worker_pool import MAX_SERVER_DEATHS, MEMORY_BYTES, VerifierPool
@@ -263,7 +263,9 @@ def test_processes_end_with_a_trainer_that_is_killed(folder):
 @pytest.mark.parametrize("end", ["its messages unread", "it does not receive"])
 def test_processes_end_when_the_pool_disappears(folder, end):
     """The first makes the fork server's next receive fail, the second its next send."""
-    settings = WorkerSettings(MEMORY_BYTES, 60.0, STRICT, "hostile_rewards:reward")
+    settings = WorkerSettings(
+        MEMORY_BYTES, 60.0, STRICT, Hook("reward", "hostile_rewards:reward", "reward.function")
+    )
     control, its_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     channel, its_channel = socket.socketpair()
     arguments = [str(its_control.fileno()), str(os.getpid()), settings.as_json()]

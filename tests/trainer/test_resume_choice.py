@@ -26,12 +26,13 @@ from rlmath.checkpoint.flight import FLIGHT, write_flight
 from rlmath.config.help import setting_values
 from rlmath.config.load import config_as_yaml, load_config
 from rlmath.config.schema import Config, RewardConfig
-from rlmath.rewards.custom_function import code_fingerprint
+from rlmath.hooks import code_fingerprint, hooks_fingerprint
 from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.trainer.checkpoint_choice import choose_checkpoint
 from rlmath.trainer.resume import (
     MAY_CHANGE,
     Origin,
+    _step_hooks,
     data_fingerprint,
     find_recovery,
     model_fingerprint,
@@ -78,7 +79,7 @@ def checkpoint(
     step: int,
     config: Config | None = None,
     reward: str | None = None,
-    changed: Mapping[str, int | None] = MappingProxyType({}),
+    changed: Mapping[str, int | str | None] = MappingProxyType({}),
 ) -> Path:
     """`changed` are values of its progress; None: one that is not there."""
     partial = open_partial(folder / "checkpoints", step)
@@ -172,6 +173,42 @@ def test_another_spelling_of_the_same_reward_function_is_no_change(
     (tmp_path / "mine.py").write_text("def steps(*_):\n    return 3.0\n")
     (told,) = found(f"{tmp_path}/mine.py:steps")
     assert "has changed since the checkpoint of step 3" in told
+
+
+def test_selection_and_advantages_of_the_users_are_kept_by_a_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another function is refused, another spelling is none, and other code is told; so is that of a plugin."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text("def best(*_): ...\ndef last(*_): ...\n")
+    key = "algorithm.advantage"
+
+    def origin(config: Config) -> Origin:
+        return replace(ORIGIN, hooks=hooks_fingerprint(_step_hooks(config)))
+
+    def saved(run: Path, *settings: str) -> None:
+        then = make_config(run, *settings)
+        checkpoint(run, 3, then, changed={"hooks_fingerprint": origin(then).hooks})
+
+    def warnings(run: Path, *settings: str) -> tuple[str, ...]:
+        config = make_config(run, *settings)
+        recovery = find_recovery(config, origin(config), TOTAL)
+        assert recovery is not None
+        return recovery.warnings
+
+    one, registered = tmp_path / "one", tmp_path / "registered"
+    saved(one, f"{key}=own.py:best")
+    assert warnings(one, f"{key}=own.py:best") == warnings(one, f"{key}={tmp_path}/own.py:best") == ()
+    for other in ("own.py:last", "grpo"):
+        with pytest.raises(ValueError, match=f"{key}: own.py:best there, {other} now"):
+            warnings(one, f"{key}={other}")
+    saved(registered, f"{key}=best", "run.plugins=[own.py]")
+    for plugin in ("own.py", f"{tmp_path}/own.py"):
+        assert warnings(registered, f"{key}=best", f"run.plugins=[{plugin}]") == ()
+    (tmp_path / "own.py").write_text("def best(*_):\n    return 1\n")
+    (told,) = warnings(one, f"{key}=own.py:best")
+    assert told.startswith(f"{key}=own.py:best: the code has changed since the checkpoint of step 3")
+    assert len(warnings(registered, f"{key}=best", "run.plugins=[own.py]")) == 1
 
 
 def test_without_a_checkpoint_auto_starts_and_resume_refuses(tmp_path: Path) -> None:

@@ -40,12 +40,14 @@ from rlmath.data.dataset import most_updates
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
+from rlmath.hooks import hooks_fingerprint
 from rlmath.models import megatron
 from rlmath.models.build import early_stop, loss_settings
 from rlmath.models.megatron import Recompute, selective_modules, transformer_config
 from rlmath.rewards.reward_manager import RewardManager, open_reward_workers
 from rlmath.rewards.schemes import Scheme
 from rlmath.rewards.several_rewards import NamedReward, RewardPools, compared_rewards, named_rewards
+from rlmath.rewards.user_functions import scorer_hook
 from rlmath.rewards.verifier import Rules
 from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.rollout.engine import _device_arguments
@@ -384,6 +386,8 @@ def test_updates_of_a_run_are_steps_times_minibatches_times_epochs() -> None:
 
 def test_what_two_validations_must_have_in_common() -> None:
     expected = {
+        "scorer": "package.scorers:name",
+        "scorer_code": hooks_fingerprint([scorer_hook(DISTINCT)]),
         "paths": ["data/third.jsonl", "data/fourth.jsonl"],
         "template": "raw",
         "samples": 179,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,16 @@ def test_long_values_and_many_nodes_are_cut() -> None:
 def test_nodes_with_one_name_are_told_apart_by_their_numbers() -> None:
     words = {0: RankReport("same", 0), 1: RankReport("same", 1), 2: RankReport("other", 2)}
     assert list(labelled(words)) == ["same (node 0)", "same (node 1)", "other"]
+
+
+def test_ranks_that_read_other_prompts_than_rank_0_are_told() -> None:
+    """Also on one node, whose ranks a function of the user's may give something else."""
+    words = {rank: RankReport("host0", 0, facts={"torch": "2"} if rank == 0 else {}) for rank in range(4)}
+    assert _compare_nodes(words).error is None
+    read = {rank: replace(word, data="b" if rank in (1, 3) else "a") for rank, word in words.items()}
+    decision = _compare_nodes(read)
+    assert decision.is_mistake and "ranks 1, 3 read other prompts than rank 0" in (decision.error or "")
+    assert _compare_nodes({rank: replace(word, data="a") for rank, word in words.items()}).error is None
 
 
 def test_a_first_node_whose_name_means_itself_is_told_unless_all_nodes_are_one_machine() -> None:

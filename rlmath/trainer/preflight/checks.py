@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlmath.algorithms.advantages import GROUP_ADVANTAGES
 from rlmath.config.help import (
     all_settings,
     is_among,
@@ -33,10 +34,11 @@ from rlmath.config.schema import (
 from rlmath.distributed.device_kind import cuda_is_available, set_cuda_defaults
 from rlmath.distributed.memory import available_bytes, total_bytes
 from rlmath.distributed.ranks import environment_rank, environment_world_size
+from rlmath.hooks import function_problem
 from rlmath.models.hf_config import inspect_model_folder
-from rlmath.rewards.custom_function import function_problem
-from rlmath.rewards.several_rewards import functions_of
-from rlmath.trainer.preflight import critic, parallelism, teacher
+from rlmath.rewards.several_rewards import reward_hooks
+from rlmath.rewards.user_functions import advantage_hook
+from rlmath.trainer.preflight import critic, hook_checks, parallelism, teacher
 from rlmath.trainer.preflight import curriculum_and_rollback as draws
 from rlmath.trainer.preflight import length_curriculum as curriculum
 from rlmath.trainer.preflight import rollout_checks as rollouts
@@ -86,13 +88,13 @@ def check_replay(config: Config, world_size: int, samples: bool) -> ModelShape:
     """Likewise for the replay of a captured step (`replay`): data files are not looked at, and reward functions and
     engines only where it `samples`."""
     shape, problems = inspect_model_folder(Path(config.model.path))
-    on_gpu = config.run.device != "cpu" and torch.cuda.is_available()
+    on_gpu = config.run.device != "cpu" and cuda_is_available()
     problems += setting_problems(config, world_size)
     if shape is not None:
         problems += shape_problems(config, shape)
     problems += cuda_problems(config.run.device)
     if samples:
-        problems += filter(None, map(function_problem, functions_of(config.reward).values()))
+        problems += filter(None, map(function_problem, reward_hooks(config.reward, config.run.plugins)))
         problems += () if on_gpu else host_memory_problems(config)
     else:
         problems += device_problems(config, shape, on_gpu or config.run.device == "cuda")
@@ -119,8 +121,8 @@ def run_problems(config: Config, world_size: int, shape: ModelShape | None, kind
             rollouts.asynchronous_problems,
         ):
             problems += curriculum.in_every_stage(config, check)
-        # Once for all stages: an import may take long.
-        problems += filter(None, map(function_problem, functions_of(config.reward).values()))
+    # Once for all stages: an import may take long.
+    problems += hook_checks.hook_problems(config, kind)
     return problems + (shape_problems(config, shape, kind) if shape is not None else [])
 
 
@@ -281,6 +283,7 @@ def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
         critic.critic_warnings,
         teacher.setting_warnings,
         curriculum.length_stage_warnings,
+        hook_checks.hook_warnings,
     )
     return [*warnings, *(text for find in more for text in find(config))]
 
@@ -386,11 +389,16 @@ def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 def algorithm_problems(config: Config) -> Iterator[str]:
     """What was got, what is needed and what to change, one text per problem."""
     algorithm = config.algorithm
-    compares = algorithm.advantage not in ("ppo", "gae") and not teacher.teaches_alone(config)
+    compares = algorithm.advantage in GROUP_ADVANTAGES and not teacher.teaches_alone(config)
     if config.rollout.group_size < 2 and compares:
         yield (
             f'rollout.group_size is {config.rollout.group_size}; algorithm.advantage="{algorithm.advantage}" compares '
             'the completions of a group and needs at least 2. Raise it, or set algorithm.advantage to "ppo" or "gae".'
+        )
+    if (hook := advantage_hook(config)) is not None and algorithm.kl_in == "reward" and algorithm.kl_coef:
+        yield (
+            f'algorithm.kl_in is "reward", which is part of the advantages, and these are of {hook}. Set '
+            "algorithm.kl_in=loss, or algorithm.advantage to a word."
         )
     if algorithm.importance_correction is not None and not algorithm.recompute_logprobs:
         yield (

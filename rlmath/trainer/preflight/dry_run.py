@@ -45,11 +45,10 @@ from rlmath.models.hf_config import (
     missing_folder_problem,
     planned_shape,
 )
-from rlmath.rewards.reward_manager import try_reward_function
 from rlmath.trainer import save_schedule
 from rlmath.trainer.flight_rules import flight_rules, flight_size, slice_tokens
 from rlmath.trainer.hub_inputs import plan_inputs
-from rlmath.trainer.preflight import checks
+from rlmath.trainer.preflight import checks, hook_checks
 from rlmath.trainer.preflight.length_curriculum import stage_list_problems
 from rlmath.trainer.preflight.memory_estimate import Kind, Target, mesh_of
 from rlmath.trainer.preflight.memory_fit import GIB, planned_target, start_up_lines
@@ -60,6 +59,8 @@ from rlmath.trainer.run_dir import folder_problems
 from rlmath.trainer.telemetry.alerts import dropped_alert
 from rlmath.trainer.telemetry.console import terminal_width, wrapped
 
+DATA_FUNCTIONS = ("run.plugins:", "data.format:", "data.template:", "validation.template:")
+"""How problems of functions begin that the data cannot be read without."""
 LARGE_SHARE = 0.85
 """Share of a GPU's memory below which an engine that has it for itself leaves much of it empty."""
 
@@ -141,6 +142,7 @@ def plan_run(given: Config, ranks: int | None = None, kind: Kind = "grpo") -> Ru
     of_model, missing = model_problems(config.model.path, found)
     problems = [*of_settings, *of_model, *of_files]
     of_data = [one for one in checks.value_problems(config) if one.startswith(("data.", "sft."))]
+    of_data += [one for one in of_settings if one.startswith(DATA_FUNCTIONS)]
     try:
         is_readable = not (of_files or of_data or any(stage_list_problems(config)))
         if shape is not None and is_readable and (kind == "grpo" or has_tokenizer(config) or not of_model):
@@ -224,7 +226,7 @@ def count_data(config: Config, shape: ModelShape, calls_function: bool = True) -
         found = load_prompt_files(config, tokenizer)
     validation = load_validation(config, tokenizer, shape.vocab_size)
     audit = audit_inputs(config, found, validation, tokenizer)
-    tried = try_reward_function(config.reward, found.prompts) if calls_function else ()
+    tried = hook_checks.try_functions(config, found.prompts) if calls_function else ()
     lines = (*found.lines, *(line for file in validation for line in file.lines()), *audit.lines())
     warning = dropped_alert(found.dropped_share, config.telemetry)
     if tokenizer is None:
@@ -282,6 +284,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
         *([least] if plan.ranks_are_least else ()),
         "Data:",
         *(f"  {line}" for line in plan.data.lines),
+        *hook_checks.hook_lines(config, plan.kind),
         *(_step_lines(plan) if plan.kind == "grpo" else _sft_step_lines(plan)),
         *start_up_lines(curriculum.with_longest_lengths(config), shape, plan.ranks, plan.kind),
         *_disk_lines(plan),

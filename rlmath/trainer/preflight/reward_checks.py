@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from rlmath.config.help import nearest_word
 from rlmath.config.schema import AlgorithmConfig, Config, RewardConfig
-from rlmath.rewards.several_rewards import BUILT_IN, MAX_FUNCTIONS, TAKEN, functions_of, is_verified
+from rlmath.rewards.several_rewards import (
+    BUILT_IN,
+    MAX_FUNCTIONS,
+    TAKEN,
+    functions_of,
+    is_verified,
+    listed_functions,
+)
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
@@ -25,7 +32,7 @@ def reward_problems(config: Config) -> Iterator[str]:
             f"reward.format_penalty is {reward.format_penalty}; a right answer in a box gets 1 in scheme "
             f'"{reward.scheme}", and one without a box should get less. Lower it.'
         )
-    yield from _list_problems(reward, config.algorithm)
+    yield from _list_problems(reward, config.algorithm, config.run.plugins)
 
 
 def reward_warnings(config: Config) -> Iterator[str]:
@@ -58,7 +65,9 @@ def reward_warnings(config: Config) -> Iterator[str]:
         )
 
 
-def _list_problems(reward: RewardConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
+def _list_problems(
+    reward: RewardConfig, algorithm: AlgorithmConfig, plugins: Collection[str]
+) -> Iterator[str]:
     if not reward.rewards:
         given = "weights" if reward.weights else "combine" if reward.combine == "gdpo" else None
         if given:
@@ -71,10 +80,10 @@ def _list_problems(reward: RewardConfig, algorithm: AlgorithmConfig) -> Iterator
         )
     names = [entry.partition("=")[0] for entry in reward.rewards]
     for entry in reward.rewards:
-        yield from _entry_problems(entry)
+        yield from _entry_problems(entry, plugins)
     if twice := sorted({name for name in names if names.count(name) > 1}):
         yield f"reward.rewards has {', '.join(map(repr, twice))} more than once. Give every reward a name of its own."
-    functions = sum("=" in entry for entry in reward.rewards)
+    functions = len(listed_functions(reward)) if plugins else sum("=" in entry for entry in reward.rewards)
     if functions > MAX_FUNCTIONS:
         yield f"reward.rewards has {functions} functions; at most {MAX_FUNCTIONS}, as each has workers of its own."
     if not functions and "correctness" not in names:
@@ -93,8 +102,10 @@ def _list_problems(reward: RewardConfig, algorithm: AlgorithmConfig) -> Iterator
         yield from _gdpo_problems(reward, algorithm)
 
 
-def _entry_problems(entry: str) -> Iterator[str]:
+def _entry_problems(entry: str, plugins: Collection[str]) -> Iterator[str]:
     name, equals, function = entry.partition("=")
+    if not equals and plugins and name not in BUILT_IN:
+        equals, function = "=", name
     if not equals and name not in BUILT_IN:
         near = nearest_word(name, BUILT_IN)
         yield (

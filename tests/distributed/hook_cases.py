@@ -1,0 +1,121 @@
+"""What ranks do in the tests of functions of the user's that a step calls."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
+from rlmath.config.schema import AlgorithmConfig, Config, RunConfig, SelectionConfig, TelemetryConfig
+from rlmath.config.schema import ValidationConfig as Validation
+from rlmath.data.dataset import load_inputs, load_validation
+from rlmath.distributed.device import init_process_group, open_device
+from rlmath.distributed.fault_tolerance.preemption import StopRequest
+from rlmath.distributed.mesh import Mesh
+from rlmath.rewards.user_functions import UserFunctionError
+from rlmath.trainer.resume import Origin
+from rlmath.trainer.startup import PreparedRun
+from rlmath.trainer.step_hooks import StepHooks
+from tests.distributed.grpo_step_cases import config_of
+from tests.tiny_models import shape_of
+
+REWARDS, TOKENS = [[1.0, 0.0], [2.0]], [[3, 4], [5]]
+
+
+def shared(plugin: str) -> dict[str, Any]:
+    """What every rank gets of functions that give something else at each call, that fail, and that end their
+    worker."""
+    init_process_group(open_device("cpu"), 120.0)
+    rank = dist.get_rank()
+    prompt = Prompt("q", "1+1=", (1,), ("2",), "math", '{"level": 3}')
+    groups = [
+        ScoredGroup(
+            prompt,
+            (Completion(0, (5,) * n, (0.0,) * n, "x" * n, "stop", 0),),
+            (Score(float(n), n > 1, "", "string"),),
+        )
+        for n in (1, 2, 3)
+    ]
+
+    def hooks_of(advantage: str, selection: str | None = None, metrics: tuple[str, ...] = ()) -> StepHooks:
+        config = Config(
+            run=RunConfig(plugins=[plugin]),
+            algorithm=AlgorithmConfig(advantage=advantage),
+            selection=SelectionConfig(dynamic_sampling=selection),
+            telemetry=TelemetryConfig(metrics=list(metrics)),
+        )
+        return StepHooks(config, rank)
+
+    def refusal(act: Any, *arguments: Any) -> str:
+        try:
+            return f"no error: {act(*arguments)}"
+        except UserFunctionError as error:
+            return str(error)
+
+    found: dict[str, Any] = {}
+    random = hooks_of("at_random", "longer", ("fails", "lengths"))
+    found["random"] = [random.advantages(REWARDS, TOKENS) for _ in range(2)]
+    assert random.keep is not None
+    found["kept"] = random.keep(groups)
+    found["metrics"] = [random.metrics(groups) for _ in range(2)]
+    random.close()
+    wrong = hooks_of("wrong_shape", "fails_on_three")
+    assert wrong.keep is not None
+    found["wrong"] = refusal(wrong.advantages, REWARDS, TOKENS)
+    found["fails"] = refusal(wrong.keep, groups)
+    found["after"] = wrong.keep(groups[:2])
+    wrong.close()
+    none = hooks_of("grpo")
+    found["none"] = none.advantages(REWARDS, TOKENS), none.keep, none.metrics(groups)
+    none.close()
+    return found
+
+
+def steps(folder: Path, place: Path, plugin: str) -> dict[str, Any]:
+    """Two steps of one rank: in the second one the advantage fails."""
+    from rlmath.trainer.checkpointing import Checkpointer
+    from rlmath.trainer.divergence import DivergenceCheck
+    from rlmath.trainer.grpo import GrpoTrainer
+
+    rows = [{"question": f"{n}+{n}=", "answer": str(2 * n), "id": f"q{n}"} for n in range(8)]
+    for name in ("train", "held"):
+        (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config, shape = config_of(folder, place), shape_of(folder)
+    config = replace(
+        config,
+        run=replace(config.run, plugins=[plugin]),
+        data=replace(config.data, template="raw"),
+        algorithm=replace(config.algorithm, advantage="by_rank", kl_coef=0.0),
+        selection=SelectionConfig(dynamic_sampling="even", max_extra_prompts=2),
+        telemetry=TelemetryConfig(metrics=["lengths"]),
+        validation=Validation(
+            every_steps=1, paths=[str(place / "held.jsonl")], max_new_tokens=4, scorer="first_half"
+        ),
+    )
+    inputs = load_inputs(config, shape)
+    validation = load_validation(config, inputs.tokenizer, shape.vocab_size)
+    prepared = PreparedRun(config, shape, inputs, Origin("", ""), None, validation=validation)
+    device, mesh = open_device("cpu"), Mesh(0, 1, 1, 1, 1)
+    with GrpoTrainer.open_workers(config, mesh) as workers:
+        init_process_group(device, 120.0)
+        trainer = GrpoTrainer(prepared, mesh, device, workers=workers)
+        stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, 0)
+        divergence = DivergenceCheck(trainer, 3, None)
+        trainer.begin(None, Checkpointer(trainer, prepared.origin, stop, divergence, lambda: None))
+        first = trainer.step(0)
+        state = trainer.rollouts.files(), trainer.rollouts.next_draw, trainer.actor.learner.updates
+        (place / "fail").touch()
+        try:
+            trainer.step(1)
+            failed = "no error"
+        except UserFunctionError as error:
+            failed = str(error)
+        after = trainer.rollouts.files(), trainer.actor.learner.updates
+        (place / "fail").unlink()
+        again = trainer.step(1)
+        trainer.close(0)
+    return {"first": first, "failed": failed, "before": (state[0], state[2]), "after": after, "again": again}

@@ -1,0 +1,120 @@
+"""Functions of the user's in a step: the same on all ranks, and what one that fails leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import hook_cases
+from tests.distributed.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+SOURCE = """
+import os, pathlib, random
+from rlmath import hooks
+
+FAIL = pathlib.Path(__file__).with_name("fail")
+
+@hooks.advantage("at_random")
+def at_random(rewards, tokens):
+    return [[random.SystemRandom().random() for _ in row] for row in rewards]
+
+@hooks.advantage("wrong_shape")
+def wrong_shape(rewards, tokens):
+    return rewards[:1]
+
+@hooks.advantage("by_rank")
+def by_rank(rewards, tokens):
+    if FAIL.exists():
+        raise KeyError("no such column")
+    return [[float(sorted(row).index(one)) for one in row] for row in rewards]
+
+@hooks.selection("longer")
+def longer(group):
+    return group.tokens[0] > 1 and group.row["level"] == 3 and group.texts[0] == "x" * group.tokens[0]
+
+@hooks.selection("fails_on_three")
+def fails_on_three(group):
+    if group.tokens == [3]:
+        os._exit(7)
+    return group.rewards == [2.0]
+
+@hooks.selection("even")
+def even(group):
+    return int(group.row["query_id"][1:]) % 2 == 0
+
+@hooks.metric("fails")
+def fails(groups):
+    return groups[0].nothing
+
+@hooks.metric("lengths")
+def lengths(groups):
+    return {"most": max(max(group.tokens) for group in groups), "groups": len(groups)}
+
+@hooks.scorer("first_half")
+def first_half(completion, solutions, row):
+    return int(row["id"][1:]) < 4
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hooks")
+    (folder / "step_functions.py").write_text(SOURCE)
+    return folder
+
+
+def test_all_ranks_have_what_rank_0_computes(ranks: RankPool, place: Path) -> None:
+    first, second = ranks.run(2, hook_cases.shared, f"{place}/step_functions.py")
+    own = {"metrics"}
+    assert {key: first[key] for key in first.keys() - own} == {
+        key: second[key] for key in second.keys() - own
+    }
+    one, other = first["random"]
+    assert [len(row) for row in one] == [2, 1] and one != other
+    assert first["kept"] == [False, True, True]
+    assert first["metrics"] == [{"own/lengths/most": 3.0, "own/lengths/groups": 3.0}] * 2
+    assert second["metrics"] == [{}, {}], "rank 0 alone logs them"
+    assert first["wrong"].startswith(
+        "algorithm.advantage wrong_shape failed: needed: lists of 2, 1 numbers, got 2; it returned [[1.0, 0.0]]"
+    )
+    assert (
+        "selection.dynamic_sampling fails_on_three failed: its worker ended (exit code 7)" in first["fails"]
+    )
+    assert first["after"] == [False, True], "another worker is there for the next call"
+    assert first["none"] == (None, None, {})
+
+
+@pytest.fixture(scope="module")
+def made(ranks: RankPool, untied_model: Path, place: Path) -> dict[str, Any]:
+    return ranks.run(1, hook_cases.steps, untied_model, place, f"{place}/step_functions.py")[0]
+
+
+def test_a_step_learns_with_the_advantages_of_the_groups_that_are_selected(made: dict[str, Any]) -> None:
+    for record in (made["first"], made["again"]):
+        learned = 0
+        for group, row in zip(record.groups, record.advantages, strict=True):
+            by_rank = [float(sorted(group.rewards).index(one)) for one in group.rewards]
+            is_even = int(group.prompt.prompt_id[1:]) % 2 == 0
+            kept = is_even and learned < 4
+            learned += kept
+            assert row == (by_rank if kept else [0.0] * len(row))
+        dropped = sum(int(group.prompt.prompt_id[1:]) % 2 for group in record.groups)
+        assert record.metrics["selection/dropped/rule"] == dropped > 0
+        assert record.metrics["selection/groups_learned"] == learned > 0
+        assert record.metrics["own/lengths/groups"] == len(record.groups)
+        lengths = [len(one.token_ids) for group in record.groups for one in group.completions]
+        assert record.metrics["own/lengths/most"] == max(lengths)
+
+
+def test_validation_counts_as_right_what_the_scorer_says(made: dict[str, Any]) -> None:
+    assert made["first"].validation.metrics["validation/held/accuracy"] == 0.5
+    assert made["first"].metrics["rollout/accuracy"] != 0.5, "training has its own reward"
+
+
+def test_an_advantage_that_fails_leaves_the_run_as_before_its_step(made: dict[str, Any]) -> None:
+    assert made["failed"].startswith("algorithm.advantage by_rank failed: KeyError: 'no such column'")
+    assert made["after"] == made["before"]
