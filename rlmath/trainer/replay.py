@@ -100,8 +100,8 @@ def find_capture(run: Path, step: int | None) -> Path:
     there = sorted(one.parent for one in (run / CAPTURES_FOLDER).glob(f"step-*/{CAPTURE_FILE}"))
     if not there:
         raise ValueError(
-            f'"{run}" has no capture. Needed: the folder of a run with {CAPTURES_FOLDER}/, which telemetry.capture_steps=[10] '
-            "makes, and a failure does"
+            f'"{run}" has no capture. Needed: the folder of a run with {CAPTURES_FOLDER}/, which '
+            "telemetry.capture_steps=[10] makes, and a failure does"
         )
     names = ", ".join(one.name for one in there[:10]) + (", ..." if there[10:] else "")
     if step is None:
