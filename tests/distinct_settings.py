@@ -229,7 +229,7 @@ DISTINCT = Config(
         sample_groups_per_step=186,
         metrics=["spread=package.metrics:spread"],
         profile_steps=[187, 188],
-        capture_steps=[189, 190],
+        capture_steps=[2189, 2190],
         report=False,
         wandb="offline",
         wandb_project="distinct",
