@@ -93,7 +93,7 @@ def steps(folder: Path, place: Path, plugin: str) -> dict[str, Any]:
         selection=SelectionConfig(dynamic_sampling="even", max_extra_prompts=2),
         telemetry=TelemetryConfig(metrics=["lengths"]),
         validation=Validation(
-            every_steps=1, paths=[str(place / "held.jsonl")], max_new_tokens=4, scorer="first_half"
+            every_steps=1, paths=[str(place / "held.jsonl")], max_new_tokens=4, scorer="first_three"
         ),
     )
     inputs = load_inputs(config, shape)

@@ -54,9 +54,9 @@ def fails(groups):
 def lengths(groups):
     return {"most": max(max(group.tokens) for group in groups), "groups": len(groups)}
 
-@hooks.scorer("first_half")
-def first_half(completion, solutions, row):
-    return int(row["id"][1:]) < 4
+@hooks.scorer("first_three")
+def first_three(completion, solutions, row):
+    return int(row["id"][1:]) < 3
 """
 
 
@@ -111,8 +111,8 @@ def test_a_step_learns_with_the_advantages_of_the_groups_that_are_selected(made:
 
 
 def test_validation_counts_as_right_what_the_scorer_says(made: dict[str, Any]) -> None:
-    assert made["first"].validation.metrics["validation/held/accuracy"] == 0.5
-    assert made["first"].metrics["rollout/accuracy"] != 0.5, "training has its own reward"
+    assert made["first"].validation.metrics["validation/held/accuracy"] == 3 / 8
+    assert made["first"].metrics["rollout/accuracy"] != 3 / 8, "training has its own reward"
 
 
 def test_an_advantage_that_fails_leaves_the_run_as_before_its_step(made: dict[str, Any]) -> None:
