@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rlmath.algorithms.types import ScoredGroup
 from rlmath.checkpoint.directory import CRITIC_CONFIG, Progress
 from rlmath.config import length_curriculum as curriculum
 from rlmath.config.length_curriculum import LengthStage
@@ -48,7 +49,7 @@ from rlmath.trainer.metrics import (
     teacher_metrics,
     update_metrics,
 )
-from rlmath.trainer.policy_update import PolicyTrainer
+from rlmath.trainer.policy_update import PolicyTrainer, token_counts
 from rlmath.trainer.recorder import StepRecorder
 from rlmath.trainer.reporter import StepRecord, ValidationResult
 from rlmath.trainer.rollouts import StepRollout, selection_rules
