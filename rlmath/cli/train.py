@@ -20,6 +20,8 @@ from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE, read
 from rlmath.distributed.fault_tolerance.preemption import WANTED_SIGNALS
 
 RANKS = "--ranks"
+CPU_RANKS = 8
+"""A replay starts at most so many without being told, or as many as the machine has cores, where there is no GPU."""
 SIGNALS = f"--signals-to-handle={','.join(WANTED_SIGNALS)}"
 """So torchrun passes on every signal that a run stops at."""
 ALONE = ("-h", "--help", "--dry-run")
@@ -85,11 +87,24 @@ def replay(argv: Sequence[str]) -> int:
     try:
         ranks, words = take_ranks(argv)
         folder = program.find_capture(given.run, given.step)
-        ranks = ranks or read_capture(folder).world_size
+        ranks = ranks or _ranks_of_replay(read_capture(folder).world_size)
     except ValueError as error:
         print(without_secrets(str(error)), file=sys.stderr)
         return MISTAKE
     return launch(ranks, ["-m", "rlmath.trainer", "replay", *words], None, RunConfig().stop_grace_seconds)
+
+
+def _ranks_of_replay(captured: int) -> int:
+    """As many as the run had. ValueError where this machine is too small for them."""
+    gpus = gpu_count(RunConfig.device)
+    most = gpus or max(os.cpu_count() or 1, CPU_RANKS)
+    if captured > most:
+        has = f"{gpus} GPUs" if gpus else f"{os.cpu_count()} cores"
+        raise ValueError(
+            f"the run had {captured} ranks, and this machine has {has}. Say how many to use, and their layout: "
+            f"{RANKS} 1 parallel.tensor=1 parallel.pipeline=1"
+        )
+    return captured
 
 
 def take_ranks(argv: Sequence[str]) -> tuple[int | None, list[str]]:

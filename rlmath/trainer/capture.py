@@ -142,16 +142,18 @@ def folder_of(output_dir: Path, step: int) -> Path:
     return output_dir / CAPTURES_FOLDER / f"step-{step + 1:06d}"
 
 
-def write_capture(output_dir: Path, capture: Capture, rank: int, since: float = math.inf) -> Path:
-    """Write it whole, in the place of an earlier one of the same step; its folder. One that was written after `since`
-    (seconds since 1970) stays: several ranks may write the same. OSError where the disk refuses."""
+def write_capture(output_dir: Path, capture: Capture, since: float = math.inf) -> Path | None:
+    """Write it whole, in the place of an earlier one of the same step; its folder. None where another rank is writing
+    the same step, or has written it after `since` (seconds since 1970). OSError where the disk refuses."""
     folder = folder_of(output_dir, capture.step)
     if (folder / CAPTURE_FILE).is_file() and (folder / CAPTURE_FILE).stat().st_mtime > since:
-        return folder
-    partial = folder.with_name(f"{folder.name}.rank-{rank}{PARTIAL}")
-    shutil.rmtree(partial, ignore_errors=True)
+        return None
+    partial = folder.with_name(f"{folder.name}{PARTIAL}")
     try:
         partial.mkdir(parents=True)
+    except FileExistsError:
+        return None
+    try:
         (partial / CONFIG_FILE).write_text(capture.settings_yaml, encoding="utf-8")
         (partial / TOKENS_FILE).write_bytes(_tokens_of(capture.groups))
         with (partial / GROUPS_FILE).open("w", encoding="ascii") as file:
@@ -162,11 +164,8 @@ def write_capture(output_dir: Path, capture: Capture, rank: int, since: float = 
         if folder.exists():
             shutil.rmtree(folder)
         partial.rename(folder)
-    except OSError:
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        if (folder / CAPTURE_FILE).is_file():  # another rank, which failed too, was first
-            return folder
-        raise
     return folder
 
 

@@ -98,14 +98,14 @@ class StepRecorder:
             versions=library_versions(),
         )
         try:
-            folder = write_capture(Path(config.run.output_dir), found, self._trainer.mesh.rank, self._began)
+            folder = write_capture(Path(config.run.output_dir), found, self._began)
         except OSError as error:
             logger.warning("The records of step %d could not be written: %s", found.step + 1, error)
             return
         self._written = True
-        logger.info(
-            "The records of step %d are in %s; rlmath replay makes its update again", found.step + 1, folder
-        )
+        if folder is not None:
+            text = "The records of step %d are in %s; rlmath replay makes its update again"
+            logger.info(text, found.step + 1, folder)
 
 
 def captured_update(update: UpdateRecord, weights_after: WeightSketch | None = None) -> CapturedUpdate:

@@ -118,8 +118,9 @@ def find_state(folder: Path, capture: Capture, given: Path | None) -> tuple[Chec
     """The checkpoint that the step began with, None for the model that the run started from; and a warning where it is
     an earlier one. ValueError where there is none."""
     if given is not None:
-        found, notes = complete_checkpoints(given.absolute().parent)
-        found = [one for one in found if one.folder.name == given.name]
+        place = given.resolve()
+        found, notes = complete_checkpoints(place.parent)
+        found = [one for one in found if one.folder.name == place.name]
     elif capture.step == 0:
         return None, ""
     else:

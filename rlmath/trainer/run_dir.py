@@ -33,6 +33,7 @@ from rlmath.config.files import require_regular
 from rlmath.config.help import raise_problems
 from rlmath.config.load import load_config, save_config
 from rlmath.config.run_files import (
+    CAPTURES_FOLDER,
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     EARLIER_FOLDER,
@@ -104,6 +105,7 @@ def claim_run_folder(output_dir: str | Path, config: Config, steps_done: int | N
                 scratch.unlink()
         remove_partial(folder / CHECKPOINTS_FOLDER)
         remove_partial(folder / MODELS_FOLDER)
+        remove_partial(folder / CAPTURES_FOLDER)
         remove_partial(folder)
         if resumes:
             take_back(folder, steps_done)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from rlmath.config.help import as_yaml_word, setting_values
 from rlmath.config.hub import HubFailedError, as_hub_ids
-from rlmath.config.length_curriculum import fewer_steps_warnings, length_stage_lines
+from rlmath.config.length_curriculum import fewer_steps_warnings, late_steps_warnings, length_stage_lines
 from rlmath.config.load import is_reference, make_parser, without_secrets
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, RunConfig
@@ -195,6 +195,7 @@ def prepare_grpo(config: Config) -> PreparedRun[dataset.Inputs]:
         *of_teacher,
         *audit.warnings(),
         *fewer_steps_warnings(config, inputs.order.steps_per_epoch),
+        *late_steps_warnings(config, inputs.total_steps),
     )
     return PreparedRun(config, shape, inputs, origin, recovery, lines, validation, warnings)
 
@@ -216,7 +217,11 @@ def prepare_sft(given: Config) -> PreparedRun[dataset.SftInputs]:
         f"Layout: {mesh_of(config, world_size, 0).training_layout}",
         *start_up_lines(config, shape, world_size, "sft"),
     )
-    warnings = (*inputs.audit.warnings(), *fewer_steps_warnings(config, inputs.order.steps_per_epoch))
+    warnings = (
+        *inputs.audit.warnings(),
+        *fewer_steps_warnings(config, inputs.order.steps_per_epoch),
+        *late_steps_warnings(config, inputs.total_steps),
+    )
     return PreparedRun(config, shape, inputs, origin, recovery, lines, (), warnings)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup, Segment
 from rlmath.checkpoint.directory import MANIFEST
+from rlmath.cli.train import replay as replay_command
+from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE
 from rlmath.trainer.capture import (
     CAPTURE_FILE,
     GROUPS_FILE,
@@ -73,24 +76,41 @@ def a_capture() -> Capture:
     )
 
 
+def written(place: Path) -> Path:
+    folder = write_capture(place, a_capture())
+    assert folder is not None
+    return folder
+
+
 def test_a_capture_is_read_as_it_was_written(tmp_path: Path) -> None:
-    written = a_capture()
-    folder = write_capture(tmp_path, written, rank=0)
+    capture, folder = a_capture(), written(tmp_path)
     assert folder == tmp_path / "captures" / "step-000002"
-    assert read_capture(folder) == written
-    assert [len(one.completions) for one in written.learned] == [2, 1]
+    assert read_capture(folder) == capture
+    assert [len(one.completions) for one in capture.learned] == [2, 1]
     text = (folder / GROUPS_FILE).read_text(encoding="ascii")
     assert "\x1b" not in text and json.loads(text.splitlines()[0])["completions"][0]["score"]["reward"] == 5.0
 
 
 def test_a_capture_takes_the_place_of_an_older_one_only(tmp_path: Path) -> None:
-    folder = write_capture(tmp_path, a_capture(), rank=0)
+    folder = written(tmp_path)
     before = (folder / CAPTURE_FILE).stat()
-    write_capture(tmp_path, a_capture(), rank=1, since=before.st_mtime - 1)
+    assert write_capture(tmp_path, a_capture(), since=before.st_mtime - 1) is None
     assert (folder / CAPTURE_FILE).stat().st_ino == before.st_ino
-    write_capture(tmp_path, a_capture(), rank=1, since=before.st_mtime + 1)
+    assert write_capture(tmp_path, a_capture(), since=before.st_mtime + 1) == folder
     assert (folder / CAPTURE_FILE).stat().st_ino != before.st_ino
     assert [one.name for one in folder.parent.iterdir()] == [folder.name]
+
+
+def test_only_one_of_many_ranks_writes(tmp_path: Path) -> None:
+    (tmp_path / "captures" / "step-000002.partial").mkdir(parents=True)
+    assert write_capture(tmp_path, a_capture()) is None
+    assert [one.name for one in (tmp_path / "captures").iterdir()] == ["step-000002.partial"]
+
+
+def test_a_disk_that_refuses_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "captures").write_text("a file in the place of the folder")
+    with pytest.raises(OSError):
+        write_capture(tmp_path, a_capture())
 
 
 def edit_header(folder: Path, **values: object) -> None:
@@ -136,7 +156,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_capture_is_refused(tmp_path: Path, name: str) -> None:
-    folder = write_capture(tmp_path, a_capture(), rank=0)
+    folder = written(tmp_path)
     damage, message = DAMAGES[name]
     damage(folder)
     with pytest.raises(ValueError, match=message):
@@ -146,7 +166,7 @@ def test_a_damaged_capture_is_refused(tmp_path: Path, name: str) -> None:
 def test_captures_and_states_that_are_not_there_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no capture"):
         find_capture(tmp_path, None)
-    folder = write_capture(tmp_path, a_capture(), rank=0)
+    folder = written(tmp_path)
     assert find_capture(tmp_path, None) == find_capture(tmp_path, 2) == find_capture(folder, None) == folder
     with pytest.raises(ValueError, match="no capture of step 3; it has step-000002"):
         find_capture(tmp_path, 3)
@@ -156,6 +176,14 @@ def test_captures_and_states_that_are_not_there_are_named(tmp_path: Path) -> Non
     (tmp_path / "checkpoints" / "step-000001" / MANIFEST).write_text("{}")
     with pytest.raises(ValueError, match="no complete checkpoint"):
         find_state(folder, read_capture(folder), None)
+
+
+def test_a_machine_that_is_too_small_for_the_runs_ranks_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_capture(tmp_path, replace(a_capture(), world_size=4096))
+    assert replay_command([str(tmp_path)]) == MISTAKE
+    assert "the run had 4096 ranks, and this machine has" in capsys.readouterr().err
 
 
 def test_projections_estimate_the_distance_of_models() -> None:

@@ -501,6 +501,7 @@ def _warnings(plan: RunPlan) -> Iterator[str]:
     config = plan.config
     yield from plan.data.warnings
     yield from curriculum.fewer_steps_warnings(config, plan.data.order.steps_per_epoch)
+    yield from curriculum.late_steps_warnings(config, plan.data.total_steps)
     if plan.recovery is not None:
         yield from (*plan.recovery.notes, *plan.recovery.warnings)
     for problem in plan.missing:
