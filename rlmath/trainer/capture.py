@@ -29,6 +29,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from rlmath.algorithms.dynamic_sampling import Chosen
 from rlmath.algorithms.types import Completion, FinishReason, Prompt, ScoredGroup, Segment
 from rlmath.checkpoint.directory import PARTIAL
 from rlmath.checkpoint.flight import read_count, read_score
@@ -112,11 +113,7 @@ class Capture:
     def learned(self) -> list[ScoredGroup]:
         """As `Selection.learned`."""
         return [
-            ScoredGroup(
-                group.prompt,
-                tuple(group.completions[g] for g in samples),
-                tuple(group.scores[g] for g in samples),
-            )
+            Chosen(samples).learned(group)
             for group, samples in zip(self.groups, self.chosen, strict=True)
             if samples
         ]
