@@ -257,6 +257,10 @@ def read_capture(folder: Path) -> Capture:
                 for line in iter(lambda: file.readline(_MOST_LINE_BYTES), b"")
             ]
         reader.check_end()
+        own_advantages = _read_advantages(header["own_advantages"])
+        learned = [len(samples) for _, samples in rows if samples]
+        if own_advantages is not None and [len(row) for row in own_advantages] != learned:
+            raise ValueError("there are advantages of other completions")
         return Capture(
             step=read_count(header["step"]) - 1,
             reason=str(header["reason"]),
@@ -269,7 +273,7 @@ def read_capture(folder: Path) -> Capture:
             world_size=read_count(header["world_size"]),
             groups=[group for group, _ in rows],
             chosen=[samples for _, samples in rows],
-            own_advantages=_read_advantages(header["own_advantages"]),
+            own_advantages=own_advantages,
             update=_read_update(header["update"]),
             weights_before=_read_sketch(header["weights_before"]),
             versions={str(name): str(value) for name, value in header["versions"].items()},

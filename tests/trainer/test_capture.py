@@ -132,6 +132,7 @@ DAMAGES = {
     "later version": (lambda f: edit_header(f, version=2), "form is version 2; needed: 1"),
     "negative step": (lambda f: edit_header(f, step=-1), "-1 is no count"),
     "huge number": (lambda f: edit_header(f, world_size=10.5), "10.5 is no count"),
+    "other advantages": (lambda f: edit_header(f, own_advantages=[[1.0]]), "of other completions"),
     "no update": (lambda f: edit_header(f, update={"minibatches": 3}), "damaged"),
     "projections": (
         lambda f: edit_header(f, weights_before={"digest": "", "projections": {"w": [1]}}),
