@@ -235,7 +235,7 @@ def load(hook: Hook) -> Callable:
         if hook.spec not in known:
             raise ValueError(
                 f"{hook.setting} is {hook.spec!r}, and run.plugins registers no such hooks.{hook.kind}; there is "
-                f"{', '.join(known) or 'none'}.{nearest_word(hook.spec, known)}"
+                f"{', '.join(known) or 'none'}.{nearest_word(hook.spec, [*known, *taken_words(hook.kind)])}"
             )
         function = known[hook.spec]
     else:
@@ -297,13 +297,21 @@ def _import(module_name: str, file: str | None, setting: str) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """The module of a file, under the file's own name where that is free; it finds modules beside it."""
+    """The module of a file, once, under the file's own name where that is free; it finds modules beside it."""
+    for there in list(sys.modules.values()):
+        file = getattr(there, "__file__", None)
+        if isinstance(file, str) and os.path.exists(file) and path.samefile(file):
+            return there
     sys.path.append(str(path.parent.absolute()))
-    name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"reward_{path.stem}"
+    name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"hooks_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
     return module
 
 

@@ -398,8 +398,8 @@ def test_a_reward_function_that_fails_on_every_answer_ends_the_run_and_corrected
 def replay(folder: Path, *more: str, expect: int = 0) -> tuple[dict, str]:
     """What the replay of the run's captured step wrote, and its console."""
     done = run("-m", "rlmath.cli.main", "replay", str(folder), *more, expect=expect)
-    (written,) = re.findall(r"\S+/replay\.json", done.stderr)
-    return json.loads(Path(written).read_text()), done.stderr
+    written = re.findall(r"\S+/replay\.json", done.stderr)
+    return json.loads(Path(written[0]).read_text()) if written else {}, done.stderr
 
 
 def test_a_captured_step_is_made_again_to_the_bit_without_the_data(workplace: Path, tmp_path: Path) -> None:
@@ -419,6 +419,10 @@ def test_a_captured_step_is_made_again_to_the_bit_without_the_data(workplace: Pa
         mine, "--state", str(mine.with_name("step-000001")), "optimizer.lr=1e-3", expect=1
     )
     assert not found["same"] and found["weights"] > 0.1 and "NOT the same" in console
+    more = ("optimizer.weight_decay=10", "--output", str(tmp_path / "elsewhere"))
+    found, _ = replay(mine, "--state", str(mine.with_name("step-000001")), *more, expect=1)
+    assert not found["same"] and found["weights"] > 1e-3
+    assert len(list((tmp_path / "elsewhere").glob("*/replay.json"))) == 1
 
 
 @matrix
@@ -437,7 +441,9 @@ def test_a_captured_step_is_the_same_in_another_layout(workplace: Path, layout: 
 @matrix
 def test_the_rollout_of_a_captured_step_is_made_again_token_by_token(workplace: Path) -> None:
     """By the engine alone, from the checkpoint; rewards by the user's function."""
-    found, _ = replay(workplace / "run", "--part", "rollout")
+    _, refused = replay(workplace / "run", "--part", "rollout", expect=MISTAKE)
+    assert "tests.reward_by_hash:reward" in refused and "--with-functions" in refused
+    found, _ = replay(workplace / "run", "--part", "rollout", "--with-functions")
     total = PER_STEP * GROUP
     assert found["same_tokens"] == found["same_rewards"] == found["completions"] == total
     assert found["logprobs_apart"] == 0

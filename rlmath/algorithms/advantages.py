@@ -30,8 +30,6 @@ from torch import Tensor
 
 AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "ppo", "reinforce++"]
 ADVANTAGE_KINDS: tuple[str, ...] = get_args(AdvantageKind)
-GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce++")
-"""Those that compare the completions of a group."""
 
 
 def advantages(

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 FinishReason = Literal["stop", "length"]
+GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce++")
+"""Words of `algorithm.advantage` that compare the completions of a group."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
-from itertools import chain, islice
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 
@@ -370,8 +370,8 @@ _PROBLEM_KEYS = ("prompt", "solutions", "query_id", "task")
 
 def _own_rows(function: UserFunction, raw: Iterable[RawRow]) -> Iterator[tuple[RawRow, PromptRow | RowError]]:
     """What a data form of the user's makes of the rows."""
-    raw = iter(raw)
-    while some := list(islice(raw, _AT_ONCE)):
+    late = 0
+    for some in _batches(raw):
         found: list[PromptRow | RowError | None] = [None] * len(some)
         calls: dict[int, tuple[dict]] = {}
         for place, one in enumerate(some):
@@ -383,6 +383,12 @@ def _own_rows(function: UserFunction, raw: Iterable[RawRow]) -> Iterator[tuple[R
             except (TypeError, ValueError, RecursionError) as error:
                 found[place] = RowError(f"its columns cannot be written as JSON ({str(error)[:100]})")
         for place, result in zip(calls, function.map(calls.values()), strict=True):
+            late += result.failure == "timeout"
+            if late > _MOST_LATE:
+                raise ValueError(
+                    f"{function.hook.setting} {function}: {function.reason(result)} on each of {late} rows; the last "
+                    f"is {some[place].where}. Make it faster"
+                )
             try:
                 if result.failure is not None:
                     raise RowError(f"{function.hook.setting} {function} failed: {function.reason(result)}")
@@ -392,6 +398,19 @@ def _own_rows(function: UserFunction, raw: Iterable[RawRow]) -> Iterator[tuple[R
         for one, row in zip(some, found, strict=True):
             assert row is not None
             yield one, row
+
+
+def _batches(raw: Iterable[RawRow]) -> Iterator[list[RawRow]]:
+    """Rows that are held at a time: at most so many, and of little more than so many characters."""
+    batch, characters = [], 0
+    for one in raw:
+        batch.append(one)
+        characters += sum(len(value) for value in (one.columns or {}).values() if isinstance(value, str))
+        if len(batch) == _AT_ONCE or characters > _CHARACTERS_AT_ONCE:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
 def _own_row(function: UserFunction, returned: dict | None, columns: dict, number: int) -> PromptRow:
@@ -423,6 +442,9 @@ def _own_row(function: UserFunction, returned: dict | None, columns: dict, numbe
 
 _AT_ONCE = 1000
 """Rows that a data form of the user's gets at a time, one by one."""
+_CHARACTERS_AT_ONCE = 2**25
+_MOST_LATE = 20
+"""Rows of a file on which a data form of the user's may take too long."""
 FORMS: dict[str, Form] = {form.name: form for form in (BOBA, DAPO, SIMPLERL, V01, PLAIN)}
 """By their words of data.format, in the order in which a row is compared with them."""
 

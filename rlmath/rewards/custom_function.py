@@ -81,6 +81,15 @@ def _with_trace(error: BaseException) -> str:
     return "\n".join([message, *"".join(traceback.format_list(frames)).splitlines()])[:MAX_TRACE_CHARS]
 
 
+def call_scorer(function: Callable, completion: str, solutions: list[str], row: Mapping) -> FunctionResult:
+    """The same of a function that says what is right, which returns one number."""
+    result = call_function(function, completion, solutions, row)
+    if result.metrics:
+        message = "needed: true, false or a number; it returned metrics, too"
+        return FunctionResult(0.0, failure="error", message=message)
+    return result
+
+
 def checked_result(reply: Mapping[str, Any]) -> FunctionResult:
     """A result as it came from a process in which the function ran. ValueError, TypeError or KeyError unless it is one
     that `call_function` returns, or a failure of that process."""

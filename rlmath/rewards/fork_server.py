@@ -41,7 +41,7 @@ from rlmath import hooks
 from rlmath.distributed.process import end_with_parent
 from rlmath.hooks import Hook
 from rlmath.rewards import process_tree
-from rlmath.rewards.custom_function import call_function, call_hook
+from rlmath.rewards.custom_function import call_function, call_hook, call_scorer
 from rlmath.rewards.verifier import Rules, verify_by_parser, verify_by_string
 
 PARENT_CHECK_SECONDS = 1.0
@@ -331,10 +331,8 @@ def _run_worker(
         os.set_inheritable(channel_fd, False)
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 0)
-        for stream in (
-            1,
-            2,
-        ):  # what a function prints goes where the template's standard output goes: to the pool's log
+        # What a function prints goes where the template's standard output goes: to the pool's log.
+        for stream in (1, 2):
             os.dup2(null if function is None else 1, stream)
         resource.setrlimit(resource.RLIMIT_AS, (settings.memory_bytes, settings.memory_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -401,7 +399,8 @@ def _call(kind: str, function: Callable, request: Mapping[str, Any]) -> dict[str
     if "arguments" in request:
         result = call_hook(kind, function, request["arguments"])
     else:
-        scored = call_function(function, request["completion"], request["solutions"], request["row"])
+        call = call_scorer if kind == "scorer" else call_function
+        scored = call(function, request["completion"], request["solutions"], request["row"])
         result = dataclasses.asdict(scored)
     _flush_streams()
     return result | {"left_over": _has_children()}
@@ -457,9 +456,8 @@ def main() -> None:
 
 def _warm_up() -> None:
     """Load the grammar and math-verify, and use both once, before workers are forked."""
-    from rlmath.rewards.answers.answers_equal import (
-        warm_up_math_verify,
-    )  # not in a process with a reward function
+    # Not in a process with a reward function.
+    from rlmath.rewards.answers.answers_equal import warm_up_math_verify
 
     verify_by_parser("\\frac{1}{2}", ("x^2", "\\{1,2\\}"))
     warm_up_math_verify()

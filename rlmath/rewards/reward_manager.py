@@ -86,7 +86,7 @@ def try_reward_function(
         warning
         for setting, function in functions
         for warning in _try_function(
-            setting, Hook("reward", function, "reward.function", tuple(plugins)), reward, prompts[0]
+            setting, Hook("reward", function, setting, tuple(plugins)), reward, prompts[0]
         )
     )
 

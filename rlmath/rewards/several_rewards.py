@@ -73,7 +73,7 @@ def functions_of(reward: RewardConfig) -> dict[str, str]:
 
 def reward_hooks(reward: RewardConfig, plugins: Sequence[str] = ()) -> list[Hook]:
     """The same, to be loaded."""
-    return [Hook("reward", one, "reward.function", tuple(plugins)) for one in functions_of(reward).values()]
+    return [Hook("reward", one, setting, tuple(plugins)) for setting, one in functions_of(reward).items()]
 
 
 def is_verified(reward: RewardConfig) -> bool:
@@ -101,7 +101,7 @@ class RewardPools:
                 if one.name == "correctness" or one.function is not None:
                     hook = None
                     if one.function is not None:
-                        hook = Hook("reward", one.function, "reward.function", tuple(plugins))
+                        hook = Hook("reward", one.function, f"reward.rewards: {one.name}", tuple(plugins))
                     pool = VerifierPool(reward.workers, reward.timeout_seconds, rules=rules, function=hook)
                     self.by_name[one.name] = stack.enter_context(pool)
             self._stack = stack.pop_all()

@@ -9,6 +9,7 @@ functions of rewards and scorers are called by `RewardManager`.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
@@ -21,6 +22,10 @@ from rlmath.rewards.worker_pool import VerifierPool
 
 CALL_SECONDS = 60.0
 """Time limit of one call, by the clock."""
+METRIC_SECONDS = 10.0
+"""The same of a metric: the other ranks may wait for rank 0 meanwhile."""
+ALL_SECONDS = 600.0
+"""Of all calls of a step together, such as those of a selection for every group: the ranks wait for them."""
 AT_ONCE = 1000
 """Calls that wait for the worker at a time: as much of their arguments is held."""
 
@@ -39,7 +44,7 @@ class UserFunction:
         self._seconds = seconds
         self._pool = VerifierPool(1, seconds, function=hook)
         self.was_late = False
-        """Whether a call of the last `values` took too long."""
+        """Whether the last call took too long."""
 
     def __str__(self) -> str:
         return self.hook.spec
@@ -54,13 +59,20 @@ class UserFunction:
             raise ValueError(f"{self.hook.setting} {self}: {error}") from None
 
     def values(self, calls: Iterable[Sequence[Any]]) -> list[Any]:
-        """What the function returns for each call. UserFunctionError where it fails on one."""
-        results = list(self.map(calls))
-        self.was_late = any(result.failure == "timeout" for result in results)
-        for result in results:
+        """What the function returns for each call, one after the other. UserFunctionError at the first on which it
+        fails, and where all take more than ALL_SECONDS."""
+        values, started = [], time.monotonic()
+        for arguments in calls:
+            result = next(self.map([arguments]))
+            self.was_late = result.failure == "timeout"
             if result.failure is not None:
                 raise UserFunctionError(f"{self.hook.setting} {self} failed: {self.reason(result)}")
-        return [result.value for result in results]
+            values.append(result.value)
+            if time.monotonic() - started > ALL_SECONDS:
+                raise UserFunctionError(
+                    f"{self.hook.setting} {self} failed: its calls of a step took more than {ALL_SECONDS:g} s"
+                )
+        return values
 
     def call(self, *arguments: Any) -> Any:
         """What the function returns. UserFunctionError where it fails."""

@@ -7,7 +7,7 @@ workers, up to a limit. A check that hangs or crashes ends only its own worker; 
 milliseconds. A fork server that ends is replaced too, and what its workers were scoring is scored again. Nothing that
 a worker sends is trusted: it is plain JSON of bounded length, checked as what a stranger sends.
 
-Start the pool before process groups, CUDA and engines, so that the workers inherit nothing of theirs. Linux only.
+Its fork server is a new program, which inherits no thread, process group or device of this one. Linux only.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from rlmath.algorithms.dynamic_sampling import Chosen
 from rlmath.algorithms.types import Completion, FinishReason, Prompt, ScoredGroup, Segment
 from rlmath.checkpoint.directory import PARTIAL
 from rlmath.checkpoint.flight import read_count, read_score
-from rlmath.config.files import parse_json, read_json_object, read_regular
+from rlmath.config.files import open_regular, parse_json, read_json_object, read_regular
 from rlmath.config.run_files import CAPTURES_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE
 from rlmath.trainer.telemetry.metrics_writer import json_number
 
@@ -251,7 +251,7 @@ def read_capture(folder: Path) -> Capture:
     try:
         settings = read_regular(folder / CONFIG_FILE, _MOST_LINE_BYTES).decode()
         reader = _Reader(load(read_regular(folder / TOKENS_FILE, _MOST_BYTES)))
-        with (folder / GROUPS_FILE).open("rb") as file:
+        with open_regular(folder / GROUPS_FILE) as file:
             rows = [
                 reader.group(parse_json(line.decode()))
                 for line in iter(lambda: file.readline(_MOST_LINE_BYTES), b"")
@@ -259,22 +259,27 @@ def read_capture(folder: Path) -> Capture:
         reader.check_end()
         own_advantages = _read_advantages(header["own_advantages"])
         learned = [len(samples) for _, samples in rows if samples]
+        if not all(math.isfinite(value) for row in own_advantages or () for value in row):
+            raise ValueError("an advantage is not finite")
         if own_advantages is not None and [len(row) for row in own_advantages] != learned:
             raise ValueError("there are advantages of other completions")
+        update = _read_update(header["update"])
+        if update is not None and [len(row) for row in update.advantages] != learned:
+            raise ValueError("the update has advantages of other completions")
         return Capture(
-            step=read_count(header["step"]) - 1,
+            step=_from_one(header["step"]) - 1,
             reason=str(header["reason"]),
             settings_yaml=settings,
             total_steps=read_count(header["total_steps"]),
-            length_stage=read_count(header["length_stage"]) - 1,
+            length_stage=_from_one(header["length_stage"]) - 1,
             sampling_seed=read_count(header["sampling_seed"]),
             rollbacks=read_count(header["rollbacks"]),
             layout=str(header["layout"]),
-            world_size=read_count(header["world_size"]),
+            world_size=_from_one(header["world_size"]),
             groups=[group for group, _ in rows],
             chosen=[samples for _, samples in rows],
             own_advantages=own_advantages,
-            update=_read_update(header["update"]),
+            update=update,
             weights_before=_read_sketch(header["weights_before"]),
             versions={str(name): str(value) for name, value in header["versions"].items()},
         )
@@ -288,6 +293,12 @@ def read_capture(folder: Path) -> Capture:
         OverflowError,
     ) as error:
         raise ValueError(f"the capture {folder} is damaged ({type(error).__name__}: {error})") from error
+
+
+def _from_one(value: Any) -> int:
+    if read_count(value) == 0:
+        raise ValueError("it counts from 1")
+    return value
 
 
 def _read_update(row: Any) -> CapturedUpdate | None:
@@ -333,6 +344,8 @@ class _Reader:
             raise ValueError("tokens or log-probs have another form")
         if self._prompts.ndim != 1 or self._tokens.ndim != 1:
             raise ValueError("tokens are not in one row")
+        if not np.isfinite(self._logprobs).all():
+            raise ValueError("a log-prob is not finite")
         self._prompt_end = self._end = 0
 
     def group(self, row: Any) -> tuple[ScoredGroup, tuple[int, ...]]:
@@ -359,7 +372,7 @@ class _Reader:
         segments = tuple(Segment(*map(read_count, segment)) for segment in row["segments"])
         start = self._end
         self._end = end = start + sum(one.tokens for one in segments)
-        if end > len(self._tokens) or not segments:
+        if end > len(self._tokens) or not segments or any(one.tokens == 0 for one in segments):
             raise ValueError("tokens are missing")
         if row["finish_reason"] not in get_args(FinishReason):
             raise ValueError(f"a completion ends by {row['finish_reason']!r}")

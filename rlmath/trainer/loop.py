@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,6 +34,7 @@ from rlmath.distributed.bridge import Bridge, open_worlds
 from rlmath.distributed.collectives import all_gather_objects, broadcast_from_rank_zero
 from rlmath.distributed.device import Device, device_bytes, held_bytes, init_process_group, open_device
 from rlmath.distributed.fault_tolerance import exit_codes
+from rlmath.distributed.fault_tolerance.failure import may_be_caused_by_peer
 from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
 from rlmath.distributed.fault_tolerance.preemption import StopRequest, launcher_advice
 from rlmath.distributed.fault_tolerance.stragglers import StragglerDetector
@@ -209,7 +209,8 @@ def run_training(
     stop.install()
     with ExitStack() as stack:
         workers = stack.enter_context(trainer_class.open_workers(config, mesh))
-        bridge, heartbeat = join_run(stack, config, device, rendezvous, stop)
+        on_error = OnError()
+        bridge, heartbeat = join_run(stack, config, device, rendezvous, stop, on_error)
         compare_clocks()
         heartbeat.enter_phase("check checkpoint")
         resumed = choose_checkpoint(prepared.recovery, heartbeat.report_progress)
@@ -223,7 +224,7 @@ def run_training(
             on_progress=heartbeat.report_progress,
             bridge=bridge,
         )
-        stack.push(partial(_write_last_step, trainer))
+        on_error.trainer = trainer
         process.freeze_live_objects()
         divergence = DivergenceCheck(
             trainer,
@@ -235,7 +236,12 @@ def run_training(
         stack.callback(checkpointer.close)
         if resumed is not None:
             trainer.roll_back(numbered(shared_rollbacks(trainer, resumed[1])))
-        progress = restore(trainer, resumed, heartbeat)
+        try:
+            progress = restore(trainer, resumed, heartbeat)
+        except UserFunctionError as error:
+            status = end_at_resume(trainer, error, stop)
+            trainer.close(status)
+            return status
         reporter = open_reporter(trainer, prepared, progress)
         while True:
             try:
@@ -245,7 +251,11 @@ def run_training(
             except DivergedError as error:
                 if mesh.rank == 0:
                     trainer.write_last_step(f"diverged: {error}")
-                progress = roll_back(trainer, checkpointer, heartbeat, error)
+                try:
+                    progress = roll_back(trainer, checkpointer, heartbeat, error)
+                except UserFunctionError as failed:
+                    status = end_at_resume(trainer, failed, stop)
+                    break
                 if progress is not None:
                     divergence.begin_at(progress)
                     if reporter is not None:
@@ -256,8 +266,8 @@ def run_training(
                 status = end_diverged(trainer, checkpointer, heartbeat.step, error, stop)
             except UserFunctionError as error:
                 if mesh.rank == 0:
-                    trainer.write_last_step(f"failed: {error}")
-                status = end_without_rewards(trainer, checkpointer, heartbeat.step, error, stop)
+                    trainer.write_last_step(f"the step after it failed: {error}")
+                status = end_at_failed_function(trainer, checkpointer, heartbeat.step, error, stop)
             break
         if reporter is not None:
             reporter.close()  # it may wait for a network: all is saved by now, and no rank waits
@@ -351,6 +361,7 @@ def join_run(
     device: Device,
     rendezvous: Rendezvous | None,
     stop: StopRequest,
+    on_error: OnError | None = None,
 ) -> tuple[Bridge | None, Heartbeat]:
     """Join the process group, or, where engines have ranks of their own, this rank's of the two; and the heartbeat of
     all ranks, which `stack` ends. A collective of all ranks of the run."""
@@ -371,7 +382,7 @@ def join_run(
     )
     stack.enter_context(heartbeat)
     outlive_parent()
-    stack.push(_log_error)
+    stack.push(on_error or OnError())
     return bridge, heartbeat
 
 
@@ -386,18 +397,21 @@ def group_store(rendezvous: Rendezvous | None, config: Config) -> dist.Store | N
     return rendezvous.group_store(run.distributed_timeout_seconds)
 
 
-def _log_error(kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-    """In one line, at once: what is closed next may take its time, and the heartbeat does not wait for it."""
-    if kind is not None:
+class OnError:
+    """What a rank does about an error before anything else."""
+
+    trainer: Trainer | None = None
+    """Once it is there."""
+
+    def __call__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Log it in one line, at once: what is closed next may take its time, and the heartbeat does not wait for it.
+        Then write the last step; where a peer may have failed, rank 0 alone does."""
+        if kind is None or error is None:
+            return
         rank, host = environment_rank(), socket.gethostname()
         logger.error("rank %d on %s failed; the run ends: %s: %s", rank, host, kind.__name__, error)
-
-
-def _write_last_step(
-    trainer: Trainer, kind: type[BaseException] | None, error: BaseException | None, trace: object
-) -> None:
-    if kind is not None:
-        trainer.write_last_step(f"failed on rank {trainer.mesh.rank}: {kind.__name__}: {error}")
+        if self.trainer is not None and (rank == 0 or not may_be_caused_by_peer(error)):
+            self.trainer.write_last_step(f"failed on rank {rank}: {kind.__name__}: {error}")
 
 
 def claim_folder(
@@ -654,7 +668,19 @@ def end_diverged(
     return exit_codes.DIVERGED
 
 
-def end_without_rewards(
+def end_at_resume(trainer: Trainer, error: UserFunctionError, stop: StopRequest) -> int:
+    """Log that a function of the user's fails on what the run would go on with; its exit status. Nothing is changed."""
+    stop.done()
+    if trainer.mesh.rank == 0:
+        text = f"cannot go on from its checkpoint: {error}"
+        logger.error("The run %s\nCorrect the function: the same command then resumes", text)
+        first = text.partition("\n")[0]
+        exit_codes.write_exit_status(trainer.config.run.output_dir, exit_codes.MISTAKE, first)
+    dist.barrier()
+    return exit_codes.MISTAKE
+
+
+def end_at_failed_function(
     trainer: Trainer, checkpointer: Checkpointer, step: int, error: UserFunctionError, stop: StopRequest
 ) -> int:
     """Save the steps before `step`, counted from 1, of which a function of the user's failed, and log why the run

@@ -85,6 +85,7 @@ class StepRecorder:
         self._last = replace(self._last, update=captured)
         if is_due and self._trainer.mesh.rank == 0:
             self.write("telemetry.capture_steps")
+        self._written |= is_due
 
     def write(self, reason: str) -> None:
         """Write the last step, if there is one and it is not written. Not a collective: any rank may."""
@@ -99,8 +100,8 @@ class StepRecorder:
         )
         try:
             folder = write_capture(Path(config.run.output_dir), found, self._began)
-        except OSError as error:
-            logger.warning("The records of step %d could not be written: %s", found.step + 1, error)
+        except (OSError, MemoryError, UnicodeError) as error:
+            logger.warning("The records of step %d could not be written: %r", found.step + 1, error)
             return
         self._written = True
         if folder is not None:
@@ -121,29 +122,35 @@ def _captured(result: MinibatchResult) -> CapturedMinibatch:
     return CapturedMinibatch(numbers | result.sums | result.maxima, result.discarded)
 
 
-def sketch_of(trainer: PolicyTrainer) -> WeightSketch:
-    """Of the policy as it is now. A collective."""
+def sketch_of(trainer: PolicyTrainer) -> WeightSketch | None:
+    """Of the policy as it is now, on rank 0; None elsewhere. A collective."""
     digest, projections = hashlib.sha256(), {}
     for name, tensor in hf_stream(trainer.actor.chunks, trainer.shape, trainer.mesh):
         if trainer.mesh.rank == 0:
             digest.update(name.encode())
             digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
             projections[name] = project(tensor.detach().flatten())
-    return WeightSketch(digest.hexdigest(), projections)
+    return WeightSketch(digest.hexdigest(), projections) if trainer.mesh.rank == 0 else None
 
 
-def project(values_N: torch.Tensor) -> list[float]:
-    """K sums of the values with signs, which follow from place and projection alone (float64).
+def project(values_N: torch.Tensor, at_once: int = 2**22) -> list[float]:
+    """K sums of the values with signs, which follow from place and projection alone (float64); of `at_once` values at a
+    time, which take 40 bytes each on their device.
 
     The squared difference of such a sum for two tensors has their squared distance as its mean over all signs
     (Johnson and Lindenstrauss 1984, with the signs of Achlioptas 2003).
     """
-    values_N = values_N.double()
-    place_N = torch.arange(1, len(values_N) + 1, device=values_N.device) * 0x1E3779B97F4A7C15
-    sums = []
-    for k in range(1, PROJECTIONS + 1):
-        mixed_N = (place_N ^ (place_N >> 29)) * (0x3F58476D1CE4E5B9 + 2 * k)
-        mixed_N = (mixed_N ^ (mixed_N >> 32)) * 0x14D049BB133111EB
-        signs_N = ((mixed_N >> 41) & 1).double() * 2 - 1
-        sums.append(float(values_N @ signs_N))
+    sums = [0.0] * PROJECTIONS
+    for start in range(0, len(values_N), at_once):
+        piece_N = values_N[start : start + at_once].double()
+        place_N = (
+            torch.arange(start + 1, start + 1 + len(piece_N), device=piece_N.device) * 0x1E3779B97F4A7C15
+        )
+        place_N ^= place_N >> 29
+        for k in range(PROJECTIONS):
+            mixed_N = place_N * (0x3F58476D1CE4E5BB + 2 * k)
+            mixed_N ^= mixed_N >> 32
+            mixed_N *= 0x14D049BB133111EB
+            signs_N = ((mixed_N >> 41) & 1).double().mul_(2).sub_(1)
+            sums[k] += float(piece_N @ signs_N)
     return sums

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from rlmath.algorithms.prompt_history import PromptHistory
 from rlmath.checkpoint.directory import complete_checkpoints, read_progress
+from rlmath.config.length_curriculum import length_stages
 from rlmath.config.load import load_config
 from rlmath.config.run_files import CAPTURES_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE
 from rlmath.config.schema import Config, RolloutConfig, TelemetryConfig, ValidationConfig
@@ -30,6 +31,7 @@ from rlmath.data.dataset import Inputs
 from rlmath.data.loader import PromptOrder
 from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
 from rlmath.distributed.ranks import environment_world_size
+from rlmath.rewards.several_rewards import functions_of
 from rlmath.trainer.capture import (
     CAPTURE_FILE,
     GROUPS_FILE,
@@ -83,6 +85,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--step", type=int, help="counted from 1; default: the only one that is captured")
     add("--part", choices=PARTS, default="update", help="what is made again (default update)")
     add("--state", type=Path, help="checkpoint to start from (default: that of the run)")
+    add("--output", type=Path, help=f"where it writes (default: {REPLAYS}/ in the capture's folder)")
+    functions_help = "with --part rollout: import the functions that the capture's settings name"
+    add("--with-functions", action="store_true", help=functions_help)
     tolerance_help = f"largest relative difference that counts as the same (default {TOLERANCE:g})"
     add("--tolerance", type=float, default=TOLERANCE, help=tolerance_help)
     add("--ranks", type=int, help="processes (default: as many as the run had); of `rlmath replay` only")
@@ -133,18 +138,20 @@ def find_state(folder: Path, capture: Capture, given: Path | None) -> tuple[Chec
             f'there is no complete checkpoint "{wanted}", with which step {capture.step + 1} began{told}. Give one: '
             "--state FOLDER"
         )
-    checkpoint = found[0]
+    checkpoint, progress = found[0], read_progress(found[0].folder)
     warning = ""
-    if checkpoint.step != capture.step:
+    if checkpoint.step != capture.step or len(progress.rollback_steps) > capture.rollbacks:
+        since = "" if checkpoint.step != capture.step else ", made again after a rollback"
         warning = (
-            f"the replay of step {capture.step + 1} starts from {checkpoint.folder}, of step {checkpoint.step}, and "
-            f"not of step {capture.step}: its figures are those of other weights"
+            f"the replay of step {capture.step + 1} starts from {checkpoint.folder}, of step {checkpoint.step}{since}; "
+            f"the step began with what there was after step {capture.step}: figures are those of other weights"
         )
-    return (checkpoint, read_progress(checkpoint.folder)), warning
+    return (checkpoint, progress), warning
 
 
-def replay_settings(settings: Config, folder: Path, part: str) -> Config:
-    """The settings of a run without what the replay of one step has no part in."""
+def replay_settings(settings: Config, output: Path, part: str) -> Config:
+    """The settings of a run without what the replay of one step has no part in. It writes into a folder of its own in
+    `output`."""
     layout, ranks = settings.parallel, environment_world_size()
     name = f"{part}-{ranks}-ranks-tp{layout.tensor}-pp{layout.pipeline}"
     rollout = settings.rollout
@@ -153,10 +160,10 @@ def replay_settings(settings: Config, folder: Path, part: str) -> Config:
     return replace(
         settings,
         rollout=rollout,
-        run=replace(settings.run, output_dir=str(folder / REPLAYS / name), recover_mode="disabled"),
+        run=replace(settings.run, output_dir=str(output / name), recover_mode="disabled"),
         data=replace(
             settings.data,
-            train_path=str(folder / GROUPS_FILE),
+            train_path=GROUPS_FILE,  # never read
             more_train_paths=[],
             train_weights=[],
             history_path=None,
@@ -181,7 +188,17 @@ class Replay:
         settings = load_config([self.folder / CONFIG_FILE], self.given.overrides, saved=True)
         if self.given.part == "rollout":
             self._check_rollout(settings.rollout)
-        return replay_settings(settings, self.folder, self.given.part)
+            self._check_functions(settings)
+        return replay_settings(settings, self.given.output or self.folder / REPLAYS, self.given.part)
+
+    def _check_functions(self, settings: Config) -> None:
+        """Whoever wrote the capture says which code is imported."""
+        named = [*settings.run.plugins, *functions_of(settings.reward).values()]
+        if named and not self.given.with_functions:
+            raise ValueError(
+                f"{self.folder / CONFIG_FILE} names functions, which this replay would import: {', '.join(named)}. "
+                "If you trust them, add --with-functions"
+            )
 
     def _check_rollout(self, rollout: RolloutConfig) -> None:
         segments = [
@@ -190,18 +207,23 @@ class Replay:
             for completion in group.completions
             for one in completion.segments
         ]
-        if rollout.ranks or any(one.step != self.capture.step for one in segments):
+        if rollout.ranks or rollout.tail != "wait" or any(one.step != self.capture.step for one in segments):
             raise ValueError(
-                f"step {self.capture.step + 1} learned from tokens that other steps sampled, with other weights: its "
-                "rollout cannot be made again. --part update can"
+                f"step {self.capture.step + 1} learned from completions that were drawn in, or carried through, other "
+                "steps (rollout.tail, rollout.ranks): its rollout cannot be made again. --part update can"
             )
-        if self.state is not None and self.state[1].step != self.capture.step:
+        if self.warning:
             raise ValueError(f"{self.warning}. The rollout needs those of the step")
 
     def prepare(self, config: Config) -> PreparedRun[Inputs]:
         """ValueError for all that can be known to be wrong before the replay starts."""
         world_size = environment_world_size()
         shape = check_replay(config, world_size, self.given.part == "rollout")
+        stages = length_stages(config, self.capture.total_steps)
+        if self.capture.length_stage >= len(stages):
+            raise ValueError(
+                f"{self.folder} is of length stage {self.capture.length_stage + 1}, and the settings have {len(stages)}"
+            )
         tokenizer = load_tokenizer(config.model.path)
         groups = self.capture.groups
         tokens = [one.prompt.token_ids for one in groups]

@@ -87,9 +87,11 @@ class Comparison:
         return max(self._counted(tolerance), key=lambda one: one.relative, default=None)
 
     def same(self, tolerance: float) -> bool:
-        """Whether all numbers are within the tolerance. What a single token has, the largest mismatch, is rounded more
-        than means are: it counts only where all bits must be the same."""
-        return not self.mistakes and all(one.relative <= tolerance for one in self._counted(tolerance))
+        """Whether all numbers, and the weights, are within the tolerance. What a single token has, the largest
+        mismatch, is rounded more than means are: it counts only where all bits must be the same."""
+        if self.mistakes or self.start == "other" or not (self.weights is None or self.weights <= tolerance):
+            return False
+        return all(one.relative <= tolerance for one in self._counted(tolerance))
 
     def _counted(self, tolerance: float) -> list[Difference]:
         return [one for one in self.differences if tolerance == 0 or one.name not in MAXIMA]
@@ -149,11 +151,12 @@ def replay_update(
         trainer.build_models(prepared, heartbeat.report_progress)
         heartbeat.enter_phase("load checkpoint")
         trainer.restore(_whole(state, heartbeat))
-        before = sketch_of(trainer)
+        before = sketch_of(trainer)  # on rank 0
         trainer.step(capture.step)
         replayed = captured_update(trainer.last, sketch_of(trainer))
         status = exit_codes.FINISHED
         if mesh.rank == 0:
+            assert before is not None
             found = compare(capture, before, replayed)
             for line in comparison_lines(capture, found, replayed, tolerance):
                 logger.info("%s", line)
@@ -183,6 +186,7 @@ def compare(capture: Capture, before: WeightSketch, replayed: CapturedUpdate) ->
             if row.discarded != other.discarded and None in (row.discarded, other.discarded):
                 mistakes.append(f"{word}minibatch {number}: discarded in one of the two only")
             differences += _differences(f"{word}{number}", row, other)
+    differences += _advantage_differences(there.advantages, replayed.advantages)
     after, again = there.weights_after, replayed.weights_after
     weights = None
     if after is not None and again is not None:
@@ -199,6 +203,15 @@ def _differences(label: str, one: CapturedMinibatch, other: CapturedMinibatch) -
         yield Difference(label, name, value, again, relative_difference(value, again, floor))
 
 
+def _advantage_differences(
+    rows: Sequence[Sequence[float]], again: Sequence[Sequence[float]]
+) -> Iterator[Difference]:
+    """The largest difference of a completion's advantage."""
+    pairs = [(a, b) for row, other in zip(rows, again, strict=True) for a, b in zip(row, other, strict=True)]
+    found = [Difference("all", "advantage", a, b, relative_difference(a, b, 1.0)) for a, b in pairs]
+    yield from sorted(found, key=lambda one: one.relative)[-1:]
+
+
 def relative_difference(one: float, other: float, floor: float) -> float:
     """Of the larger of both and the floor; 0 for the same value, NaN for NaN, and infinite where only one is finite.
 
@@ -212,11 +225,12 @@ def relative_difference(one: float, other: float, floor: float) -> float:
 
 
 def _json_of(found: Comparison) -> dict[str, Any]:
+    weights = None if found.weights is None else json_number(found.weights)
     rows = [
         asdict(one) | {name: json_number(getattr(one, name)) for name in ("captured", "replayed", "relative")}
         for one in found.differences
     ]
-    return asdict(found) | {"differences": rows}
+    return asdict(found) | {"differences": rows, "weights": weights}
 
 
 def comparison_lines(
@@ -251,7 +265,8 @@ def comparison_lines(
         )
     else:
         lines.append(
-            f"NOT the same: the largest relative difference is {worst:.1e}{where}; allowed: {tolerance:g}"
+            f"NOT the same: the largest relative difference is {worst:.1e}{where}; allowed, also of weights: "
+            f"{tolerance:g}"
         )
     return lines
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlmath.algorithms.advantages import GROUP_ADVANTAGES
-from rlmath.algorithms.types import ScoredGroup
+from rlmath.algorithms.types import GROUP_ADVANTAGES, ScoredGroup
 from rlmath.config.length_curriculum import has_length_stages, length_stages, validates
 from rlmath.config.run_files import METRICS_FILE, SUMMARY_FILE
 from rlmath.config.schema import Config

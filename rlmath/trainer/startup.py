@@ -61,6 +61,8 @@ from rlmath.distributed.rendezvous import (
     prefer_for_gloo,
     route_to,
 )
+from rlmath.hooks import hooks_fingerprint
+from rlmath.rewards.user_functions import scorer_hook
 from rlmath.trainer.hub_inputs import SharedMistakeError, fetch_inputs
 from rlmath.trainer.preflight.checks import check_config, config_warnings, only_used
 from rlmath.trainer.preflight.hook_checks import data_hooks, hook_lines, try_functions
@@ -437,6 +439,8 @@ def facts_of(prepared: PreparedRun[Any]) -> dict[str, str]:
         "reward.function (contents)": prepared.origin.reward or "none",
         "functions of yours (contents)": prepared.origin.hooks or "none",
     }
+    if prepared.validation and (scorer := scorer_hook(prepared.config)) is not None:
+        origin["validation.scorer (contents)"] = hooks_fingerprint([scorer])
     values, defaults = setting_values(prepared.config), setting_values(Config())
     critic = prepared.config.critic.path if prepared.config.algorithm.advantage == "gae" else None
     for name, path in (("teacher", prepared.config.teacher.path), ("critic", critic)):

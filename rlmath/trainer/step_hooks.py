@@ -16,6 +16,7 @@ from rlmath.config.schema import Config
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.hooks import Hook
 from rlmath.rewards.user_functions import (
+    METRIC_SECONDS,
     UserFunction,
     UserFunctionError,
     advantage_hook,
@@ -25,9 +26,6 @@ from rlmath.rewards.user_functions import (
 )
 
 logger = logging.getLogger(__name__)
-
-METRIC_SECONDS = 10.0
-"""Time limit of a metric's call: the other ranks may wait for rank 0 meanwhile."""
 
 
 class StepHooks:

@@ -30,6 +30,7 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.hooks import hooks_fingerprint
 from rlmath.rewards.user_functions import scorer_hook
+from rlmath.rewards.verifier import FAILURES
 from rlmath.rollout.sampling import RolloutSeed, SamplingSettings
 from rlmath.trainer.reporter import ValidationResult
 from rlmath.trainer.telemetry.metrics_writer import read_metrics
@@ -108,6 +109,7 @@ class Validator:
                     logger.info(text, step, self.stopped_by)
                     return None
                 metrics |= file_metrics(file, groups, self.config.validation.samples)
+                self._warn_of_scorer(file, groups)
         accuracies = [metrics[f"validation/{file.name}/accuracy"] for file in self.files]
         metrics["validation/accuracy"] = sum(accuracies) / len(accuracies)
         metrics["validation/seconds"] = time.perf_counter() - started
@@ -166,6 +168,19 @@ class Validator:
             logger.warning(
                 "The best model, of step %d, was not kept: %s. The run continues", measured.step, failed
             )
+
+    def _warn_of_scorer(self, file: ValidationFile, groups: Sequence[ScoredGroup]) -> None:
+        """Where `validation.scorer` failed, which else looks like a model that is wrong."""
+        failed = [score for group in groups for score in group.scores if score.verdict in FAILURES]
+        if self.config.validation.scorer is None or not failed or self.mesh.rank != 0:
+            return
+        first = failed[0].extracted.partition("\n")[0] or failed[0].verdict
+        logger.warning(
+            "validation.scorer failed on %d completions of %s, which count as wrong. The first: %s",
+            len(failed),
+            file.name,
+            first,
+        )
 
 
 def file_metrics(file: ValidationFile, groups: Sequence[ScoredGroup], samples: int) -> dict[str, float]:

@@ -80,7 +80,7 @@ def test_what_is_missing_is_named_and_the_rest_works_without_torch(tmp_path: Pat
     ran = python("from rlmath.cli.main import main; sys.exit(main(['doctor']))", tmp_path)
     assert "requirements/cpu.txt" in ran.stdout and "Traceback" not in ran.stderr
     assert "ready: plan, plan-memory, report, samples, verify, doctor, install\n" in ran.stdout
-    assert "after rlmath install cpu: demo, train, sft, eval, convert, submit\n" in ran.stdout
+    assert "after rlmath install cpu: demo, train, sft, eval, replay, convert, submit\n" in ran.stdout
     ran = python("from rlmath.cli.main import main; sys.exit(main(['samples', 'nothing']))", tmp_path)
     assert ran.returncode == 1 and "Traceback" not in ran.stderr
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -128,6 +129,11 @@ def edit_tokens(folder: Path, **tensors: np.ndarray) -> None:
     save_file(load_file(folder / TOKENS_FILE) | tensors, folder / TOKENS_FILE)
 
 
+def fifo(folder: Path) -> None:
+    (folder / GROUPS_FILE).unlink()
+    os.mkfifo(folder / GROUPS_FILE)
+
+
 DAMAGES = {
     "later version": (lambda f: edit_header(f, version=2), "form is version 2; needed: 1"),
     "negative step": (lambda f: edit_header(f, step=-1), "-1 is no count"),
@@ -144,6 +150,15 @@ DAMAGES = {
         lambda f: edit_tokens(f, tokens=np.zeros(3, np.int32), logprobs=np.zeros(3, np.float32)),
         "missing",
     ),
+    "no first step": (lambda f: edit_header(f, step=0), "counts from 1"),
+    "advantages of the update": (
+        lambda f: edit_header(
+            f, update={"minibatches": [], "critic_minibatches": [], "advantages": [], "weights_after": None}
+        ),
+        "the update has advantages of other completions",
+    ),
+    "log-prob": (lambda f: edit_tokens(f, logprobs=np.full(7, np.nan, np.float32)), "log-prob is not finite"),
+    "a FIFO": (fifo, "FIFO"),
     "too many tokens": (lambda f: edit_tokens(f, prompt_tokens=np.zeros(9, np.int32)), "too many tokens"),
     "other type": (lambda f: edit_tokens(f, tokens=np.zeros(7, np.int64)), "another form"),
     "no tensors": (lambda f: (f / TOKENS_FILE).write_bytes(b"\x80\x04"), "damaged"),
@@ -220,13 +235,26 @@ def test_a_comparison_counts_every_number() -> None:
         again = CapturedMinibatch(one.numbers | numbers, one.discarded)
         return CapturedUpdate([again], [], capture.update.advantages)  # pyright: ignore[reportOptionalMemberAccess]
 
-    before = WeightSketch("cd", {"w": [0.0] * PROJECTIONS})
+    before = WeightSketch("ab", {"w": [0.0] * PROJECTIONS})
     found = compare(capture, before, changed(loss=-1.5 + 4e-4))  # of 4 tokens
-    assert found.start == "other" and not found.bit_equal
+    assert not found.bit_equal
     assert found.same(1.01e-4) and not found.same(0.99e-4)
     assert not compare(capture, before, changed(grad_norm=1.0)).same(1.0)
     assert compare(capture, before, changed(mismatch_max=0.6)).same(1e-4)
     assert not compare(capture, before, changed(mismatch_max=0.6)).same(0.0)
     assert not compare(capture, before, changed(tokens=math.nan)).same(1.0)
-    fewer = CapturedUpdate([], [], [])
+    others = compare(capture, WeightSketch("cd", before.projections), capture.update)
+    assert others.start == "other" and not others.same(1.0)
+    after = WeightSketch("ef", {"w": [1.0 + 1e-3] * PROJECTIONS})  # the update moved by 1, of all projections
+    assert compare(capture, before, replace(capture.update, weights_after=after)).weights == pytest.approx(
+        1e-3, rel=2e-3
+    )
+    assert not compare(capture, before, replace(capture.update, weights_after=after)).same(0.9e-3)
+    assert compare(capture, before, replace(capture.update, weights_after=after)).same(1.1e-3)
+    lost = WeightSketch("gh", {"w": [math.nan] * PROJECTIONS})
+    assert not compare(capture, before, replace(capture.update, weights_after=lost)).same(1.0)
+    advantages = replace(capture.update, advantages=[[0.5, -0.5], [1.5]])
+    assert not compare(capture, before, advantages).same(0.3)
+    assert compare(capture, before, advantages).same(0.34)
+    fewer = CapturedUpdate([], [], capture.update.advantages)
     assert compare(capture, before, fewer).mistakes == ("minibatches: 1 captured, 0 replayed",)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlmath.algorithms.advantages import GROUP_ADVANTAGES
+from rlmath.algorithms.types import GROUP_ADVANTAGES
 from rlmath.config.help import (
     all_settings,
     is_among,

@@ -13,6 +13,8 @@ from rlmath.hooks import Hook, function_problem, plugin_problem
 from rlmath.rewards.reward_manager import try_reward_function, try_scorer
 from rlmath.rewards.several_rewards import functions_of, reward_hooks
 from rlmath.rewards.user_functions import (
+    CALL_SECONDS,
+    METRIC_SECONDS,
     UserFunction,
     UserFunctionError,
     advantage_hook,
@@ -119,7 +121,8 @@ def try_functions(config: Config, prompts: Sequence[Prompt]) -> tuple[str, ...]:
 
 
 def _try(hook: Hook, *arguments: object) -> None:
-    with UserFunction(hook) as function:
+    seconds = METRIC_SECONDS if hook.kind == "metric" else CALL_SECONDS
+    with UserFunction(hook, seconds) as function:
         try:
             function.call(*arguments)
         except UserFunctionError as error:
