@@ -412,16 +412,15 @@ def test_a_captured_step_is_made_again_to_the_bit_without_the_data(workplace: Pa
     (mine / "config.yaml").write_text(settings)
     found, console = replay(mine, "--state", str(mine.with_name("step-000001")))
     assert found["start"] == "equal" and found["weights"] == 0 and found["bit_equal"]
-    assert {one["minibatch"] for one in found["differences"]} == {str(n + 1) for n in range(UPDATES)}
+    assert {one["minibatch"] for one in found["differences"]} == {
+        "all",
+        *(str(n + 1) for n in range(UPDATES)),
+    }
     assert all(one["captured"] == one["replayed"] for one in found["differences"])
     assert "The same to the bit" in console
-    found, console = replay(
-        mine, "--state", str(mine.with_name("step-000001")), "optimizer.lr=1e-3", expect=1
-    )
-    assert not found["same"] and found["weights"] > 0.1 and "NOT the same" in console
     more = ("optimizer.weight_decay=10", "--output", str(tmp_path / "elsewhere"))
-    found, _ = replay(mine, "--state", str(mine.with_name("step-000001")), *more, expect=1)
-    assert not found["same"] and found["weights"] > 1e-3
+    found, console = replay(mine, "--state", str(mine.with_name("step-000001")), *more, expect=1)
+    assert not found["same"] and found["weights"] > 1e-3 and "NOT the same" in console
     assert len(list((tmp_path / "elsewhere").glob("*/replay.json"))) == 1
 
 
@@ -432,7 +431,8 @@ def test_a_captured_step_is_the_same_in_another_layout(workplace: Path, layout: 
     more = (f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}")
     found, _ = replay(workplace / "run", "--ranks", str(ranks), *more)
     assert found["same"] and found["start"] == "equal" and not found["bit_equal"]
-    relative = {one["name"]: one["relative"] for one in found["differences"]}
+    ordered = sorted(found["differences"], key=lambda one: one["relative"])
+    relative = {one["name"]: one["relative"] for one in ordered}  # the largest of each
     assert max(relative.pop(name) for name in ("mismatch_max", "grad_norm")) < 1e-4
     assert max(relative.values()) < 1e-5
     assert found["weights"] < 1e-4
