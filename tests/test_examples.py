@@ -7,11 +7,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-import nbformat
 import psutil
 import pytest
-from nbclient import NotebookClient
 
 from tests import left_over
 from tests.programs import ENVIRONMENT, REPOSITORY
@@ -109,11 +108,12 @@ def test_an_example_shows_what_it_promises(tmp_path: Path, name: str) -> None:
     assert SHOWS[name](done.stdout), done.stdout
 
 
-def printed_by(cell: nbformat.NotebookNode) -> str:
+def printed_by(cell: dict[str, Any]) -> str:
     return "".join(output.get("text", "") for output in cell.get("outputs", ()))
 
 
 def test_the_notebook_has_the_small_outputs_of_one_run_from_top_to_bottom() -> None:
+    nbformat = pytest.importorskip("nbformat")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -129,12 +129,13 @@ def test_the_notebook_has_the_small_outputs_of_one_run_from_top_to_bottom() -> N
 @pytest.mark.distributed
 def test_the_notebook_runs_in_a_new_kernel_which_ends_with_it(tmp_path: Path) -> None:
     """Its kernel imports no torch: what a run needs is in processes of the run."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     notebook.cells.append(
         nbformat.v4.new_code_cell("sorted({'megatron', 'torch', 'vllm'} & sys.modules.keys())")
     )
     before = set(left_over.left_over(0))
-    client = NotebookClient(
+    client = nbclient.NotebookClient(
         notebook, timeout=500, coalesce_streams=True, resources={"metadata": {"path": str(tmp_path)}}
     )
     variables = {"PYTHONPATH": str(REPOSITORY), "PLOTLY_RENDERER": "plotly_mimetype"}

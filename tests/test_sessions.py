@@ -38,6 +38,12 @@ def test_one_that_fails_fails_both_and_one_without_tests_does_not(statuses: list
     assert combined(statuses) == status
 
 
+@pytest.mark.parametrize("ranks", [2])
+def test_a_parameter_named_as_the_pool_is_not_the_pool(ranks: int, request: pytest.FixtureRequest) -> None:
+    """So `make test-matrix` runs its tests beside those that wait for the pool."""
+    assert ranks == 2 and request.node.get_closest_marker("pooled") is None
+
+
 def test_an_interrupt_reaches_both_once_and_their_fixtures_are_cleared(tmp_path: Path) -> None:
     test = tmp_path / "test_slow.py"
     test.write_text("from pathlib import Path, PosixPath\n" + SLOW.format(place=tmp_path))

@@ -33,7 +33,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rlmath.config.run_files import VALIDATION_FILE
+from rlmath.config.run_files import SAMPLES_FOLDER, VALIDATION_FILE
 from rlmath.config.terminal import escape_terminal
 from rlmath.trainer.telemetry.metrics_writer import read_metrics
 from tools.benchmark_runs import TwoKindTask, open_output, print_figure, run_interleaved
@@ -98,7 +98,7 @@ def read_learned(run: Path) -> Learned:
     seconds = [row["seconds/step"] - row.get("seconds/validation", 0.0) for row in rows]
     key = "critic/explained_variance"
     explained = {int(row["step"]): row[key] for row in rows if key in row}
-    samples = {step: run / "samples" / f"step-{step:06d}.jsonl" for step in explained}
+    samples = {step: run / SAMPLES_FOLDER / f"step-{step:06d}.jsonl" for step in explained}
     return Learned(
         accuracy=validated[-1]["validation/accuracy"],
         seconds=statistics.median(seconds[1:]),

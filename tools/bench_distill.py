@@ -34,6 +34,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rlmath.cli import demo
+from rlmath.config.run_files import EXPORT_FOLDER, SUMMARY_FILE
 from rlmath.config.terminal import escape_terminal
 from tools.benchmark_runs import BASE_SETTINGS, fingerprint, load_or_measure, print_figure
 
@@ -78,7 +79,9 @@ def make_teacher(folder: Path, plan: Plan) -> dict[str, Any]:
     demo.teach(folder, plan.seed, plan.taught)
     more = [f"run.total_steps={plan.teacher_steps}"]
     train(folder / "run", folder / "base", folder / "data", plan, ["--config", "configs/demo.yaml"], more)
-    return {"accuracy": measure(folder / "run" / "hf_model", folder / "data", folder / "teacher", plan.seed)}
+    return {
+        "accuracy": measure(folder / "run" / EXPORT_FOLDER, folder / "data", folder / "teacher", plan.seed)
+    }
 
 
 def make_student(folder: Path, data: Path, plan: Plan) -> dict[str, Any]:
@@ -98,7 +101,7 @@ def train(
     command += [f"run.seed={plan.seed}", f"model.path={model}", f"data.train_path={data / 'train.jsonl'}"]
     command += ["parallel.tensor=1", "save.ckpt_freq_secs=null", *more]
     demo.run(f"Training in {output.parent.name}", command, demo.one_thread())
-    return json.loads((output / "summary.json").read_text(encoding="utf-8"))
+    return json.loads((output / SUMMARY_FILE).read_text(encoding="utf-8"))
 
 
 def distill(folder: Path, way: str, teacher: Path, student: Path, data: Path, plan: Plan) -> dict[str, Any]:
@@ -114,7 +117,7 @@ def distill(folder: Path, way: str, teacher: Path, student: Path, data: Path, pl
     summary = train(folder / "run", student, data, plan, files, more)
     rows = demo.metrics_of(folder / "run")
     return {
-        "accuracy": measure(folder / "run" / "hf_model", data, folder / way, plan.seed),
+        "accuracy": measure(folder / "run" / EXPORT_FOLDER, data, folder / way, plan.seed),
         "seconds": summary["seconds_training"],
         "tokens": sum(row["n_valid_tokens"] for row in rows),
         "teacher_kl": [row["train/teacher_kl"] for row in (rows[0], rows[-1])],
@@ -135,9 +138,9 @@ def imitate(
     demo.run(
         "Supervised training on the teacher's samples", [*command, *rate_settings("sft")], demo.one_thread()
     )
-    summary = json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
+    summary = json.loads((folder / "run" / SUMMARY_FILE).read_text(encoding="utf-8"))
     return {
-        "accuracy": measure(folder / "run" / "hf_model", data, folder / "sft", plan.seed),
+        "accuracy": measure(folder / "run" / EXPORT_FOLDER, data, folder / "sft", plan.seed),
         "seconds": summary["seconds_training"],
         "tokens": tokens,
     }
@@ -211,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Plan(given.seed, 6, 3, ("run.total_steps=100",)) if given.quick else Plan(given.seed, 50, given.steps)
     )
     place = given.output.resolve() / ("quick" if given.quick else f"seed-{plan.seed}-{plan.steps}-steps")
-    teacher, data = place / "teacher" / "run" / "hf_model", place / "teacher" / "data"
+    teacher, data = place / "teacher" / "run" / EXPORT_FOLDER, place / "teacher" / "data"
     student = place / "student" / "base"
     figures: dict[str, dict[str, Any]] = {}
 

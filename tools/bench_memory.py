@@ -32,6 +32,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from rlmath.config.run_files import METRICS_FILE
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 SWITCH = ("offload", "wake", "sync", "wake_kv_cache", "sleep", "restore")
 SETTINGS = (
@@ -91,7 +93,7 @@ def train(folder: Path, cycles: int, environment: dict[str, str]) -> list[dict[s
     """Metrics of every step of a run of 2 ranks."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run([*launcher, "launch/train_grpo.py", *overrides(folder, cycles)], environment)
-    lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (folder / "run" / METRICS_FILE).read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 

@@ -48,6 +48,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlmath.cli import demo
 from rlmath.cli.make_tiny_model import make_tokenizer
+from rlmath.config.run_files import METRICS_FILE
 from rlmath.config.terminal import escape_terminal
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -216,7 +217,7 @@ def run_ours(
     started = time.perf_counter()
     command = [*demo.torchrun(RANKS), "launch/train_grpo.py", *settings]
     ended = run_limited(command, demo.one_thread(), place / "log.txt", limit)
-    lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines() if ended is not None else []
+    lines = (output / METRICS_FILE).read_text(encoding="utf-8").splitlines() if ended is not None else []
     whole = [json.loads(line) for line in lines]
     rows = whole[case.warm_up :]
     if not rows:

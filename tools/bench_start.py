@@ -34,6 +34,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rlmath.cli import demo
+from rlmath.config.run_files import METRICS_FILE
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RANKS = 2
@@ -81,7 +82,7 @@ def run_ours(place: Path, model: Path) -> dict[str, float]:
     if program.wait():
         raise SystemExit(f"{' '.join(command)} failed:\n{''.join(lines)[-4000:]}")
     ended = time.perf_counter() - started
-    row = json.loads((output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    row = json.loads((output / METRICS_FILE).read_text(encoding="utf-8").splitlines()[0])
     token = seen["ready"] + sum(row.get(f"seconds/{phase}", 0.0) for phase in PHASES)
     return {"ready": seen["ready"], "token": token, "end": ended - seen["trained"]}
 

@@ -17,7 +17,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlmath.checkpoint.directory import MANIFEST, PARTIAL, complete_checkpoints
-from rlmath.config.run_files import CHECKPOINTS_FOLDER
+from rlmath.config.run_files import (
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    EXIT_STATUS_FILE,
+    EXPORT_FOLDER,
+    LOCK_FILE,
+    METRICS_FILE,
+    SAMPLES_FOLDER,
+    SUMMARY_FILE,
+)
 from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, write_exit_status
 from tools.drill_run import Attempt, wait_for
 
@@ -219,10 +228,10 @@ def copy_as_later(attempt: Attempt, rng: random.Random) -> str:
 
 def tear_metrics(attempt: Attempt, rng: random.Random) -> str:
     """As a power cut leaves it: half a line more."""
-    path = attempt.output / "metrics.jsonl"
+    path = attempt.output / METRICS_FILE
     with path.open("ab") as file:
         file.write(b'{"step": 90000, "task_rew')
-    return "half a line in metrics.jsonl"
+    return f"half a line in {METRICS_FILE}"
 
 
 def leave_scratch(attempt: Attempt, rng: random.Random) -> str:
@@ -230,11 +239,11 @@ def leave_scratch(attempt: Attempt, rng: random.Random) -> str:
     files = (
         f"{CHECKPOINTS_FOLDER}/step-090000{PARTIAL}/state/__0_0.distcp",
         f"{CHECKPOINTS_FOLDER}/step-000001{PARTIAL}/manifest.json",
-        f"hf_model{PARTIAL}/model.safetensors",
-        ".config.yaml.4711.tmp",
-        ".exit_status.json.4711.tmp",
+        f"{EXPORT_FOLDER}{PARTIAL}/model.safetensors",
+        f".{CONFIG_FILE}.4711.tmp",
+        f".{EXIT_STATUS_FILE}.4711.tmp",
         "metrics.tmp",
-        "samples/step-000001.tmp",
+        f"{SAMPLES_FOLDER}/step-000001.tmp",
     )
     for name in files:
         path = attempt.output / name
@@ -246,18 +255,18 @@ def leave_scratch(attempt: Attempt, rng: random.Random) -> str:
 def pretend_end(attempt: Attempt, rng: random.Random) -> str:
     """The status and the summary of a run that has finished, and a lock that nobody holds."""
     write_exit_status(attempt.output, FINISHED, "all 3 steps are done")
-    (attempt.output / "summary.json").write_text(json.dumps({"steps": 3}))
-    (attempt.output / ".lock").write_text("4711\n")
+    (attempt.output / SUMMARY_FILE).write_text(json.dumps({"steps": 3}))
+    (attempt.output / LOCK_FILE).write_text("4711\n")
     return "it looks finished"
 
 
 def lose_config(attempt: Attempt, rng: random.Random) -> str:
-    path = attempt.output / "config.yaml"
+    path = attempt.output / CONFIG_FILE
     if rng.random() < 0.5:
         path.unlink()
-        return "config.yaml removed"
+        return f"{CONFIG_FILE} removed"
     path.write_bytes(path.read_bytes()[: rng.randrange(200)])
-    return "config.yaml truncated"
+    return f"{CONFIG_FILE} truncated"
 
 
 def move_folder(attempt: Attempt, rng: random.Random) -> str:
@@ -273,7 +282,7 @@ def move_folder(attempt: Attempt, rng: random.Random) -> str:
 
 
 def remove_samples(attempt: Attempt, rng: random.Random) -> str:
-    shutil.rmtree(attempt.output / "samples", ignore_errors=True)
+    shutil.rmtree(attempt.output / SAMPLES_FOLDER, ignore_errors=True)
     return "samples removed"
 
 

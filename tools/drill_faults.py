@@ -33,6 +33,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from rlmath.config.run_files import EXPORT_FOLDER, VALIDATION_FILE
 from rlmath.distributed.fault_tolerance.exit_codes import (
     FINISHED,
     SAVED_AND_STOPPED,
@@ -438,11 +439,10 @@ def run_differences(undisturbed: Path, disturbed: Path) -> list[str]:
     rows = [[json.loads(line) for line in metric_lines(run)] for run in (undisturbed, disturbed)]
     found = differences(*rows)
     validations = [
-        [json.loads(line) for line in metric_lines(run, "validation.jsonl")]
-        for run in (undisturbed, disturbed)
+        [json.loads(line) for line in metric_lines(run, VALIDATION_FILE)] for run in (undisturbed, disturbed)
     ]
-    found += [f"validation.jsonl: {one}" for one in row_differences(*validations)]
-    return found + model_differences(undisturbed / "hf_model", disturbed / "hf_model")
+    found += [f"{VALIDATION_FILE}: {one}" for one in row_differences(*validations)]
+    return found + model_differences(undisturbed / EXPORT_FOLDER, disturbed / EXPORT_FOLDER)
 
 
 def differences(undisturbed: list[dict[str, float]], disturbed: list[dict[str, float]]) -> list[str]:

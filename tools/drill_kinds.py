@@ -13,8 +13,8 @@ from typing import Literal
 
 import psutil
 
-from rlmath.checkpoint.directory import complete_checkpoints
-from rlmath.config.run_files import CHECKPOINTS_FOLDER
+from rlmath.checkpoint.directory import PARTIAL, complete_checkpoints
+from rlmath.config.run_files import CHECKPOINTS_FOLDER, EXIT_STATUS_FILE, EXPORT_FOLDER
 from rlmath.distributed.fault_tolerance.exit_codes import (
     FAILURE,
     FINISHED,
@@ -130,7 +130,7 @@ def in_phase(phase: str) -> Moment:
 
 def in_export(attempt: Attempt, rng: random.Random) -> None:
     _wait_for_claim(attempt)
-    partial = attempt.output / "hf_model.partial"
+    partial = attempt.output / f"{EXPORT_FOLDER}{PARTIAL}"
     wait_for(lambda: attempt.ended or partial.exists(), 300.0, "the export", look_seconds=0.0)
 
 
@@ -211,7 +211,7 @@ def pause(whom: Literal["a rank", "torchrun", "all"]) -> Disturbance:
 def stop_for_too_long(attempt: Attempt, rng: random.Random) -> str:
     """A rank stands still until the others have ended the run for it."""
     victim = rng.choice(attempt.ranks())
-    status = attempt.output / "exit_status.json"
+    status = attempt.output / EXIT_STATUS_FILE
     with _stopped([victim]):
         wait_for(status.exists, SILENCE_SECONDS + 60.0, "the end of the run")
     return f"{rank_name(victim)} stopped for more than {SILENCE_SECONDS} s"

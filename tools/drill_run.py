@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from rlmath.config.run_files import METRICS_FILE
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 _MARK = "RLMATH_DRILL"
 LOOK_SECONDS = 0.01
@@ -118,7 +120,7 @@ def rank_name(process: psutil.Process) -> str:
         return "a rank"
 
 
-def metric_lines(output: Path, name: str = "metrics.jsonl") -> list[str]:
+def metric_lines(output: Path, name: str = METRICS_FILE) -> list[str]:
     """The whole lines of a run's metrics, or of another file of them; an unfinished last one is left out."""
     path = output / name
     return path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []

@@ -9,13 +9,21 @@ if (location.protocol === "file:") {
       this.frame = document.createElement("iframe");
       this.frame.hidden = true;
       document.body.append(this.frame);
+      // Firefox may replace a frame's first document after this, and its window with it, but not one that was written.
+      this.frame.contentDocument.open();
+      this.frame.contentDocument.close();
       const inside = this.frame.contentWindow;
       inside.postMessage = (data) => this.dispatchEvent(new MessageEvent("message", { data }));
       inside.importScripts = (...urls) => Promise.all(urls.map((one) => load(inside, one)));
-      load(inside, url).then(() => {
-        this.loaded = true;
-        this.waiting.splice(0).forEach((data) => this.postMessage(data));
-      });
+      load(inside, url)
+        .then(() => {
+          this.loaded = true;
+          this.waiting.splice(0).forEach((data) => this.postMessage(data));
+        })
+        .catch((error) => {
+          console.error(error);
+          this.dispatchEvent(new ErrorEvent("error", { error, message: error.message }));
+        });
     }
     postMessage(data) {
       if (!this.loaded) {

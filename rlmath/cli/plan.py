@@ -85,7 +85,8 @@ def parser() -> argparse.ArgumentParser:
     work = made.add_argument_group("the work")
     work.add_argument("--mean-response-tokens", type=float, help="default: 0.3 x rollout.max_new_tokens")
     work.add_argument("--mean-prompt-tokens", type=float, help="default: 128, or data.max_prompt_tokens")
-    work.add_argument("--prompts", type=int, help="training prompts, where data.train_path is not there")
+    prompts_help = "training prompts, where data.train_path is not there, or is parquet without pyarrow"
+    work.add_argument("--prompts", type=int, help=prompts_help)
     measured = made.add_argument_group("measured figures")
     measured.add_argument(
         "--calibrate",

@@ -279,8 +279,8 @@ def _request(one: HubId) -> dict[str, Any]:
 
 
 def _ask(request: Mapping[str, Any], seconds: float, about: Sequence[HubId] = ()) -> dict[str, Any]:
-    """What the client answers. ValueError with its error; HubFailedError where that may pass, where it ends without an
-    answer, and after `seconds`."""
+    """What the client answers. ValueError with its error, and where huggingface_hub cannot be imported; HubFailedError
+    where the error may pass, where the client ends without an answer otherwise, and after `seconds`."""
     what = ", ".join(map(str, about)) or "the upload"
     started = time.monotonic()
     client = subprocess.Popen(
@@ -313,6 +313,11 @@ def _ask(request: Mapping[str, Any], seconds: float, about: Sequence[HubId] = ()
         found = json.loads(output)
     except ValueError:
         last = (errors.strip().splitlines() or ["no word"])[-1]
+        if last.startswith(("ImportError:", "ModuleNotFoundError:")):
+            raise ValueError(
+                f"{what}: huggingface_hub, which asks the hub, is missing or broken in {sys.executable}: {last:.300}. "
+                "Install it: rlmath install cpu (or gpu), or pip install huggingface_hub."
+            ) from None
         raise HubFailedError(
             f"{what}: the client of the hub ended with {client.returncode}: {last:.300}"
         ) from None

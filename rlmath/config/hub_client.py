@@ -9,6 +9,7 @@ are checked before they are used, and of a server's answer nothing but checked n
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import json
 import os
@@ -36,6 +37,9 @@ FREE_BYTES = 2**28
 """Of the cache's disk that stay free."""
 INFO_SECONDS = 20.0
 """How long one answer of the hub may take."""
+
+CACHE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+"""Of the disk that has the cache, which the user can mend; any other may be the network's, and pass."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -276,14 +280,15 @@ def download(repo: Repo, listed: Listed, is_new: bool) -> None:
             f"{repo.text}: {listed.name} cannot be downloaded, the hub answers with status {status}.{_login(status)}"
         ) from error
     except Exception as error:
-        cause, kind = error.__cause__ or error, NetworkError
-        if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
-            kind = HubError
-            why = f"{os.strerror(error.errno)}, in {error.filename or cache_folder()}"
+        kind = NetworkError
+        if isinstance(error, OSError) and error.errno is not None:
+            why = os.strerror(error.errno)
+            if error.errno in CACHE_ERRORS:
+                kind, why = HubError, f"{why}, in {error.filename or cache_folder()}"
         elif "Consistency check failed" in str(error):
             why = f"what came has not the {listed.size} bytes that it should have"
         else:
-            why = type(cause).__name__
+            why = type(error.__cause__ or error).__name__
         raise kind(
             f"{repo.text}: {listed.name} could not be downloaded: {why}. The same command goes on where it ended."
         ) from error

@@ -286,7 +286,8 @@ def _rows_of_file(file: Path) -> Iterator[Row]:
     if importlib.util.find_spec("pyarrow") is None:
         raise ValueError(
             f"{file} is a table of parquet or Arrow, which the package pyarrow reads, and it is not installed. "
-            "rlmath install cpu (or gpu) brings it; or write the rows as JSON lines where it is"
+            "rlmath install cpu (or gpu) brings it; or write the rows as JSON lines where it is; or, for "
+            "rlmath plan, give the number of rows by --prompts"
         )
     from rlmath.data.tables import table_rows  # here, because pyarrow is no part of every installation
 

@@ -240,6 +240,8 @@ def epoch_lines(prediction: RunPrediction) -> Iterator[str]:
         f"{expected_steps(config, per_epoch)}: {prediction.total_steps * hours:,.3g} hours, without saving and "
         "validation"
     )
+    for warning in prediction.warnings:
+        yield f"  - {warning}".replace("\n", "\n    ")
 
 
 def layout_lines(prediction: RunPrediction, layouts: Comparison, shown: int) -> Iterator[str]:
@@ -429,6 +431,7 @@ def run_data(
         "cluster": asdict(place.cluster),
         "memory": [{"rank": p.rank, "phases": {name: p.held(name) for name in p.phases}} for p in memory],
         "problems": list(prediction.memory_problems),
+        "warnings": list(prediction.warnings),
         "stages": [step_data(plan) for _, plan in prediction.stages],
         "step_seconds": prediction.step_seconds,
         "steps_per_epoch": prediction.steps_per_epoch,

@@ -66,6 +66,8 @@ class RunPrediction:
     memory_problems: tuple[str, ...]
     steps_per_epoch: int | None
     """None where the number of prompts is not known."""
+    warnings: tuple[str, ...]
+    """What is odd about the prompts of the files."""
 
     @property
     def step_seconds(self) -> float:
@@ -103,14 +105,14 @@ def predict_run(
     """`runs` are those that the coefficients were calibrated with: completions are as long as theirs where the limit
     is the same and nothing else is said."""
     config, shape = place.config, place.shape
-    steps_per_epoch = _steps_per_epoch(config, shape, asked)
+    steps_per_epoch, warnings = _steps_per_epoch(config, shape, asked)
     total = None if steps_per_epoch is None else planned_steps(config, steps_per_epoch)
     planned = [
         (stage, step_of(place, stage.config, asked, coefficients, runs))
         for stage in length_stages(config, total)
     ]
     problems = memory_problems(config, shape, place.cluster.ranks)
-    return RunPrediction(place, tuple(planned), tuple(problems), steps_per_epoch)
+    return RunPrediction(place, tuple(planned), tuple(problems), steps_per_epoch, warnings)
 
 
 def step_of(
@@ -176,16 +178,17 @@ def planned_batch(config: Config, asked: Asked, runs: Sequence[Measured]) -> Bat
     return replace(found, lengths=lengths_with_mean(response, longest, spread))
 
 
-def _steps_per_epoch(config: Config, shape: ModelShape, asked: Asked) -> int | None:
-    """Of the prompts that are given, or of the files where they are there."""
+def _steps_per_epoch(config: Config, shape: ModelShape, asked: Asked) -> tuple[int | None, tuple[str, ...]]:
+    """Of the prompts that are given, or of the files where they are there; and warnings about the latter."""
     if asked.prompts is not None:
         if asked.prompts < config.data.prompts_per_step:
             problem = f"--prompts is {asked.prompts}; needed: at least data.prompts_per_step"
             raise ValueError(f"{problem}, {config.data.prompts_per_step}")
-        return asked.prompts // config.data.prompts_per_step
+        return asked.prompts // config.data.prompts_per_step, ()
     if any(file_problems(config)):
-        return None
-    return count_data(config, shape).order.steps_per_epoch
+        return None, ()
+    data = count_data(config, shape)
+    return data.order.steps_per_epoch, data.warnings
 
 
 def expected_steps(config: Config, steps_per_epoch: int) -> str:

@@ -375,8 +375,10 @@ def record_exit(output_dir: str | Path | None, status: int, message: str) -> Non
 
 def log_mistake(error: Exception) -> None:
     """The first rank of each node logs first, and is in torchrun's report: it ends the others as soon as one has ended.
-    What only another rank sees is logged after a wait."""
-    _let_first_rank_end(str(error), show=lambda: logger.error("%s", error))
+    What only another rank sees is logged after a wait. Both have the names of environment variables in place of their
+    values."""
+    message = without_secrets(str(error))
+    _let_first_rank_end(message, show=lambda: logger.error("%s", message))
 
 
 def _let_first_rank_end(message: str, show: Callable[[], None]) -> None:

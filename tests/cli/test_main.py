@@ -215,8 +215,9 @@ def test_an_interrupt_reaches_a_run_once(tmp_path: Path) -> None:
 
 
 def test_a_status_of_an_earlier_start_is_not_this_ones(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PET_SHUTDOWN_TIMEOUT", "7")  # which `launch` sets, and the test takes back
     exit_codes.write_exit_status(tmp_path, exit_codes.SAVED_AND_STOPPED, "stopped")
     assert train.launch(1, ["-m", "no_such_module_of_anybody"], tmp_path, 30.0) == 1
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 import typing
 from pathlib import Path
 
@@ -69,6 +71,45 @@ def test_the_whole_plan_as_text(capsys: pytest.CaptureFixture[str]):
         "flops_share                 0.55",
     ):
         assert told in out
+
+
+def test_lengths_that_were_not_checked_are_told(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Ten prompts, and five a step, are two steps an epoch, if none is too long."""
+    rows = [json.dumps({"question": f"What is 1+{n}?", "answer": f"{n + 1}"}) for n in range(10)]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    words = ["--config", str(CONFIGS / "demo.yaml"), model, "run.device=cpu", "data.prompts_per_step=5"]
+    words += ["--layouts", "0", f"data.train_path={tmp_path}/train.jsonl"]
+    place = Path(model.removeprefix("model.path="))
+    told = []
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for has_tokenizer in (True, False):
+        folder = tmp_path / str(has_tokenizer)
+        folder.mkdir()
+        shutil.copy(place / "config.json", folder)
+        if has_tokenizer:
+            (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+        assert main([*words, f"model.path={folder}"]) == 0
+        out = capsys.readouterr().out
+        assert "An epoch has 2 steps" in out
+        told += [line for line in out.splitlines() if "lengths were not checked" in line]
+    assert [line.partition("checked: ")[2].partition(". ")[0] for line in told] == [
+        f'transformers is not installed, which reads the tokenizer of "{tmp_path}/True"',
+        f'"{tmp_path}/False" has no tokenizer here',
+    ]
+
+
+def test_a_table_that_cannot_be_read_needs_the_number_of_its_rows(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "train.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    words = ["--config", str(CONFIGS / "demo.yaml"), model, "run.device=cpu", "--layouts", "0"]
+    words += [f"data.train_path={tmp_path}/train.parquet"]
+    assert main(words) == 2
+    assert "give the number of rows by --prompts" in capsys.readouterr().err
+    assert main([*words, "--prompts", "100000"]) == 0
 
 
 CARRYING = ("--config", str(CONFIGS / "algorithms/decoupled.yaml"), "rollout.tail=carry")

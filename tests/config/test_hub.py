@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -9,11 +10,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from rlmath.config import hub
 from rlmath.config.hub import HubId, parse_hub_id
+from rlmath.config.hub_client import HubError, Listed, NetworkError, Repo, download
 from rlmath.config.load import config_as_yaml, load_config
 from tests.hub_server import TOKEN, Hub, hub_server
 
@@ -294,6 +297,60 @@ def test_a_file_that_is_cut_off_is_refused(there: Hub, name: str) -> None:
     assert (fetched(model()) / name).read_bytes() == MODEL[name]
 
 
+@pytest.mark.parametrize(
+    ("error", "kind", "why"),
+    [
+        (OSError(errno.ENOSPC, "x", "/cache/a"), HubError, "No space left on device, in /cache/a"),
+        (OSError(errno.EDQUOT, "x", "/cache/a"), HubError, "Disk quota exceeded, in /cache/a"),
+        (PermissionError(errno.EACCES, "x", "/cache/a"), HubError, "Permission denied, in /cache/a"),
+        (PermissionError(errno.EPERM, "x", "/cache/a"), HubError, "Operation not permitted, in /cache/a"),
+        (OSError(errno.EROFS, "x", "/cache/a"), HubError, "Read-only file system, in /cache/a"),
+        (TimeoutError(errno.ETIMEDOUT, "x"), NetworkError, "Connection timed out"),
+        (OSError(errno.ENETUNREACH, "x"), NetworkError, "Network is unreachable"),
+        (OSError(errno.EHOSTUNREACH, "x"), NetworkError, "No route to host"),
+        (ConnectionResetError(errno.ECONNRESET, "x"), NetworkError, "Connection reset by peer"),
+        (OSError("x"), NetworkError, "OSError"),
+    ],
+    ids=lambda value: errno.errorcode.get(value.errno, "none") if isinstance(value, OSError) else "",
+)
+def test_only_an_error_of_the_caches_disk_is_the_users(
+    monkeypatch: pytest.MonkeyPatch, error: OSError, kind: type[HubError], why: str
+) -> None:
+    """Told as the client tells them; the library's download is replaced by one that fails."""
+
+    def fail(*given: object, **more: object) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
+    repo = Repo("hf://a/b", "model", "a/b", "main", "1" * 40, "", False)
+    with pytest.raises(HubError, match=f"could not be downloaded: {why}[.] The same command") as caught:
+        download(repo, Listed("model.safetensors", 5, None), True)
+    assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        (
+            "import no_such_module_of_anybody",
+            "ModuleNotFoundError: No module named 'no_such_module_of_anybody'",
+        ),
+        ("", "ImportError: cannot import name"),
+    ],
+    ids=["missing", "broken"],
+)
+def test_a_client_without_its_library_is_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, why: str
+) -> None:
+    (tmp_path / "huggingface_hub.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ValueError, match=f"(?s)hf://org/model: huggingface_hub, .*{why}.*rlmath install"):
+        hub.resolve([model()], LIMIT)
+    (tmp_path / "huggingface_hub.py").write_text("raise RuntimeError('broken')")
+    with pytest.raises(hub.HubFailedError, match="the client of the hub ended with 1: RuntimeError: broken"):
+        hub.resolve([model()], LIMIT)
+
+
 def test_a_damaged_file_is_refused_and_removed(there: Hub) -> None:
     there.damaged = {"model.safetensors"}
     with pytest.raises(ValueError, match=r"model.safetensors is damaged: it has another SHA-256\. It was"):
@@ -321,9 +378,8 @@ def test_without_hub_and_cache_the_command_is_told(
     pinned = hub.resolve([model()], LIMIT)[model()]
     hub.fetch([pinned], LIMIT, weights=False)
     cut_off(monkeypatch, how)
-    kind = (
-        ValueError if how == "offline" else hub.HubFailedError
-    )  # what the user has set stays, a network comes back
+    # What the user has set stays, a network comes back.
+    kind = ValueError if how == "offline" else hub.HubFailedError
     with pytest.raises(
         kind, match=r'the hub cannot be asked .*run "hf download org/rows data/train.jsonl --repo'
     ):

@@ -11,7 +11,6 @@ import pytest
 
 import rlmath.report.write
 from rlmath.config.load import load_config
-from rlmath.config.run_files import METRICS_FILE, VALIDATION_FILE
 from rlmath.report.command import main
 from rlmath.trainer.reporter import write_run_report
 from tests.report.folders import make_run
@@ -61,10 +60,6 @@ def test_output_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     (tmp_path / "file").write_text("x")
     assert main([str(folder), "--output", str(tmp_path / "file" / "page.html")]) == 1
     assert capsys.readouterr().err.startswith("report: ")
-
-
-def test_names_of_files_are_those_of_a_run() -> None:
-    assert (METRICS_FILE, VALIDATION_FILE) == (METRICS_FILE, VALIDATION_FILE)
 
 
 def run_config(folder: Path, *more: str):

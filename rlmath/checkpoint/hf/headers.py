@@ -10,8 +10,8 @@ from safetensors import SafetensorError, safe_open
 
 from rlmath.config.files import read_json_object, require_regular
 
-FORMATS = ("F32", "BF16", "F16")
-"""Names in safetensors headers of the number formats that a model may have."""
+FORMATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Number formats that a model may have: torch's name by the name in safetensors headers."""
 NEEDED_FORMATS = "needed: float32, bfloat16 or float16 (F32, BF16, F16). Save the model in one of them"
 MAX_INDEX_BYTES = 64 * 2**20
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlmath.checkpoint.directory import PARTIAL, remove, set_aside
 from rlmath.checkpoint.hf import weight_map
-from rlmath.checkpoint.hf.headers import NEEDED_FORMATS, weight_files
+from rlmath.checkpoint.hf.headers import FORMATS, NEEDED_FORMATS, weight_files
 from rlmath.checkpoint.hf.weight_map import Placed, Rule, canonical_shape, placed_tensors
 from rlmath.config.files import read_regular, require_regular
 from rlmath.config.model_shape import ModelShape
@@ -33,7 +33,7 @@ SHARD_BYTES = 4 * 2**30
 HEADER_BYTES = 2**18
 """Space reserved for the header of one file, some 2,000 tensors; then the next file begins. Padded with spaces, as the
 format allows."""
-DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, dtype): name for name, dtype in FORMATS.items()}
 """Names of number formats in safetensors headers."""
 MAX_METADATA_BYTES = 2**29
 _MOST_SHOWN = 5

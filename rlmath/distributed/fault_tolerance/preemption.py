@@ -124,9 +124,8 @@ class StopRequest:
     def _end_at_once(self) -> NoReturn:
         status = FAILURE
         try:
-            if os.path.exists(
-                f"{self._output_dir}/{EXIT_STATUS_FILE}"
-            ):  # all is saved, and this process was ending
+            if os.path.exists(f"{self._output_dir}/{EXIT_STATUS_FILE}"):
+                # All is saved, and this process was ending.
                 status = read_exit_status(self._output_dir).status
             elif self._rank == 0 or self._leads_other_node:
                 again = (

@@ -145,7 +145,11 @@ def plan_run(given: Config, ranks: int | None = None, kind: Kind = "grpo") -> Ru
     of_data += [one for one in of_settings if one.startswith(DATA_FUNCTIONS)]
     try:
         is_readable = not (of_files or of_data or any(stage_list_problems(config)))
-        if shape is not None and is_readable and (kind == "grpo" or has_tokenizer(config) or not of_model):
+        if (
+            shape is not None
+            and is_readable
+            and (kind == "grpo" or tokenizer_problem(config) is None or not of_model)
+        ):
             calls_function = not of_settings  # where it cannot be imported, that is found already
             data = (
                 count_data(config, shape, calls_function)
@@ -218,7 +222,8 @@ def count_data(config: Config, shape: ModelShape, calls_function: bool = True) -
     """The prompts that the run would use; ValueError for those that it could not, and where a reward function fails on
     them, if it is called. Without a tokenizer none is dropped for its length."""
     tokenizer, of_teacher = None, ()
-    if has_tokenizer(config):
+    problem = tokenizer_problem(config)
+    if problem is None:
         found = load_inputs(config, shape)
         tokenizer = found.tokenizer
         of_teacher = check_teacher_tokenizer(config, tokenizer)
@@ -231,7 +236,7 @@ def count_data(config: Config, shape: ModelShape, calls_function: bool = True) -
     warning = dropped_alert(found.dropped_share, config.telemetry)
     if tokenizer is None:
         warning = (
-            f'lengths were not checked: "{config.model.path}" has no tokenizer here. Prompts longer than '
+            f"lengths were not checked: {problem}. Prompts longer than "
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} will be dropped, and steps may be fewer."
         )
     warnings = (*tried, *of_teacher, *audit.warnings(EXAMPLES), *(() if warning is None else (warning,)))
@@ -244,10 +249,11 @@ def count_data(config: Config, shape: ModelShape, calls_function: bool = True) -
 def count_sequences(config: Config, shape: ModelShape) -> CountedData:
     """The sequences that a supervised run would use; ValueError for those that it could not, and without a tokenizer:
     they are written with it."""
-    if not has_tokenizer(config):
+    if (problem := tokenizer_problem(config)) is not None:
         raise ValueError(
-            f'"{config.model.path}" has no tokenizer here, without which the sequences of supervised training cannot '
-            "be counted. Give the model's folder, of which a dry run needs config.json and the tokenizer's files."
+            f"the sequences of supervised training are written with a tokenizer, and cannot be counted: {problem}. "
+            "A dry run needs config.json and the tokenizer's files of the model, and transformers (rlmath install cpu, "
+            "or gpu)."
         )
     found = load_sft_inputs(config, shape)
     lines = (*found.lines, *found.audit.lines())
@@ -255,12 +261,15 @@ def count_sequences(config: Config, shape: ModelShape) -> CountedData:
     return CountedData(found.order, found.total_steps, lines, found.audit.warnings(EXAMPLES), origin)
 
 
-def has_tokenizer(config: Config) -> bool:
-    """Whether the model's folder has one, and the package is there that reads it: plans are made without it, too."""
+def tokenizer_problem(config: Config) -> str | None:
+    """Why a plan is made without the model's tokenizer; None where its folder has one, and the package is there that
+    reads it."""
     folder = Path(config.model.path)
-    return importlib.util.find_spec("transformers") is not None and (
-        (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file()
-    )
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        return f'"{folder}" has no tokenizer here'
+    if importlib.util.find_spec("transformers") is None:
+        return f'transformers is not installed, which reads the tokenizer of "{folder}"'
+    return None
 
 
 # ---------------------------------------------------------------- the plan as text

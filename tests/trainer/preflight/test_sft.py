@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from rlmath.config.help import all_settings
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config, MemoryConfig, RolloutConfig
 from rlmath.trainer.preflight.checks import check_config, config_warnings, only_used, used_keys
+from rlmath.trainer.preflight.dry_run import count_sequences
 from rlmath.trainer.preflight.memory_estimate import Target, mesh_of, plan_ranks
 from rlmath.trainer.preflight.memory_fit import GIB, fit_problems, start_up_lines
 from rlmath.trainer.preflight.parallelism import planned_ranks
@@ -103,6 +105,27 @@ def test_all_problems_are_told_at_once(place: list[str]) -> None:
     found = problems(place, *wrong)
     for override in wrong:
         assert f"  - {override.partition('=')[0]}" in found
+
+
+@pytest.mark.parametrize(
+    ("has_tokenizer", "cause"),
+    [(True, "transformers is not installed, which reads the tokenizer of"), (False, "has no tokenizer here")],
+)
+def test_sequences_that_cannot_be_counted_are_told_with_the_cause(
+    place: list[str],
+    untied_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_tokenizer: bool,
+    cause: str,
+) -> None:
+    shape = shape_of(untied_model)
+    config = load_config([], [*place, f"model.path={tmp_path}"])
+    if has_tokenizer:
+        (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match=f"cannot be counted: .*{cause}.*rlmath install cpu"):
+        count_sequences(config, shape)
 
 
 def test_memory_is_that_of_training_alone(place: list[str], untied_model: Path) -> None:

@@ -124,7 +124,7 @@ def test_ranks_in_containers_of_their_own_share_nothing() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    program = in_a_container(sys.executable, "-m", "tests.distributed.test_memory")
+    program = in_a_container(sys.executable, "-m", "tests.rollout.weight_sync.test_transport")
     started = [
         subprocess.Popen(
             program,
