@@ -111,6 +111,11 @@
   }
   const drawOnce = (place) => { if (!drawn.has(place)) draw(place); };
   const whenIdle = window.requestIdleCallback || ((run) => setTimeout(run, 50)); /* Safari has none */
+  const inView = (place) => {
+    const box = place.getBoundingClientRect();
+    return box.bottom > 0 && box.top < window.innerHeight;
+  };
+  places.filter(inView).forEach(draw); /* now: an observer waits for a frame */
   watch("0px", drawOnce);
   watch("300px", (place) => whenIdle(() => drawOnce(place)));
   dark.addEventListener("change", () => { drawn.forEach(draw); swatches(); });

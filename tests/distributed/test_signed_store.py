@@ -142,8 +142,10 @@ def test_a_rank_that_others_are_always_faster_than_gets_a_number_of_its_own(
 
 
 def test_records_need_their_fields_and_types() -> None:
-    good = {"host": "a", "node": 1, "problem": None, "facts": {"torch": "2"}, "address": ""}
-    assert record_of(RankReport, good) == RankReport("a", 1, None, {"torch": "2"}, "")
+    good = {"host": "a", "node": 1, "problem": None, "may_pass": True, "facts": {"torch": "2"}}
+    good |= {"address": "", "data": "d"}
+    wanted = RankReport("a", 1, None, may_pass=True, facts={"torch": "2"}, data="d")
+    assert record_of(RankReport, good) == wanted
     for wrong in ({"node": True}, {"node": "1"}, {"facts": {"torch": 2}}, {"facts": []}, {"more": 1}):
         assert record_of(RankReport, good | wrong) is None
     assert record_of(RankReport, [good]) is None and record_of(RankReport, {}) is None
