@@ -9,7 +9,6 @@ differ enough. This file is the plugin, too: workers import it for what it regis
 from pathlib import Path
 
 from rlmath import hooks, load_config, train
-from rlmath.cli import make_arithmetic, make_tiny_model
 
 FOLDER = Path("outputs/examples/hooks")
 
@@ -40,6 +39,9 @@ def best(groups: list[hooks.Group]) -> float:
 
 def main() -> None:
     if not FOLDER.exists():
+        # Imported here: workers import this file, and have no use for torch.
+        from rlmath.cli import make_arithmetic, make_tiny_model
+
         make_arithmetic.main(
             ["--output", f"{FOLDER}/data", "--train", "200", "--heldout", "20", "--worked", "20"]
         )
