@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 
 from rlmath import load_config, train
-from rlmath.cli import make_tiny_model
 
 FOLDER = Path("outputs/examples/custom_data_form")
 
@@ -30,6 +29,8 @@ def with_equals_sign(problem: str, row: dict) -> str:
 def main() -> None:
     rows = [{"name": f"sum-{n}", "sum": f"{n};{2 * n}" if n % 10 else "none"} for n in range(100)]
     if not FOLDER.exists():
+        from rlmath.cli import make_tiny_model  # not at the top: workers import this file
+
         make_tiny_model.main(["--output", f"{FOLDER}/model"])
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (FOLDER / "sums.jsonl").write_text(text, encoding="utf-8")
