@@ -257,7 +257,9 @@ def read_capture(folder: Path) -> Capture:
                 for line in iter(lambda: file.readline(_MOST_LINE_BYTES), b"")
             ]
         reader.check_end()
-        own_advantages = _read_advantages(header["own_advantages"])
+        own_advantages = header["own_advantages"]
+        if own_advantages is not None:
+            own_advantages = _read_advantages(own_advantages)
         learned = [len(samples) for _, samples in rows if samples]
         if not all(math.isfinite(value) for row in own_advantages or () for value in row):
             raise ValueError("an advantage is not finite")
@@ -307,13 +309,13 @@ def _read_update(row: Any) -> CapturedUpdate | None:
     return CapturedUpdate(
         [_read_minibatch(one) for one in row["minibatches"]],
         [_read_minibatch(one) for one in row["critic_minibatches"]],
-        [[float(value) for value in values] for values in row["advantages"]],
+        _read_advantages(row["advantages"]),
         _read_sketch(row["weights_after"]),
     )
 
 
-def _read_advantages(rows: Any) -> list[list[float]] | None:
-    return None if rows is None else [[float(value) for value in row] for row in rows]
+def _read_advantages(rows: Any) -> list[list[float]]:
+    return [[float(value) for value in row] for row in rows]
 
 
 def _read_minibatch(row: Any) -> CapturedMinibatch:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from rlmath.algorithms.types import ScoredGroup
 from rlmath.checkpoint.convert.convert import megatron_to_hf
 from rlmath.checkpoint.hf.weights import read_metadata_files
-from rlmath.checkpoint.manager import load_checkpoint
 from rlmath.config import length_curriculum as curriculum
 from rlmath.data.dataset import Inputs
 from rlmath.distributed.collectives import broadcast_from_rank_zero
@@ -35,7 +34,7 @@ from rlmath.rollout.sampling import RolloutSeed, training_sampling
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
 from rlmath.trainer.capture import Capture, CapturedMinibatch, CapturedUpdate, WeightSketch, distance
 from rlmath.trainer.checkpoint_choice import choose_checkpoint
-from rlmath.trainer.loop import join_run
+from rlmath.trainer.loop import join_run, restore
 from rlmath.trainer.metrics import UpdateRecord
 from rlmath.trainer.policy_update import PolicyTrainer
 from rlmath.trainer.preflight.memory_estimate import mesh_of
@@ -121,18 +120,11 @@ class ReplayTrainer(PolicyTrainer):
         self.last = updater.update(learned, number, self.capture.own_advantages)
         return StepRecord(0, {}, learned, self.last.advantages, None, self.last.results)
 
-    def restore(self, state: CheckpointToResume | None) -> None:
-        """As the run was before the step. A collective."""
+    def scale_learning_rate(self) -> None:
+        """As the run's rollbacks before the step did."""
         rate = self.config.algorithm.rollback_lr_factor**self.capture.rollbacks
         for model in filter(None, (self.actor, self.critic)):
             model.learner.lr_scale = rate
-        if state is None:
-            return
-        checkpoint, progress = state
-        with self.models_on_device(self.models):
-            load_checkpoint(self.models, self.device, checkpoint, progress)
-        self.actor.learner.restore_schedule(progress.updates)
-        self.resume(checkpoint.folder, progress)
 
 
 def replay_update(
@@ -149,8 +141,8 @@ def replay_update(
         trainer = ReplayTrainer(prepared, mesh, device, on_phase=heartbeat.enter_phase)
         trainer.capture = capture
         trainer.build_models(prepared, heartbeat.report_progress)
-        heartbeat.enter_phase("load checkpoint")
-        trainer.restore(_whole(state, heartbeat))
+        trainer.scale_learning_rate()
+        restore(trainer, _whole(state, heartbeat), heartbeat)
         before = sketch_of(trainer)  # on rank 0
         trainer.step(capture.step)
         replayed = captured_update(trainer.last, sketch_of(trainer))

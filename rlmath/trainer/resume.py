@@ -158,11 +158,12 @@ def origin_of(config: Config, inputs: PromptFiles, has_weights: bool = True) -> 
     reward = reward_fingerprint(config.reward, config.run.plugins)
     model = model_fingerprint(config.model.path) if has_weights else ""
     return Origin(
-        model, data_fingerprint(inputs.prompts, sizes), reward, hooks_fingerprint(_step_hooks(config))
+        model, data_fingerprint(inputs.prompts, sizes), reward, hooks_fingerprint(learning_hooks(config))
     )
 
 
-def _step_hooks(config: Config) -> list[Hook]:
+def learning_hooks(config: Config) -> list[Hook]:
+    """Functions of the user's that decide what is learned: those that select groups and give advantages."""
     return [hook for hook in (selection_hook(config), advantage_hook(config)) if hook is not None]
 
 
@@ -330,7 +331,7 @@ def _changed_code(config: Config, newest: CheckpointToResume, origin: Origin) ->
             "it has scored a part of are sampled anew"
         )
     if progress.hooks_fingerprint not in ("", origin.hooks):
-        settings = ", ".join(f"{hook.setting}={hook}" for hook in _step_hooks(config))
+        settings = ", ".join(f"{hook.setting}={hook}" for hook in learning_hooks(config))
         yield (
             f"{settings}: the code has changed since the checkpoint of step {checkpoint.step} (fingerprint "
             f"{progress.hooks_fingerprint} there, {origin.hooks or 'none'} now). The run continues with it as it is now"

@@ -32,9 +32,9 @@ from rlmath.trainer.checkpoint_choice import choose_checkpoint
 from rlmath.trainer.resume import (
     MAY_CHANGE,
     Origin,
-    _step_hooks,
     data_fingerprint,
     find_recovery,
+    learning_hooks,
     model_fingerprint,
     refused_changes,
     reward_fingerprint,
@@ -184,7 +184,7 @@ def test_selection_and_advantages_of_the_users_are_kept_by_a_resumed_run(
     key = "algorithm.advantage"
 
     def origin(config: Config) -> Origin:
-        return replace(ORIGIN, hooks=hooks_fingerprint(_step_hooks(config)))
+        return replace(ORIGIN, hooks=hooks_fingerprint(learning_hooks(config)))
 
     def saved(run: Path, *settings: str) -> None:
         then = make_config(run, *settings)
