@@ -3,55 +3,31 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from PIL import Image
+from websockets.sync.client import ClientConnection
 
 from rlmath.report.write import write_report
+from tests.report.browser import CHROMIUM, browser, shown
 from tests.report.folders import HOSTILE, group, make_run, write_samples
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+DRAWN = "Number(document.documentElement.dataset.drawn)"
+PLACES = "document.querySelectorAll('[data-figure]').length"
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A page as the browser had it after its scripts."""
-
-    dom: str
-    image: Image.Image
-    console: list[str]
-
-
-def opened(page: Path, folder: Path, dark: bool, height: int = 4000) -> Opened:
-    assert CHROMIUM is not None
-    scheme = 0 if dark else 1
-    options = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        f"--user-data-dir={folder / 'profile'}",
-        f"--blink-settings=preferredColorScheme={scheme}",
-        f"--window-size=1280,{height}",
-        "--virtual-time-budget=8000",
-        "--enable-logging=stderr",
-        "--dump-dom",
-        f"--screenshot={folder / 'page.png'}",
-    ]
-    done = subprocess.run(
-        [CHROMIUM, *options, page.as_uri()], capture_output=True, text=True, timeout=300, check=True
-    )
-    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    return Opened(done.stdout, Image.open(folder / "page.png").convert("RGB"), console)
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClientConnection]:
+    with browser(tmp_path_factory.mktemp("profile")) as connection:
+        yield connection
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_figures_are_drawn_and_nothing_hostile_runs(tmp_path: Path, dark: bool) -> None:
+def test_figures_are_drawn_and_nothing_hostile_runs(
+    chromium: ClientConnection, tmp_path: Path, dark: bool
+) -> None:
     folder = make_run(tmp_path / "one")
     write_samples(folder, 5, [group(HOSTILE, prompt=HOSTILE, prompt_id=HOSTILE)])
     page = write_report([folder])
@@ -59,7 +35,7 @@ def test_figures_are_drawn_and_nothing_hostile_runs(tmp_path: Path, dark: bool) 
     page.write_text(  # what would run if escaping failed somewhere
         text.replace("<footer>", "<script>document.title='owned'</script><footer>"), encoding="utf-8"
     )
-    got = opened(page, tmp_path, dark)
+    got = shown(chromium, page, f"{DRAWN} === {PLACES}", dark, height=4000)
     assert "<title>one: report of a run</title>" in got.dom
     (refused,) = got.console
     assert "Content Security Policy" in refused and "script-src" in refused
@@ -79,12 +55,14 @@ def test_figures_are_drawn_and_nothing_hostile_runs(tmp_path: Path, dark: bool) 
     assert near > 5000
 
 
-def test_a_page_of_two_runs_has_no_error_and_draws_what_is_in_view(tmp_path: Path) -> None:
+def test_a_page_of_two_runs_has_no_error_and_draws_what_is_in_view(
+    chromium: ClientConnection, tmp_path: Path
+) -> None:
     folders = [
         make_run(tmp_path / name, steps, [f"run.seed={steps}"]) for name, steps in (("a", 3), ("b&lt;", 9))
     ]
     page = write_report(folders, tmp_path / "both.html")
-    got = opened(page, tmp_path, dark=False, height=700)
+    got = shown(chromium, page, f"{DRAWN} >= 2", dark=False, height=700)
     assert got.console == []
     (drawn,) = re.findall(r'data-drawn="(\d+)"', got.dom)
     assert 2 <= int(drawn) < got.dom.count('data-figure="') / 2
