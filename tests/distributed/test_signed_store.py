@@ -309,10 +309,10 @@ def stranger_at(run: Run, seconds: float) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.distributed
 def test_a_stranger_does_not_end_a_run_and_a_rank_that_dies_then_is_found(tmp_path: Path) -> None:
-    settings = ("heartbeat_timeout_seconds=6", "hang_timeout_seconds=6")
+    settings = ("heartbeat_timeout_seconds=10", "hang_timeout_seconds=10")
     with running(tmp_path / "run", "walk", *settings) as run:
         before = run.step()
-        wrote = stranger_at(run, 9.0)
+        wrote = stranger_at(run, 14.0)
         assert run.launcher.poll() is None and wrote.stdout != "ended\n", run.console()
         assert int(wrote.stdout) > 100, wrote.stderr
         wait_for(lambda: run.step() > before + 20)
