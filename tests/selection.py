@@ -11,7 +11,7 @@ matrix = pytest.mark.matrix
 """On a test: `make test` has another one of the same behaviour, CI runs this one with `make test-matrix`."""
 
 
-def keeping(cases: Iterable[Any], *kept: Any, others: int = 2) -> list[Any]:
+def keeping(cases: Iterable[Any], *kept: Any, others: int = 1) -> list[Any]:
     """Cases for `parametrize`: `make test` runs those of `kept`, `make test-matrix` so many of the `others`, those that
     come first, and `make test-full` the rest. A case that has marks of its own stays as it is."""
     cases, own, found, count = list(cases), type(pytest.param()), [], 0

@@ -64,11 +64,15 @@ class GroupInFlight:
 
     @property
     def is_complete(self) -> bool:
-        return all(isinstance(sample, ScoredCompletion) for sample in self.samples)
+        return PartialCompletion not in map(type, self.samples)
 
     def nothing_sampled(self, deferred: bool) -> GroupInFlight:
         """The group without what is sampled of it."""
-        return replace(self, samples=(NOTHING_SAMPLED,) * len(self.samples), deferred=deferred)
+        if deferred == self.deferred and all(sample is NOTHING_SAMPLED for sample in self.samples):
+            return self
+        return GroupInFlight(
+            self.draw, self.first_step, (NOTHING_SAMPLED,) * len(self.samples), deferred=deferred
+        )
 
     def scored(self, prompt: Prompt) -> ScoredGroup:
         """The group as it is learned from; it must be complete."""

@@ -6,7 +6,6 @@ Also how a mistake is reported: all problems in one error, each with the nearest
 from __future__ import annotations
 
 import ast
-import dataclasses
 import difflib
 import functools
 import inspect
@@ -150,8 +149,13 @@ def section_classes() -> Mapping[str, Any]:
 
 def setting_values(config: Config) -> dict[str, Any]:
     """{"run.output_dir": "outputs/a", "run.seed": 1, ...} in the order of the schema."""
-    values = dataclasses.asdict(config)
-    return {f"{section}.{name}": value for section in values for name, value in values[section].items()}
+    return {key: getattr(getattr(config, section), name) for key, (section, name) in _places().items()}
+
+
+@functools.cache
+def _places() -> Mapping[str, tuple[str, str]]:
+    """(section, name) by key."""
+    return {key: (setting.section, setting.name) for key, setting in all_settings().items()}
 
 
 def is_among(key: str, names: Iterable[str]) -> bool:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -486,6 +486,7 @@ class _DeferringSimulation:
         sampled = Sampled(len(slices_S), float(done_UG.sum()), float(slices_S.sum()), squares)
         self.rounds[whole].append(DeferringRound(slices_S, sampled))
         return [
-            replace(group, samples=(_WHOLE if done_G.all() else NOTHING_SAMPLED,))
-            for group, done_G in zip(groups, done_UG, strict=True)
+            GroupInFlight(group.draw, group.first_step, samples, group.deferred)
+            for group, done in zip(groups, done_UG.all(axis=1).tolist(), strict=True)
+            for samples in [(_WHOLE,) if done else (NOTHING_SAMPLED,)]
         ]

@@ -16,6 +16,7 @@ from rlmath.planner.partial_rollouts import deferring_rollout_of
 from rlmath.planner.published import COLOCATED, TABLE, largest_error
 from rlmath.planner.tails import deferring
 from rlmath.planner.work import seconds_of
+from tests.selection import keeping, matrix
 from tests.tiny_models import make_model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +39,9 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", keeping(RECIPES, "areal/1.5b_n16.yaml", "areal/32b_n16.yaml", "simplerl/v2.yaml", others=3)
+)
 def test_every_recipe_has_a_plan(name: str, capsys: pytest.CaptureFixture[str]):
     plan = planned(capsys, "--config", str(CONFIGS / name), "--prompts", "50000")
     assert plan["problems"] == [] and plan["steps_per_epoch"] >= 40
@@ -48,7 +51,12 @@ def test_every_recipe_has_a_plan(name: str, capsys: pytest.CaptureFixture[str]):
         assert stage["flops"]["backward"] > stage["flops"]["sampling"] > 0
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    "name",
+    keeping(
+        ALGORITHMS, "algorithms/dapo.yaml", "algorithms/critic.yaml", "algorithms/distill.yaml", others=3
+    ),
+)
 def test_the_demo_has_a_plan_with_every_algorithm(name: str, model: str, capsys: pytest.CaptureFixture[str]):
     files = ("--config", str(CONFIGS / "demo.yaml"), "--config", str(CONFIGS / name))
     plan = planned(capsys, *files, model, "run.device=cpu")
@@ -122,6 +130,7 @@ def tail_table(out: str) -> list[str]:
     return lines[first : lines.index("", first)]
 
 
+@matrix
 def test_the_step_with_every_rollout_tail(capsys: pytest.CaptureFixture[str]):
     told = ["--config", str(CONFIGS / "areal/1.5b_n16.yaml"), "--layouts", "0"]
     assert main(told) == 0
@@ -157,6 +166,7 @@ def test_the_step_with_every_rollout_tail(capsys: pytest.CaptureFixture[str]):
     assert all(len(line) <= 80 for line in searched)
 
 
+@matrix
 @pytest.mark.parametrize(
     ("minibatches", "name"), [(4, "step, 4 minibatches"), (1, "step, `algorithm.n_minibatches=1`")]
 )
@@ -210,6 +220,7 @@ def test_a_run_that_defers_has_its_own_plan(capsys: pytest.CaptureFixture[str]):
 ASYNCHRONOUS = ("--config", str(CONFIGS / "areal/1.5b_n16.yaml"), "rollout.max_staleness=8")
 
 
+@matrix
 def test_engines_on_as_many_ranks_as_are_predicted_fastest(capsys: pytest.CaptureFixture[str]):
     """The plan is that of a run whose settings say so, with `rollout.ranks` or with the layout word."""
     plan = planned(capsys, *ASYNCHRONOUS, "--asynchronous")
@@ -253,6 +264,7 @@ def test_the_page_has_the_plan_of_engines_on_ranks_of_their_own(capsys: pytest.C
     assert all(len(line) <= 80 for line in told[told.index("  trainers") :].splitlines())
 
 
+@matrix
 @pytest.mark.parametrize("on_new_weights", ["recompute", "keep"])
 @pytest.mark.parametrize(("minibatches", "name"), [(4, "4 minibatches"), (1, "`algorithm.n_minibatches=1`")])
 def test_the_page_has_the_steps_of_engines_on_ranks_of_their_own(
@@ -327,8 +339,8 @@ def test_longer_answers_are_slower(capsys: pytest.CaptureFixture[str]):
         told = ("--config", str(CONFIGS / "areal/1.5b_n1.yaml"), "--mean-response-tokens", str(mean))
         return planned(capsys, *told)["step_seconds"]
 
-    found = [seconds(mean) for mean in (1000, 2000, 4000, 8000, 16000)]
-    assert found == sorted(found) and found[4] > 5 * found[0]
+    found = [seconds(mean) for mean in (1000, 4000, 16000)]
+    assert found == sorted(found) and found[2] > 5 * found[0]
 
 
 def test_a_faster_gpu_and_a_faster_network_are_faster(capsys: pytest.CaptureFixture[str]):
@@ -403,6 +415,7 @@ def test_every_gpu_that_memory_gpu_may_name_has_its_figures():
     assert tuple(GPUS) == typing.get_args(GpuName)
 
 
+@matrix
 def test_the_published_table_is_met_as_the_page_says(capsys: pytest.CaptureFixture[str]):
     assert main(["--published"]) == 0
     page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
@@ -411,6 +424,7 @@ def test_the_published_table_is_met_as_the_page_says(capsys: pytest.CaptureFixtu
     assert abs(largest_error([row.error for row in published(TABLE)])) < 0.25
 
 
+@matrix
 def test_the_page_has_the_steps_of_deferring():
     """By the share of a length's variance that is the prompt's; update, sync and switch are those of waiting."""
     ((_, tails),) = tails_of(TABLE[2:3])

@@ -15,7 +15,7 @@ from tests.distributed import partial_rollout_cases as cases
 from tests.distributed.async_cases import LEARNS, layout_of, run, with_engines
 from tests.distributed.partial_rollout_cases import LONGEST, PER_STEP
 from tests.distributed.rank_pool import RankPool
-from tests.selection import matrix
+from tests.selection import keeping, matrix
 
 pytestmark = pytest.mark.distributed
 
@@ -52,9 +52,9 @@ def prompts_of(found: Any) -> list[str]:
     ("count", "engine", "layout"),
     [
         pytest.param(2, {"ranks": 1}, {}, id="1 + 1"),
-        pytest.param(3, {"ranks": 1}, {"tensor": 2}, id="TP2 + 1", marks=matrix),
-        pytest.param(4, {"ranks": 2, "tensor_parallel": 2}, {"pipeline": 2}, id="PP2 + TP2"),
-        pytest.param(4, {"ranks": 2}, {}, id="DP2 + 2 engines", marks=matrix),
+        pytest.param(3, {"ranks": 1}, {"tensor": 2}, id="TP2 + 1", marks=pytest.mark.full),
+        pytest.param(4, {"ranks": 2, "tensor_parallel": 2}, {"pipeline": 2}, id="PP2 + TP2", marks=matrix),
+        pytest.param(4, {"ranks": 2}, {}, id="DP2 + 2 engines", marks=pytest.mark.full),
     ],
 )
 def test_engines_of_their_own_have_the_policys_weights_and_every_prompt_is_learned_once(
@@ -87,7 +87,7 @@ def test_with_staleness_0_a_run_is_the_synchronous_one_bit_by_bit(
     assert together.metrics[0]["train/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("on_new_weights", ["recompute", "keep"])
+@pytest.mark.parametrize("on_new_weights", keeping(["recompute", "keep"], "keep"))
 def test_interrupted_completions_go_on_with_the_new_weights(
     ranks: RankPool, model: Path, tmp_path: Path, on_new_weights: str
 ) -> None:
@@ -110,7 +110,10 @@ def test_interrupted_completions_go_on_with_the_new_weights(
         assert largest[True] > 1e-4  # the prefix is as the old ones read it
 
 
-@pytest.mark.parametrize(("count", "engines", "on_new_weights"), [(2, 1, "recompute"), (3, 2, "keep")])
+@pytest.mark.parametrize(
+    ("count", "engines", "on_new_weights"),
+    keeping([(2, 1, "recompute"), (3, 2, "keep")], (3, 2, "keep")),
+)
 def test_without_learning_every_prompt_gets_the_completions_of_the_synchronous_run(
     ranks: RankPool, model: Path, tmp_path: Path, count: int, engines: int, on_new_weights: str
 ) -> None:

@@ -105,7 +105,7 @@ def test_cut_or_whole_the_completions_are_the_same(whole: Run, carried: Run) -> 
 
 @pytest.mark.parametrize(
     ("world", "engine", "slice_tokens"),
-    [(2, 1, 12), pytest.param(4, 1, 12, marks=matrix), pytest.param(2, 2, 17, marks=matrix)],
+    [(2, 1, 12), pytest.param(4, 1, 12, marks=pytest.mark.full), pytest.param(2, 2, 17, marks=matrix)],
 )
 def test_engines_and_cuts_change_nothing(
     make: Make, whole: Run, carried: Run, world: int, engine: int, slice_tokens: int
@@ -177,7 +177,7 @@ def test_log_probs_are_those_of_the_weights_that_sampled(make: Make) -> None:
 
 
 @matrix
-@pytest.mark.parametrize("stop_after", [1, 4])
+@pytest.mark.parametrize("stop_after", [1, pytest.param(4, marks=pytest.mark.full)])
 def test_what_a_checkpoint_holds_continues_as_if_nothing_had_happened(
     make: Make, carried: Run, stop_after: int
 ) -> None:
@@ -186,7 +186,9 @@ def test_what_a_checkpoint_holds_continues_as_if_nothing_had_happened(
 
 
 @matrix
-@pytest.mark.parametrize("rollout", [CARRY, DEFER], ids=["carry", "defer"])
+@pytest.mark.parametrize(
+    "rollout", [pytest.param(CARRY, marks=pytest.mark.full), DEFER], ids=["carry", "defer"]
+)
 def test_dynamic_sampling_replaces_dropped_groups_by_further_draws(
     make: Make, rollout: RolloutConfig
 ) -> None:
@@ -276,7 +278,9 @@ def with_all_settings(make: Make, tmp_path_factory: pytest.TempPathFactory) -> C
 
 
 @matrix
-@pytest.mark.parametrize("rollout", [CARRY, DEFER], ids=["carry", "defer"])
+@pytest.mark.parametrize(
+    "rollout", [CARRY, pytest.param(DEFER, marks=pytest.mark.full)], ids=["carry", "defer"]
+)
 def test_penalties_filters_validation_and_early_stop_keep_their_meaning(
     with_all_settings: Callable[[RolloutConfig], Run], rollout: RolloutConfig
 ) -> None:
@@ -376,7 +380,7 @@ def test_metrics_of_deferred_groups(deferred: Run) -> None:
 
 @pytest.mark.parametrize(
     ("world", "engine"),
-    [(2, 1), pytest.param(4, 1, marks=matrix), pytest.param(2, 2, marks=matrix)],
+    [(2, 1), pytest.param(4, 1, marks=pytest.mark.full), pytest.param(2, 2, marks=pytest.mark.full)],
 )
 def test_engines_change_nothing_of_deferred_groups(
     make: Make, deferred: Run, world: int, engine: int
@@ -389,7 +393,7 @@ def test_engines_change_nothing_of_deferred_groups(
 
 
 @matrix
-@pytest.mark.parametrize("stop_after", [1, 4])
+@pytest.mark.parametrize("stop_after", [pytest.param(1, marks=pytest.mark.full), 4])
 def test_a_checkpoint_keeps_what_is_deferred(make: Make, deferred: Run, stop_after: int) -> None:
     run = make(1, DEFER, stop_after=stop_after)
     assert run.groups == deferred.groups and run.in_flight == deferred.in_flight

@@ -37,7 +37,13 @@ class Shown:
 def browser(profile: Path) -> Iterator[ClientConnection]:
     """A browser with a profile folder of its own; it ends with the context."""
     assert CHROMIUM is not None
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-port=0"]
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--remote-debugging-port=0",
+    ]
     with subprocess.Popen(
         [CHROMIUM, *options, f"--user-data-dir={profile}"], stderr=subprocess.PIPE, text=True
     ) as process:
@@ -102,11 +108,15 @@ def shown(connection: ClientConnection, page: Path, ready: str, dark: bool, heig
         tab.call(f"{domain}.enable")
     scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
     tab.call("Emulation.setEmulatedMedia", features=[scheme])
-    tab.call("Emulation.setDeviceMetricsOverride", width=1280, height=height, deviceScaleFactor=1, mobile=False)
+    tab.call(
+        "Emulation.setDeviceMetricsOverride", width=1280, height=height, deviceScaleFactor=1, mobile=False
+    )
     tab.call("Page.navigate", url=page.as_uri())
     until = time.monotonic() + DEADLINE_SECONDS
     while not tab.value(f"document.readyState === 'complete' && ({ready})"):
-        assert time.monotonic() < until, f"{ready} was not true within {DEADLINE_SECONDS:.0f} s; {tab.console}"
+        assert time.monotonic() < until, (
+            f"{ready} was not true within {DEADLINE_SECONDS:.0f} s; {tab.console}"
+        )
         time.sleep(0.1)
     dom = tab.value("document.documentElement.outerHTML")
     image = base64.b64decode(tab.call("Page.captureScreenshot", format="png")["data"])
