@@ -425,7 +425,7 @@ def test_a_captured_step_is_made_again_to_the_bit_without_the_data(workplace: Pa
 
 
 @matrix
-@pytest.mark.parametrize("layout", [(2, 1, 1), (4, 2, 2)])
+@pytest.mark.parametrize("layout", [(2, 1, 1), pytest.param((4, 2, 2), marks=pytest.mark.full)])
 def test_a_captured_step_is_the_same_in_another_layout(workplace: Path, layout: tuple[int, int, int]) -> None:
     ranks, tensor, pipeline = layout
     more = (f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}")

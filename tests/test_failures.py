@@ -184,7 +184,7 @@ def test_a_killed_rank_ends_the_run(arithmetic: Path, tmp_path: Path) -> None:
         assert_all_gone(everyone)
 
 
-@matrix
+@pytest.mark.full
 def test_what_the_disk_refuses_of_the_telemetry_costs_no_step(arithmetic: Path, tmp_path: Path) -> None:
     """Space and inodes run out, come back, and run out again: no row is missing, and the status is there."""
     with small_disk(tmp_path / "disk", "3g", 10_000) as disk:

@@ -160,7 +160,7 @@ def stopped(command: list[str], number: signal.Signals, moment: Callable[[str], 
 
 
 @distributed
-@matrix
+@pytest.mark.full
 def test_stopped_before_its_first_step_a_run_says_that_nothing_is_saved(
     arithmetic: Path, tmp_path: Path
 ) -> None:

@@ -42,6 +42,7 @@ def counted(
                 "policy.recompute_num_layers=null",
             ),
             id="7B, last of two stages with two chunks each",
+            marks=pytest.mark.full,
         ),
         pytest.param(
             "configs/areal/7b_n4.yaml",
@@ -59,6 +60,7 @@ def counted(
                 "policy.max_tokens_per_microbatch=15360",
             ),
             id="experts, last of two stages",
+            marks=pytest.mark.full,
         ),
     ],
 )
