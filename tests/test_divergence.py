@@ -36,6 +36,7 @@ def metric_rows(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@matrix
 def test_weights_that_are_not_finite_on_one_rank_are_never_saved(arithmetic: Path, tmp_path: Path) -> None:
     """The same command, with sound weights, then resumes from the checkpoint that stayed."""
     folder = tmp_path / "run"
@@ -54,7 +55,7 @@ def test_weights_that_are_not_finite_on_one_rank_are_never_saved(arithmetic: Pat
     assert [row["step"] for row in metric_rows(folder)] == [0, 1, 2, 3, 4]
 
 
-@matrix
+@pytest.mark.full
 def test_a_row_of_discarded_steps_ends_the_run_and_the_next_start(arithmetic: Path, tmp_path: Path) -> None:
     folder, more = tmp_path / "run", ("save.keep_last=2", "sft.eval_every_steps=null")
     console = start(arithmetic, folder, (*SPOILED, "scale"), *more)

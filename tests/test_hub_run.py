@@ -100,7 +100,7 @@ def test_a_dry_run_says_what_would_be_downloaded(place: Path, there: Hub, tmp_pa
 
 
 @pytest.mark.distributed
-@pytest.mark.full
+@matrix
 def test_an_evaluation_goes_on_with_the_commit_that_it_began_with(
     there: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from rlmath.rewards.verifier import verify
-from tests.selection import matrix
 
 
 def read_cases(name: str) -> list[dict]:
@@ -99,7 +98,7 @@ def test_cases_written_without_sight_of_the_verifier():
     assert [row["id"] for row in wrong if not row["correct"]] == []
 
 
-@matrix
+@pytest.mark.full
 def test_no_class_is_verified_worse_than_by_math_verify_alone():
     logging.disable(logging.CRITICAL)
     try:
