@@ -1,5 +1,5 @@
 # make demo    train a tiny model on two CPU cores and print how much it learned
-# make test    run the tests, one of every distributed behaviour; make test-matrix runs the others that CI runs
+# make test    run the tests, a case of every part of the program; make test-matrix runs the others that CI runs
 # Both first make .venv, the environment, and reuse it as long as it is current.
 
 # The interpreter that environments are made with: the first of these that really runs and is 3.11 or 3.12
@@ -33,7 +33,7 @@ help: ## say what there is
 demo: venv ## train a tiny model and print the result: SEED=1 ALGORITHM=grpo RANKS=2 TP=2 PP=1
 	.venv/bin/rlmath demo --seed $(SEED) --algorithm $(ALGORITHM) --ranks $(RANKS) --tensor-parallel $(TP) --pipeline-parallel $(PP) --started-at $(STARTED)
 
-test: venv ## run the tests: all without ranks, one of every distributed behaviour, a run that is resumed
+test: venv ## run the tests: a case of every part of the program, a run that is resumed
 	.venv/bin/python -m tests $(ARGS)
 
 test-matrix: venv ## run the tests that CI runs beside: further layouts, engines and programs

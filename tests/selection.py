@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 matrix = pytest.mark.matrix
-"""On a test: `make test` has another one of the same behaviour, CI runs this one with `make test-matrix`."""
+"""On a test: `make test` has another one of the same part of the program, CI runs this one with `make test-matrix`."""
 
 
 def keeping(cases: Iterable[Any], *kept: Any, others: int = 1) -> list[Any]:

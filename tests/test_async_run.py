@@ -15,9 +15,10 @@ from rlmath.checkpoint.flight import FLIGHT
 from rlmath.config.run_files import EXIT_STATUS_FILE, LOG_FILE
 from rlmath.distributed.fault_tolerance.exit_codes import SAVED_AND_STOPPED, read_exit_status
 from tests.programs import ENVIRONMENT, REPOSITORY, TRAIN, end_family, family, small_run, torchrun_command
+from tests.selection import matrix
 from tests.test_failures import END_SECONDS, assert_all_gone, ranks_of, rows_of, wait_for
 
-pytestmark = [pytest.mark.distributed, pytest.mark.full]
+pytestmark = [pytest.mark.distributed, matrix]
 
 STEPS, PER_STEP = 14, 8
 SETTINGS = (
@@ -104,6 +105,7 @@ def test_a_killed_engine_is_named_and_every_prompt_is_learned_once_by_whichever_
     assert sum(row.get("rollout/interrupted_sequences", 0) for row in rows_of(output)) > 0
 
 
+@pytest.mark.full
 def test_what_is_saved_while_validation_runs_is_resumed(arithmetic: Path, tmp_path: Path) -> None:
     """The engines have sampled with the weights that the run would go on with."""
     output = tmp_path / "run"
@@ -127,6 +129,7 @@ def test_what_is_saved_while_validation_runs_is_resumed(arithmetic: Path, tmp_pa
     assert_learned_once(output)
 
 
+@pytest.mark.full
 def test_a_stalled_engine_and_a_killed_trainer_are_named_and_the_run_resumes(
     arithmetic: Path, tmp_path: Path
 ) -> None:

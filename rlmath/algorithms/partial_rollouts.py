@@ -64,7 +64,7 @@ class GroupInFlight:
 
     @property
     def is_complete(self) -> bool:
-        return PartialCompletion not in map(type, self.samples)
+        return PartialCompletion not in map(type, self.samples)  # often asked: faster than isinstance of each
 
     def nothing_sampled(self, deferred: bool) -> GroupInFlight:
         """The group without what is sampled of it."""

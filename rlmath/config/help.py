@@ -6,6 +6,7 @@ Also how a mistake is reported: all problems in one error, each with the nearest
 from __future__ import annotations
 
 import ast
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -148,14 +149,13 @@ def section_classes() -> Mapping[str, Any]:
 
 
 def setting_values(config: Config) -> dict[str, Any]:
-    """{"run.output_dir": "outputs/a", "run.seed": 1, ...} in the order of the schema."""
-    return {key: getattr(getattr(config, section), name) for key, (section, name) in _places().items()}
-
-
-@functools.cache
-def _places() -> Mapping[str, tuple[str, str]]:
-    """(section, name) by key."""
-    return {key: (setting.section, setting.name) for key, setting in all_settings().items()}
+    """{"run.output_dir": "outputs/a", "run.seed": 1, ...} in the order of the schema. Lists are the config's own: a
+    caller does not change them."""
+    return {
+        f"{section}.{field.name}": getattr(getattr(config, section), field.name)
+        for section, section_class in section_classes().items()
+        for field in dataclasses.fields(section_class)
+    }
 
 
 def is_among(key: str, names: Iterable[str]) -> bool:

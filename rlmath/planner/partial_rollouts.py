@@ -486,7 +486,8 @@ class _DeferringSimulation:
         sampled = Sampled(len(slices_S), float(done_UG.sum()), float(slices_S.sum()), squares)
         self.rounds[whole].append(DeferringRound(slices_S, sampled))
         return [
-            GroupInFlight(group.draw, group.first_step, samples, group.deferred)
+            GroupInFlight(
+                group.draw, group.first_step, (_WHOLE if done else NOTHING_SAMPLED,), group.deferred
+            )
             for group, done in zip(groups, done_UG.all(axis=1).tolist(), strict=True)
-            for samples in [(_WHOLE,) if done else (NOTHING_SAMPLED,)]
         ]

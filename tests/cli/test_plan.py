@@ -40,7 +40,15 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0
 
 
 @pytest.mark.parametrize(
-    "name", keeping(RECIPES, "areal/1.5b_n16.yaml", "areal/32b_n16.yaml", "simplerl/v2.yaml", others=3)
+    "name",
+    keeping(
+        RECIPES,
+        "areal/v0.1_1.5b_stages.yaml",
+        "areal/32b_n16.yaml",
+        "rlinf/grpo-7b.yaml",
+        "simplerl/v2.yaml",
+        others=0,
+    ),
 )
 def test_every_recipe_has_a_plan(name: str, capsys: pytest.CaptureFixture[str]):
     plan = planned(capsys, "--config", str(CONFIGS / name), "--prompts", "50000")

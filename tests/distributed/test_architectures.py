@@ -63,7 +63,7 @@ def wanted(folders: dict[str, Path]) -> dict[str, tuple[list[Tensor], dict[str, 
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("case", keeping(LAYOUTS, Case(tensor=2, max_tokens=128)), ids=str)
+@pytest.mark.parametrize("case", keeping(LAYOUTS, Case(tensor=2, max_tokens=128), others=2), ids=str)
 def test_a_model_answers_learns_and_leaves_as_in_transformers(
     ranks: RankPool,
     folders: dict[str, Path],

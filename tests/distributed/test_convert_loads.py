@@ -52,7 +52,7 @@ one is filled up otherwise than Megatron does at TP2, and loads all the same."""
 LOADED = [("qwen2-tied", Case(pipeline=2), (1, 3)), ("qwen3-moe", Case(data=2, expert=2), (1, 2))]
 
 
-@pytest.mark.parametrize(("name", "case", "split"), keeping(LOADS, *LOADED), ids=str)
+@pytest.mark.parametrize(("name", "case", "split"), keeping(LOADS, *LOADED, others=2), ids=str)
 def test_megatron_loads_a_converted_model_bit_by_bit(
     ranks: RankPool, models: dict[str, Path], tmp_path: Path, name: str, case: Case, split: tuple[int, int]
 ) -> None:

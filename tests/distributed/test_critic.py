@@ -192,7 +192,7 @@ BFLOAT16 = replace(ON_TWO, bfloat16=True)
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     keeping(
-        [(BFLOAT16, BFLOAT16), (ON_TWO, ON_TWO), (Case(optimizer="adam", tensor=2, pipeline=2), ON_TWO)],
+        [(BFLOAT16, BFLOAT16), (Case(optimizer="adam", tensor=2, pipeline=2), ON_TWO), (ON_TWO, ON_TWO)],
         (BFLOAT16, BFLOAT16),
     ),
     ids=str,

@@ -186,9 +186,7 @@ def test_what_a_checkpoint_holds_continues_as_if_nothing_had_happened(
 
 
 @matrix
-@pytest.mark.parametrize(
-    "rollout", [pytest.param(CARRY, marks=pytest.mark.full), DEFER], ids=["carry", "defer"]
-)
+@pytest.mark.parametrize("rollout", [CARRY, DEFER], ids=["carry", "defer"])
 def test_dynamic_sampling_replaces_dropped_groups_by_further_draws(
     make: Make, rollout: RolloutConfig
 ) -> None:

@@ -61,7 +61,7 @@ def saved_by(ranks: RankPool, untied_model: Path, tmp_path_factory: pytest.TempP
     return Saved(ranks, untied_model, tmp_path_factory.mktemp("saved"))
 
 
-@pytest.mark.parametrize("case", keeping(SAME, SAME[0]), ids=str)
+@pytest.mark.parametrize("case", keeping(SAME, SAME[0], others=2), ids=str)
 def test_on_the_same_layout_every_bit_comes_back_and_the_next_update_is_the_same(
     ranks: RankPool, untied_model: Path, saved_by: Saved, case: Case
 ) -> None:
