@@ -70,9 +70,7 @@ class GroupInFlight:
         """The group without what is sampled of it."""
         if deferred == self.deferred and all(sample is NOTHING_SAMPLED for sample in self.samples):
             return self
-        return GroupInFlight(
-            self.draw, self.first_step, (NOTHING_SAMPLED,) * len(self.samples), deferred=deferred
-        )
+        return replace(self, samples=(NOTHING_SAMPLED,) * len(self.samples), deferred=deferred)
 
     def scored(self, prompt: Prompt) -> ScoredGroup:
         """The group as it is learned from; it must be complete."""

@@ -6,7 +6,6 @@ Also how a mistake is reported: all problems in one error, each with the nearest
 from __future__ import annotations
 
 import ast
-import dataclasses
 import difflib
 import functools
 import inspect
@@ -151,11 +150,7 @@ def section_classes() -> Mapping[str, Any]:
 def setting_values(config: Config) -> dict[str, Any]:
     """{"run.output_dir": "outputs/a", "run.seed": 1, ...} in the order of the schema. Lists are the config's own: a
     caller does not change them."""
-    return {
-        f"{section}.{field.name}": getattr(getattr(config, section), field.name)
-        for section, section_class in section_classes().items()
-        for field in dataclasses.fields(section_class)
-    }
+    return {key: getattr(getattr(config, one.section), one.name) for key, one in all_settings().items()}
 
 
 def is_among(key: str, names: Iterable[str]) -> bool:
