@@ -45,21 +45,7 @@ from rlmath.config.terminal import escape_terminal
 from rlmath.data.packing import MicroBatch, pack
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
-from rlmath.planner.lengths import Batch, Lengths
-from rlmath.planner.step import sync_work
-from rlmath.planner.training import (
-    LOGPROBS,
-    StepInputs,
-    gradient_exchanges,
-    pass_exchanges,
-    stages,
-    update_passes,
-)
-from rlmath.planner.work import CPU_CORE, RANKS_PER_NODE, Cluster
-from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes, cell_of, plan_cell, rank_rounds
-from rlmath.rollout.weight_sync.shard_layouts import training_layout
-from rlmath.rollout.weight_sync.transport import elements
-from rlmath.trainer.preflight.memory_estimate import (
+from rlmath.planning.memory_estimate import (
     ENGINE_PARTS,
     MemoryPlan,
     Target,
@@ -67,8 +53,22 @@ from rlmath.trainer.preflight.memory_estimate import (
     plan_rank,
     training_ranks,
 )
-from rlmath.trainer.preflight.memory_fit import GIB
-from rlmath.trainer.preflight.parallelism import ranks_or_least
+from rlmath.planning.memory_fit import GIB
+from rlmath.planning.parallelism import ranks_or_least
+from rlmath.planning.planner.lengths import Batch, Lengths
+from rlmath.planning.planner.step import sync_work
+from rlmath.planning.planner.training import (
+    LOGPROBS,
+    StepInputs,
+    gradient_exchanges,
+    pass_exchanges,
+    stages,
+    update_passes,
+)
+from rlmath.planning.planner.work import CPU_CORE, RANKS_PER_NODE, Cluster
+from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes, cell_of, plan_cell, rank_rounds
+from rlmath.rollout.weight_sync.shard_layouts import training_layout
+from rlmath.rollout.weight_sync.transport import elements
 from tools import fake_cuda
 
 DIFFERS = 1

@@ -20,11 +20,11 @@ from rlmath.cli.plan_memory import MISTAKE, NOT_NEEDED
 from rlmath.config.gpu_specs import GPUS
 from rlmath.config.load import load_config, make_parser
 from rlmath.config.terminal import escape_terminal
-from rlmath.planner.calibration import Measured, as_file, fit, read_coefficients, read_run
-from rlmath.planner.report import calibration_lines, coefficient_lines, run_data, run_lines
-from rlmath.planner.run import Asked, place_run, predict_run
-from rlmath.planner.step import compare_layouts
-from rlmath.planner.work import CPU, DEFAULTS, RANKS_PER_NODE, Coefficients
+from rlmath.planning.planner.calibration import Measured, as_file, fit, read_coefficients, read_run
+from rlmath.planning.planner.report import calibration_lines, coefficient_lines, run_data, run_lines
+from rlmath.planning.planner.run import Asked, place_run, predict_run
+from rlmath.planning.planner.step import compare_layouts
+from rlmath.planning.planner.work import CPU, DEFAULTS, RANKS_PER_NODE, Coefficients
 
 
 def main(argv: Sequence[str] | None = None) -> int:
