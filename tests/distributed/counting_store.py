@@ -68,7 +68,7 @@ def add_at_once(clients: int) -> tuple[list[int], int]:
 
 
 def gloo_start(ranks: int, connect_all: bool) -> tuple[int, int]:
-    """Requests and bytes that a gloo group of so many ranks asks of the store until it stands. Threads are the ranks."""
+    """Requests and bytes that a gloo group of so many ranks asks of the store until it stands. Ranks are threads."""
     inner = dist.HashStore()
     stores = [CountingStore(inner) for _ in range(ranks)]
 
