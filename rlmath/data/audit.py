@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Self
 from rlmath.algorithms.types import Prompt
 from rlmath.config.schema import RewardConfig
 from rlmath.config.terminal import excerpt, visible
-from rlmath.data.files import grouped
+from rlmath.data.rows import grouped
 from rlmath.data.sft_sequences import SequenceReport, WrittenSequence
 from rlmath.data.tokenizer import characters_without_token, unknown_token_ids, without_template
 from rlmath.rewards.answers.string_match import gold_answer
