@@ -20,13 +20,13 @@ from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 
+from rlmath.answers.extraction import extract_boxed
+from rlmath.answers.verifier import MAX_SOLUTIONS, TASKS
 from rlmath.config.files import read_json_object
 from rlmath.data.files import CHARACTERS_PER_TOKEN, MAX_LINE_BYTES, MAX_TEXT_CHARACTERS, raw_rows
 from rlmath.data.rows import PromptFile, PromptRow, RawRow, RowError, UnusableRow, short, unusable_lines
 from rlmath.data.tokenizer import has_template
-from rlmath.rewards.extraction import extract_boxed
-from rlmath.rewards.user_functions import UserFunction
-from rlmath.rewards.verifier import MAX_SOLUTIONS, TASKS
+from rlmath.workers.user_functions import UserFunction
 
 Reader = Callable[[dict, int], PromptRow]
 """(columns, number of the row) to the row; RowError where it cannot be used."""

@@ -26,7 +26,7 @@ from rlmath.data.formats import check_length, checked_text
 from rlmath.data.order import permutation
 from rlmath.data.rows import PromptRow, RawRow, RowError, UnusableRow, short, unusable_lines
 from rlmath.data.tokenizer import prompt_tokens, rendered, token_ids_of
-from rlmath.rewards.user_functions import UserFunction
+from rlmath.workers.user_functions import UserFunction
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
