@@ -28,8 +28,6 @@ ORDER = [
     "cli",
 ]
 """The packages of rlmath/, and its one module beside them: each may import those before it."""
-BASELINE = "tools/bare_start.py"
-"""Measures the libraries alone."""
 FAKE_RANK = ("tools/fake_rank.py", "tools/fake_cuda.py")
 """They replace what of Megatron needs a GPU."""
 MAY_IMPORT = {
@@ -38,10 +36,9 @@ MAY_IMPORT = {
         "rlmath/checkpoint",
         "rlmath/rollout/weight_sync",
         "megatron_patches",
-        BASELINE,
         *FAKE_RANK,
     ),
-    "vllm": ("rlmath/rollout", BASELINE),
+    "vllm": ("rlmath/rollout",),
 }
 PURE = ("rlmath/config", "rlmath/algorithms", "rlmath/data", "rlmath/rewards")
 """They import neither, nor torch.distributed."""
