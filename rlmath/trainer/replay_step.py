@@ -18,6 +18,7 @@ from rlmath.algorithms.types import ScoredGroup
 from rlmath.checkpoint.convert.convert import megatron_to_hf
 from rlmath.checkpoint.hf.weights import read_metadata_files
 from rlmath.config import length_curriculum as curriculum
+from rlmath.config.run_files import write_whole
 from rlmath.data.dataset import Inputs
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.device import Device, open_device
@@ -42,7 +43,7 @@ from rlmath.trainer.recorder import captured_update, sketch_of
 from rlmath.trainer.reporter import StepRecord
 from rlmath.trainer.resume import CheckpointToResume, Recovery
 from rlmath.trainer.startup import PreparedRun
-from rlmath.trainer.telemetry.metrics_writer import json_number, write_whole
+from rlmath.trainer.telemetry.metrics_writer import json_number
 
 logger = logging.getLogger(__name__)
 
