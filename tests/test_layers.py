@@ -13,8 +13,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 OF_TRAINER = ("rlmath/trainer/", "rlmath/run/", "rlmath/replay/", "rlmath/cli/")
 """Only files there import rlmath.trainer."""
-BASELINE = "tools/bare_start.py"
-"""Measures the libraries alone."""
 FAKE_RANK = ("tools/fake_rank.py", "tools/fake_cuda.py")
 """They replace what of Megatron needs a GPU."""
 MAY_IMPORT = {
@@ -23,10 +21,9 @@ MAY_IMPORT = {
         "rlmath/checkpoint",
         "rlmath/rollout/weight_sync",
         "megatron_patches",
-        BASELINE,
         *FAKE_RANK,
     ),
-    "vllm": ("rlmath/rollout", BASELINE),
+    "vllm": ("rlmath/rollout",),
 }
 PURE = tuple(f"rlmath/{name}" for name in ("config", "algorithms", "answers", "workers", "data", "rewards"))
 """They import neither, nor torch.distributed."""

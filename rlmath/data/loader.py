@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Prompt
 from rlmath.config.load import without_secrets
-from rlmath.config.run_files import DATA_REPORT_FILE, UNUSABLE_ROWS_FILE
+from rlmath.config.run_files import DATA_REPORT_FILE, UNUSABLE_ROWS_FILE, write_whole
 from rlmath.data.files import CHARACTERS_PER_TOKEN, PromptRow, UnusableRow, unusable_lines
 from rlmath.data.formats import read_prompts
 from rlmath.data.tokenizer import (
@@ -157,16 +157,9 @@ def write_report(folder: str | Path, reports: Sequence[FilterReport | SequenceRe
         "dropped_share": dropped_share(reports),
         "files": [report.record() for report in reports],
     }
-    _write(Path(folder) / DATA_REPORT_FILE, [json.dumps(whole, indent=2)])
-    rows = (json.dumps(asdict(row)) for report in reports for row in report.unusable)
-    _write(Path(folder) / UNUSABLE_ROWS_FILE, rows)
-
-
-def _write(file: Path, lines: Iterable[str]) -> None:
-    scratch = file.with_name(f".{file.name}.tmp")
-    with scratch.open("w", encoding="utf-8") as stream:
-        stream.writelines(f"{without_secrets(line)}\n" for line in lines)
-    os.replace(scratch, file)
+    rows = "".join(f"{json.dumps(asdict(row))}\n" for report in reports for row in report.unusable)
+    write_whole(Path(folder) / DATA_REPORT_FILE, without_secrets(json.dumps(whole, indent=2)) + "\n")
+    write_whole(Path(folder) / UNUSABLE_ROWS_FILE, without_secrets(rows))
 
 
 # ---------------------------------------------------------------- prompts of a file

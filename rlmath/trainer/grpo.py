@@ -25,6 +25,7 @@ from rlmath.algorithms.types import ScoredGroup
 from rlmath.checkpoint.directory import CRITIC_CONFIG, Progress
 from rlmath.config import length_curriculum as curriculum
 from rlmath.config.length_curriculum import LengthStage
+from rlmath.config.run_files import write_whole
 from rlmath.config.schema import Config
 from rlmath.data.curriculum import HISTORY
 from rlmath.data.dataset import Inputs
@@ -244,7 +245,7 @@ class GrpoTrainer(PolicyTrainer):
                 logger.info("%s", line)
             path = Path(self.config.run.output_dir) / HISTORY
             try:
-                write_whole(path, curriculum.file().decode())
+                write_whole(path, curriculum.file())
             except OSError as error:
                 logger.warning("%s cannot be written: %s", path, error)
         return {"history": curriculum.summary()}
