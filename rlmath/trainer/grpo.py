@@ -38,7 +38,6 @@ from rlmath.rewards.several_rewards import functions_of, summed_rewards
 from rlmath.run.loop import Interrupted
 from rlmath.run.recovery.checkpointing import Checkpointer
 from rlmath.run.startup import PreparedRun
-from rlmath.telemetry.metrics_writer import write_whole
 from rlmath.telemetry.reporter import StepRecord, ValidationResult
 from rlmath.trainer.metrics import (
     UpdateRecord,
