@@ -41,18 +41,16 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NotRequired, Protocol, TypedDict, TypeVar
 
 from rlmath.config.help import all_settings, nearest_path, nearest_word
+from rlmath.config.shipped_files import PACKAGE
 
 REWARD_WORDS = ("correctness", "format", "length")
 """Entries of `reward.rewards` that are no functions of the user's."""
-SOURCE = Path(str(resources.files("rlmath"))).parent
-"""The folder that this package is imported from."""
 CHECK_SECONDS = 300
 CAN_BE_LOADED = "the function can be loaded"
 """The last line of a check; a module that ends the process while it is imported does not print it."""
@@ -415,7 +413,8 @@ def _problem_of(arguments: Sequence[str], setting: str, spec: str) -> str | None
 
 def worker_environment() -> dict[str, str]:
     """The environment of reward workers: this package and the current folder can be imported."""
-    path = os.pathsep.join([str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")]), os.getcwd()])
+    source = str(PACKAGE.parent)
+    path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")]), os.getcwd()])
     return {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
 
 
