@@ -32,7 +32,7 @@ from rlmath.config import length_curriculum as curriculum
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, critic_epochs, most_critic_updates, most_updates
-from rlmath.data.loader import Rollback
+from rlmath.data.order import Rollback
 from rlmath.data.packing import MicroBatch, pack
 from rlmath.data.seqlen_balancing import plan_minibatches, training_cost
 from rlmath.distributed.mesh import Mesh
@@ -45,11 +45,11 @@ from rlmath.models.learner import MinibatchResult
 from rlmath.models.offload import OffloadSets, SetName, training_sets
 from rlmath.models.teacher import Teacher, TeacherStates
 from rlmath.rewards.several_rewards import named_rewards, summed_rewards
+from rlmath.run.loop import Trainer
+from rlmath.run.startup import PreparedRun
 from rlmath.trainer.critic import CriticEstimates, CriticUpdater, critic_metrics
 from rlmath.trainer.kl_in_reward import KLPenalty, apply_kl_penalty
-from rlmath.trainer.loop import Trainer
 from rlmath.trainer.metrics import UpdateRecord
-from rlmath.trainer.startup import PreparedRun
 from rlmath.trainer.teacher_advantages import TeacherAdvantages, add_teacher_advantages
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rlmath.config.schema import Config, DataConfig, SftConfig
-from rlmath.data.loader import PromptOrder
+from rlmath.data.order import PromptOrder
 from rlmath.data.sft_sequences import WrittenSequence
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
@@ -43,9 +43,9 @@ def build_trainer(
 ) -> tuple[Any, Any]:
     """(trainer, actor) on this rank."""
     from rlmath.data.dataset import SftInputs
-    from rlmath.trainer.resume import Origin
+    from rlmath.run.recovery.resume import Origin
+    from rlmath.run.startup import PreparedRun
     from rlmath.trainer.sft import SftTrainer
-    from rlmath.trainer.startup import PreparedRun
 
     device = open_device("cpu")
     init_process_group(device, 120.0)

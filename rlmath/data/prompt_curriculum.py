@@ -1,0 +1,468 @@
+"""Which prompts a run draws next, where that depends on how often it solved them (`data.curriculum`).
+
+    base order: place 0, 1, 2, ... -> prompts inside the curriculum are drawn
+                                   -> the others wait in a queue; a share of the draws (the floor) takes its oldest
+
+The base order is that of a run without a curriculum, pass after pass, but no place is left out: prompts that are passed
+over make a pass shorter, and the order runs on into the next one. With "none" the draws are those of
+`PromptOrder`, and pass rates are only counted.
+
+1. The draws of a step follow from settings, from the state that the last step left and from the pass rates of groups
+   that earlier steps learned from or dropped, never from the step's own groups nor from the clock: all ranks, and a
+   resumed run, draw the same.
+2. A step is always full. No prompt comes twice in it while there is another one.
+3. Nothing starves: a place of the base order that is passed over puts its prompt into the queue, unless it waits
+   there, and every draw that the floor gives to the queue takes the prompt that has waited longest. With N prompts,
+   each of them in every pass of K places, every prompt comes within 2 K / (1 - floor) + N / floor + 2 P draws.
+
+The state and the pass rates are a file of every checkpoint, which `data.history_path` of another run may name:
+
+    {"version": 1, "draws": {...}}                               the state, with a curriculum
+    {"query_id": "q-17", "groups": [[3, 8], [5, 8]]}             counts (right, sampled) of the last groups of a prompt
+    {"query_id": "q-18", "correct": 8, "sampled": 16}            from elsewhere: one group
+"""
+
+# Shape legend: P prompts of one step, N prompts in all, K places of one pass.
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from rlmath.algorithms.prompt_history import BUCKETS, Counts, CurriculumRules, PromptHistory, Verdict
+from rlmath.algorithms.types import ScoredGroup
+from rlmath.config.files import open_regular, parse_json
+from rlmath.config.schema import DataConfig
+from rlmath.data.order import Draw, PromptOrder, Reseed
+
+logger = logging.getLogger(__name__)
+
+HISTORY = "prompt_history.jsonl"
+"""The file in a checkpoint, and in the run's folder at its end."""
+VERSION = 1
+MAX_LINE_BYTES = 2**16
+"""Of a row that is read; the first line of a file of ours may be as long as a checkpoint's."""
+MAX_GROUPS = 1000
+"""Of a row that is read."""
+_MOST = 2**31
+"""Above every count."""
+
+
+def rules_of(data: DataConfig) -> CurriculumRules:
+    return CurriculumRules(
+        data.curriculum, data.solved_samples, data.band_low, data.band_high, data.curriculum_floor
+    )
+
+
+def is_floor_draw(draw: int, floor: float) -> bool:
+    """Whether a draw, counted from 0 over the run, is one of the queue's: evenly spread, `floor` of all.
+
+    >>> [draw for draw in range(12) if is_floor_draw(draw, 0.25)]
+    [3, 7, 11]
+    """
+    return math.floor((draw + 1) * floor) > math.floor(draw * floor)
+
+
+@dataclass
+class DrawState:
+    """What is carried from draw to draw."""
+
+    next_draw: int = 0
+    cursor: int = 0
+    """Places of the base order that were looked at."""
+    looked_at: int = 0
+    """Of them, those for the step's prompts that are being drawn: at most 2 K, which have every prompt of a pass."""
+    batch: list[int] = field(default_factory=list)
+    """Prompts that are drawn already of the P of a step."""
+    queue: dict[int, None] = field(default_factory=dict)
+    """Prompts that were passed over and wait, the longest first."""
+    in_flight: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """By draw that has not left yet: (prompt, how often it comes before in its batch)."""
+    passed_easy: int = 0
+    passed_hard: int = 0
+    """Places that were passed over so far, by verdict."""
+    floor_draws: int = 0
+    """Draws so far that took a prompt from the queue since it was its turn."""
+    filled_draws: int = 0
+    """Draws so far that took a prompt from the queue since a whole pass had no other prompt left."""
+    reseeds: list[Reseed] = field(default_factory=list)
+    """Places from which on the base order is another one."""
+
+    def copy(self) -> DrawState:
+        return replace(
+            self,
+            batch=list(self.batch),
+            queue=dict(self.queue),
+            in_flight=dict(self.in_flight),
+            reseeds=list(self.reseeds),
+        )
+
+
+class PromptCurriculum:
+    """Draws prompts, and counts how often they are solved. All ranks call it alike.
+
+    >>> order = PromptOrder(n_prompts=4, prompts_per_step=2, seed=1, shuffle=False)
+    >>> history = PromptHistory(4, {0: ((8, 8),)})
+    >>> rules = CurriculumRules("band", high=0.9, floor=0.25)
+    >>> curriculum = PromptCurriculum(order, ["a", "b", "c", "d"], rules, history)
+    >>> [curriculum.begin(step).batch(step) for step in (0, 1)]
+    [[1, 2], [3, 0]]
+    """
+
+    def __init__(
+        self,
+        order: PromptOrder,
+        prompt_ids: Sequence[str],
+        rules: CurriculumRules,
+        history: PromptHistory,
+    ) -> None:
+        """`history` is that of an earlier run; it is copied."""
+        assert len(prompt_ids) == order.n_prompts
+        self._order, self._rules = order, rules
+        self._ids = list(prompt_ids)
+        self._indices = {prompt_id: index for index, prompt_id in enumerate(prompt_ids)}
+        self._state = self._after = DrawState()
+        """The state, and what the step that is being made has left of it so far."""
+        self._set_history(history)
+
+    def _set_history(self, history: PromptHistory) -> None:
+        self._history = history.copy()
+        self._verdicts: dict[int, Verdict] = {}
+        for index in self._history.groups:
+            self._judge(index)
+
+    def _judge(self, index: int) -> None:
+        verdict = self._rules.verdict(*self._history.totals(index))
+        self._verdicts.pop(index, None)
+        if verdict is not None:
+            self._verdicts[index] = verdict
+
+    @property
+    def draws_by_rates(self) -> bool:
+        """Whether pass rates decide what is drawn."""
+        return self._rules.kind != "none"
+
+    # ------------------------------------------------------------ drawing
+
+    def begin(self, step: int) -> PromptCurriculum:
+        """Step `step` begins. What it draws is forgotten if it fails before `commit`."""
+        self._after = self._state.copy()
+        known = max((one.rollback for one in self._after.reseeds), default=0)
+        for rollback in self._order.rollbacks:
+            if rollback.step <= step and rollback.number > known:
+                self._after.reseeds.append(Reseed(self._after.cursor, rollback.number))
+        return self
+
+    def batch(self, step: int) -> list[int]:
+        """P prompts of a step that samples all that it draws."""
+        if not self.draws_by_rates:
+            return self._order.batch(step)[1]
+        per_step = self._order.prompts_per_step
+        return [self.drawn(draw)[1] for draw in range(step * per_step, (step + 1) * per_step)]
+
+    def extra(self, step: int) -> Iterator[int]:
+        """All prompts that are not the step's own, as `PromptOrder.extra`, those that are passed over last. They keep
+        their turn."""
+        if not self.draws_by_rates:
+            yield from self._order.extra(step)
+            return
+        own = set(self._after.batch)
+        others = list(self._order.extra(step, own))
+        yield from (index for index in others if index not in self._verdicts)
+        yield from (index for index in others if index in self._verdicts)
+
+    def drawn(self, draw: int) -> Draw:
+        """A place of all steps' prompts, counted from 0 over the whole run. New draws are made one after the other."""
+        if not self.draws_by_rates:
+            return self._order.drawn(draw)
+        state = self._after
+        while state.next_draw <= draw:
+            self._draw(state)
+        return Draw(draw // self._order.prompts_per_step, *state.in_flight[draw])
+
+    def _draw(self, state: DrawState) -> None:
+        if state.next_draw % self._order.prompts_per_step == 0:
+            state.batch, state.looked_at = [], 0
+        taken = set(state.batch)
+        index = self._next(state, taken)
+        state.queue.pop(index, None)
+        state.in_flight[state.next_draw] = index, state.batch.count(index)
+        state.batch.append(index)
+        state.next_draw += 1
+
+    def _next(self, state: DrawState, taken: Collection[int]) -> int:
+        if is_floor_draw(state.next_draw, self._rules.floor):
+            for index in state.queue:
+                if index not in taken:
+                    state.floor_draws += 1
+                    return index
+        all_passed_over = len(self._verdicts) == self._order.n_prompts == len(state.queue) + len(taken)
+        while state.looked_at < 2 * self._order.n_places and not all_passed_over:
+            index = self._place(state)
+            state.looked_at += 1
+            if index in taken:
+                continue
+            verdict = self._verdicts.get(index)
+            if verdict is None:
+                return index
+            state.passed_easy += verdict == "easy"
+            state.passed_hard += verdict == "hard"
+            state.queue.setdefault(index)
+        for index in state.queue:
+            if index not in taken:
+                state.filled_draws += 1
+                return index
+        return self._place(state)
+
+    def _place(self, state: DrawState) -> int:
+        """The prompt of the next place of the base order."""
+        state.cursor += 1
+        return self._order.place(state.cursor - 1, tuple(state.reseeds))
+
+    # ------------------------------------------------------------ counting
+
+    def commit(self, groups: Iterable[ScoredGroup], in_flight: Collection[int] = ()) -> dict[str, float]:
+        """The step is made: count its `groups`, all that it sampled and that leave, in the order of their draws, and
+        keep the draws `in_flight`. Returns the metrics of the history.
+
+        `history/drift` is the mean change of a prompt's pass rate, from what was counted of it before to its new group.
+        """
+        before, state = self._state, self._after
+        drift: list[float] = []
+        for group in groups:
+            index = self._indices[group.prompt.prompt_id]
+            correct, sampled = sum(score.correct for score in group.scores), len(group.scores)
+            then, of = self._history.totals(index)
+            if of and sampled:
+                drift.append(correct / sampled - then / of)
+            self._history.record(index, correct, sampled)
+            self._judge(index)
+        state.in_flight = {draw: one for draw, one in state.in_flight.items() if draw in in_flight}
+        self._state = state
+        n_prompts = self._order.n_prompts
+        metrics = {
+            f"history/prompts/{name}": float(n) for name, n in self._history.buckets(n_prompts).items()
+        }
+        metrics["history/drift"] = sum(drift) / len(drift) if drift else 0.0
+        if self.draws_by_rates:
+            draws = max(1, state.next_draw - before.next_draw)
+            from_queue = state.floor_draws + state.filled_draws - before.floor_draws - before.filled_draws
+            metrics |= {
+                "history/skipped_share": len(self._verdicts) / n_prompts,
+                "history/floor_share": from_queue / draws,
+                "history/passes": state.cursor / self._order.n_places,
+            }
+        return metrics
+
+    def summary(self) -> dict[str, Any]:
+        """For the end of the run: prompts by pass rate, what is passed over, and why."""
+        found: dict[str, Any] = {"prompts": self._history.buckets(self._order.n_prompts)}
+        if self.draws_by_rates:
+            state, verdicts = self._state, list(self._verdicts.values())
+            found |= {
+                "curriculum": self._rules.kind,
+                "skipped_at_the_end": {kind: verdicts.count(kind) for kind in ("easy", "hard")},
+                "places_passed_over": {"easy": state.passed_easy, "hard": state.passed_hard},
+                "draws": state.next_draw,
+                "draws_from_skipped": state.floor_draws + state.filled_draws,
+                "passes": round(state.cursor / self._order.n_places, 3),
+            }
+        return found
+
+    def lines(self) -> tuple[str, ...]:
+        """`summary` for the console."""
+        sizes = self._history.buckets(self._order.n_prompts)
+        shown = ", ".join(f"{name.replace('_', ' ')}: {sizes[name]}" for name in BUCKETS)
+        lines = [f"Prompts by pass rate (%) of their last {self._history.keep} groups: {shown}"]
+        if self.draws_by_rates:
+            state, verdicts = self._state, list(self._verdicts.values())
+            rules, easy, hard = self._rules, verdicts.count("easy"), verdicts.count("hard")
+            why = f"above {rules.high:g}: {easy}, below {rules.low:g}: {hard}"
+            if rules.kind == "skip_solved":
+                why = f"all of at least {rules.solved_samples} samples right: {easy}"
+            passed, draws = state.passed_easy + state.passed_hard, state.floor_draws + state.filled_draws
+            lines.append(
+                f'Curriculum "{rules.kind}": {easy + hard} of {self._order.n_prompts} prompts are skipped now ({why}). '
+                f"In {state.next_draw} draws {passed} places of the order were passed over, {state.passed_easy} as too "
+                f"easy and {state.passed_hard} as too hard; {draws} draws took a skipped prompt"
+            )
+        return tuple(lines)
+
+    # ------------------------------------------------------------ the file
+
+    def file(self) -> bytes:
+        """What a checkpoint keeps."""
+        header: dict[str, Any] = {"version": VERSION}
+        if self.draws_by_rates:
+            header["draws"] = asdict(self._state) | {
+                "queue": list(self._state.queue),
+                "in_flight": [[draw, *one] for draw, one in self._state.in_flight.items()],
+                "reseeds": [[one.place, one.rollback] for one in self._state.reseeds],
+            }
+        rows = (
+            {"query_id": self._ids[index], "groups": groups}
+            for index, groups in sorted(self._history.groups.items())
+        )
+        return "".join(json.dumps(one) + "\n" for one in (header, *rows)).encode()
+
+    def forget(self) -> None:
+        """Continue without any history."""
+        self._state = self._after = DrawState()
+        self._set_history(PromptHistory(self._history.keep))
+
+    def require_draws(self, next_draw: int, in_flight: Sequence[int]) -> None:
+        """ValueError where these are not the draws of the run that are in flight."""
+        state = self._state
+        if self.draws_by_rates and (state.next_draw, sorted(state.in_flight)) != (
+            next_draw,
+            sorted(in_flight),
+        ):
+            raise ValueError(f"{HISTORY} has other draws in flight")
+
+    def resume(self, content: bytes) -> None:
+        """Continue with a checkpoint's file. ValueError where it is damaged."""
+        try:
+            first, *lines = content.decode().splitlines()
+            header = json.loads(first)
+            if header["version"] != VERSION:
+                raise ValueError(f"its form is version {header['version']!r}; needed: {VERSION}")
+            if self.draws_by_rates != ("draws" in header):
+                raise ValueError("it is that of a run with another data.curriculum")
+            state = self._read_state(header["draws"]) if self.draws_by_rates else DrawState()
+            groups: dict[int, tuple[Counts, ...]] = {}
+            for line in lines:
+                prompt_id, rows = read_row(json.loads(line))
+                index = self._indices[prompt_id]
+                if index in groups:
+                    raise ValueError(f"{prompt_id!r} is there twice")
+                groups[index] = rows
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{HISTORY} is damaged ({type(error).__name__}: {error})") from error
+        self._state = self._after = state
+        self._set_history(PromptHistory(self._history.keep, groups))
+
+    def _read_state(self, row: Mapping[str, Any]) -> DrawState:
+        if set(row) != {one.name for one in fields(DrawState)}:
+            raise ValueError(f"the state of the draws has {sorted(row)}")
+        n_prompts = self._order.n_prompts
+        prompts = [*row["queue"], *row["batch"], *(index for _, index, _ in row["in_flight"])]
+        if any(_count(index) >= n_prompts for index in prompts) or len(set(row["queue"])) != len(
+            row["queue"]
+        ):
+            raise ValueError("the state of the draws names other prompts")
+        numbers = {
+            one.name: _count(row[one.name])
+            for one in fields(DrawState)
+            if one.name not in ("batch", "queue", "in_flight", "reseeds")
+        }
+        if (
+            len(row["batch"]) > self._order.prompts_per_step
+            or numbers["looked_at"] > 2 * self._order.n_places
+        ):
+            raise ValueError("the state of the draws is that of another batch size")
+        in_flight = {_count(draw): (index, _count(times)) for draw, index, times in row["in_flight"]}
+        if any(draw >= numbers["next_draw"] for draw in in_flight):
+            raise ValueError("draws are out of order")
+        reseeds = [Reseed(_count(place), _count(number)) for place, number in row["reseeds"]]
+        return DrawState(
+            **numbers,
+            batch=list(row["batch"]),
+            queue=dict.fromkeys(row["queue"]),
+            in_flight=in_flight,
+            reseeds=reseeds,
+        )
+
+
+# ---------------------------------------------------------------- pass rates from a file
+
+
+def read_row(row: Any) -> tuple[str, tuple[Counts, ...]]:
+    """(name, counts of its groups) of a row of a history. ValueError where it is none."""
+    if not isinstance(row, dict):
+        raise ValueError("not an object")
+    names = [row[key] for key in ("query_id", "prompt_id", "id") if key in row]
+    if not names or not isinstance(names[0], str):
+        raise ValueError('it has no "query_id" that is a text')
+    if "groups" in row:
+        groups = row["groups"]
+        if not isinstance(groups, list) or not 1 <= len(groups) <= MAX_GROUPS:
+            raise ValueError(f'"groups" must be a list of 1 to {MAX_GROUPS} pairs [right, sampled]')
+    else:
+        groups = [[row.get("correct"), row.get("sampled")]]
+    return names[0], tuple(map(_read_counts, groups))
+
+
+def _read_counts(group: Any) -> Counts:
+    if not isinstance(group, list) or len(group) != 2 or any(type(n) is not int for n in group):
+        raise ValueError(f'"correct" and "sampled" must be whole numbers, got {group!r:.60}')
+    correct, sampled = group
+    if not 0 <= correct <= sampled < _MOST or sampled == 0:
+        raise ValueError(f"{correct} right of {sampled} sampled completions cannot be")
+    return correct, sampled
+
+
+def read_history(path: str, prompt_ids: Sequence[str], keep: int) -> tuple[PromptHistory, str]:
+    """The pass rates of these prompts that a file has, and a line for the console. Rows of other prompts are counted
+    and left out, so that memory is bounded by the prompts. ValueError that names the line where the file cannot be
+    used, and where it has none of the prompts."""
+    indices = {prompt_id: index for index, prompt_id in enumerate(prompt_ids)}
+    groups: dict[int, tuple[Counts, ...]] = {}
+    others = 0
+    try:
+        try:
+            file = open_regular(path)
+        except ValueError as error:
+            raise ValueError(f"data.history_path: {error}") from error
+        with file:
+            for number, line in _lines(file):
+                try:
+                    row = parse_json(line.decode())
+                    if number == 1 and isinstance(row, dict) and "version" in row:
+                        continue  # the state of the run that wrote it
+                    prompt_id, counts = read_row(row)
+                    index = indices.get(prompt_id)
+                    if index in groups:
+                        raise ValueError(f"{prompt_id!r:.80} is there twice")
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(
+                        f"data.history_path: {path}, line {number} is no row of a prompt history ({error}). Needed: "
+                        '{"query_id": "...", "correct": 3, "sampled": 8}, or a file that a run wrote'
+                    ) from error
+                if index is None:
+                    others += 1
+                else:
+                    groups[index] = counts
+    except OSError as error:
+        raise ValueError(f"data.history_path: {path} cannot be read ({error.strerror})") from error
+    if not groups:
+        raise ValueError(
+            f"data.history_path: {path} has none of the {len(prompt_ids)} prompts ({others} rows of others); rows are "
+            "found by query_id. Give the history of this data, or leave data.history_path null"
+        )
+    left_out = f"; {others} rows of other prompts are left out" if others else ""
+    return PromptHistory(keep, groups), (
+        f"History: pass rates of {len(groups)} of {len(prompt_ids)} prompts from {path}{left_out}."
+    )
+
+
+def _lines(file: Any) -> Iterator[tuple[int, bytes]]:
+    """Lines of bounded length that are not blank, with their numbers. The first may be as long as the state of a run;
+    what is too long comes in parts, none of which is a row."""
+    first = file.readline(2**28)
+    if first.strip():
+        yield 1, first[:MAX_LINE_BYTES] if not first.lstrip().startswith(b'{"version"') else b'{"version": 1}'
+    number = 2
+    for line in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
+        if line.strip():
+            yield number, line
+        number += line.endswith(b"\n")
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.40} is no count")
+    return value
