@@ -14,7 +14,7 @@ from rlmath.planning.planner.step import step_inputs, with_layout
 from rlmath.planning.planner.training import update_work
 from rlmath.planning.planner.work import DEFAULTS, Cluster, Work, machine_of, seconds_of
 
-RECIPES = Path(__file__).resolve().parents[2] / "configs" / "areal"
+RECIPES = Path(__file__).resolve().parents[3] / "configs" / "areal"
 LENGTHS = lengths_measured(7941.9 - 107.8, 16384, 0.1238)
 """Of the step log in the tutorial of AReaL, with a limit of 16,384 tokens; the rows have 27,648."""
 
