@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Prompt
-from rlmath.config.load import without_secrets
 from rlmath.config.run_files import DATA_REPORT_FILE, UNUSABLE_ROWS_FILE
 from rlmath.data.files import CHARACTERS_PER_TOKEN, PromptRow, UnusableRow, unusable_lines
 from rlmath.data.formats import read_prompts
@@ -165,7 +164,7 @@ def write_report(folder: str | Path, reports: Sequence[FilterReport | SequenceRe
 def _write(file: Path, lines: Iterable[str]) -> None:
     scratch = file.with_name(f".{file.name}.tmp")
     with scratch.open("w", encoding="utf-8") as stream:
-        stream.writelines(f"{without_secrets(line)}\n" for line in lines)
+        stream.writelines(f"{line}\n" for line in lines)
     os.replace(scratch, file)
 
 
