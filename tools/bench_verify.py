@@ -3,7 +3,7 @@
     python tools/bench_verify.py [--quick] [--only functions] [--benchmarks DIR]
 
 With a folder of public benchmark files (math_500.jsonl, olympiadbench.jsonl, ...) the mixture is their reference
-answers, each as it is, slightly rewritten, and another problem's; without one it is tests/rewards/cases.jsonl. Slow
+answers, each as it is, slightly rewritten, and another problem's; without one it is tests/answers/cases.jsonl. Slow
 reward functions are timed, too, against the least time that their answers can take; some of these hang. Prints figures
 (tools/figures.py), medians.
 """
@@ -25,8 +25,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rlmath.rewards.extraction import extract_boxed
-from rlmath.rewards.worker_pool import VerifierPool
+from rlmath.answers.extraction import extract_boxed
+from rlmath.workers.worker_pool import VerifierPool
 from tools.figures import print_figure
 
 CASES = Path(__file__).resolve().parents[1] / "tests" / "rewards" / "cases.jsonl"
