@@ -29,7 +29,7 @@ from rlmath.answers.extraction import extract_boxed
 from rlmath.workers.worker_pool import VerifierPool
 from tools.figures import print_figure
 
-CASES = Path(__file__).resolve().parents[1] / "tests" / "rewards" / "cases.jsonl"
+CASES = Path(__file__).resolve().parents[1] / "tests" / "answers" / "cases.jsonl"
 SEED = 1
 SERIAL = "math-verify, serial"
 HANG_LIMIT_SECONDS = 1.0
