@@ -25,8 +25,8 @@ from rlmath.data.dataset import load_inputs
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
 from rlmath.distributed.mesh import Mesh
+from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.resume import Origin
-from rlmath.run.startup import PreparedRun
 from tests.tiny_models import shape_of
 
 STEPS, PROMPTS, PER_STEP, GROUP = 3, 5, 4, 3
@@ -101,12 +101,11 @@ def steps(folder: Path, place: Path, drop_truncated: bool = False) -> list[Step]
     device, mesh, made = open_device("cpu"), Mesh(0, 1, 1, 1, 1), []
     with GrpoTrainer.open_workers(config, mesh) as workers:
         init_process_group(device, 120.0)
-        trainer = GrpoTrainer(
-            prepared, mesh, device, workers=workers, on_phase=lambda name: None, on_progress=lambda: None
-        )
+        trainer = GrpoTrainer(prepared.on_rank(mesh, device, workers))
         stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, 0)
         divergence = DivergenceCheck(trainer, 3, None)
-        trainer.begin(None, Checkpointer(trainer, prepared.origin, stop, divergence, lambda: None))
+        checkpointer = Checkpointer(trainer, prepared.origin, stop, divergence, lambda: None)
+        trainer.begin(0, checkpointer.export, checkpointer.asked_to_stop)
         learned = _noted(trainer.actor.learner)
         for number in range(STEPS):
             record = trainer.step(number)

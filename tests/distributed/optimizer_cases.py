@@ -23,14 +23,14 @@ from rlmath.distributed.fault_tolerance.preemption import SIGNALS
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.distributed.process import end_with_parent
+from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.resume import Origin
-from rlmath.run.startup import PreparedRun
 from tests.distributed.policy_cases import Case, Stage, settings, whole_tensors
 from tests.distributed.sft_cases import make_sequences
 from tests.tiny_models import shape_of
 
 if TYPE_CHECKING:
-    from rlmath.run.loop import Trainer
+    from rlmath.trainer.base import Trainer
 
 ALONE = Mesh(0, 1, 1, 1, 1)
 STOPS = (1, 7)
@@ -175,7 +175,7 @@ def sft_trainer(
     from rlmath.trainer.sft import SftTrainer
 
     prepared = PreparedRun(config, shape_of(model), inputs, Origin("", ""), None)
-    return SftTrainer(prepared, ALONE, device, on_progress=on_progress)
+    return SftTrainer(prepared.on_rank(ALONE, device, on_progress=on_progress))
 
 
 def supervised(model: Path, config: Config, held_out: int) -> list[dict[str, float]]:
@@ -209,9 +209,9 @@ def whole_run(model: Path, config: Config) -> dict[str, Any]:
     class Observed(SftTrainer):
         """A trainer that notes what is there once it is built."""
 
-        def __init__(self, *given: Any, on_progress: Any, **others: Any) -> None:
-            super().__init__(*given, on_progress=on_progress, **others)
-            heartbeat = on_progress.__self__
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            heartbeat = context.on_progress.__self__
             groups = (dist.group.WORLD, parallel_state.get_data_parallel_group())
             found["heartbeat"], found["grace"] = heartbeat._settings, heartbeat._stop._grace
             found["timeouts"] = tuple(seconds(group) for group in groups)

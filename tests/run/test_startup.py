@@ -17,16 +17,18 @@ from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE, read
 from rlmath.distributed.ranks import RankReport, check_launcher_numbers
 from rlmath.distributed.rendezvous import MissingRanksError, Route, prefer_for_gloo, route_to
 from rlmath.run import startup
-from rlmath.run.startup import (
+from rlmath.run.nodes import (
     CLOCK_SECONDS,
     _compare_nodes,
     _fact_of,
-    _without_secrets,
     clock_warnings,
     differences,
     labelled,
-    log_mistake,
     node_lines,
+)
+from rlmath.run.startup import (
+    _without_secrets,
+    log_mistake,
     prepare_grpo,
     prepare_sft,
     record_exit,
