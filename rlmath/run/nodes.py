@@ -5,7 +5,6 @@ meet(rendezvous, facts_of(prepared), seconds)     ValueError on all ranks where 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import platform
@@ -17,8 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rlmath.config.help import as_yaml_word, setting_values
-from rlmath.config.hub import as_hub_ids
-from rlmath.config.load import is_reference
+from rlmath.config.load import shown_values
 from rlmath.config.schema import Config
 from rlmath.distributed.collectives import gather_to_rank_zero
 from rlmath.distributed.process import code_hash, library_versions
@@ -90,22 +88,13 @@ def facts_of(prepared: PreparedRun[Any]) -> dict[str, str]:
     }
     if prepared.validation and (scorer := scorer_hook(prepared.config)) is not None:
         origin["validation.scorer (contents)"] = hooks_fingerprint([scorer])
-    values, defaults = setting_values(prepared.config), setting_values(Config())
+    values, defaults = shown_values(prepared.config), setting_values(Config())
     critic = prepared.config.critic.path if prepared.config.algorithm.advantage == "gae" else None
     for name, path in (("teacher", prepared.config.teacher.path), ("critic", critic)):
         if path is not None:
             origin[f"{name}.path (contents)"] = model_fingerprint(path)
-    settings = {key: _fact_of(key, value) for key, value in values.items() if value != defaults[key]}
+    settings = {key: as_yaml_word(value) for key, value in values.items() if value != defaults[key]}
     return environment_facts() | origin | settings
-
-
-def _fact_of(key: str, value: Any) -> str:
-    """A setting to compare. Of one from the environment the nodes compare 16 bits of a
-    hash, from which it cannot be found."""
-    if not is_reference(key, value):
-        return as_yaml_word(as_hub_ids(value))
-    digest = hashlib.sha256(f"{key}={as_yaml_word(value)}".encode("utf-8", "surrogatepass")).hexdigest()
-    return f"a value from the environment with the check digits {digest[:4]}"
 
 
 def environment_facts() -> dict[str, str]:

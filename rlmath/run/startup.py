@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from rlmath.config.hub import HubFailedError
 from rlmath.config.length_curriculum import fewer_steps_warnings, late_steps_warnings, length_stage_lines
-from rlmath.config.load import make_parser, without_secrets
+from rlmath.config.load import make_parser
 from rlmath.config.schema import Config, RunConfig
 from rlmath.config.terminal import visible
 from rlmath.data import dataset
@@ -202,7 +202,7 @@ def start(
                 if environment_rank() == 0:
                     prepared = _take_folder(prepared, stack)
             except (ValueError, OSError) as found:
-                error = _with_launcher_mistake(_without_secrets(found))
+                error = _with_launcher_mistake(found)
                 several = rendezvous is not None and rendezvous.rank_info.several_nodes
                 if rendezvous is not None and several and not isinstance(found, SharedMistakeError):
                     meet_with_mistake(rendezvous, error, start_timeout)
@@ -291,15 +291,6 @@ def _take_folder(prepared: PreparedRun[Any], stack: ExitStack) -> PreparedRun[An
     return replace(prepared, recovery=recovery)
 
 
-def _without_secrets(error: ValueError | OSError) -> ValueError | OSError:
-    """The error, or where it has the value of an environment variable one with the variable's name. Classes such as
-    UnicodeDecodeError cannot be made of a text alone."""
-    text = without_secrets(str(error))
-    if text == str(error):
-        return error
-    return ValueError(text) if isinstance(error, ValueError) else OSError(text)
-
-
 # ---------------------------------------------------------------- how a program ends
 
 
@@ -311,7 +302,7 @@ def record_exit(output_dir: str | Path | None, status: int, message: str) -> Non
     with suppress(ValueError, OSError):
         if Path(output_dir).is_dir():
             with sole_user(output_dir):
-                text = visible(without_secrets(message))
+                text = visible(message)
                 if status != exit_codes.MISTAKE:
                     text = text.partition("\n")[0]
                 cut = (
@@ -322,9 +313,8 @@ def record_exit(output_dir: str | Path | None, status: int, message: str) -> Non
 
 def log_mistake(error: Exception) -> None:
     """The first rank of each node logs first, and is in torchrun's report: it ends the others as soon as one has ended.
-    What only another rank sees is logged after a wait. Both have the names of environment variables in place of their
-    values."""
-    message = without_secrets(str(error))
+    What only another rank sees is logged after a wait."""
+    message = str(error)
     _let_first_rank_end(message, show=lambda: logger.error("%s", message))
 
 

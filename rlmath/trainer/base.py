@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 from rlmath.checkpoint.directory import Progress
 from rlmath.checkpoint.sharded_state import POLICY, SavedModel
 from rlmath.config.schema import Config
-from rlmath.data.loader import Rollback
+from rlmath.data.order import Rollback
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.peak_flops import peak_flops
 from rlmath.distributed.phase_timers import PhaseTimers

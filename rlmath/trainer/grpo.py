@@ -27,8 +27,8 @@ from rlmath.config import length_curriculum as curriculum
 from rlmath.config.length_curriculum import LengthStage
 from rlmath.config.run_files import write_whole
 from rlmath.config.schema import Config
-from rlmath.data.curriculum import HISTORY
 from rlmath.data.dataset import Inputs
+from rlmath.data.prompt_curriculum import HISTORY
 from rlmath.distributed.mesh import Mesh
 from rlmath.replay.recorder import StepRecorder
 from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers, raise_if_every_call_failed
