@@ -21,7 +21,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from rlmath.config.terminal import escape_terminal
-from rlmath.distributed.signed_store import SignedStore, environment_secret
+from rlmath.distributed.run_store import RunStore
 
 STORE_NAME = "rlmath/nodes"
 HOST_NAME = re.compile(r"[\w.-]{1,253}", re.ASCII)
@@ -71,10 +71,10 @@ def expected_names(nodes: str) -> list[str]:
 def count_nodes(port: int, wanted: int, seconds: float, names: Sequence[str]) -> str:
     """Runs on the first node; returns which nodes are missing, "" where all are there."""
     store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
-    signed, own = SignedStore(store, STORE_NAME, environment_secret()), socket.gethostname()
+    values, own = RunStore(store, STORE_NAME), socket.gethostname()
     started, next_log, here = time.monotonic(), FIRST_LOG_SECONDS, [own]
     while len(here) < wanted:
-        here += [name for name in hosts_here(store, signed) if name not in here]
+        here += [name for name in hosts_here(store, values) if name not in here]
         passed = time.monotonic() - started
         if passed >= seconds:
             break
@@ -86,17 +86,17 @@ def count_nodes(port: int, wanted: int, seconds: float, names: Sequence[str]) ->
     error = f"the nodes are not all there after {seconds:.0f} s: {error}" if error else ""
     readers, deadline = [f"left/{name}" for name in here[1:]], time.monotonic() + READ_SECONDS
     while True:
-        signed.set("end", error)
-        if len(signed.get_all(readers)) == len(readers) or time.monotonic() >= deadline:
+        values.set("end", error)
+        if len(values.get_all(readers)) == len(readers) or time.monotonic() >= deadline:
             return error
         time.sleep(POLL_SECONDS)
 
 
-def hosts_here(store: dist.Store, signed: SignedStore) -> list[str]:
+def hosts_here(store: dist.Store, values: RunStore) -> list[str]:
     """Names of the other hosts, each once: a node that was restarted is one node."""
     found = [key.removeprefix(f"{STORE_NAME}/host/") for key in store.list_keys() if "/host/" in key]
     hosts = sorted(name for name in found if HOST_NAME.fullmatch(name))
-    return [name for name in hosts if signed.get(f"host/{name}") == name]
+    return [name for name in hosts if values.get(f"host/{name}") == name]
 
 
 def missing_text(here: Sequence[str], wanted: int, names: Sequence[str]) -> str:
@@ -117,12 +117,12 @@ def report_to(host: str, port: int, seconds: float) -> str:
     """Runs on the other nodes; returns the first node's result."""
     wait = timedelta(seconds=seconds + SLACK_SECONDS)
     store = dist.TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False)
-    signed, own = SignedStore(store, STORE_NAME, environment_secret()), socket.gethostname()
+    values, own = RunStore(store, STORE_NAME), socket.gethostname()
     deadline = time.monotonic() + seconds + SLACK_SECONDS
     while time.monotonic() < deadline:
-        signed.set(f"host/{own}", own)  # again every time: a stranger may have written over it
-        if isinstance(error := signed.get("end"), str):
-            signed.set(f"left/{own}", own)
+        values.set(f"host/{own}", own)
+        if isinstance(error := values.get("end"), str):
+            values.set(f"left/{own}", own)
             return error
         time.sleep(POLL_SECONDS)
     return f"{own} got no answer from {host}:{port} within {seconds + SLACK_SECONDS:.0f} s"

@@ -20,7 +20,7 @@ from rlmath.data.seqlen_balancing import plan_minibatches, training_cost
 from rlmath.distributed.fault_tolerance.failure import RankStatus, Shutdown
 from rlmath.distributed.fault_tolerance.heartbeat import watched
 from rlmath.distributed.mesh import Mesh
-from rlmath.distributed.signed_store import SignedStore
+from rlmath.distributed.run_store import RunStore
 from rlmath.rollout.weight_sync.reshard_plan import plan_cell, rank_rounds
 from rlmath.rollout.weight_sync.shard_layouts import training_layout
 from tools.scale_rollout import SEED, CountingStore, Figures, lengths
@@ -113,7 +113,7 @@ def heartbeat(ranks: int) -> Figures:
         0, "node-0000.cluster", home, 4711, "123456789", "rollout", 31.5, 99, 999, 9999, False
     )
     store = CountingStore()
-    signed = SignedStore(store, f"rlmath/heartbeat/{'0' * 32}", b"secret")
+    signed = RunStore(store, f"rlmath/heartbeat/{'0' * 32}")
     for rank in range(ranks):
         signed.set(f"status/{rank}", asdict(replace(status, rank=rank)))
     size = store.bytes // ranks

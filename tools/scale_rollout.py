@@ -20,7 +20,7 @@ import torch.distributed as dist
 from rlmath.algorithms.types import Completion, Score
 from rlmath.distributed.collectives import gathered_bytes
 from rlmath.distributed.mesh import Mesh
-from rlmath.distributed.signed_store import SignedStore
+from rlmath.distributed.run_store import RunStore
 from rlmath.rollout.sampling import Load, Request, RequestResult
 from rlmath.rollout.work_queue import WorkQueue
 from tools.bench_packing import PROMPT_MEAN, draw_lengths
@@ -118,7 +118,7 @@ def draw_rollout(engines: int, samples: int) -> Drawn:
     stores = [CountingStore(inner) for _ in range(engines)]
     places = max(1, samples // engines)
     work_queue = [
-        WorkQueue(SignedStore(store, "rollout/0", b"secret"), rows, Mesh(e, engines, 1, 1, 1), places)
+        WorkQueue(RunStore(store, "rollout/0"), rows, Mesh(e, engines, 1, 1, 1), places)
         for e, store in enumerate(stores)
     ]
     tokens = _play(work_queue)
@@ -157,7 +157,7 @@ def add_at_once(clients: int) -> tuple[list[int], list[int]]:
 
     def add(store: CountingStore) -> int:
         ready.wait()
-        return SignedStore(store, "rollout/0", b"secret").fetch_add("others")
+        return RunStore(store, "rollout/0").fetch_add("others")
 
     stores = [
         CountingStore(dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)) for _ in range(clients)

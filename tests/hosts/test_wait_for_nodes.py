@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 
 import pytest
 
 from launch.wait_for_nodes import is_mine, main
-from tests.distributed.stranger import connect
 from tests.programs import ENVIRONMENT, REPOSITORY
 
 
@@ -69,33 +66,6 @@ def test_a_node_that_never_comes_is_named_on_all_that_did(
     told = "the nodes are not all there after 6 s: 2 of 3 nodes are here; missing: node08\n"
     assert capsys.readouterr().err == told
     assert others[0].wait(30) == 1 and others[0].stderr.read() == told
-
-
-def test_what_a_stranger_writes_is_neither_a_node_nor_the_end(
-    endpoint: str, others: list, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    port = int(endpoint.partition(":")[2])
-    stop = threading.Event()
-
-    def disturb() -> None:
-        store = connect("127.0.0.1", port)
-        with contextlib.suppress(RuntimeError):  # the first node has ended
-            while not stop.wait(0.3):
-                for name in ("host/node08", "host/\x1b[2J", "end", "left/node07"):
-                    store.set(f"rlmath/nodes/{name}", '"\x1b[2J gotcha"')
-                store.delete_key("rlmath/nodes/host/node07")
-
-    stranger = threading.Thread(target=disturb)
-    stranger.start()
-    asked = ("--nnodes=3", f"--endpoint={endpoint}", "--seconds=6")
-    others.append(start_another("node07", *asked))
-    status = main(asked)
-    stop.set()
-    stranger.join()
-    told = capsys.readouterr().err
-    assert status == 1 and others[0].wait(30) == 1
-    assert f"2 of 3 nodes are here ({socket.gethostname()}, node07)" in told
-    assert "gotcha" not in others[0].stderr.read().splitlines()[-1] and "\x1b" not in told
 
 
 def test_a_wrong_endpoint_is_told(capsys: pytest.CaptureFixture[str]) -> None:
