@@ -18,12 +18,12 @@ from rlmath.distributed.fault_tolerance.preemption import SIGNALS
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.distributed.process import end_with_parent
-from rlmath.trainer.startup import PreparedRun
+from rlmath.run.startup import PreparedRun
 from tests.distributed.policy_cases import Case, Stage, settings, whole_tensors
 from tests.tiny_models import shape_of
 
 if TYPE_CHECKING:
-    from rlmath.trainer.loop import Trainer
+    from rlmath.run.loop import Trainer
 
 ALONE = Mesh(0, 1, 1, 1, 1)
 STOPS = (1, 7)
@@ -164,7 +164,7 @@ def updates(
 def run_here(trainer_class: type[Trainer], prepared: PreparedRun[Any]) -> int:
     """`run_training`; afterwards signals and the bond to the parent are as they were: this process runs other tests,
     too."""
-    from rlmath.trainer.loop import run_training
+    from rlmath.run.loop import run_training
 
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:

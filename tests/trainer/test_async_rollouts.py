@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlmath.rollout.generation import WeightsTaken
-from rlmath.trainer.async_rollouts import EngineReport, engine_report_metrics
+from rlmath.trainer.rollouts.asynchronous import EngineReport, engine_report_metrics
 
 
 def report(seconds: float, busy: float, tokens: int, latency: float) -> EngineReport:
