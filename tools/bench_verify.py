@@ -27,7 +27,7 @@ from pathlib import Path
 from rlmath.answers.extraction import extract_boxed
 from rlmath.workers.worker_pool import VerifierPool
 
-CASES = Path(__file__).resolve().parents[1] / "tests" / "rewards" / "cases.jsonl"
+CASES = Path(__file__).resolve().parents[1] / "tests" / "answers" / "cases.jsonl"
 SEED = 1
 HANG_LIMIT_SECONDS = 1.0
 FUNCTION_LIMIT_SECONDS = 5.0

@@ -40,9 +40,9 @@ def sft(argv: Sequence[str]) -> int:
 
 def _train(program: str, argv: Sequence[str]) -> int:
     if any(word in ALONE for word in argv):
-        from rlmath.trainer import __main__ as trainer
+        from rlmath.run.program import main as run_program
 
-        return trainer.main([program, *argv])
+        return run_program([program, *argv])
     from rlmath.planning.checks import only_used
     from rlmath.planning.parallelism import least_ranks
 

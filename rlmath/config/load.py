@@ -22,7 +22,6 @@ import io
 import json
 import os
 import re
-import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -44,6 +43,7 @@ from rlmath.config.help import (
     setting_values,
     text_problems,
 )
+from rlmath.config.run_files import write_whole
 from rlmath.config.schema import MISSING, Config
 from rlmath.config.shipped_files import shipped_config
 
@@ -103,20 +103,8 @@ def config_as_yaml(config: Config) -> str:
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Write `config_as_yaml` to `path` in one step: a reader sees the old file or the whole new one.
-
-    On the way there is a file `.<name>.<random>.tmp` beside it. OSError where the disk takes no more.
-    """
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with scratch.open("x", encoding="utf-8") as file:
-            file.write(config_as_yaml(config))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
+    """Write `config_as_yaml` to `path` (`write_whole`). OSError where the disk takes no more."""
+    write_whole(path, config_as_yaml(config))
 
 
 def _escaped(value: Any) -> Any:

@@ -32,7 +32,7 @@ from rlmath.data.dataset import (
     load_validation,
     most_updates,
 )
-from rlmath.data.loader import PromptOrder
+from rlmath.data.order import PromptOrder
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, FINISHED, MISTAKE
 from rlmath.distributed.memory import total_bytes
 from rlmath.distributed.ranks import environment_rank

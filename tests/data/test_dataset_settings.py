@@ -10,7 +10,7 @@ import pytest
 
 from rlmath.config.schema import AlgorithmConfig, Config, DataConfig, ModelConfig, OptimizerConfig, RunConfig
 from rlmath.data.dataset import load_inputs
-from rlmath.data.loader import Share
+from rlmath.data.order import Share
 from tests.tiny_models import shape_of
 
 

@@ -116,7 +116,7 @@ def test_its_own_config_file_repeats_a_run(tmp_path: Path):
 def test_what_a_killed_claim_left_is_no_obstacle(tmp_path: Path):
     folder, config = tmp_path / "run", make_config(tmp_path / "run")
     folder.mkdir()
-    (folder / ".config.yaml.x1y2.tmp").write_text("run:\n  se")
+    (folder / ".config.yaml.0123abcd.tmp").write_text("run:\n  se")
     claim_run_folder(folder, config)
     assert names(folder) == ["config.yaml"]
     (folder / "earlier" / "001").mkdir(parents=True)
@@ -170,11 +170,9 @@ def test_a_run_that_goes_on_removes_what_a_killed_one_left_unfinished(tmp_path: 
     claim_run_folder(tmp_path, make_config(tmp_path))
     (tmp_path / "samples").mkdir()
     unfinished = (
-        "metrics.tmp",
-        "validation.tmp",
-        "summary.tmp",
-        "samples/step-000001.tmp",
-        "samples/failure-000002.tmp",
+        ".metrics.jsonl.0123abcd.tmp",
+        ".summary.json.0123abcd.tmp",
+        "samples/.step-000001.jsonl.0123abcd.tmp",
     )
     for name in (*unfinished, "samples/step-000001.jsonl"):
         (tmp_path / name).write_text("{}")
@@ -192,8 +190,7 @@ def test_a_run_that_goes_on_keeps_files_and_folders_of_the_user(tmp_path: Path):
     folders = (
         "work.tmp",
         "samples/work.tmp",
-        "metrics.tmp",
-        "samples/step-000009.tmp",
+        ".metrics.jsonl.0123abcd.tmp",
         "samples/step-000009.jsonl",
     )
     for name in folders:
