@@ -51,13 +51,9 @@ def held_out(problem, row):
     note("templates", row["query_id"])
     return "HH" + problem
 
-@hooks.reward("short")
-def short(completion, solutions, row):
-    return 1 - len(completion) / 20, {"correct": 0}
-
 @hooks.reward("digits")
 def digits(completion, solutions, row):
-    return sum(one.isdigit() for one in completion) / 10
+    return sum(one.isdigit() for one in completion) / 10, {"correct": 0}
 
 @hooks.scorer("by_row")
 def by_row(completion, solutions, row):
@@ -96,7 +92,7 @@ SETTINGS = (
     "sync.probe_every=3",
     "memory.offload_critic=true",
     "memory.offload_reference=true",
-    "reward.rewards=[short,digits]",
+    "reward.rewards=[length,digits]",
     "reward.weights=[1,3]",
     "reward.workers=1",
     "algorithm.advantage=gae",
@@ -132,7 +128,12 @@ SETTINGS = (
     "save.ckpt_freq_secs=null",
     f"save.keep_last={STEPS + 1}",
 )
-SPOILED = ("tests/spoiled_run.py", "--config", TRAIN[2], *["--program", "grpo", "--spoil", "nan", "--times", "1"])
+SPOILED = (
+    "tests/spoiled_run.py",
+    "--config",
+    TRAIN[2],
+    *["--program", "grpo", "--spoil", "nan", "--times", "1"],
+)
 HELD = 3
 
 
@@ -236,7 +237,7 @@ def test_rewards_are_weighed_as_they_are_listed(whole: Path) -> None:
         groups = groups_of(whole, step)
         rewards = []
         for one in (one for group in groups for one in group["completions"]):
-            short, digits = 1 - len(one["text"]) / 20, sum(map(str.isdigit, one["text"])) / 10
+            short, digits = 1 - one["length"] / LIMITS[step - 1], sum(map(str.isdigit, one["text"])) / 10
             assert one["reward"] == pytest.approx(1 * short + 3 * digits, abs=1e-5)
             rewards.append(one["reward"])
         assert row["task_reward"] == pytest.approx(fmean(rewards), abs=1e-5)
@@ -294,6 +295,7 @@ def test_a_captured_step_has_its_place_in_the_run(whole: Path) -> None:
     captured = read_capture(whole / "captures" / "step-000005")
     assert (captured.step, captured.length_stage, captured.rollbacks) == (4, 1, 1)
     assert (captured.total_steps, len(captured.groups)) == (STEPS, PER_STEP)
+    assert captured.sampling_seed not in (1, 3), "the rollback changed it"
     assert captured.update is not None
     made = len(captured.update.minibatches), len(captured.update.critic_minibatches)
     assert made == (MINIBATCHES, MINIBATCHES * CRITIC_EPOCHS)
