@@ -274,26 +274,6 @@ def test_the_exported_model_answers_alike_in_transformers_and_vllm(workplace: Pa
     assert json.loads(printed.strip().splitlines()[-1]) == answers
 
 
-def test_resumed_after_its_second_step_the_run_is_the_same_bit_for_bit(
-    workplace: Path, tmp_path: Path
-) -> None:
-    """As a run that is killed while it makes its last step: that step's checkpoint, the model and half a line are not
-    there or not whole. The checkpoint that it resumes from has the reference, which the policy has become."""
-    whole, folder = workplace / "run", tmp_path / "run"
-    shutil.copytree(whole, folder)
-    shutil.rmtree(folder / "checkpoints" / f"step-{STEPS:06d}")
-    shutil.rmtree(folder / "hf_model")
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')
-    done = run(*command(workplace, folder))
-    assert f"step-{STEPS - 1:06d}, made on TP2 x PP1 x DP1" in done.stderr
-    ours, theirs = ([without_times(row) for row in rows(one)] for one in (folder, whole))
-    assert ours == theirs and len(ours) == STEPS
-    model, last = Path("hf_model") / "model.safetensors", Path("samples") / f"step-{STEPS:06d}.jsonl"
-    assert (folder / model).read_bytes() == (whole / model).read_bytes()
-    assert (folder / last).read_text() == (whole / last).read_text()
-
-
 @pytest.mark.full
 def test_the_saved_config_repeats_the_run(workplace: Path) -> None:
     """Bit-equal losses and rewards, and nothing of the first run lost."""

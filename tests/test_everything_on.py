@@ -195,13 +195,15 @@ def test_it_goes_back_once_and_ends(whole: Path) -> None:
     assert (record["step"], record["diverged_step"]) == (SPOILED_STEP - 1, SPOILED_STEP)
 
 
-def test_every_step_has_the_lengths_of_its_stage(whole: Path) -> None:
+def test_every_step_has_the_lengths_of_its_stage_which_leaves_its_model(whole: Path) -> None:
     for step, (row, limit) in enumerate(zip(rows_of(whole), LIMITS, strict=True), start=1):
         assert (row["stage"], row["rollout/max_new_tokens"]) == (1 if limit == 12 else 2, limit)
         made = [one for group in groups_of(whole, step) for one in group["completions"]]
         assert len(made) == PER_STEP * GROUP and max(one["length"] for one in made) == limit
         assert any(one["finish_reason"] == "length" for one in made)
         assert all(one["length"] == limit for one in made if one["finish_reason"] == "length")
+    last, second = (whole / name / "model.safetensors" for name in ("hf_model", "models/stage-2"))
+    assert last.read_bytes() == second.read_bytes() and (whole / "models" / "stage-1").is_dir()
     assert "12 tokens, 128 tokens per micro-batch" in whole.with_suffix(".txt").read_text()
 
 
@@ -291,7 +293,17 @@ def test_weights_are_probed_as_often_as_asked(whole: Path) -> None:
     assert all(row["sync/probe_difference_max"] < 1e-5 for row in rows_of(whole)[::3])
 
 
+def test_tensorboard_has_the_validations_at_their_steps(whole: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(whole / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("validation/accuracy")] == [3, 5]
+
+
 def test_a_captured_step_has_its_place_in_the_run(whole: Path) -> None:
+    diverged = read_capture(whole / "captures" / f"step-{SPOILED_STEP:06d}")
+    assert diverged.reason.startswith("diverged: ") and diverged.rollbacks == 0
     captured = read_capture(whole / "captures" / "step-000005")
     assert (captured.step, captured.length_stage, captured.rollbacks) == (4, 1, 1)
     assert (captured.total_steps, len(captured.groups)) == (STEPS, PER_STEP)

@@ -318,7 +318,11 @@ def built(folder: Path, config: Config) -> dict[str, Any]:
             scheduler.end_wd,
         ),
         "total_of_supervised": supervised.learner.scheduler.lr_decay_steps,
-        "retention": (store._retention.keep_last, store._retention.keep_models),
+        "retention": (
+            store._retention.keep_last,
+            store._retention.keep_models,
+            sorted(store._retention.always),
+        ),
         "root": store._root,
         "times": (
             saver._points._frequency,

@@ -176,13 +176,15 @@ def test_a_step_compares_both_over_the_tokens_that_both_know(
 ) -> None:
     """The policy's log-probs for a teacher with fewer tokens are those among these."""
     torch.set_num_threads(1)
+
+    def known(token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(3 + token % (FEWER - 3) for token in token_ids)
+
     groups = [
         replace(
             group,
-            completions=tuple(
-                replace(one, token_ids=tuple(3 + token % (FEWER - 3) for token in one.token_ids))
-                for one in group.completions
-            ),
+            prompt=replace(group.prompt, token_ids=known(group.prompt.token_ids)),
+            completions=tuple(replace(one, token_ids=known(one.token_ids)) for one in group.completions),
         )
         for group in make_groups((4, 3))
     ]

@@ -164,7 +164,7 @@ def test_a_checkpoint_has_what_is_done_what_waits_and_what_is_sampled(
     assert [engine.next(), engine.next()] == [Continue([], 0), Admit(0, 3, 0)]
     assert [one.prompt.prompt_id for one in first.selection.learned] == ["q0", "q1", "q2"]
     assert first.sampled_tokens == GROUP * (1 + 2 + 3)
-    sample([4, 6, 3, 5], 1)
+    sample([4, 5, 3, 6], 1)
     second = rollouts.step(1, stages[1])
     rollouts.commit()
     assert engine.next() == Admit(0, 3 + PER_STEP * (STALENESS + 1), 1), "of the second length stage"
