@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -380,28 +379,6 @@ def replay(folder: Path, *more: str, expect: int = 0) -> tuple[dict, str]:
     done = run("-m", "rlmath.cli.main", "replay", str(folder), *more, expect=expect)
     written = re.findall(r"\S+/replay\.json", done.stderr)
     return json.loads(Path(written[0]).read_text()) if written else {}, done.stderr
-
-
-def test_a_captured_step_is_made_again_to_the_bit_without_the_data(workplace: Path, tmp_path: Path) -> None:
-    """A colleague has the capture and the checkpoint before it, and no data set."""
-    source, name = workplace / "run", "captures/step-000002"
-    shutil.copytree(source / name, tmp_path / "mail" / "step-000002")
-    shutil.copytree(source / "checkpoints" / "step-000001", tmp_path / "mail" / "step-000001")
-    mine = tmp_path / "mail" / "step-000002"
-    settings = (mine / "config.yaml").read_text().replace(str(workplace / "few.jsonl"), "/nowhere/few.jsonl")
-    (mine / "config.yaml").write_text(settings)
-    found, console = replay(mine, "--state", str(mine.with_name("step-000001")))
-    assert found["start"] == "equal" and found["weights"] == 0 and found["bit_equal"]
-    assert {one["minibatch"] for one in found["differences"]} == {
-        "all",
-        *(str(n + 1) for n in range(UPDATES)),
-    }
-    assert all(one["captured"] == one["replayed"] for one in found["differences"])
-    assert "The same to the bit" in console
-    more = ("optimizer.weight_decay=10", "--output", str(tmp_path / "elsewhere"))
-    found, console = replay(mine, "--state", str(mine.with_name("step-000001")), *more, expect=1)
-    assert not found["same"] and found["weights"] > 1e-3 and "NOT the same" in console
-    assert len(list((tmp_path / "elsewhere").glob("*/replay.json"))) == 1
 
 
 @matrix

@@ -25,6 +25,7 @@ from rlmath.trainer.capture import read_capture
 from rlmath.trainer.telemetry.metrics_writer import without_times
 from tests.programs import TRAIN, run, small_run, torchrun_command
 from tests.spoiled_sft import SPOILED_STEP
+from tests.test_end_to_end import replay
 
 pytestmark = pytest.mark.distributed
 
@@ -311,6 +312,32 @@ def test_a_captured_step_has_its_place_in_the_run(whole: Path) -> None:
     assert captured.update is not None
     made = len(captured.update.minibatches), len(captured.update.critic_minibatches)
     assert made == (MINIBATCHES, MINIBATCHES * CRITIC_EPOCHS)
+
+
+def test_a_captured_step_is_made_again_to_the_bit_without_the_data(
+    place: Path, whole: Path, tmp_path: Path
+) -> None:
+    """A colleague has the capture and the checkpoint before it, and no data set. The step is one of the second stage,
+    with a critic, and at the rate of after the rollback."""
+    mine, state = tmp_path / "step-000005", tmp_path / "step-000004"
+    shutil.copytree(whole / "captures" / mine.name, mine)
+    shutil.copytree(whole / "checkpoints" / state.name, state)
+    settings = (mine / "config.yaml").read_text().replace(str(place / "few.jsonl"), "/nowhere/few.jsonl")
+    (mine / "config.yaml").write_text(settings)
+    found, console = replay(mine, "--state", str(state))
+    assert found["start"] == "equal" and found["weights"] == 0 and found["bit_equal"]
+    of_critic = [f"critic {n + 1}" for n in range(MINIBATCHES * CRITIC_EPOCHS)]
+    assert {one["minibatch"] for one in found["differences"]} == {
+        "all",
+        *(str(n + 1) for n in range(MINIBATCHES)),
+        *of_critic,
+    }
+    assert all(one["captured"] == one["replayed"] for one in found["differences"])
+    assert "The same to the bit" in console
+    more = ("optimizer.weight_decay=10", "--output", str(tmp_path / "elsewhere"))
+    found, console = replay(mine, "--state", str(state), *more, expect=1)
+    assert not found["same"] and found["weights"] > 1e-3 and "NOT the same" in console
+    assert len(list((tmp_path / "elsewhere").glob("*/replay.json"))) == 1
 
 
 def test_killed_later_it_goes_on_with_all_of_it(place: Path, whole: Path, tmp_path: Path) -> None:

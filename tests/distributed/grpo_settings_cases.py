@@ -104,9 +104,7 @@ def settings(model: Path, folder: Path) -> Config:
             top_p=0.9,
             max_new_tokens=7,
         ),
-        telemetry=TelemetryConfig(
-            tensorboard=False, sample_groups_per_step=2, profile_steps=[2], capture_steps=[3]
-        ),
+        telemetry=TelemetryConfig(tensorboard=False, sample_groups_per_step=2, profile_steps=[2]),
         save=SaveConfig(ckpt_freq_secs=None),
     )
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlmath.evals.benchmarks import LengthLimits, Problem
+from rlmath.evals.command import parse, plan_of, rollout_of
 from rlmath.evals.plan import GREEDY_INDEX, Plan, completion_seed
 from rlmath.evals.sampling import Missing, _requests
 from rlmath.rewards.verifier import verify
@@ -39,6 +40,52 @@ def test_requests_have_the_seeds_the_lengths_and_the_temperatures_of_the_plan(tm
         completion_seed(SEED, "quiz", "q", n) for n in (GREEDY_INDEX, 0, 1)
     ]
     assert {(one.token_ids, one.min_new_tokens, one.max_new_tokens) for one in found} == {((4, 5), 0, 30)}
+
+
+def test_every_option_reaches_the_plan_and_the_engines(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def judge(completion, solutions, row): return True\n")
+    (tmp_path / "model").mkdir()
+    given = {
+        "model": tmp_path / "model",
+        "benchmarks": "one,two",
+        "data-dir": tmp_path / "data",
+        "output": tmp_path / "out",
+        "samples": 3,
+        "temperature": 0.71,
+        "top-p": 0.82,
+        "max-new-tokens": 93,
+        "max-prompt-tokens": 104,
+        "template": "raw",
+        "scorer": f"{tmp_path}/own.py:judge",
+        "seed": 115,
+        "limit": 126,
+        "tensor-parallel": 2,
+        "cpu-kv-cache-gib": 0.3,
+        "memory-share": 0.45,
+        "max-num-seqs": 137,
+    }
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    for more, greedy in (([], True), (["--no-greedy"], False)):
+        arguments = parse([*words, *more])
+        assert plan_of(arguments) == Plan(
+            model=tmp_path / "model",
+            benchmarks=("one", "two"),
+            data_dir=tmp_path / "data",
+            output=tmp_path / "out",
+            greedy=greedy,
+            samples=3,
+            temperature=0.71,
+            top_p=0.82,
+            max_new_tokens=93,
+            max_prompt_tokens=104,
+            template="raw",
+            scorer=f"{tmp_path}/own.py:judge",
+            seed=115,
+            limit=126,
+        )
+    engines = rollout_of(arguments)
+    assert (engines.tensor_parallel, engines.cpu_kv_cache_gib) == (2, 0.3)
+    assert (engines.memory_share, engines.max_num_seqs) == (0.45, 137)
 
 
 @pytest.fixture(scope="module")
