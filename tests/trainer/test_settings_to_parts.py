@@ -42,11 +42,16 @@ from rlmath.data.dataset import critic_epochs, most_critic_updates, most_updates
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
-from rlmath.hooks import hooks_fingerprint
+from rlmath.hooks import Hook, hooks_fingerprint
 from rlmath.models import megatron
 from rlmath.models.build import critic_optimizer, early_stop, loss_settings
 from rlmath.models.megatron import Recompute, selective_modules, transformer_config
-from rlmath.rewards.reward_manager import RewardManager, open_reward_workers
+from rlmath.rewards.reward_manager import (
+    RewardManager,
+    open_reward_workers,
+    open_scorer,
+    scorer_settings,
+)
 from rlmath.rewards.schemes import Scheme
 from rlmath.rewards.several_rewards import NamedReward, RewardPools, compared_rewards, named_rewards
 from rlmath.rewards.user_functions import scorer_hook
@@ -205,6 +210,13 @@ def test_the_reward_scheme_and_the_workers() -> None:
     with open_reward_workers(RewardConfig(workers=1)) as pool:
         assert isinstance(pool, VerifierPool)
         assert pool._settings.rules == Rules(answer_from="boxed", protocol=False)
+
+
+def test_a_scorer_has_the_workers_and_limits_of_rewards() -> None:
+    with open_scorer(Hook("scorer", "math:isnan", "validation.scorer"), DISTINCT.reward) as pool:
+        assert (pool._size, pool.timeout_seconds) == (2, 15.8)
+    settings = scorer_settings(DISTINCT.reward)
+    assert settings == RewardConfig(function="scorer", workers=2, timeout_seconds=15.8)
 
 
 def test_a_score_is_made_with_every_number_of_the_section() -> None:
