@@ -81,6 +81,6 @@ setup(
         ],
         "test": ["pytest", "pytest-timeout", "hypothesis", "beartype", "markdown-it-py", "mbridge", "scipy"],
         "notebook": ["ipykernel", "nbclient"],  # docs/examples/notebook.ipynb; nbclient for its test
-        "wandb": ["wandb>=0.31,<0.32"],  # rlmath/trainer/telemetry/wandb.py names its settings
+        "wandb": ["wandb>=0.31,<0.32"],  # rlmath/telemetry/wandb.py names its settings
     },
 )

@@ -12,9 +12,9 @@ from functools import partial
 import torch
 
 from rlmath.config.load import load_config
-from rlmath.trainer.loop import run_training
-from rlmath.trainer.preflight.checks import used_keys
-from rlmath.trainer.startup import Program, prepare_grpo, prepare_sft, read_command_line, start
+from rlmath.planning.checks import used_keys
+from rlmath.run.loop import run_training
+from rlmath.run.startup import Program, prepare_grpo, prepare_sft, read_command_line, start
 from tests.spoiled_sft import SPOILED_STEP
 
 
@@ -32,7 +32,7 @@ def spoiled_program() -> Program:
     else:
         from rlmath.trainer.grpo import GrpoTrainer as Base
     if kill:
-        from rlmath.trainer import loop
+        from rlmath.run import loop
 
         loop.take_back_files = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
 

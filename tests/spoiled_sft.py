@@ -9,11 +9,11 @@ from functools import partial
 import torch
 
 from rlmath.config.load import load_config
-from rlmath.trainer.loop import run_training
-from rlmath.trainer.preflight.checks import used_keys
-from rlmath.trainer.reporter import StepRecord
+from rlmath.planning.checks import used_keys
+from rlmath.run.loop import run_training
+from rlmath.run.startup import prepare_sft, read_command_line, start
+from rlmath.telemetry.reporter import StepRecord
 from rlmath.trainer.sft import SftTrainer
-from rlmath.trainer.startup import prepare_sft, read_command_line, start
 
 SPOILED_STEP = 3
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from rlmath.config.load import load_config
 from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE, read_exit_status
-from rlmath.trainer.startup import prepare_grpo
-from rlmath.trainer.telemetry.metrics_writer import without_times
+from rlmath.run.startup import prepare_grpo
+from rlmath.telemetry.metrics_writer import without_times
 from tests.programs import REPOSITORY, TRAIN, run, small_run, torchrun_command
 from tests.reward_by_hash import hash_of
 from tests.selection import matrix

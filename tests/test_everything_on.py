@@ -21,8 +21,8 @@ from rlmath.algorithms.partial_rollouts import Flight
 from rlmath.checkpoint.directory import read_progress
 from rlmath.checkpoint.flight import FLIGHT, read_flight
 from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, read_exit_status
-from rlmath.trainer.capture import read_capture
-from rlmath.trainer.telemetry.metrics_writer import without_times
+from rlmath.replay.capture import read_capture
+from rlmath.telemetry.metrics_writer import without_times
 from tests.programs import TRAIN, run, small_run, torchrun_command
 from tests.spoiled_sft import SPOILED_STEP
 from tests.test_end_to_end import replay

@@ -18,7 +18,7 @@ import pytest
 
 from rlmath.checkpoint.directory import complete_checkpoints
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, SAVED_AND_STOPPED, read_exit_status
-from rlmath.trainer.capture import read_capture
+from rlmath.replay.capture import read_capture
 from tests.disks import remount, shrink, small_disk
 from tests.programs import (
     ENVIRONMENT,

@@ -76,7 +76,7 @@ def test_libraries_stay_in_their_places() -> None:
         ("tools/bench.py", "import importlib\nimportlib.import_module('vllm.envs')", "may not import vllm"),
         ("rlmath/data/packing.py", "import torch\ntorch.distributed.barrier()", "torch.distributed"),
         ("rlmath/data/loader.py", "def f():\n    from torch import distributed", "torch.distributed"),
-        ("rlmath/rewards/worker_pool.py", "import torch.distributed as dist", "torch.distributed"),
+        ("rlmath/workers/worker_pool.py", "import torch.distributed as dist", "torch.distributed"),
     ],
 )
 def test_a_wrong_import_is_found(tmp_path: Path, file: str, source: str, found: str) -> None:

@@ -16,8 +16,8 @@ from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config
 from rlmath.models.hf_config import PUBLISHED, published_names, required_shape
-from rlmath.trainer.preflight.dry_run import plan_lines, plan_run
-from rlmath.trainer.preflight.parallelism import ranks_of_layout
+from rlmath.planning.dry_run import plan_lines, plan_run
+from rlmath.planning.parallelism import ranks_of_layout
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 NOT_RECIPES = ("demo", "algorithms/")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlmath.trainer.telemetry.metrics_writer import without_times
+from rlmath.telemetry.metrics_writer import without_times
 from tests.programs import TRAIN, run, small_run, torchrun_command
 from tests.selection import matrix
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlmath.distributed.fault_tolerance.exit_codes import DIVERGED, FINISHED, read_exit_status
-from rlmath.trainer.rollback import read_rollbacks
-from rlmath.trainer.telemetry.metrics_writer import without_times
+from rlmath.run.recovery.rollback import read_rollbacks
+from rlmath.telemetry.metrics_writer import without_times
 from tests.programs import run, torchrun_command
 from tests.selection import matrix
 from tests.spoiled_sft import SPOILED_STEP

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlmath.distributed.fault_tolerance.exit_codes import SAVED_AND_STOPPED, read_exit_status
-from rlmath.trainer.telemetry.metrics_writer import without_times
+from rlmath.telemetry.metrics_writer import without_times
 from tests.programs import ENVIRONMENT, REPOSITORY, TRAIN, run, small_run, torchrun_command
 from tests.selection import matrix
 

@@ -22,9 +22,9 @@ from rlmath.config.help import help_text
 from rlmath.config.load import load_config
 from rlmath.distributed.device import GPU_PACKAGES
 from rlmath.distributed.fault_tolerance.exit_codes import SAVED_AND_STOPPED, read_exit_status
-from rlmath.trainer.preflight.checks import used_keys
-from rlmath.trainer.startup import prepare_sft
-from rlmath.trainer.telemetry.metrics_writer import without_times
+from rlmath.planning.checks import used_keys
+from rlmath.run.startup import prepare_sft
+from rlmath.telemetry.metrics_writer import without_times
 from tests.programs import ENVIRONMENT, REPOSITORY, end_family, run, torchrun_command
 from tests.selection import matrix
 

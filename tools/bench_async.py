@@ -43,8 +43,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rlmath.cli import demo
 from rlmath.config.terminal import escape_terminal
-from rlmath.planner.lengths import Lengths, lengths_measured
-from rlmath.trainer.telemetry.metrics_writer import read_metrics
+from rlmath.planning.planner.lengths import Lengths, lengths_measured
+from rlmath.telemetry.metrics_writer import read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 WARM_UP = 4

@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rlmath.cli.demo import one_thread, torchrun
-from rlmath.trainer.telemetry.metrics_writer import read_metrics
+from rlmath.telemetry.metrics_writer import read_metrics
 from tools.benchmark_runs import REPOSITORY, print_figure
 
 

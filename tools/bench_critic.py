@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rlmath.config.run_files import SAMPLES_FOLDER, VALIDATION_FILE
 from rlmath.config.terminal import escape_terminal
-from rlmath.trainer.telemetry.metrics_writer import read_metrics
+from rlmath.telemetry.metrics_writer import read_metrics
 from tools.benchmark_runs import TwoKindTask, open_output, print_figure, run_interleaved
 
 PRETRAIN_STEPS = 9

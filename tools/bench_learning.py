@@ -48,7 +48,7 @@ from rlmath.cli import demo
 from rlmath.cli.plot_run import Curve, canvas_for, draw
 from rlmath.config.run_files import VALIDATION_FILE
 from rlmath.config.terminal import escape_terminal
-from rlmath.trainer.telemetry.metrics_writer import read_metrics
+from rlmath.telemetry.metrics_writer import read_metrics
 from tools.benchmark_runs import (
     BASE_SETTINGS,
     fingerprint,

@@ -43,7 +43,7 @@ from rlmath.distributed.device import Device, init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.peak_flops import peak_flops
 from rlmath.models.hf_config import read_model_shape
-from rlmath.trainer.telemetry.console import setup_logging
+from rlmath.telemetry.console import setup_logging
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 VOCABULARY = 100

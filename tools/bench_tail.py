@@ -4,7 +4,7 @@
 
 Ranks under torchrun, one engine each, 2 and 4 of them, with a random Qwen2 of 0.6M parameters. A step learns from
 groups of 4 completions, 8 groups for each engine. Their lengths are log-normal as the planner's
-(`rlmath.planner.lengths`): mean 0.3 of the longest that is allowed, 3% cut off there. Length and seed follow from
+(`rlmath.planning.planner.lengths`): mean 0.3 of the longest that is allowed, 3% cut off there. Length and seed follow from
 repeat, draw and sample, so that all ways sample the same completions.
 
 - wait: a step samples its own groups to their end.
@@ -90,8 +90,9 @@ from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.models.hf_config import read_model_shape
-from rlmath.planner.lengths import Lengths, lengths_measured
+from rlmath.planning.planner.lengths import Lengths, lengths_measured
 from rlmath.rollout.engine import Engine
+from rlmath.rollout.flight_rules import flight_rules, slice_tokens
 from rlmath.rollout.sampling import (
     AllAtOnce,
     Key,
@@ -104,8 +105,7 @@ from rlmath.rollout.sampling import (
 )
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
 from rlmath.rollout.work_queue import EngineUsage, WorkQueue
-from rlmath.trainer.flight_rules import flight_rules, slice_tokens
-from rlmath.trainer.rollouts import tokens_of
+from rlmath.trainer.rollouts.synchronous import tokens_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 GROUP_SIZE, GROUPS = 4, 8

@@ -3,7 +3,7 @@
     python tools/bench_verify.py [--quick] [--only functions] [--benchmarks DIR]
 
 With a folder of public benchmark files (math_500.jsonl, olympiadbench.jsonl, ...) the mixture is their reference
-answers, each as it is, slightly rewritten, and another problem's; without one it is tests/rewards/cases.jsonl. Slow
+answers, each as it is, slightly rewritten, and another problem's; without one it is tests/answers/cases.jsonl. Slow
 reward functions are timed, too, against the least time that their answers can take; some of these hang. Prints
 one JSON object per figure: {"bench", "case", "metric", "value", "unit", "baseline", "ratio"}; `ratio` above 1 means
 ours is better. Values are medians.
@@ -24,8 +24,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlmath.rewards.extraction import extract_boxed
-from rlmath.rewards.worker_pool import VerifierPool
+from rlmath.answers.extraction import extract_boxed
+from rlmath.workers.worker_pool import VerifierPool
 
 CASES = Path(__file__).resolve().parents[1] / "tests" / "rewards" / "cases.jsonl"
 SEED = 1

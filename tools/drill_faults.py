@@ -40,8 +40,8 @@ from rlmath.distributed.fault_tolerance.exit_codes import (
     clear_exit_status,
     read_exit_status,
 )
-from rlmath.trainer.rollback import read_rollbacks
-from rlmath.trainer.telemetry.metrics_writer import without_times
+from rlmath.run.recovery.rollback import read_rollbacks
+from rlmath.telemetry.metrics_writer import without_times
 from tools.drill_damage import own_disk
 from tools.drill_kinds import KINDS, VALIDATE_EVERY, Program
 from tools.drill_run import REPOSITORY, Attempt, metric_lines, start

@@ -30,6 +30,9 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.config.terminal import escape_terminal
 from rlmath.distributed.mesh import Mesh
+from rlmath.planning.memory_estimate import mesh_of
+from rlmath.planning.memory_fit import planned_target
+from rlmath.planning.parallelism import ranks_or_least
 from rlmath.rollout.weight_sync.reshard_plan import Copy, SyncPlan, bucket_bytes, plan_own_ranks, plan_sync
 from rlmath.rollout.weight_sync.shard_layouts import (
     ENGINE_VOCAB_MULTIPLE,
@@ -38,9 +41,6 @@ from rlmath.rollout.weight_sync.shard_layouts import (
     training_blocks,
     training_layout,
 )
-from rlmath.trainer.preflight.memory_estimate import mesh_of
-from rlmath.trainer.preflight.memory_fit import planned_target
-from rlmath.trainer.preflight.parallelism import ranks_or_least
 
 GIB, MIB = 2**30, 2**20
 FORMATS = {"cpu": ("float32", 4), "cuda": ("bfloat16", 2)}

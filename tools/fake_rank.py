@@ -45,10 +45,20 @@ from rlmath.config.terminal import escape_terminal
 from rlmath.data.packing import MicroBatch, pack
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
-from rlmath.planner.lengths import Batch, Lengths
-from rlmath.planner.machines import CPU_CORE, RANKS_PER_NODE, Cluster
-from rlmath.planner.step import sync_work
-from rlmath.planner.training import (
+from rlmath.planning.memory_estimate import (
+    ENGINE_PARTS,
+    MemoryPlan,
+    Target,
+    mesh_of,
+    plan_rank,
+    training_ranks,
+)
+from rlmath.planning.memory_fit import GIB
+from rlmath.planning.parallelism import ranks_or_least
+from rlmath.planning.planner.lengths import Batch, Lengths
+from rlmath.planning.planner.machines import CPU_CORE, RANKS_PER_NODE, Cluster
+from rlmath.planning.planner.step import sync_work
+from rlmath.planning.planner.training import (
     LOGPROBS,
     Training,
     gradient_exchanges,
@@ -59,16 +69,6 @@ from rlmath.planner.training import (
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes, cell_of, plan_cell, rank_rounds
 from rlmath.rollout.weight_sync.shard_layouts import training_layout
 from rlmath.rollout.weight_sync.transport import elements
-from rlmath.trainer.preflight.memory_estimate import (
-    ENGINE_PARTS,
-    MemoryPlan,
-    Target,
-    mesh_of,
-    plan_rank,
-    training_ranks,
-)
-from rlmath.trainer.preflight.memory_fit import GIB
-from rlmath.trainer.preflight.parallelism import ranks_or_least
 from tools import fake_cuda
 
 DIFFERS = 1

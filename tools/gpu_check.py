@@ -32,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rlmath.config.terminal import escape_terminal
-from rlmath.rewards import process_tree
+from rlmath.workers import process_tree
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 QUICK_SECONDS = 600.0

@@ -22,10 +22,10 @@ from rlmath.evals import command as evaluate
 from rlmath.evals.benchmarks import find_benchmark
 from rlmath.evals.plan import Plan
 from rlmath.models.hf_config import planned_shape
-from rlmath.trainer.preflight.checks import device_problems, file_problems, only_used, run_problems
-from rlmath.trainer.preflight.memory_estimate import Kind
-from rlmath.trainer.resume import changes_since_newest
-from rlmath.trainer.run_dir import folder_problems
+from rlmath.planning.checks import device_problems, file_problems, only_used, run_problems
+from rlmath.planning.memory_estimate import Kind
+from rlmath.run.recovery.resume import changes_since_newest
+from rlmath.run.run_dir import folder_problems
 
 EVALUATION_GRACE_SECONDS = 60
 """An evaluation has everything on the disk and ends at once."""

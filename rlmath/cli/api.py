@@ -24,6 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rlmath.answers.verifier import TASKS, Rules, Verdict
 from rlmath.config.help import as_yaml_word
 from rlmath.config.load import config_as_yaml
 from rlmath.config.load import load_config as load_files
@@ -31,9 +32,8 @@ from rlmath.config.run_files import EXPORT_FOLDER, SAMPLES_FOLDER, SUMMARY_FILE
 from rlmath.config.schema import Config
 from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, MISTAKE, read_exit_status
 from rlmath.distributed.process import end_with_parent
-from rlmath.rewards.verifier import TASKS, Rules, Verdict
-from rlmath.rewards.worker_pool import VerifierPool
-from rlmath.trainer.telemetry.metrics_writer import read_metrics
+from rlmath.telemetry.metrics_writer import read_metrics
+from rlmath.workers.worker_pool import VerifierPool
 
 VERIFY_SECONDS = 5.0
 """Time limit of one answer."""

@@ -26,9 +26,11 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.config.terminal import escape_terminal
 from rlmath.models.hf_config import required_shape
-from rlmath.planner.calibration import Measured, Where, as_file, fit, read_coefficients, read_run
-from rlmath.planner.machines import CPU, Machine, machine_of
-from rlmath.planner.published import (
+from rlmath.planning.memory_estimate import Target
+from rlmath.planning.memory_fit import planned_target
+from rlmath.planning.planner.calibration import Measured, Where, as_file, fit, read_coefficients, read_run
+from rlmath.planning.planner.machines import CPU, Machine, machine_of
+from rlmath.planning.planner.published import (
     ASYNCHRONOUS,
     COLOCATED,
     LOG,
@@ -43,8 +45,14 @@ from rlmath.planner.published import (
     predict_tails,
     recipe_file,
 )
-from rlmath.planner.report import calibration_lines, coefficient_lines, published_lines, run_data, run_lines
-from rlmath.planner.run import (
+from rlmath.planning.planner.report import (
+    calibration_lines,
+    coefficient_lines,
+    published_lines,
+    run_data,
+    run_lines,
+)
+from rlmath.planning.planner.run import (
     Asked,
     ClusterPlacement,
     compare_layouts,
@@ -54,10 +62,8 @@ from rlmath.planner.run import (
     predict_run,
     with_ranks_of_their_own,
 )
-from rlmath.planner.tails import Tails
-from rlmath.planner.work import DEFAULTS, Coefficients
-from rlmath.trainer.preflight.memory_estimate import Target
-from rlmath.trainer.preflight.memory_fit import planned_target
+from rlmath.planning.planner.tails import Tails
+from rlmath.planning.planner.work import DEFAULTS, Coefficients
 
 
 def main(argv: Sequence[str] | None = None) -> int:

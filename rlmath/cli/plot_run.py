@@ -24,7 +24,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from rlmath.config.run_files import VALIDATION_FILE
 from rlmath.config.terminal import escape_terminal, visible
-from rlmath.trainer.telemetry.metrics_writer import read_metrics
+from rlmath.telemetry.metrics_writer import read_metrics
 
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 76, 24, 48, 60

@@ -12,10 +12,10 @@ import re
 import sys
 from pathlib import Path
 
+from rlmath.answers.extraction import extract_answer, split_boxes
 from rlmath.config.run_files import SAMPLES_FOLDER
 from rlmath.config.terminal import escape_terminal, visible
-from rlmath.rewards.extraction import extract_answer, split_boxes
-from rlmath.trainer.telemetry.samples import completion_facts, samples_file
+from rlmath.telemetry.samples import completion_facts, samples_file
 
 _FILE_NAME = re.compile(r"step-([0-9]{6,})\.jsonl")
 

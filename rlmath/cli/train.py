@@ -43,8 +43,8 @@ def _train(program: str, argv: Sequence[str]) -> int:
         from rlmath.trainer import __main__ as trainer
 
         return trainer.main([program, *argv])
-    from rlmath.trainer.preflight.checks import only_used
-    from rlmath.trainer.preflight.parallelism import least_ranks
+    from rlmath.planning.checks import only_used
+    from rlmath.planning.parallelism import least_ranks
 
     try:
         ranks, words = take_ranks(argv)
@@ -80,8 +80,8 @@ def evaluate(argv: Sequence[str]) -> int:
 
 def replay(argv: Sequence[str]) -> int:
     """Exit status of the replay: 0 where it gives the same."""
-    from rlmath.trainer import replay as program
-    from rlmath.trainer.capture import read_capture
+    from rlmath.replay import replay as program
+    from rlmath.replay.capture import read_capture
 
     given = program.parse(argv)
     try:

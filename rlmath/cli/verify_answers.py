@@ -22,9 +22,9 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from rlmath.answers.verifier import MAX_SOLUTIONS, TASKS, Rules, Verdict
 from rlmath.config.terminal import escape_terminal
-from rlmath.rewards.verifier import MAX_SOLUTIONS, TASKS, Rules, Verdict
-from rlmath.rewards.worker_pool import VerifierPool
+from rlmath.workers.worker_pool import VerifierPool
 
 MAX_LINE_BYTES = 64 * 2**20
 TOO_LONG = b"\xff"

@@ -12,7 +12,7 @@ GpuName = Literal[
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU; how much of its speed is reached is for `rlmath.planner` to say."""
+    """One GPU; how much of its speed is reached is for `rlmath.planning.planner` to say."""
 
     gib: float
     """Memory that CUDA reports for the whole device, to about 1% (GiB); a process may allocate a little less."""

@@ -47,7 +47,7 @@ class Range:
 
 @dataclass(frozen=True)
 class TakesFunction:
-    """Of a text setting: it takes a function of the user's, too, by its kind in `rlmath.hooks`."""
+    """Of a text setting: it takes a function of the user's, too, by its kind in `rlmath.workers.hooks`."""
 
     kind: str
 

@@ -19,17 +19,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 from rlmath.algorithms.types import Prompt
+from rlmath.answers.extraction import extract_answer
+from rlmath.answers.string_match import gold_answer
+from rlmath.answers.verifier import FAILURES, Rules, Verdict, usable_solutions, verify_by_string
 from rlmath.config.schema import RewardConfig
 from rlmath.config.terminal import excerpt, visible
 from rlmath.data.files import grouped
 from rlmath.data.sft_sequences import SequenceReport, WrittenSequence
 from rlmath.data.tokenizer import characters_without_token, unknown_token_ids, without_template
-from rlmath.rewards.answers.string_match import gold_answer
-from rlmath.rewards.extraction import extract_answer
 from rlmath.rewards.reward_manager import open_pool
 from rlmath.rewards.several_rewards import is_verified
-from rlmath.rewards.verifier import FAILURES, Rules, Verdict, usable_solutions, verify_by_string
-from rlmath.rewards.worker_pool import VerifierPool
+from rlmath.workers.worker_pool import VerifierPool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from rlmath.algorithms.prompt_history import PromptHistory
 from rlmath.algorithms.types import Prompt
+from rlmath.answers.verifier import check_tasks
 from rlmath.config import length_curriculum
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, DataConfig
@@ -32,8 +33,7 @@ from rlmath.data.tokenizer import (
     stop_token_ids,
 )
 from rlmath.rewards.several_rewards import is_verified
-from rlmath.rewards.user_functions import form_hook, template_hook, word_or_function
-from rlmath.rewards.verifier import check_tasks
+from rlmath.workers.user_functions import form_hook, template_hook, word_or_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

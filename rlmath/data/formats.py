@@ -20,6 +20,8 @@ from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 
+from rlmath.answers.extraction import extract_boxed
+from rlmath.answers.verifier import MAX_SOLUTIONS, TASKS
 from rlmath.config.files import read_json_object
 from rlmath.data.files import (
     CHARACTERS_PER_TOKEN,
@@ -35,9 +37,7 @@ from rlmath.data.files import (
     unusable_lines,
 )
 from rlmath.data.tokenizer import has_template
-from rlmath.rewards.extraction import extract_boxed
-from rlmath.rewards.user_functions import UserFunction
-from rlmath.rewards.verifier import MAX_SOLUTIONS, TASKS
+from rlmath.workers.user_functions import UserFunction
 
 Reader = Callable[[dict, int], PromptRow]
 """(columns, number of the row) to the row; RowError where it cannot be used."""

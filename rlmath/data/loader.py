@@ -31,7 +31,7 @@ from rlmath.data.tokenizer import (
     template_of,
     without_template,
 )
-from rlmath.rewards.user_functions import UserFunction
+from rlmath.workers.user_functions import UserFunction
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -34,7 +34,7 @@ from rlmath.data.files import (
 from rlmath.data.formats import check_length, checked_text
 from rlmath.data.loader import permutation
 from rlmath.data.tokenizer import prompt_tokens, rendered, token_ids_of
-from rlmath.rewards.user_functions import UserFunction
+from rlmath.workers.user_functions import UserFunction
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

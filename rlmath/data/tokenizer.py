@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlmath.config.files import read_json_object
 from rlmath.data.files import MAX_LINE_BYTES, PromptFile, PromptRow, UnusableRow
-from rlmath.rewards.user_functions import UserFunction
+from rlmath.workers.user_functions import UserFunction
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

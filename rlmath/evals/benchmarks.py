@@ -12,15 +12,15 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from rlmath.algorithms.types import Prompt
+from rlmath.answers.verifier import check_tasks
 from rlmath.config.files import read_json_object
 from rlmath.config.help import nearest_word
 from rlmath.config.model_shape import cpu_head_dim_problem
 from rlmath.data.audit import audit_references
 from rlmath.data.formats import read_prompts
 from rlmath.data.tokenizer import drop_special_token_rows, prompt_tokens, rendered
-from rlmath.rewards.user_functions import UserFunction
-from rlmath.rewards.verifier import check_tasks
-from rlmath.rewards.worker_pool import VerifierPool
+from rlmath.workers.user_functions import UserFunction
+from rlmath.workers.worker_pool import VerifierPool
 
 SUFFIXES = (".jsonl", ".json", ".parquet", "")
 """Suffixes of a benchmark's file, in the order of the search; "" is a folder of a Hugging Face data set."""

@@ -31,15 +31,15 @@ from rlmath.distributed.rendezvous import MissingRanksError
 from rlmath.evals.compare import comparison_text, read_results
 from rlmath.evals.model_source import remove_converted
 from rlmath.evals.plan import Plan
-from rlmath.trainer.preflight.checks import cuda_problems
-from rlmath.trainer.startup import (
+from rlmath.planning.checks import cuda_problems
+from rlmath.run.startup import (
     end_broken,
     log_mistake,
     mistakes_end_all_ranks,
     record_exit,
     set_up_rank_logging,
 )
-from rlmath.trainer.telemetry.console import close_bars
+from rlmath.telemetry.console import close_bars
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from rlmath.checkpoint.hf.weights import read_metadata_files
 from rlmath.config.files import read_json_object
 from rlmath.config.run_files import CHECKPOINTS_FOLDER, EXPORT_FOLDER, SUMMARY_FILE
 from rlmath.models.hf_config import check_loadable, missing_folder_problem, read_model_shape
-from rlmath.trainer.resume import model_fingerprint
+from rlmath.run.recovery.resume import model_fingerprint
 
 logger = logging.getLogger(__name__)
 

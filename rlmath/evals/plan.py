@@ -12,8 +12,8 @@ from typing import Any
 from rlmath.config.help import all_settings, raise_problems
 from rlmath.config.schema import Range, Template
 from rlmath.evals.pass_at_k import MOST_SAMPLES
-from rlmath.hooks import NEEDED, Hook, function_problem, hook_of, plugin_problem
 from rlmath.rollout.sampling import request_seed
+from rlmath.workers.hooks import NEEDED, Hook, function_problem, hook_of, plugin_problem
 
 SETTINGS = "settings.json"
 GENERATIONS = "generations"

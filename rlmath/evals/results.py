@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from rlmath.answers.string_match import plain_answer
+from rlmath.answers.verifier import FAILURES
 from rlmath.evals.benchmarks import Benchmark
 from rlmath.evals.completions import Key, Outcome
 from rlmath.evals.pass_at_k import Vote, bootstrap_interval, majority_at_k, pass_at_k
 from rlmath.evals.plan import GREEDY_INDEX, Plan
-from rlmath.rewards.answers.string_match import plain_answer
-from rlmath.rewards.verifier import FAILURES
 
 
 @dataclass(frozen=True)

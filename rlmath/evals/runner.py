@@ -42,13 +42,13 @@ from rlmath.evals.plan import Plan, check_settings, read_settings
 from rlmath.evals.results import BenchmarkResult, result_of
 from rlmath.evals.sampling import Missing, open_engine, sample_missing
 from rlmath.evals.tables import boxed_tables, first_table, second_table, write_results
-from rlmath.hooks import hooks_fingerprint
 from rlmath.rewards.reward_manager import try_scorer
-from rlmath.rewards.user_functions import word_or_function
-from rlmath.rewards.worker_pool import VerifierPool
-from rlmath.trainer.hub_inputs import fetch_ids
-from rlmath.trainer.run_dir import sole_user
-from rlmath.trainer.startup import environment_facts, meet
+from rlmath.run.recovery.hub_inputs import fetch_ids
+from rlmath.run.run_dir import sole_user
+from rlmath.run.startup import environment_facts, meet
+from rlmath.workers.hooks import hooks_fingerprint
+from rlmath.workers.user_functions import word_or_function
+from rlmath.workers.worker_pool import VerifierPool
 
 logger = logging.getLogger(__name__)
 

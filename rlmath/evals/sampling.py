@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
+from rlmath.answers.extraction import extract_answer, split_boxes
+from rlmath.answers.verifier import MAX_ANSWER_CHARS, Verdict
 from rlmath.config.schema import RolloutConfig
 from rlmath.data.tokenizer import load_tokenizer
 from rlmath.distributed import process
@@ -21,15 +23,13 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.evals.benchmarks import LengthLimits, Problem
 from rlmath.evals.completions import CompletionRecord, Writer
 from rlmath.evals.plan import GREEDY_INDEX, Plan, completion_seed
-from rlmath.rewards.custom_function import FunctionResult
-from rlmath.rewards.extraction import extract_answer, split_boxes
 from rlmath.rewards.reward_manager import text_to_verify
-from rlmath.rewards.verifier import MAX_ANSWER_CHARS, Verdict
-from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.rollout.collector import SamplingProgress
 from rlmath.rollout.engine import end_engine, open_standalone
 from rlmath.rollout.sampling import Request, RequestResult, sample
 from rlmath.rollout.work_queue import WorkQueue
+from rlmath.workers.custom_function import FunctionResult
+from rlmath.workers.worker_pool import VerifierPool
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
+from rlmath.answers.extraction import has_box
+from rlmath.answers.verifier import Rules
 from rlmath.config.schema import RewardConfig
 from rlmath.config.terminal import visible
-from rlmath.hooks import Hook
-from rlmath.rewards.custom_function import FunctionResult
-from rlmath.rewards.extraction import has_box
 from rlmath.rewards.schemes import Scheme, function_score, score
 from rlmath.rewards.several_rewards import (
     RewardPools,
@@ -20,9 +19,10 @@ from rlmath.rewards.several_rewards import (
     named_rewards,
     several_score,
 )
-from rlmath.rewards.user_functions import UserFunctionError
-from rlmath.rewards.verifier import Rules
-from rlmath.rewards.worker_pool import VerifierPool
+from rlmath.workers.custom_function import FunctionResult
+from rlmath.workers.hooks import Hook
+from rlmath.workers.user_functions import UserFunctionError
+from rlmath.workers.worker_pool import VerifierPool
 
 RewardWorkers = VerifierPool | RewardPools
 

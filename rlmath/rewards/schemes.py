@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlmath.algorithms.types import Score
+from rlmath.answers.verifier import FAILURES, Verdict
 from rlmath.config.schema import RewardConfig
-from rlmath.rewards.custom_function import FunctionResult
-from rlmath.rewards.verifier import FAILURES, Verdict
+from rlmath.workers.custom_function import FunctionResult
 
 
 @dataclass(frozen=True)

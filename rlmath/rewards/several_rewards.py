@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from rlmath.algorithms.types import Completion, Prompt, RewardFailure, Score, ScoredGroup
+from rlmath.answers.verifier import FAILURES, Rules, Verdict
 from rlmath.config.schema import RewardConfig
-from rlmath.hooks import REWARD_WORDS, Hook
-from rlmath.rewards.custom_function import FunctionResult
 from rlmath.rewards.schemes import Scheme, raw_reward
-from rlmath.rewards.verifier import FAILURES, Rules, Verdict
-from rlmath.rewards.worker_pool import VerifierPool
+from rlmath.workers.custom_function import FunctionResult
+from rlmath.workers.hooks import REWARD_WORDS, Hook
+from rlmath.workers.worker_pool import VerifierPool
 
 BUILT_IN = REWARD_WORDS
 TAKEN = ("correct", "boxed", "truncated", "failures", "verdict", "own", "queue_wait_s", "queue_wait_s_max")

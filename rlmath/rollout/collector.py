@@ -35,10 +35,10 @@ from rlmath.distributed.collectives import all_gather_objects, shared_store
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.signed_store import SignedStore
 from rlmath.rewards.reward_manager import RewardManager, RewardWorkers, scorer_settings
-from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import Key, Request, RolloutSeed, SamplingSettings, group_requests
 from rlmath.rollout.work_queue import EngineUsage, WorkQueue
+from rlmath.workers.worker_pool import VerifierPool
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ torchrun --nproc-per-node=N -m rlmath.trainer [grpo | sft] --config x.yaml key.s
 torchrun --nproc-per-node=N -m rlmath.trainer replay RUN --step 10
 python -m rlmath.trainer [grpo | sft] --config x.yaml --dry-run
 
-The steps are in rlmath/trainer/grpo.py and rlmath/trainer/sft.py, replays in rlmath/trainer/replay.py.
+The steps are in rlmath/trainer/grpo.py and rlmath/trainer/sft.py, replays in rlmath/replay/replay.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from functools import partial
 
 from rlmath.config.load import load_config
 from rlmath.config.terminal import escape_terminal
-from rlmath.trainer.preflight.checks import used_keys
-from rlmath.trainer.startup import Program, prepare_grpo, prepare_sft, read_command_line, start
+from rlmath.planning.checks import used_keys
+from rlmath.run.startup import Program, prepare_grpo, prepare_sft, read_command_line, start
 
 PROGRAMS = ("grpo", "sft")
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """One of `rlmath.distributed.fault_tolerance.exit_codes`."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["replay"]:
-        from rlmath.trainer.replay import main as replay
+        from rlmath.replay.replay import main as replay
 
         return replay(words[1:])
     program = words.pop(0) if words and words[0] in PROGRAMS else PROGRAMS[0]
@@ -43,7 +43,7 @@ def train_grpo(argv: Sequence[str] | None = None) -> int:
     given = read_command_line("Train a model with GRPO.", argv)
     if given.dry_run:
         # Imported only now: a start has no use for it.
-        from rlmath.trainer.preflight.dry_run import dry_run
+        from rlmath.planning.dry_run import dry_run
 
         return dry_run(given.config, given.overrides, given.ranks)
     return start(lambda: load_config(given.config, given.overrides), prepare_grpo, load_grpo)
@@ -55,7 +55,7 @@ def train_sft(argv: Sequence[str] | None = None) -> int:
     description = "Train a model on written solutions (supervised, cross-entropy on completions)."
     given = read_command_line(description, argv, used_keys())
     if given.dry_run:
-        from rlmath.trainer.preflight.dry_run import dry_run
+        from rlmath.planning.dry_run import dry_run
 
         return dry_run(given.config, given.overrides, given.ranks, "sft")
     return start(lambda: load_config(given.config, given.overrides), prepare_sft, load_sft)
@@ -63,14 +63,14 @@ def train_sft(argv: Sequence[str] | None = None) -> int:
 
 def load_grpo() -> Program:
     # Imported only now: a mistake is reported before Megatron and vLLM are loaded.
+    from rlmath.run.loop import run_training
     from rlmath.trainer.grpo import GrpoTrainer
-    from rlmath.trainer.loop import run_training
 
     return partial(run_training, GrpoTrainer)
 
 
 def load_sft() -> Program:
-    from rlmath.trainer.loop import run_training
+    from rlmath.run.loop import run_training
     from rlmath.trainer.sft import SftTrainer
 
     return partial(run_training, SftTrainer)

@@ -31,12 +31,14 @@ from rlmath.data.dataset import Inputs
 from rlmath.distributed.bridge import Bridge
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
+from rlmath.replay.recorder import StepRecorder
 from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers, raise_if_every_call_failed
 from rlmath.rewards.several_rewards import functions_of, summed_rewards
-from rlmath.rewards.user_functions import UserFunctionError
-from rlmath.trainer.checkpointing import Checkpointer
-from rlmath.trainer.engines import open_engines
-from rlmath.trainer.loop import Interrupted
+from rlmath.run.loop import Interrupted
+from rlmath.run.recovery.checkpointing import Checkpointer
+from rlmath.run.startup import PreparedRun
+from rlmath.telemetry.metrics_writer import write_whole
+from rlmath.telemetry.reporter import StepRecord, ValidationResult
 from rlmath.trainer.metrics import (
     UpdateRecord,
     engine_metrics,
@@ -50,13 +52,11 @@ from rlmath.trainer.metrics import (
     update_metrics,
 )
 from rlmath.trainer.policy_update import PolicyTrainer, token_counts
-from rlmath.trainer.recorder import StepRecorder
-from rlmath.trainer.reporter import StepRecord, ValidationResult
-from rlmath.trainer.rollouts import StepRollout, selection_rules
-from rlmath.trainer.startup import PreparedRun
+from rlmath.trainer.rollouts.engines import open_engines
+from rlmath.trainer.rollouts.synchronous import StepRollout, selection_rules
 from rlmath.trainer.step_hooks import StepHooks
-from rlmath.trainer.telemetry.metrics_writer import write_whole
 from rlmath.trainer.validation import Validator
+from rlmath.workers.user_functions import UserFunctionError
 
 logger = logging.getLogger(__name__)
 

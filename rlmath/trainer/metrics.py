@@ -12,14 +12,14 @@ from itertools import chain
 
 from rlmath.algorithms.dynamic_sampling import DROP_REASONS, FILTER_REASONS, Selection, has_contrast
 from rlmath.algorithms.types import Score, ScoredGroup
+from rlmath.answers.verifier import FAILURES, VERDICTS
 from rlmath.config.schema import AlgorithmConfig, RewardConfig
 from rlmath.data.seqlen_balancing import Cost
 from rlmath.models.learner import MinibatchResult
-from rlmath.rewards.custom_function import MAX_METRICS
 from rlmath.rewards.several_rewards import compared_rewards, named_rewards
-from rlmath.rewards.verifier import FAILURES, VERDICTS
 from rlmath.rollout.work_queue import EngineUsage, idle_shares
 from rlmath.trainer.kl_in_reward import RewardKL
+from rlmath.workers.custom_function import MAX_METRICS
 
 logger = logging.getLogger(__name__)
 

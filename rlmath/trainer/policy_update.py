@@ -45,11 +45,11 @@ from rlmath.models.learner import MinibatchResult
 from rlmath.models.offload import OffloadSets, SetName, training_sets
 from rlmath.models.teacher import Teacher, TeacherStates
 from rlmath.rewards.several_rewards import named_rewards, summed_rewards
+from rlmath.run.loop import Trainer
+from rlmath.run.startup import PreparedRun
 from rlmath.trainer.critic import CriticEstimates, CriticUpdater, critic_metrics
 from rlmath.trainer.kl_in_reward import KLPenalty, apply_kl_penalty
-from rlmath.trainer.loop import Trainer
 from rlmath.trainer.metrics import UpdateRecord
-from rlmath.trainer.startup import PreparedRun
 from rlmath.trainer.teacher_advantages import TeacherAdvantages, add_teacher_advantages
 
 logger = logging.getLogger(__name__)

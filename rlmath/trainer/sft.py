@@ -20,9 +20,9 @@ from rlmath.data.sft_sequences import WrittenSequence
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.build import build_sft_actor
-from rlmath.trainer.loop import Trainer
-from rlmath.trainer.reporter import StepRecord
-from rlmath.trainer.startup import PreparedRun
+from rlmath.run.loop import Trainer
+from rlmath.run.startup import PreparedRun
+from rlmath.telemetry.reporter import StepRecord
 
 
 class SftTrainer(Trainer):

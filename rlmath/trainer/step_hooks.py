@@ -14,8 +14,8 @@ from typing import Any
 from rlmath.algorithms.types import ScoredGroup
 from rlmath.config.schema import Config
 from rlmath.distributed.collectives import broadcast_from_rank_zero
-from rlmath.hooks import Hook
-from rlmath.rewards.user_functions import (
+from rlmath.workers.hooks import Hook
+from rlmath.workers.user_functions import (
     METRIC_SECONDS,
     UserFunction,
     UserFunctionError,

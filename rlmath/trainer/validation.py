@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlmath.algorithms.types import Prompt, ScoredGroup
+from rlmath.answers.verifier import FAILURES
 from rlmath.config.length_curriculum import validates, validation_tokens
 from rlmath.config.run_files import BEST_FOLDER, VALIDATION_FILE
 from rlmath.config.schema import Config
@@ -28,12 +29,11 @@ from rlmath.data.dataset import ValidationFile
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
-from rlmath.hooks import hooks_fingerprint
-from rlmath.rewards.user_functions import scorer_hook
-from rlmath.rewards.verifier import FAILURES
 from rlmath.rollout.sampling import RolloutSeed, SamplingSettings
-from rlmath.trainer.reporter import ValidationResult
-from rlmath.trainer.telemetry.metrics_writer import read_metrics
+from rlmath.telemetry.metrics_writer import read_metrics
+from rlmath.telemetry.reporter import ValidationResult
+from rlmath.workers.hooks import hooks_fingerprint
+from rlmath.workers.user_functions import scorer_hook
 
 if TYPE_CHECKING:
     from rlmath.rollout.collector import Rollout

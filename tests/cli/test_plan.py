@@ -12,10 +12,10 @@ import pytest
 
 from rlmath.cli.plan import main, published, recipe_of, tails_of
 from rlmath.config.gpu_specs import GPUS, GpuName
-from rlmath.planner.partial_rollouts import deferring_rollout_of
-from rlmath.planner.published import COLOCATED, TABLE, largest_error
-from rlmath.planner.tails import deferring
-from rlmath.planner.work import seconds_of
+from rlmath.planning.planner.partial_rollouts import deferring_rollout_of
+from rlmath.planning.planner.published import COLOCATED, TABLE, largest_error
+from rlmath.planning.planner.tails import deferring
+from rlmath.planning.planner.work import seconds_of
 from tests.selection import keeping, matrix
 from tests.tiny_models import make_model_folder
 

@@ -7,7 +7,7 @@ import pytest
 
 from rlmath.cli.plan_memory import main
 from rlmath.config.schema import Config, ParallelConfig, RolloutConfig
-from rlmath.trainer.preflight.parallelism import least_ranks
+from rlmath.planning.parallelism import least_ranks
 
 STAGED = Path(__file__).resolve().parents[2] / "configs" / "areal" / "v0.1_1.5b_stages.yaml"
 QWEN_7B = {

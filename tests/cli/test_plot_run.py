@@ -5,7 +5,7 @@ import pytest
 from PIL import Image, ImageColor
 
 from rlmath.cli.plot_run import COLOURS, Axis, main, nice_ticks
-from rlmath.trainer.telemetry.metrics_writer import MetricsWriter
+from rlmath.telemetry.metrics_writer import MetricsWriter
 
 SVG = "{http://www.w3.org/2000/svg}"
 

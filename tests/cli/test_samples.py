@@ -7,8 +7,8 @@ import pytest
 
 from rlmath.algorithms.types import Completion, Prompt, RewardFailure, Score, ScoredGroup
 from rlmath.cli.samples import _answer_lines, main
-from rlmath.trainer.telemetry.metrics_writer import MetricsWriter
-from rlmath.trainer.telemetry.samples import SampleWriter
+from rlmath.telemetry.metrics_writer import MetricsWriter
+from rlmath.telemetry.samples import SampleWriter
 
 RIGHT, WRONG = Score(5.0, True, "132", "string"), Score(-5.0, False, "13\x1b[2J", "symbolic")
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.answers.attacks import HANG_SOLUTIONS, boxed, hanging
 from tests.programs import run
-from tests.rewards.attacks import HANG_SOLUTIONS, boxed, hanging
 
 TOOL = ("-m", "rlmath.cli.verify_answers")
 GOOD = [

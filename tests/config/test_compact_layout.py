@@ -8,7 +8,7 @@ import pytest
 
 from rlmath.config.load import compact_layout, layout_settings, load_config
 from rlmath.config.schema import ParallelConfig, RolloutConfig
-from rlmath.trainer.preflight.parallelism import rank_problems
+from rlmath.planning.parallelism import rank_problems
 
 NEEDED = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
 

@@ -17,7 +17,7 @@ from rlmath.config.length_curriculum import (
 )
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config
-from rlmath.trainer.preflight.checks import config_warnings, setting_problems, shape_problems
+from rlmath.planning.checks import config_warnings, setting_problems, shape_problems
 from tests.tiny_models import make_model_folder, shape_of
 
 THREE = ("stages.steps=[10,20,5]", "stages.max_new_tokens=[8192,16384,24576]")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import rlmath
 from rlmath.config.help import section_classes
-from rlmath.trainer.preflight.memory_estimate import mesh_of
+from rlmath.planning.memory_estimate import mesh_of
 
 PACKAGE = Path(rlmath.__file__).parent
 ONLY_LOOK = ("config/schema", "config/help", "config/load", "preflight/", "planner/")

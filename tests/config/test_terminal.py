@@ -21,7 +21,7 @@ RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\
 WAYS = """
 import argparse, logging, sys, threading, warnings
 from pathlib import Path
-from rlmath.trainer.telemetry.console import setup_logging
+from rlmath.telemetry.console import setup_logging
 hostile = %a
 setup_logging(0)
 print(hostile)

@@ -17,7 +17,7 @@ from rlmath.data.loader import load_prompts, problem_key
 from rlmath.data.tokenizer import FIXED, characters_without_token, load_tokenizer
 from rlmath.models.hf_config import read_model_shape
 from rlmath.rewards.reward_manager import open_pool
-from rlmath.rewards.worker_pool import VerifierPool
+from rlmath.workers.worker_pool import VerifierPool
 from tests.tiny_models import make_model_folder
 
 

@@ -12,7 +12,7 @@ from rlmath.config.schema import AlgorithmConfig, Config, DataConfig, ModelConfi
 from rlmath.data.dataset import load_inputs
 from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
 from rlmath.models.hf_config import read_model_shape
-from rlmath.trainer.resume import data_fingerprint
+from rlmath.run.recovery.resume import data_fingerprint
 from tests.tiny_models import make_model_folder
 
 

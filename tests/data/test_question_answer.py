@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from rlmath.answers.verifier import check_tasks, verify
 from rlmath.data.formats import PromptRow, read_prompts
-from rlmath.rewards.verifier import check_tasks, verify
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "shared" / "data" / "benchmarks"
 

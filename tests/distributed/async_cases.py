@@ -20,10 +20,10 @@ from rlmath.distributed.bridge import open_worlds
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
 from rlmath.distributed.ranks import environment_rank, environment_world_size
+from rlmath.planning.memory_estimate import engine_mesh_of, mesh_of
 from rlmath.rollout.generation import NewWeights
-from rlmath.trainer.preflight.memory_estimate import engine_mesh_of, mesh_of
-from rlmath.trainer.resume import Origin
-from rlmath.trainer.startup import PreparedRun
+from rlmath.run.recovery.resume import Origin
+from rlmath.run.startup import PreparedRun
 from tests.distributed import partial_rollout_cases as partial
 from tests.tiny_models import shape_of
 
@@ -85,7 +85,7 @@ def _store() -> dist.Store:
 
 def _sample(prepared: PreparedRun[Any], world: int, rank: int, device: Any, late: float) -> None:
     from rlmath.rollout.weight_sync.publish import WeightReceiver
-    from rlmath.trainer.engine_rank import EngineRank, open_scorers
+    from rlmath.run.engine_rank import EngineRank, open_scorers
 
     class Late(WeightReceiver):
         """Asks for a version later."""
@@ -107,8 +107,8 @@ def _sample(prepared: PreparedRun[Any], world: int, rank: int, device: Any, late
 def _train(
     prepared: PreparedRun[Any], world: int, rank: int, device: Any, steps: int, more: Mapping[str, Any]
 ) -> Run:
-    from rlmath.trainer.checkpointing import Checkpointer
-    from rlmath.trainer.divergence import DivergenceCheck
+    from rlmath.run.divergence import DivergenceCheck
+    from rlmath.run.recovery.checkpointing import Checkpointer
     from rlmath.trainer.grpo import GrpoTrainer
 
     config: Config = prepared.config

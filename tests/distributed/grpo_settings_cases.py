@@ -27,8 +27,8 @@ from rlmath.config.schema import (
     ValidationConfig,
 )
 from rlmath.data.dataset import load_inputs, load_validation
-from rlmath.trainer.resume import Origin
-from rlmath.trainer.startup import PreparedRun
+from rlmath.run.recovery.resume import Origin
+from rlmath.run.startup import PreparedRun
 from tests.distributed.optimizer_cases import run_here
 from tests.tiny_models import shape_of
 

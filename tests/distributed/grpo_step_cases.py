@@ -25,8 +25,8 @@ from rlmath.data.dataset import load_inputs
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
 from rlmath.distributed.mesh import Mesh
-from rlmath.trainer.resume import Origin
-from rlmath.trainer.startup import PreparedRun
+from rlmath.run.recovery.resume import Origin
+from rlmath.run.startup import PreparedRun
 from tests.tiny_models import shape_of
 
 STEPS, PROMPTS, PER_STEP, GROUP = 3, 5, 4, 3
@@ -86,8 +86,8 @@ def config_of(folder: Path, place: Path) -> Config:
 
 def steps(folder: Path, place: Path, drop_truncated: bool = False) -> list[Step]:
     """All steps of a small run by one rank, without the life cycle around them."""
-    from rlmath.trainer.checkpointing import Checkpointer
-    from rlmath.trainer.divergence import DivergenceCheck
+    from rlmath.run.divergence import DivergenceCheck
+    from rlmath.run.recovery.checkpointing import Checkpointer
     from rlmath.trainer.grpo import GrpoTrainer
 
     rows = [

@@ -16,10 +16,10 @@ from rlmath.data.dataset import load_inputs, load_validation
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
 from rlmath.distributed.mesh import Mesh
-from rlmath.rewards.user_functions import UserFunctionError
-from rlmath.trainer.resume import Origin
-from rlmath.trainer.startup import PreparedRun
+from rlmath.run.recovery.resume import Origin
+from rlmath.run.startup import PreparedRun
 from rlmath.trainer.step_hooks import StepHooks
+from rlmath.workers.user_functions import UserFunctionError
 from tests.distributed.grpo_step_cases import config_of
 from tests.tiny_models import shape_of
 
@@ -77,8 +77,8 @@ def shared(plugin: str) -> dict[str, Any]:
 
 def steps(folder: Path, place: Path, plugin: str) -> dict[str, Any]:
     """Two steps of one rank: in the second one the advantage fails."""
-    from rlmath.trainer.checkpointing import Checkpointer
-    from rlmath.trainer.divergence import DivergenceCheck
+    from rlmath.run.divergence import DivergenceCheck
+    from rlmath.run.recovery.checkpointing import Checkpointer
     from rlmath.trainer.grpo import GrpoTrainer
 
     rows = [{"question": f"{n}+{n}=", "answer": str(2 * n), "id": f"q{n}"} for n in range(8)]

@@ -22,8 +22,8 @@ from rlmath.config.schema import Config, RolloutConfig, TeacherConfig
 from rlmath.data.packing import MicroBatch, pack
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
+from rlmath.planning.memory_estimate import Target, plan_rank
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
-from rlmath.trainer.preflight.memory_estimate import Target, plan_rank
 from tests.distributed.policy_cases import Case, Stage, settings
 from tests.tiny_models import shape_of
 

@@ -23,14 +23,14 @@ from rlmath.distributed.fault_tolerance.preemption import SIGNALS
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.distributed.process import end_with_parent
-from rlmath.trainer.resume import Origin
-from rlmath.trainer.startup import PreparedRun
+from rlmath.run.recovery.resume import Origin
+from rlmath.run.startup import PreparedRun
 from tests.distributed.policy_cases import Case, Stage, settings, whole_tensors
 from tests.distributed.sft_cases import make_sequences
 from tests.tiny_models import shape_of
 
 if TYPE_CHECKING:
-    from rlmath.trainer.loop import Trainer
+    from rlmath.run.loop import Trainer
 
 ALONE = Mesh(0, 1, 1, 1, 1)
 STOPS = (1, 7)
@@ -226,7 +226,7 @@ def whole_run(model: Path, config: Config) -> dict[str, Any]:
 def run_here(trainer_class: type[Trainer], prepared: PreparedRun[Any]) -> int:
     """`run_training`; afterwards signals and the bond to the parent are as they were: this process runs other tests,
     too."""
-    from rlmath.trainer.loop import run_training
+    from rlmath.run.loop import run_training
 
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
@@ -242,8 +242,8 @@ def built(folder: Path, config: Config) -> dict[str, Any]:
     """What the settings made of actor, reference, supervised actor and checkpoints."""
     from rlmath.distributed.fault_tolerance.preemption import StopRequest
     from rlmath.models.build import build_reference
-    from rlmath.trainer.checkpointing import Checkpointer
-    from rlmath.trainer.divergence import DivergenceCheck
+    from rlmath.run.divergence import DivergenceCheck
+    from rlmath.run.recovery.checkpointing import Checkpointer
 
     device, shape = open_device("cpu"), shape_of(folder)
     init_process_group(device, 120.0)

@@ -30,8 +30,8 @@ from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.ranks import environment_rank, environment_world_size
-from rlmath.trainer.resume import Origin
-from rlmath.trainer.startup import PreparedRun
+from rlmath.run.recovery.resume import Origin
+from rlmath.run.startup import PreparedRun
 from tests.tiny_models import shape_of
 
 PROMPTS, PER_STEP, GROUP, LONGEST = 90, 3, 2, 96
@@ -120,10 +120,10 @@ def run(folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Map
     """All steps of a small run, without the life cycle around them; `more` has sections of its settings. With
     "stop_after" the rollouts begin anew after so many steps, with what a checkpoint would hold of them, with
     "flight_of" so many groups of which nothing is sampled, and with "reward_changed" with another reward function."""
-    from rlmath.trainer.checkpointing import Checkpointer
-    from rlmath.trainer.divergence import DivergenceCheck
+    from rlmath.run.divergence import DivergenceCheck
+    from rlmath.run.recovery.checkpointing import Checkpointer
     from rlmath.trainer.grpo import GrpoTrainer
-    from rlmath.trainer.rollouts import PartialRollouts
+    from rlmath.trainer.rollouts.synchronous import PartialRollouts
 
     stop_after, flight_of = more.get("stop_after"), more.get("flight_of")
     for_this = ("stop_after", "flight_of", "reward_changed")
@@ -175,7 +175,7 @@ def _note_state(rollouts: Any, found: Run) -> None:
 
 def _restart_rollouts(trainer: Any, place: Path, steps_done: int, reward_changed: bool) -> None:
     """As a run that is resumed."""
-    from rlmath.trainer.rollouts import step_rollouts
+    from rlmath.trainer.rollouts.synchronous import step_rollouts
 
     files = trainer.rollouts.files()
     folder = place / f"checkpoint-{environment_rank()}"

@@ -360,7 +360,7 @@ def finds_values_that_are_not_finite(folder: Path, case: Case, samples: list[Sam
     """What is found on this rank after an update, and with a NaN at the end of a parameter of each chunk, and of a
     tensor of the optimizer's state for it, one after the other."""
     from rlmath.checkpoint.sharded_state import held_by
-    from rlmath.trainer.divergence import first_not_finite
+    from rlmath.run.divergence import first_not_finite
 
     stage = build(folder, case)
     chunks, optimizer = stage.actor.chunks, stage.actor.learner.optimizer

@@ -43,9 +43,9 @@ def build_trainer(
 ) -> tuple[Any, Any]:
     """(trainer, actor) on this rank."""
     from rlmath.data.dataset import SftInputs
-    from rlmath.trainer.resume import Origin
+    from rlmath.run.recovery.resume import Origin
+    from rlmath.run.startup import PreparedRun
     from rlmath.trainer.sft import SftTrainer
-    from rlmath.trainer.startup import PreparedRun
 
     device = open_device("cpu")
     init_process_group(device, 120.0)

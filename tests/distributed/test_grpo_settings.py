@@ -14,7 +14,7 @@ from rlmath.algorithms.losses import Normalisation
 from rlmath.algorithms.types import ScoredGroup
 from rlmath.models.logprobs import MinTokensMask
 from rlmath.rollout.sampling import request_seed
-from rlmath.trainer.divergence import RewardRule
+from rlmath.run.divergence import RewardRule
 from tests.distributed import grpo_settings_cases as cases
 from tests.distributed.rank_pool import RankPool
 

@@ -31,7 +31,7 @@ from rlmath.config.schema import (
 )
 from rlmath.data.sft_sequences import WrittenSequence
 from rlmath.models.logprobs import MinTokensMask
-from rlmath.trainer.save_schedule import Frequency
+from rlmath.run.recovery.save_schedule import Frequency
 from tests.distinct_settings import DISTINCT
 from tests.distributed import optimizer_cases, oracle
 from tests.distributed.optimizer_cases import STOPS, Schedule

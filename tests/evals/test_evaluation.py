@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
+from rlmath.answers.verifier import verify
 from rlmath.config.schema import RolloutConfig
 from rlmath.data.formats import read_prompts
 from rlmath.distributed.fault_tolerance.exit_codes import SAVED_AND_STOPPED, read_exit_status
 from rlmath.evals.command import main, parse, plan_of, rollout_of
 from rlmath.evals.plan import Plan
-from rlmath.rewards.verifier import verify
 from tests.distributed.rank_pool import RankPool
 from tests.evals.guessing_model import make_guessing_model
 from tests.programs import ENVIRONMENT, REPOSITORY, end_family, run, torchrun_command

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from rlmath.answers.verifier import verify
 from rlmath.evals.benchmarks import LengthLimits, Problem
 from rlmath.evals.command import parse, plan_of, rollout_of
 from rlmath.evals.plan import GREEDY_INDEX, Plan, completion_seed
 from rlmath.evals.sampling import Missing, _requests
-from rlmath.rewards.verifier import verify
 from tests.distributed.rank_pool import RankPool
 from tests.evals.guessing_model import make_guessing_model
 from tests.evals.test_evaluation import evaluate_in_pool

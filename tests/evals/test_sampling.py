@@ -15,12 +15,12 @@ from rlmath.evals.benchmarks import Problem
 from rlmath.evals.completions import CompletionRecord
 from rlmath.evals.plan import GREEDY_INDEX
 from rlmath.evals.sampling import Verification
-from rlmath.hooks import Hook
-from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.rollout import collector
 from rlmath.rollout.collector import SamplingProgress
 from rlmath.rollout.sampling import Request, RequestResult
-from tests.rewards.attacks import HANG_SOLUTIONS, HANGS
+from rlmath.workers.hooks import Hook
+from rlmath.workers.worker_pool import VerifierPool
+from tests.answers.attacks import HANG_SOLUTIONS, HANGS
 
 
 def test_hostile_completions_cost_their_time_limit_and_nothing_else(

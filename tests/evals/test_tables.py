@@ -13,7 +13,7 @@ from rlmath.evals.completions import Key, Outcome
 from rlmath.evals.plan import GREEDY_INDEX, Plan
 from rlmath.evals.results import BenchmarkResult, result_of
 from rlmath.evals.tables import boxed_table, boxed_tables, first_table, row_of, second_table, write_results
-from rlmath.rewards.worker_pool import VerifierPool
+from rlmath.workers.worker_pool import VerifierPool
 
 SEED_TABLE = """\
 +----------+---------------+---------------+---------------+------------+---------------+--------+---------+

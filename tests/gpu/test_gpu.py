@@ -13,7 +13,7 @@ import torch
 from rlmath.data.packing import MicroBatch, pack
 from rlmath.distributed.device import open_device
 from rlmath.distributed.tensor_offload import HostMemory, StorageSet
-from rlmath.trainer.preflight.checks import transformer_engine_problems
+from rlmath.planning.checks import transformer_engine_problems
 from tests.distributed import (
     engine_cases,
     gather_cases,

@@ -22,8 +22,8 @@ from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
 from rlmath.distributed.ranks import RankReport, RendezvousResult
 from rlmath.distributed.rendezvous import Rendezvous, open_rendezvous
-from rlmath.trainer.startup import compare_clocks, environment_facts, meet, meet_with_mistake
-from rlmath.trainer.telemetry.console import setup_logging
+from rlmath.run.startup import compare_clocks, environment_facts, meet, meet_with_mistake
+from rlmath.telemetry.console import setup_logging
 
 HOST = socket.gethostname()
 BUSY_STEPS = 10_000
@@ -36,7 +36,7 @@ def facts(behaviour: str) -> dict[str, str]:
 
 
 def gather(rendezvous: Rendezvous, behaviour: str, settings: RunConfig) -> None:
-    """Both meetings of the ranks, as `rlmath.trainer.startup` and `rlmath.trainer.loop` have them."""
+    """Both meetings of the ranks, as `rlmath.run.startup` and `rlmath.run.loop` have them."""
     seconds = settings.start_timeout_seconds
     if (behaviour, HOST) == ("mistake", "node1"):
         meet_with_mistake(rendezvous, ValueError("model.path: no folder /models/a"), seconds)

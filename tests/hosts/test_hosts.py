@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, read_exit_status
-from rlmath.trainer.telemetry.metrics_writer import without_times
+from rlmath.telemetry.metrics_writer import without_times
 from tests.hosts.cluster import Node, cluster, why_not
 from tests.hosts.launching import Launch, launch
 from tests.programs import small_run

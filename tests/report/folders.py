@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmath.config.load import load_config, save_config
-from rlmath.trainer.telemetry.metrics_writer import MetricsWriter
+from rlmath.telemetry.metrics_writer import MetricsWriter
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\u202e\0'&amp;"
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from rlmath.answers.verifier import VERDICTS, Rules, verify
 from rlmath.rewards.schemes import Scheme, raw_reward
-from rlmath.rewards.verifier import VERDICTS, Rules, verify
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
 _ROW = re.compile(

@@ -13,7 +13,7 @@ from rlmath.rewards.reward_manager import (
     text_to_verify,
     try_reward_function,
 )
-from rlmath.rewards.worker_pool import VerifierPool
+from rlmath.workers.worker_pool import VerifierPool
 
 LIMIT = 100
 

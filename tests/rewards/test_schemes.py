@@ -3,9 +3,9 @@
 import pytest
 
 from rlmath.algorithms.types import Score
-from rlmath.rewards.custom_function import FunctionResult
+from rlmath.answers.verifier import Verdict
 from rlmath.rewards.schemes import Scheme, function_score, overlong_share, score
-from rlmath.rewards.verifier import Verdict
+from rlmath.workers.custom_function import FunctionResult
 
 RIGHT = Verdict(True, "1/2", "symbolic")
 WRONG = Verdict(False, "1/3", "number")

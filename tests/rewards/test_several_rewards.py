@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlmath.algorithms.types import Completion, Prompt, RewardFailure, Score, ScoredGroup
+from rlmath.answers.verifier import Verdict
 from rlmath.config.schema import RewardConfig
-from rlmath.rewards.custom_function import FunctionResult
 from rlmath.rewards.reward_manager import (
     RewardFunctionError,
     RewardManager,
@@ -29,7 +29,7 @@ from rlmath.rewards.several_rewards import (
     several_score,
     summed_rewards,
 )
-from rlmath.rewards.verifier import Verdict
+from rlmath.workers.custom_function import FunctionResult
 
 LIMIT = 100
 PROMPT = Prompt("q1", "1+1=", (1,), ("\\boxed{2}",), "math")

@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from launch.slurm.submit import main
-from rlmath.trainer.telemetry.metrics_writer import without_times
+from rlmath.telemetry.metrics_writer import without_times
 from tests.programs import REPOSITORY
 from tests.slurm.cluster import Cluster
 

@@ -16,7 +16,7 @@ from launch.slurm.script import BODY, Job
 from rlmath.checkpoint.directory import Progress, open_partial, publish, write_progress
 from rlmath.config.load import load_config, save_config
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MEANINGS, write_exit_status
-from rlmath.trainer.preflight.checks import only_used
+from rlmath.planning.checks import only_used
 from tests.programs import REPOSITORY, small_run
 from tests.slurm.cluster import Cluster
 from tests.slurm.submitted import TWO_NODES, Submitter, called, config

@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from rlmath.config.load import load_config
-from rlmath.trainer.preflight.checks import config_warnings, run_problems
+from rlmath.planning.checks import config_warnings, run_problems
 from tests import programs
 from tools.bench_async import CASES, COMMON, WAYS, Figures, figures, main, report
 

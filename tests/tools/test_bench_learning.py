@@ -14,7 +14,7 @@ import pytest
 
 from rlmath.cli import demo
 from rlmath.config.load import load_config
-from rlmath.trainer.telemetry.metrics_writer import MetricsWriter
+from rlmath.telemetry.metrics_writer import MetricsWriter
 from tools import bench_learning
 from tools.bench_learning import WAYS, Learned, curve_of, draw_picture, read_learned, report
 

@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from rlmath.rewards import process_tree
+from rlmath.workers import process_tree
 from tests.programs import run
 from tests.selection import matrix
 from tools import gpu_check

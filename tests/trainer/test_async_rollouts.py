@@ -33,7 +33,7 @@ from rlmath.rollout.generation import (
     WeightsTaken,
 )
 from rlmath.rollout.sampling import RolloutSeed, SamplingSettings
-from rlmath.trainer.async_rollouts import (
+from rlmath.trainer.rollouts.asynchronous import (
     AsynchronousRollouts,
     EngineConnection,
     EngineReport,

@@ -20,6 +20,7 @@ from rlmath.algorithms.importance_sampling import Correction
 from rlmath.algorithms.losses import LossSettings, Normalisation
 from rlmath.algorithms.partial_rollouts import FlightRules
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
+from rlmath.answers.verifier import Rules
 from rlmath.config.length_curriculum import (
     engine_length,
     length_stages,
@@ -42,10 +43,10 @@ from rlmath.data.dataset import critic_epochs, most_critic_updates, most_updates
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
-from rlmath.hooks import Hook, hooks_fingerprint
 from rlmath.models import megatron
 from rlmath.models.build import critic_optimizer, early_stop, loss_settings
 from rlmath.models.megatron import Recompute, selective_modules, transformer_config
+from rlmath.planning.memory_estimate import engine_mesh_of, mesh_of
 from rlmath.rewards.reward_manager import (
     RewardManager,
     open_reward_workers,
@@ -54,18 +55,17 @@ from rlmath.rewards.reward_manager import (
 )
 from rlmath.rewards.schemes import Scheme
 from rlmath.rewards.several_rewards import NamedReward, RewardPools, compared_rewards, named_rewards
-from rlmath.rewards.user_functions import scorer_hook
-from rlmath.rewards.verifier import Rules
-from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.rollout.engine import _device_arguments
+from rlmath.rollout.flight_rules import flight_rules, slice_tokens
 from rlmath.rollout.sampling import SamplingSettings, training_sampling
-from rlmath.trainer.flight_rules import flight_rules, slice_tokens
+from rlmath.run.recovery.save_schedule import Frequency, kept_frequency, recovery_frequency
 from rlmath.trainer.kl_in_reward import KLPenalty
 from rlmath.trainer.policy_update import PolicyUpdater
-from rlmath.trainer.preflight.memory_estimate import engine_mesh_of, mesh_of
-from rlmath.trainer.rollouts import selection_rules
-from rlmath.trainer.save_schedule import Frequency, kept_frequency, recovery_frequency
+from rlmath.trainer.rollouts.synchronous import selection_rules
 from rlmath.trainer.validation import _measure
+from rlmath.workers.hooks import Hook, hooks_fingerprint
+from rlmath.workers.user_functions import scorer_hook
+from rlmath.workers.worker_pool import VerifierPool
 from tests.distinct_settings import DISTINCT
 from tests.tiny_models import make_samples, shape_of
 

@@ -17,7 +17,7 @@ from rlmath.data.dataset import ValidationFile, load_validation
 from rlmath.data.tokenizer import load_tokenizer
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
-from rlmath.trainer.reporter import ValidationResult
+from rlmath.telemetry.reporter import ValidationResult
 from rlmath.trainer.validation import Validator, file_metrics
 
 ASKED = ("validation.every_steps=3", "validation.keep_best=true", "validation.paths=[a.jsonl]")

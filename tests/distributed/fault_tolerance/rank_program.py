@@ -22,7 +22,7 @@ from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, SAVED_AND_STO
 from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
 from rlmath.distributed.fault_tolerance.preemption import REASONS, StopRequest, launcher_advice
 from rlmath.distributed.phase_timers import PhaseTimers
-from rlmath.trainer.telemetry.console import setup_logging
+from rlmath.telemetry.console import setup_logging
 
 RANK = int(os.environ["RANK"])
 

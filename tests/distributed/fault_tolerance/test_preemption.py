@@ -68,7 +68,7 @@ def test_control_c_saves_and_a_second_one_ends_all_at_once(tmp_path: Path) -> No
 WAITS_IN_C = """
 import ctypes, sys
 from rlmath.distributed.fault_tolerance.preemption import end_at_interrupt
-from rlmath.trainer.telemetry.console import setup_logging
+from rlmath.telemetry.console import setup_logging
 setup_logging(int(sys.argv[1]))
 end_at_interrupt(int(sys.argv[1]))
 print("ready", flush=True)
@@ -168,7 +168,7 @@ def test_only_a_second_control_c_of_this_process_ends_it_at_once(
 INTERRUPTED_TWICE = """
 import os, signal, sys, time
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
-from rlmath.trainer.telemetry.console import setup_logging
+from rlmath.telemetry.console import setup_logging
 rank = int(os.environ["RANK"])
 setup_logging(rank)
 stop = StopRequest(60.0, sys.argv[1], rank)

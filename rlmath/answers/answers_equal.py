@@ -1,0 +1,352 @@
+"""Compares two answers: parsed by our grammar, or by math-verify where the grammar does not support them.
+
+text -> special forms -> syntax tree (`parser`) -> interpretations (`interpret`) -> comparison (`equivalence`)
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+
+from rlmath.answers.equivalence import (
+    Equivalence,
+    names_agree,
+)
+from rlmath.answers.evaluate import mentions, symbols, value_of
+from rlmath.answers.extraction import DECLARED, NAMED_BEFORE
+from rlmath.answers.families import (
+    same_antiderivative,
+    same_up_to_constants,
+    same_up_to_renaming,
+)
+from rlmath.answers.integer_sets import same_integers
+from rlmath.answers.interpret import interpret
+from rlmath.answers.lexer import Reading
+from rlmath.answers.named_objects import same_objects, set_notation
+from rlmath.answers.normalize import (
+    PERMUTATION_OR_POINT,
+    NotMathematics,
+    Unevaluated,
+    Unsupported,
+    other_notation,
+    plain_unicode,
+    without_layout,
+)
+from rlmath.answers.numbers import FINITE, INFINITE
+from rlmath.answers.orders import in_every_order, in_stated_order, says_order
+from rlmath.answers.parser import parse_answer
+from rlmath.answers.sentences import plain_sentences
+from rlmath.answers.special_forms import bare_parts, same_special, split_list, split_parts
+from rlmath.answers.string_match import Rules, plain_answer
+from rlmath.answers.syntax_tree import Answer, Call, Expr, Num, Sym
+
+_PARTIAL_DERIVATIVE = re.compile(r"^\$?\\frac\s?\{\\partial[^{}]{0,20}\}\s?\{\\partial[^{}]{0,20}\}\s{0,3}=")
+"""The left side of an equation for a partial derivative."""
+_REMARK = re.compile(r"\((?:\\text\s?\{)?\s?[a-z]{2,20}[\s}][^()]{1,200}\)[\s$.}]{0,5}$")
+"""A remark at the end of a reference."""
+_WORKING = re.compile(r"(?:[+-]|\\cdot|\\times) ?\\[cl]?dots(?![a-zA-Z])|[0-9)] ?\\cdots")
+"""Dots in a sum or product."""
+_UNEVALUATED = re.compile(r"\\(?:i{0,2}int|sum|prod|lim)(?![a-zA-Z])|\|_")
+
+
+def answers_equal(answer: str, gold: str, rules: Rules) -> bool:
+    """Whether two answers are equal. May hang or take gigabytes in math-verify, and raises what that raises."""
+    gold = gold.replace(":=", "=")
+    ours, theirs = plain_answer(answer), plain_answer(gold)
+    if ours is None or theirs is None:
+        return False
+    if theirs.choice is not None and theirs.choice.rest:  # a choice's text without its letter is accepted
+        return answers_equal(ours.choice.rest if ours.choice else answer, theirs.choice.rest, rules)
+    if ours.choice is not None and ours.choice.rest and theirs.choice is None:
+        return answers_equal(ours.choice.rest, gold, rules)
+    name, marked, value = answer.partition(NAMED_BEFORE)
+    if marked and ("(" in name or "_" in name):  # a function before the box
+        return answers_equal(value, gold, rules) or answers_equal(f"{name}={value}", gold, rules)
+    if ":=" in answer:
+        return answers_equal(answer.replace(":=", "="), gold, rules)
+    special = same_special(theirs.key, ours.key)
+    if special is not None:
+        return special
+    for same in (same_objects, same_integers):
+        if (decided := same(theirs.key, ours.key)) is not None:
+            return decided
+    said = plain_sentences(theirs.key, ours.key)
+    if said != (None, None) and _said_equal(said[0] or gold, said[1] or answer, rules):
+        return True
+    growth = _GROWTH.fullmatch(theirs.key), _GROWTH.fullmatch(ours.key)
+    if growth[0] is not None and growth[1] is not None and growth[0][1] == growth[1][1]:
+        inner = [_without_bases(match[2]) for match in growth if match is not None]
+        return answers_equal(inner[1], inner[0], rules)
+    if says_order(theirs.key) or says_order(ours.key):
+        if (sorted_golds := in_stated_order(theirs.key)) is not None:
+            return answers_equal(in_stated_order(ours.key) or answer, sorted_golds, rules)
+        orders = in_every_order(theirs.key), in_every_order(ours.key)
+        if orders != (None, None):
+            return answers_equal(orders[1] or answer, orders[0] or gold, rules)
+    if "\\mathbb" in gold and _same_signs(theirs.key, ours.key):
+        return True
+    answer, gold = set_notation(ours.key) or answer, set_notation(theirs.key) or gold
+    if (parts := split_parts(theirs.key)) is not None:
+        found = split_parts(ours.key) or bare_parts(ours.key, len(parts))
+        if found is not None and len(found) == len(parts):
+            return all(answers_equal(one, other, rules) for one, other in zip(found, parts, strict=True))
+    has_index = "\\sum" in gold or "\\prod" in gold
+    if has_index and _bare(_with_same_index(answer, gold)) == _bare(gold):
+        return True
+    answer, gold = _PARTIAL_DERIVATIVE.sub("", answer), _PARTIAL_DERIVATIVE.sub("", gold)
+    declared: tuple[str, ...] = ()
+    if (match := DECLARED.search(answer)) is not None:
+        answer, declared = answer[: match.start()], tuple(re.findall(r"[a-dkm]", match[1] or match[2]))
+    try:
+        return equal_by_grammar(answer, gold, rules, declared)
+    except Unsupported:
+        return _is_bounded(answer) and _equal_by_math_verify(answer, gold)
+    except NotMathematics:
+        return False
+
+
+_GROWTH = re.compile(r"(?:\\mathcal ?)?\{?(O|\\Theta|\\Omega|o)\}? ?\((.{1,80})\)")
+_LOGARITHM = re.compile(r"\\(?:log|lg|ln)(?:_(?:[2e]|10|\{(?:[2e]|10)\}))?(?![a-zA-Z_])")
+_SIGNS = re.compile(r"\\(?:mathbb|mathcal|mathbf) ?\{?([A-Z])\}?")
+
+
+def _without_bases(growth: str) -> str:
+    """A growth with all logarithms natural, `n \\ln n` of `n \\log_2 n`, but for those in exponents."""
+
+    def natural(match: re.Match[str]) -> str:
+        return match[0] if _in_exponent(growth, match.start()) else "\\ln "
+
+    return _LOGARITHM.sub(natural, growth)
+
+
+def _in_exponent(text: str, end: int) -> bool:
+    opened: list[bool] = []
+    for at, char in enumerate(text[:end]):
+        if char in "{(":
+            opened.append(char == "{" and text[:at].rstrip().endswith("^"))
+        elif char in "})" and opened:
+            opened.pop()
+    return any(opened) or text[:end].rstrip().endswith("^")
+
+
+def _same_signs(gold: str, answer: str) -> bool:
+    """Whether two texts differ only in braces: `\\mathbb R^3` and `\\mathbb{R}^3`."""
+    return _SIGNS.sub(r"{\1}", gold) == _SIGNS.sub(r"{\1}", answer)
+
+
+def _said_equal(gold: str, answer: str, rules: Rules) -> bool:
+    one, two = plain_answer(gold), plain_answer(answer)
+    return one is not None and two is not None and (one.key == two.key or answers_equal(answer, gold, rules))
+
+
+def boxes_equal(boxes: list[str], gold: str, rules: Rules) -> bool:
+    """Whether the contents of several boxes are the parts of the gold answer, which has as many."""
+    theirs = plain_answer(gold)
+    if theirs is None or any(plain_answer(box) is None for box in boxes):
+        return False
+    parts = split_parts(theirs.key)
+    if parts is not None:
+        same = zip(boxes, parts, strict=False)
+        return len(parts) == len(boxes) and all(answers_equal(box, part, rules) for box, part in same)
+    count = 2 if theirs.key.count("\\pm") == 1 else len(split_list(theirs.key))
+    return count == len(boxes) and answers_equal("; ".join(boxes), gold, rules)
+
+
+_INDEX = re.compile(r"\\(?:sum|prod)(?:\\limits)?\s?_\s?\{\s?([a-z])\s?=")
+_BARE = re.compile(r"\\(?:(?:limits|left|right|displaystyle)(?![a-zA-Z])|[,;! ])|[\s$]|(?<=\\)[dt](?=frac)")
+
+
+def _with_same_index(answer: str, gold: str) -> str:
+    """The answer with the letter of its sum replaced by that of the gold answer's, if it uses that nowhere."""
+    ours, theirs = _INDEX.search(answer), _INDEX.search(gold)
+    if ours is None or theirs is None or ours[1] == theirs[1]:
+        return answer
+    letter = r"(?<![a-zA-Z\\]){}(?![a-zA-Z])"
+    if re.search(letter.format(theirs[1]), answer):
+        return answer
+    return re.sub(letter.format(ours[1]), theirs[1], answer)
+
+
+def _bare(text: str) -> str:
+    return re.sub(r"\{([0-9a-z])\}", r"\1", _BARE.sub("", text))
+
+
+def equal_by_grammar(answer: str, gold: str, rules: Rules, declared: tuple[str, ...] = ()) -> bool:
+    """Whether any reading of the answer equals any reading of the gold answer. Raises NotMathematics or Unsupported."""
+    with_remark = _REMARK.search(gold) is not None
+    ours = _readings(_without_working(answer, gold), False)
+    golds = _readings(_without_working(gold, answer), with_remark)
+    if (match := PERMUTATION_OR_POINT.fullmatch(answer.strip())) and int(match[1]) >= int(match[2]):
+        ours = (*ours, parse_answer(f"\\binom{{{match[1]}}}{{{match[2]}}} \\cdot {match[2]}!"))
+    if _repeats_question(ours[0], golds[0]) and not _leaves_work(golds[0]):
+        return False  # the question repeated
+    if isinstance(ours[0], Unsupported) and _UNEVALUATED.search(answer) and not _UNEVALUATED.search(gold):
+        return False
+    unparsed = [reading for reading in (golds[0], ours[0]) if isinstance(reading, Exception)]
+    if unparsed:
+        raise next((error for error in unparsed if isinstance(error, NotMathematics)), unparsed[0])
+    refused: list[Exception] = []
+    for one, other in itertools.product(golds, ours):
+        # Digits in groups, read as a list, are no list of solutions.
+        grouped = one is not golds[0] or other is not ours[0]
+        try:
+            if _same_answer(one, other, Equivalence(rules.protocol, repeats=not grouped), declared):
+                return True
+        except (NotMathematics, Unsupported) as error:
+            refused.append(error)
+    if refused:
+        raise refused[0]
+    return False
+
+
+def _same_answer(
+    gold: Answer, answer: Answer, equivalence: Equivalence, declared: tuple[str, ...] = ()
+) -> bool:
+    """Whether two parsed answers are equal. Raises NotMathematics or Unsupported if that cannot be decided."""
+    one, other = interpret(gold), interpret(answer)
+    if equivalence.same(one, other):
+        return True
+    if one.scalar is None or other.scalar is None or not names_agree(one.name, other.name):
+        return False
+    exprs = one.scalar.expr, other.scalar.expr
+    if other.family is not None and other.family[0] in ("R", "C"):
+        declared = (*declared, *other.family[1])
+    if same_antiderivative(*exprs) or same_up_to_constants(*exprs, declared):
+        return True
+    return same_up_to_renaming(*exprs, declared)
+
+
+def _without_working(text: str, other: str) -> str:
+    """The last side of an equation whose first sides are not evaluated: `1` of `\\int_0^1 2x dx = 1`; also where only
+    the last one is not, if the other answer is not evaluated either: `\\sum_k x^k` of `\\frac{1}{1-x} = \\sum_k x^k`.
+    """
+    if "=" not in text or not (_WORKING.search(text) or _UNEVALUATED.search(text)):
+        return text
+    depth, cut = 0, None
+    for at, char in enumerate(text):
+        depth += (char in "{(") - (char in "})")
+        if char == "=" and depth == 0:
+            cut = at
+    if cut is None:
+        return text
+    front, last = text[:cut], text[cut + 1 :]
+    if _UNEVALUATED.search(last):
+        if not _UNEVALUATED.search(other) or _UNEVALUATED.search(front) or _is_number(front):
+            return text
+        return last
+    return last if _UNEVALUATED.search(front) or _WORKING.search(front) else text
+
+
+def _is_number(text: str) -> bool:
+    return all(not isinstance(one, Exception) and not _letters(one) for one in _readings(text, False))
+
+
+def _leaves_work(reading: object) -> bool:
+    """Whether it has an integral, a limit, or a sum or product of many terms."""
+    has_series = any(mentions(expr, FINITE | INFINITE) for expr in _expressions(reading))
+    return has_series or isinstance(reading, Unevaluated)
+
+
+def _repeats_question(answer: object, gold: object) -> bool:
+    """Whether an answer leaves work that is not left to the reader by the gold answer: all but a sum or product of as
+    many terms as a letter of the gold answer says."""
+    if isinstance(answer, Unevaluated):
+        return True
+    series = [part for expr in _expressions(answer) for part in _series(expr)]
+    if any(mentions(part, INFINITE) or not symbols(part) for part in series):
+        return True
+    return bool(series) and not _letters(answer) <= _letters(gold)
+
+
+def _series(expr: Expr) -> Iterator[Expr]:
+    if isinstance(expr, Call):
+        if expr.name in FINITE | INFINITE:
+            yield expr
+        for arg in expr.args:
+            yield from _series(arg)
+
+
+def _letters(reading: object) -> frozenset[str]:
+    return frozenset().union(*(symbols(expr) for expr in _expressions(reading)))
+
+
+def _expressions(reading: object) -> Iterator[Expr]:
+    """The expressions in a parsed answer."""
+    if isinstance(reading, (Num, Sym, Call)):
+        yield reading
+    elif isinstance(reading, tuple):
+        for part in reading:
+            yield from _expressions(part)
+    else:
+        for name in getattr(reading, "__dataclass_fields__", ()):
+            yield from _expressions(getattr(reading, name))
+
+
+@lru_cache(maxsize=2048)
+def _readings(text: str, with_remark: bool) -> tuple:
+    """The syntax trees of a text, one per reading of its ambiguous digits; an exception if it has none."""
+    plain = other_notation(without_layout(plain_unicode(text)))
+    ways = [Reading(with_remark=with_remark)]
+    if re.search(r"[0-9],[0-9]{3}(?![0-9])", plain):
+        ways.append(Reading(commas_group=False))
+    if re.search(r"[0-9][eE][+-][0-9]", plain):
+        ways.append(Reading(e_is_exponent=False))
+    trees, errors = [], []
+    for way in ways:
+        try:
+            trees.append(parse_answer(plain, way))
+        except (NotMathematics, Unsupported) as error:
+            errors.append(error)
+    return tuple(trees or errors[:1])
+
+
+def _is_bounded(answer: str) -> bool:
+    """Whether all numbers in what our grammar parses of an answer are within our limits, before math-verify computes
+    them."""
+    try:
+        for reading in _readings(answer, False):
+            if not isinstance(reading, Exception):
+                _check_size(reading)
+    except NotMathematics:
+        return False
+    return True
+
+
+def _check_size(answer: object) -> None:
+    """Raises NotMathematics if a number in an answer is beyond our limits, or undefined, such as 1/0."""
+    for expr in _expressions(answer):
+        has_series = mentions(expr, FINITE | INFINITE)
+        if value_of(expr, complex_numbers=True) is None and not symbols(expr) and not has_series:
+            raise NotMathematics("it has no value")
+
+
+def _equal_by_math_verify(answer: str, gold: str) -> bool:
+    """Whether math-verify finds them equal. Its own time limits, which need signals, are off."""
+    from math_verify import verify  # imports sympy, which only some answers need
+
+    return verify(_parse_gold(gold), _parse_by_math_verify(answer), timeout_seconds=0, raise_on_error=True)
+
+
+def _parse_by_math_verify(answer: str) -> list:
+    """sympy expressions, and the normalised string."""
+    from math_verify import LatexExtractionConfig, parse
+
+    boxed = f"\\boxed{{{answer}}}"
+    return parse(boxed, extraction_config=[LatexExtractionConfig()], parsing_timeout=0, raise_on_error=True)
+
+
+_parse_gold = lru_cache(maxsize=512)(_parse_by_math_verify)
+
+
+def warm_up_math_verify() -> None:
+    """Load math-verify and have it compare what differs, the longer way through sympy: most of a second, which the
+    first answer would pay otherwise. It does not depend on what the grammar reads."""
+    examples = (
+        ("0.5", r"\int_0^1 3x^2 dx"),
+        (r"\frac{3}{7}", r"\sum_{k=1}^{n} k"),
+        ("2", r"\lim_{x\to 0} \frac{\sin x}{x}"),
+    )
+    found = [_equal_by_math_verify(answer, gold) for answer, gold in examples]
+    assert not any(found), found

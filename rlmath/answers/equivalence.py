@@ -1,0 +1,589 @@
+"""Compares the interpretations of two answers: they are equal if one kind of interpretation is equal in both."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import reduce
+from itertools import chain, combinations, permutations
+from operator import eq
+from typing import Any
+
+from rlmath.answers.evaluate import (
+    proportion,
+    same_expression,
+    same_number,
+    symbols,
+    value_of,
+)
+from rlmath.answers.families import (
+    MAX_CONSTANTS,
+    open_index,
+    renamed,
+    same_line,
+    same_progressions,
+    same_shape,
+    substituted,
+    with_vector_i,
+)
+from rlmath.answers.piecewise import Cases, same_cases
+from rlmath.answers.real_sets import RealSet, whole_line
+from rlmath.answers.syntax_tree import Call, Expr, MatrixOf, Num, Scalar, Sym
+from rlmath.answers.units import DEGREE, PERCENT, RADIAN, Unit, compatible
+
+Family = tuple[str, tuple[str, ...], tuple[tuple[Expr, ...], ...]]
+Residue = tuple[Expr | None, tuple[tuple[Expr, Expr], ...]]
+Branches = tuple[tuple[Expr, str], ...]
+
+
+@dataclass(frozen=True)
+class Interpretations:
+    """The interpretations of an answer; None for those that it does not have."""
+
+    scalar: Scalar | None = None
+    name: str | None = None
+    """What its value is assigned to: "x" in x = 5."""
+    row: tuple[Interpretations, ...] | None = None
+    """Ordered items: a point, a vector, the sides of a ratio."""
+    brackets: str = ""
+    """Of the row: "()", "[)", ..., "::" for a ratio, "matrix", or "" for a bare list."""
+    members: tuple[Interpretations, ...] | None = None
+    """Unordered items."""
+    is_set: bool = False
+    """Whether repeated members count once."""
+    real_set: RealSet | None = None
+    difference: Expr | None = None
+    """Left side minus right side of an equation or inequality."""
+    sign: str = ""
+    """Of the relation: "=", "<" or "<=" (flipped so that it points left), or "solved x" for an inequality in x."""
+    matrix: MatrixOf | None = None
+    named_set: str | None = None
+    family: Family | None = None
+    """(set of the parameters, their letters, values or points): their union over all parameters."""
+    residue: Residue | None = None
+    """(left side, (residue, modulus) of each class) of congruences."""
+    branches: Branches | None = None
+    """(value, condition) of a function by cases."""
+    cases: Cases | None = None
+    """The same with its conditions as sets of real numbers, where they are."""
+    pairs: tuple[tuple[str, Interpretations], ...] | None = None
+    """Several names with their values: x = 1, y = 2."""
+    equations: tuple[Interpretations, ...] | None = None
+    """Several equations, each with its difference, of which not all are values of names."""
+    line: bool = False
+    """A point whose parameter stands for all real numbers: `p + t v`."""
+    unsolved: bool = False
+    """An inequality such as `|x - 2| < 3`: right for itself, no solution of it."""
+    asked: tuple[Interpretations, ...] = ()
+    """The number that a sum or product of letters is: 14 of `m + n = 14`."""
+    also: tuple[Interpretations, ...] = ()
+    """Further readings, such as the rounded value of `x = \\pi \\approx 3.14`."""
+
+
+@dataclass(frozen=True)
+class Equivalence:
+    protocol: bool
+    repeats: bool = True
+    """Whether a value that one of two lists repeats counts once."""
+
+    def same(self, gold: Interpretations, answer: Interpretations) -> bool:
+        """Whether any interpretation of one equals the same kind of interpretation of the other."""
+        if any(self.same(reading, answer) for reading in gold.also):
+            return True
+        rounded = gold.scalar is not None and isinstance(gold.scalar.expr, Num) and gold.scalar.expr.digits
+        if rounded and any(self.same(gold, reading) for reading in answer.also):
+            return True
+        if self._same_relation(gold, answer):
+            return True
+        if answer.asked and gold.scalar is not None and gold.name is None and not gold.sign:
+            is_plain = gold.scalar.unit is None and not symbols(gold.scalar.expr)
+            return is_plain and self.same(gold, answer.asked[0])
+        if answer.unsolved and not gold.unsolved:
+            return False
+        if not names_agree(gold.name, answer.name) and not _names_same_values(gold, answer):
+            return _same_function(gold, answer)
+        if gold.sign.startswith("solved") and answer.sign.startswith("solved") and gold.sign != answer.sign:
+            return False
+        if gold.pairs is not None and answer.pairs is not None and gold.name == answer.name:
+            names, others = [name for name, _ in gold.pairs], [name for name, _ in answer.pairs]
+            pairs = zip(gold.pairs, answer.pairs, strict=True) if names == others else ()
+            same = bool(pairs) and all(self.same(one, two) for (_, one), (_, two) in pairs)
+            return same or (names == others and _same_line(gold, answer))
+        if self._same_scalar(gold.scalar, answer.scalar):
+            return True
+        if self._same_row(gold, answer) or self._same_members(gold, answer):
+            return True
+        if _same_vector(gold, answer) or _same_vector(answer, gold):
+            return True
+        if self._same_angles(gold, answer):
+            return True
+        if (gold.cases or answer.cases) and (by_cases := _same_by_cases(gold, answer)) is not None:
+            return by_cases
+        for family, open_one in ((gold.family, answer), (answer.family, gold)):
+            if family is None or open_one.family is not None or (open_one is gold and family[0] != "Z"):
+                continue
+            if _fits_family(family, open_one):
+                return True
+        if gold.residue is not None and answer.residue is None and answer.family is None:
+            answer = replace(answer, residue=_open_classes(answer, gold.residue))
+        if answer.residue is not None and gold.residue is None and gold.family is None:
+            gold = replace(gold, residue=_open_classes(gold, answer.residue))
+        same_kinds: list[tuple[Any, Any, Callable[[Any, Any], bool]]] = [
+            (gold.real_set, answer.real_set, RealSet.same),
+            (gold.matrix, answer.matrix, self._same_matrix),
+            (gold.family, answer.family, _same_family),
+            (gold.branches, answer.branches, _same_branches),
+            (gold.residue, answer.residue, _same_residue),
+            (gold.named_set, answer.named_set, eq),
+        ]
+        return any(a is not None and b is not None and same(a, b) for a, b, same in same_kinds)
+
+    def _same_angles(self, gold: Interpretations, answer: Interpretations) -> bool:
+        """Whether two families of angles over all integers are the same set; of one its set may be left out."""
+        ours, theirs = _angles(gold), _angles(answer)
+        return ours is not None and theirs is not None and same_progressions(*ours, *theirs)
+
+    def _same_relation(self, gold: Interpretations, answer: Interpretations) -> bool:
+        if gold.equations is not None and answer.equations is not None:
+            return _can_be_paired(gold.equations, answer.equations, self.same)
+        if gold.sign != answer.sign or gold.difference is None or answer.difference is None:
+            return False
+        if gold.name is not None and gold.scalar is not None and not symbols(gold.scalar.expr):
+            # x = 2 needs a value, not 2x + 3 = 7; x - 2 = 0 is one
+            value = None if answer.name is not None else _solved_to_zero(answer.difference)
+            return value is not None and value[0] == gold.name and same_expression(gold.scalar.expr, value[1])
+        if symbols(gold.difference) != symbols(answer.difference):
+            return False
+        ratio = proportion(gold.difference, answer.difference)
+        return ratio is not None and (gold.sign == "=" or ratio > 0)
+
+    def _same_scalar(self, gold: Scalar | None, answer: Scalar | None) -> bool:
+        if gold is None or answer is None:
+            return False
+        return (
+            self._same_quantity(gold, answer)
+            or self._same_scalar(gold.otherwise, answer)
+            or self._same_scalar(gold, answer.otherwise)
+        )
+
+    def _same_quantity(self, gold: Scalar, answer: Scalar) -> bool:
+        gold, answer = _whole_unit(gold), _whole_unit(answer)
+        if gold.unit is None and answer.unit is None:
+            return self._same_expr(gold.expr, answer.expr)
+        if gold.unit is None or answer.unit is None:
+            with_unit, bare = (gold, answer) if answer.unit is None else (answer, gold)
+            assert with_unit.unit is not None
+            in_degrees = with_unit.unit.dimensions == DEGREE.dimensions and not with_unit.unit.nouns
+            if in_degrees and same_expression(bare.expr, Call("deg", (with_unit.expr,))):
+                return True
+            if with_unit.unit == PERCENT and self._same_expr(bare.expr, Call("percent", (with_unit.expr,))):
+                return True
+            return self._same_expr(gold.expr, answer.expr)
+        if (gold.unit, answer.unit) in ((DEGREE, RADIAN), (RADIAN, DEGREE)):
+            angles = [Call("deg", (a.expr,)) if a.unit == DEGREE else a.expr for a in (gold, answer)]
+            return same_expression(*angles)
+        gold, answer = _without_rate(gold, answer.unit), _without_rate(answer, gold.unit)
+        assert gold.unit is not None and answer.unit is not None
+        if not compatible(gold.unit, answer.unit):
+            return False
+        return self._same_expr(_converted(gold, answer.unit), _converted(answer, gold.unit))
+
+    def _same_expr(self, gold: Expr, answer: Expr) -> bool:
+        if symbols(gold) or symbols(answer):
+            return same_expression(gold, answer)
+        if same_number(gold, answer, self.protocol):
+            return True
+        if not self.protocol:
+            return False
+        hundredfold = Call("mul", (answer, Num(Fraction(100))))
+        return same_number(gold, hundredfold, True) or same_number(gold, Call("percent", (answer,)), True)
+
+    def _same_row(self, gold: Interpretations, answer: Interpretations) -> bool:
+        if gold.row is None or answer.row is None or len(gold.row) != len(answer.row):
+            return False
+        if "matrix" in (gold.brackets, answer.brackets) and gold.brackets == answer.brackets:
+            return _same_line(gold, answer)  # others are compared as matrices
+        if "::" in (gold.brackets, answer.brackets):
+            return gold.brackets == answer.brackets and self._same_ratio(gold.row, answer.row)
+        differ = gold.brackets and answer.brackets and gold.brackets != answer.brackets
+        if differ and "matrix" not in (gold.brackets, answer.brackets):
+            return False
+        if not gold.brackets and not answer.brackets:
+            return False  # two lists without brackets have no order
+        if all(self.same(one, other) for one, other in zip(gold.row, answer.row, strict=True)):
+            return True
+        return _same_line(gold, answer)
+
+    def _same_ratio(self, gold: Sequence[Interpretations], answer: Sequence[Interpretations]) -> bool:
+        """Whether all sides are in proportion, with zeros in the same places and at least one nonzero side."""
+        pairs = [(one.scalar, other.scalar) for one, other in zip(gold, answer, strict=True)]
+        sides = [(one.expr, other.expr) for one, other in pairs if one is not None and other is not None]
+        zero = Num(Fraction(0))
+        empty = [(same_expression(one, zero), same_expression(other, zero)) for one, other in sides]
+        misplaced = any(one != other for one, other in empty)
+        if len(sides) < len(pairs) or misplaced or all(one for one, _ in empty):
+            return False
+        pivot, base = next(side for side, (is_zero, _) in zip(sides, empty, strict=True) if not is_zero)
+        return all(
+            same_expression(Call("mul", (one, base)), Call("mul", (other, pivot))) for one, other in sides
+        )
+
+    def _same_members(self, gold: Interpretations, answer: Interpretations) -> bool:
+        if gold.members is None and answer.members is None:
+            return False
+        ours = gold.members if gold.members is not None else single_member(gold)
+        theirs = answer.members if answer.members is not None else single_member(answer)
+        if ours is None or theirs is None:
+            return False
+        is_set = gold.is_set or answer.is_set
+        if not is_set and (len(ours) == len(theirs) or not self.repeats):
+            return _can_be_paired(ours, theirs, self._same_member)
+        alike = all(
+            any(self._same_member(one, other) for other in others)
+            for members, others in ((ours, theirs), (theirs, ours))
+            for one in members
+        )
+        if is_set or not alike:
+            return alike
+        shorter = min(ours, theirs, key=len)  # a solution that only the longer list repeats
+        return not any(self._same_member(*pair) for pair in combinations(shorter, 2))
+
+    def _same_member(self, one: Interpretations, other: Interpretations) -> bool:
+        """Members are compared as they are: {1} inside a set is not 1."""
+        return (one.members is None) == (other.members is None) and self.same(one, other)
+
+    def _same_matrix(self, gold: MatrixOf, answer: MatrixOf) -> bool:
+        if len(gold.rows) != len(answer.rows) or len(gold.rows[0]) != len(answer.rows[0]):
+            return False
+        pairs = zip(chain(*gold.rows), chain(*answer.rows), strict=True)
+        return all(self._same_expr(one, other) for one, other in pairs)
+
+
+def _same_line(gold: Interpretations, answer: Interpretations) -> bool:
+    """Whether two points with one parameter each are the same points together."""
+    rows = [one.row or () for one in (gold, answer)]
+    exprs = [
+        [item.scalar.expr for item in row if item.scalar is not None and item.scalar.unit is None]
+        for row in rows
+    ]
+    if not len(exprs[0]) == len(exprs[1]) == len(rows[0]) == len(rows[1]) > 1:
+        return False
+    return same_shape(*exprs) or same_line(*exprs, of_reals=gold.line)
+
+
+def _solved_to_zero(difference: Expr) -> tuple[str, Expr] | None:
+    """(name, value) of `x - 4 = 0`, else None."""
+    match difference:
+        case Call("add", (Call("add", (Sym(name), number)), Call("neg", (Num(zero),)))) if not (
+            zero or symbols(number)
+        ):
+            return name, Call("neg", (number,))
+    return None
+
+
+_UNIT_VECTORS = (Sym("vector i"), Sym("j"), Sym("k"))
+
+
+def _same_vector(row: Interpretations, sum_: Interpretations) -> bool:
+    """Whether `<1, 2, 3>` is `i + 2j + 3k`, whose i is written as a vector."""
+    if row.row is None or sum_.scalar is None or not 2 <= len(row.row) <= 3 or not row.brackets:
+        return False
+    if not symbols(sum_.scalar.expr) & {"vector i", "j"}:
+        return False
+    exprs = [item.scalar.expr for item in row.row if item.scalar is not None and item.scalar.unit is None]
+    if len(exprs) < len(row.row):
+        return False
+    terms = [Call("mul", pair) for pair in zip(exprs, _UNIT_VECTORS[: len(exprs)], strict=True)]
+    return same_expression(
+        reduce(lambda total, term: Call("add", (total, term)), terms), with_vector_i(sum_.scalar.expr)
+    )
+
+
+def single_member(value: Interpretations) -> tuple[Interpretations, ...] | None:
+    """A value, point or interval as a set of one member; None for anything else."""
+    return (value,) if value.scalar is not None or (value.row is not None and value.brackets) else None
+
+
+def _can_be_paired(ours: Sequence[Any], theirs: Sequence[Any], same: Callable[[Any, Any], bool]) -> bool:
+    """Whether each of ours is the same as a different one of theirs, and all are used; the first match is taken."""
+    if len(ours) != len(theirs):
+        return False
+    left = list(theirs)
+    for one in ours:
+        found = next((index for index, other in enumerate(left) if same(one, other)), None)
+        if found is None:
+            return False
+        del left[found]
+    return True
+
+
+def _angles(value: Interpretations) -> tuple[list[Expr], str] | None:
+    """(expressions, their letter) of a family over all integers, or of angles with an index; None for other values."""
+    if value.family is not None:
+        named_set, letters, rows = value.family
+        plain = named_set == "Z" and len(letters) == 1 and all(len(row) == 1 for row in rows)
+        return ([row[0] for row in rows], letters[0]) if plain else None
+    values = value.members if value.members is not None else (value,)
+    exprs = [one.scalar.expr for one in values if one.scalar is not None and one.scalar.unit is None]
+    if not exprs or len(exprs) < len(values):
+        return None
+    letter = open_index(exprs)
+    return (exprs, letter) if letter is not None and letter != value.name else None
+
+
+_FIRST = {"N": (0, 1), "Z0": (0,), "Z+": (1,)}
+"""The least members of sets of natural numbers."""
+
+
+def _same_family(gold: Family, answer: Family) -> bool:
+    """Whether the values can be paired, with the parameter shifted by an integer or negated."""
+    letter = Sym("the parameter")
+    turns, steps = (1,), {0}
+    if len(gold[1]) != len(answer[1]):
+        return False
+    if len(gold[1]) != 1:
+        return gold[0] == answer[0] and _same_renamed(gold, answer)
+    if gold[0] == answer[0] == "Z":
+        turns, steps = (1, -1), set(range(-3, 4))
+    elif gold[0] in _FIRST and answer[0] in _FIRST:
+        steps = {low - first for first in _FIRST[gold[0]] for low in _FIRST[answer[0]]}
+        steps = {0} if gold[0] == answer[0] else steps
+    elif gold[0] != answer[0]:
+        return False
+    shifts: list[Expr] = [
+        Call("add", (Call("mul", (Num(Fraction(turn)), letter)), Num(Fraction(step))))
+        for turn in turns
+        for step in sorted(steps)
+    ]
+    ours = [tuple(substituted(expr, gold[1][0], letter) for expr in row) for row in gold[2]]
+
+    def same(one: tuple[Expr, ...], other: tuple[Expr, ...]) -> bool:
+        return len(one) == len(other) and any(
+            all(
+                same_expression(mine, substituted(theirs, answer[1][0], shifted))
+                for mine, theirs in zip(one, other, strict=True)
+            )
+            for shifted in shifts
+        )
+
+    return _can_be_paired(ours, answer[2], same)
+
+
+def _fits_family(gold: Family, answer: Interpretations) -> bool:
+    """Whether an answer is the family of the reference with another letter, whose set it leaves out. A letter alone is
+    no family, but a function may be one, and a point of letters."""
+    row = answer.row if answer.row is not None and answer.scalar is None else (answer,)
+    exprs = [item.scalar.expr for item in row if item.scalar is not None and item.scalar.unit is None]
+    letters = frozenset().union(*(symbols(expr) for expr in exprs))
+    known = frozenset().union(*(symbols(expr) for one in gold[2] for expr in one)) - set(gold[1])
+    known |= set((answer.name or "").partition("(")[2])  # the x of f(x)
+    if len(exprs) != len(row) or len(letters - known) != len(gold[1]) or not gold[1]:
+        return False
+    if len(exprs) == 1 and isinstance(exprs[0], Sym) and "(" not in (answer.name or ""):
+        return False
+    return _same_family(gold, (gold[0], tuple(sorted(letters - known)), (tuple(exprs),)))
+
+
+def _same_renamed(gold: Family, answer: Family) -> bool:
+    """Whether two families of points are the same with their letters in some order."""
+    if len(gold[2]) != 1 or len(answer[2]) != 1 or len(gold[1]) > MAX_CONSTANTS:
+        return False
+    return any(
+        len(gold[2][0]) == len(answer[2][0])
+        and all(
+            same_expression(one, renamed(other, answer[1], order))
+            for one, other in zip(gold[2][0], answer[2][0], strict=True)
+        )
+        for order in permutations(gold[1])
+    )
+
+
+def _names_same_values(gold: Interpretations, answer: Interpretations) -> bool:
+    """Whether `a = b = 1` gives values to the names of `(a, b) = (1, 1)`."""
+    for one, other in ((gold, answer), (answer, gold)):
+        if one.pairs is not None and other.row is not None and (other.name or "").startswith("("):
+            return sorted((other.name or "")[1:-1].replace(",", "")) == sorted(name for name, _ in one.pairs)
+    return False
+
+
+def _open_classes(answer: Interpretations, residue: Residue) -> Residue | None:
+    """Congruence classes of `n = 5k + 2` whose k has no set, None for anything else."""
+    values = answer.members if answer.members is not None else (answer,)
+    exprs = [value.scalar.expr for value in values if value.scalar is not None and value.scalar.unit is None]
+    if any(isinstance(expr, Sym) for expr in exprs):
+        return None
+    letters = frozenset().union(*(symbols(expr) for expr in exprs))
+    if (
+        len(exprs) < len(values)
+        or len(letters) != 1
+        or (residue[0] is not None and letters & symbols(residue[0]))
+    ):
+        return None
+    return classes_of(("Z", tuple(letters), tuple((expr,) for expr in exprs)), answer.name)
+
+
+def classes_of(family: Family, name: str | None) -> Residue | None:
+    """`5k + 2` for all integers k as congruence classes; None for other families."""
+    named_set, letters, values = family
+    classes = []
+    for value in values:
+        if named_set != "Z" or len(letters) != 1 or len(value) != 1 or symbols(value[0]) != set(letters):
+            return None
+        at = [substituted(value[0], letters[0], Num(Fraction(k))) for k in range(2)]
+        found = [value_of(expr) for expr in at]
+        start, after = (one.value if one is not None else None for one in found)
+        if not isinstance(start, Fraction) or not isinstance(after, Fraction):
+            return None
+        step = after - start
+        line = Call("add", (Num(start), Call("mul", (Num(step), Sym(letters[0])))))
+        if step.denominator != 1 or step == 0 or not same_expression(value[0], line):
+            return None
+        classes.append((Num(start), Num(abs(step))))
+    return (Sym(name) if name else None), tuple(classes)
+
+
+_INDICES = frozenset("ijkmn")
+
+
+def _same_function(gold: Interpretations, answer: Interpretations) -> bool:
+    """Whether two functions of one name are the same, of `x` or of `t`."""
+    mark = "_" if "_" in (gold.name or "") else "("
+    (head, _, ours), (other, _, theirs) = ((one.name or "").partition(mark) for one in (gold, answer))
+    ours, theirs = ours.removesuffix(")"), theirs.removesuffix(")")
+    if mark == "_" and not {ours, theirs} <= _INDICES:
+        return False
+    if head != other or len(ours) != 1 or len(theirs) != 1 or gold.scalar is None or answer.scalar is None:
+        return False
+    if ours in symbols(answer.scalar.expr):
+        return False
+    return same_expression(gold.scalar.expr, substituted(answer.scalar.expr, theirs, Sym(ours)))
+
+
+def _same_by_cases(gold: Interpretations, answer: Interpretations) -> bool | None:
+    """Whether a function by cases is the same as another, or as one expression: `|x|`; None if that is unknown."""
+    letter = (gold.cases or answer.cases or ("",))[0]
+    both = [one.cases or _one_case(one, letter) for one in (gold, answer)]
+    return None if both[0] is None or both[1] is None else same_cases(both[0], both[1])
+
+
+def _one_case(one: Interpretations, letter: str) -> Cases | None:
+    if (
+        one.branches is not None
+        or one.scalar is None
+        or one.scalar.unit
+        or symbols(one.scalar.expr) != {letter}
+    ):
+        return None
+    return letter, ((one.scalar.expr, whole_line()),)
+
+
+def _same_branches(gold: Branches, answer: Branches) -> bool:
+    gold, answer = _without_otherwise(gold), _without_otherwise(answer)
+    return len(gold) == len(answer) == len({condition for _, condition in answer}) and all(
+        any(condition == other and same_expression(value, one) for one, other in answer)
+        for value, condition in gold
+    )
+
+
+_CONDITION = re.compile(r"([a-z])(<|>|\\le|\\ge|=|\\ne|\\neq)(-?[0-9/.]+)")
+_OPPOSITE = {"<": "\\ge", ">": "\\le", "\\le": ">", "\\ge": "<", "=": "\\ne", "\\ne": "=", "\\neq": "="}
+
+
+def _without_otherwise(branches: Branches) -> Branches:
+    """Two branches with the condition that `otherwise` stands for; others as they are."""
+    last = next((at for at, (_, condition) in enumerate(branches) if condition == "otherwise"), None)
+    if len(branches) != 2 or last is None:
+        return branches
+    other = branches[1 - last][1]
+    opposite = None
+    if match := _CONDITION.fullmatch(other):
+        opposite = f"{match[1]}{_OPPOSITE[match[2]]}{match[3]}"
+    elif other.endswith(("even", "odd")):
+        opposite = other.removesuffix("even") + "odd" if other.endswith("even") else f"{other[:-3]}even"
+    return (branches[1 - last], (branches[last][0], opposite)) if opposite else branches
+
+
+MAX_MODULUS = 10_000
+"""Largest common modulus at which classes of different moduli are compared."""
+
+
+def _same_residue(gold: Residue, answer: Residue) -> bool:
+    """Whether two congruences have the same left side, if both have one, and the same classes."""
+    if gold[0] is not None and answer[0] is not None and gold[0] != answer[0]:
+        return False
+    ours, theirs = _whole_classes(gold), _whole_classes(answer)
+    if ours is None or theirs is None:
+        return _can_be_paired(gold[1], answer[1], lambda one, other: all(map(same_expression, one, other)))
+    if {modulus for _, modulus in ours} == {modulus for _, modulus in theirs} and len(ours) == len(
+        theirs
+    ) == 1:
+        return ours == theirs
+    common = math.lcm(*(modulus for _, modulus in (*ours, *theirs)))
+    if common > MAX_MODULUS:
+        return ours == theirs
+    spread = [
+        {number for value, modulus in classes for number in range(value, common, modulus)}
+        for classes in (ours, theirs)
+    ]
+    return spread[0] == spread[1]
+
+
+def _whole_classes(residue: Residue) -> set[tuple[int, int]] | None:
+    """(least residue, modulus) of each class, None if they are not whole numbers."""
+    classes = set()
+    for pair in residue[1]:
+        found = [value_of(expr) for expr in pair if not symbols(expr)]
+        numbers = [one.value for one in found if one is not None and isinstance(one.value, Fraction)]
+        if len(numbers) < 2 or any(number.denominator != 1 for number in numbers) or numbers[1] == 0:
+            return None
+        modulus = abs(int(numbers[1]))
+        classes.add((int(numbers[0]) % modulus, modulus))
+    return classes
+
+
+def names_agree(one: str | None, other: str | None) -> bool:
+    """Whether values assigned to these names may be compared; `y` and `f(x)` name the same."""
+    if one is None or other is None or one == other:
+        return True
+    if one.partition("(")[0] == other or one == other.partition("(")[0]:
+        return True  # f and f(x)
+    if "a derivative" in (one, other):
+        return "'" in one or "'" in other
+    if one.endswith(")") and one.casefold() == other.casefold():
+        return True
+    return "y" in (one, other) and any(name.endswith(")") and len(name) > 1 for name in (one, other))
+
+
+def _whole_unit(scalar: Scalar) -> Scalar:
+    """`90^\\circ` or `50\\%` as a number with a unit."""
+    expr = scalar.expr
+    if scalar.unit is None and isinstance(expr, Call) and expr.name in ("deg", "percent"):
+        return Scalar(expr.args[0], DEGREE if expr.name == "deg" else PERCENT)
+    return scalar
+
+
+_MONEY = frozenset((("dollar", 1), ("euro", 1), ("rupee", 1)))
+
+
+def _without_rate(scalar: Scalar, other: Unit) -> Scalar:
+    """`$18 per hour` as `$18` where the other is an amount of the same money."""
+    unit = scalar.unit
+    if unit is None or len(other.dimensions) != 1 or other.dimensions[0] not in _MONEY or other.nouns:
+        return scalar
+    rates = [one for one in unit.dimensions if one not in other.dimensions]
+    if rates and len(rates) + 1 == len(unit.dimensions) and all(exponent < 0 for _, exponent in rates):
+        return Scalar(scalar.expr, other)
+    return scalar
+
+
+def _converted(scalar: Scalar, other: Unit) -> Expr:
+    """The value in base units; unchanged if only one of the two has a known unit."""
+    assert scalar.unit is not None
+    if not (scalar.unit.dimensions and other.dimensions) or scalar.unit.factor == other.factor:
+        return scalar.expr
+    if isinstance(scalar.expr, Num):
+        return Num(scalar.expr.value * scalar.unit.factor)
+    return Call("mul", (scalar.expr, Num(scalar.unit.factor)))

@@ -1,0 +1,246 @@
+"""Expressions with free letters: arbitrary constants, and the progressions `start + k step` of a parameter."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import reduce
+from itertools import permutations
+from typing import Any
+
+from rlmath.answers.evaluate import is_constant, mentions, same_expression, symbols, value_of
+from rlmath.answers.numbers import MP, is_finite, mpc, mpf, to_mp
+from rlmath.answers.syntax_tree import Call, Expr, Num, Sym
+
+
+def substituted(expr: Expr, name: str, value: Expr) -> Expr:
+    """The expression with a symbol replaced by a value."""
+    if isinstance(expr, Sym):
+        return value if expr.name == name else expr
+    if isinstance(expr, Num):
+        return expr
+    return Call(expr.name, tuple(substituted(arg, name, value) for arg in expr.args))
+
+
+def with_vector_i(expr: Expr) -> Expr:
+    """The expression with a unit vector where it has an i: `2i + 3j`."""
+    if expr == Call("i"):
+        return Sym("vector i")
+    if not isinstance(expr, Call):
+        return expr
+    return Call(expr.name, tuple(with_vector_i(arg) for arg in expr.args))
+
+
+def renamed(expr: Expr, names: Sequence[str], others: Sequence[str]) -> Expr:
+    for name in names:
+        expr = substituted(expr, name, Sym(f"once {name}"))
+    for name, other in zip(names, others, strict=True):
+        expr = substituted(expr, f"once {name}", Sym(other))
+    return expr
+
+
+def same_antiderivative(gold: Expr, answer: Expr) -> bool:
+    """Whether both are functions plus a free constant C, and differ by a constant."""
+    functions = [_without_constant(expr) for expr in (gold, answer)]
+    if functions[0] is None or functions[1] is None or symbols(functions[0]) != symbols(functions[1]):
+        return False
+    return is_constant(Call("add", (functions[0], Call("neg", (functions[1],)))))
+
+
+def _without_constant(expr: Expr) -> Expr | None:
+    """The function f of `f + C`; None if the constant is not a separate term or may be a coefficient."""
+    terms = _summands(expr)
+    constants = [term for term in terms if term in (Sym("C"), Sym("c"))]
+    others = frozenset().union(*(symbols(term) for term in terms)) - {"C", "c"}
+    variables = others & _VARIABLES
+    if len(constants) != 1 or not variables or others & _COEFFICIENTS:
+        return None
+    if constants == [Sym("c")] and len(others) > 1:
+        return None
+    rest = [term for term in terms if term not in constants]
+    if any({"C", "c"} & symbols(term) for term in rest):
+        return None
+    return reduce(lambda total, term: Call("add", (total, term)), rest, Num(Fraction(0)))
+
+
+def _summands(expr: Expr) -> list[Expr]:
+    if isinstance(expr, Call) and expr.name == "add":
+        return [*_summands(expr.args[0]), *_summands(expr.args[1])]
+    return [expr]
+
+
+_VARIABLES = frozenset(("x", "t", "u", "y", "z", "theta", "s", "r"))
+_COEFFICIENTS = frozenset(("A", "B", "D", "b", "d"))
+
+
+_ARBITRARY = re.compile(r"[Cc]_[0-9]")
+_ARBITRARY_LETTERS = frozenset("ABCDcK")
+MAX_CONSTANTS = 3
+
+
+def same_up_to_constants(gold: Expr, answer: Expr, declared: Sequence[str] = ()) -> bool:
+    """Whether both are the same with their arbitrary constants C_1, C_2 in another order, or with other letters:
+    capitals, or those that are declared arbitrary."""
+    ours = sorted(name for name in symbols(gold) if _ARBITRARY.fullmatch(name))
+    if not ours and any(_ARBITRARY.fullmatch(name) for name in symbols(answer)):
+        ours = sorted(symbols(gold) & (_ARBITRARY_LETTERS - {"c"}))  # A e^x + B, answered with C_1 and C_2
+    theirs = sorted(
+        name
+        for name in symbols(answer) - (symbols(gold) - set(ours))
+        if _ARBITRARY.fullmatch(name) or name in _ARBITRARY_LETTERS or name in declared
+    )
+    if not 2 <= len(ours) == len(theirs) <= MAX_CONSTANTS:
+        return False
+    return any(same_expression(gold, renamed(answer, theirs, order)) for order in permutations(ours))
+
+
+_RENAMED = frozenset(("A", "B", "C", "D", "K", "a", "b", "c", "d", "k", "m", "alpha", "lambda", "C_1", "c_1"))
+_FREE = frozenset(("C", "C_1", "c_1", "K"))
+"""Letters that are constants of integration wherever they occur."""
+
+
+def same_up_to_renaming(gold: Expr, answer: Expr, declared: Sequence[str]) -> bool:
+    """Whether both are the same function with its constants named by letters that the other does not use: `Ce^x` and
+    `Ae^x`, or, where the answer declares its letter as any real number, `cx` and `kx`."""
+    ours, theirs = symbols(gold) - symbols(answer), symbols(answer) - symbols(gold)
+    if not 1 <= len(ours) == len(theirs) <= MAX_CONSTANTS or not symbols(gold) & symbols(answer) & _VARIABLES:
+        return False
+    if not theirs <= _RENAMED or not (ours <= _FREE or (theirs <= set(declared) and ours <= _RENAMED)):
+        return False
+    names = sorted(theirs)
+    return any(same_expression(gold, renamed(answer, names, order)) for order in permutations(sorted(ours)))
+
+
+def same_shape(gold: Sequence[Expr], answer: Sequence[Expr]) -> bool:
+    """Whether two points are the same with another letter for their one parameter: `(t, 2t)` and `(s, 2s)`."""
+    ours = frozenset().union(*map(symbols, gold))
+    theirs = frozenset().union(*map(symbols, answer))
+    if len(ours) != 1 or len(theirs) != 1 or ours == theirs or not ours | theirs <= _PARAMETERS:
+        return False
+    (letter,), (other,) = ours, theirs
+    return len(gold) == len(answer) and all(
+        same_expression(one, substituted(two, other, Sym(letter)))
+        for one, two in zip(gold, answer, strict=True)
+    )
+
+
+def same_line(gold: Sequence[Expr], answer: Sequence[Expr], of_reals: bool) -> bool:
+    """Whether two points that are linear in their one parameter are the same line; unless the reference's parameter
+    stands for all real numbers only with the same step, from another of its points: `(1 + 3t, 2t)`, `(4 + 3s, 2 + 2s)`.
+    """
+    ours, theirs = _line(gold), _line(answer)
+    if ours is None or theirs is None or len(gold) != len(answer):
+        return False
+    (start, step), (other, turn) = ours, theirs
+    ratio = next(b / a for a, b in zip(step, turn, strict=True) if a) if any(step) else 0
+    if ratio == 0 or (not of_reals and abs(ratio) != 1):
+        return False
+    shift = next((b - a) / c for a, b, c in zip(start, other, step, strict=True) if c)
+    if not of_reals and shift.denominator != 1:
+        return False
+    return all(
+        d == ratio * c and b - a == shift * c for a, b, c, d in zip(start, other, step, turn, strict=True)
+    )
+
+
+def _line(exprs: Sequence[Expr]) -> tuple[list[Fraction], list[Fraction]] | None:
+    """(point at 0, difference to that at 1) of expressions linear in one parameter; None for others."""
+    letters = frozenset().union(*map(symbols, exprs))
+    if len(letters) != 1 or not letters <= _PARAMETERS:
+        return None
+    (letter,) = letters
+    points: list[list[Fraction]] = []
+    for at in (0, 1, 2, 7):
+        found = [value_of(substituted(expr, letter, Num(Fraction(at)))) for expr in exprs]
+        values = [one.value for one in found if one is not None and isinstance(one.value, Fraction)]
+        if len(values) < len(exprs):
+            return None
+        points.append(values)
+    step = [b - a for a, b in zip(points[0], points[1], strict=True)]
+    for at, values in ((2, points[2]), (7, points[3])):
+        if any(c != a + at * b for a, b, c in zip(points[0], step, values, strict=True)):
+            return None
+    return points[0], step
+
+
+_PARAMETERS = frozenset(("t", "s", "u", "r", "k", "lambda", "mu", "alpha"))
+
+# ---------------------------------------------------------------- progressions
+_INDICES = frozenset(("k", "n", "m", "l", "j"))
+_ANGLES = frozenset(("pi", "deg"))
+MAX_TERMS = 400
+"""Most classes of one common step."""
+_CLASS_DIGITS = 30
+
+Progression = tuple[mpf, mpf]
+"""(start, step)"""
+
+
+def open_index(exprs: Sequence[Expr]) -> str | None:
+    """The one letter of angles such as `\\pi/3 + 2k\\pi` whose set is not written; None for other expressions."""
+    letters = frozenset().union(*map(symbols, exprs))
+    if len(letters) != 1 or not letters <= _INDICES or not all(mentions(expr, _ANGLES) for expr in exprs):
+        return None
+    return next(iter(letters))
+
+
+def same_progressions(gold: Sequence[Expr], letter: str, answer: Sequence[Expr], other: str) -> bool:
+    """Whether two unions of progressions over all integers are the same set: `(-1)^k a + k\\pi` and `a + 2k\\pi` with
+    `\\pi - a + 2k\\pi`."""
+    ours, theirs = _progressions(gold, letter), _progressions(answer, other)
+    if ours is None or theirs is None:
+        return False
+    period = _common_step([step for _, step in (*ours, *theirs)])
+    if period is None:
+        return False
+    return _classes(ours, period) == _classes(theirs, period)
+
+
+def _progressions(exprs: Sequence[Expr], letter: str) -> list[Progression] | None:
+    """The progressions of values at k = 0, 1, 2, ...; None if they are not linear in k, or in k of one parity."""
+    found: list[Progression] = []
+    for expr in exprs:
+        if symbols(expr) != {letter}:
+            return None
+        values = []
+        for k in range(-2, 6):
+            value = value_of(substituted(expr, letter, Num(Fraction(k))))
+            if value is None or not is_finite(value.value) or isinstance(value.value, mpc):
+                return None
+            values.append(to_mp(value.value))
+        steps = [after - before for before, after in zip(values, values[2:], strict=False)]
+        if abs(steps[0]) < _TINY or any(abs(step - steps[0]) > _TINY * abs(steps[0]) for step in steps):
+            return None
+        if abs(values[1] - values[0] - steps[0] / 2) <= _TINY * abs(steps[0]):
+            found.append((values[0], abs(steps[0]) / 2))
+        else:
+            found += [(values[0], abs(steps[0])), (values[1], abs(steps[0]))]
+    return found
+
+
+_TINY = mpf(10) ** -40
+
+
+def _common_step(steps: Sequence[Any]) -> Any:
+    """The least common multiple of steps, real numbers of mpmath; None if their ratios are not small fractions."""
+    multiple = 1
+    for step in steps:
+        with MP.workdps(50):
+            ratio = Fraction(str(MP.nstr(step / steps[0], 40))).limit_denominator(MAX_TERMS)
+        if abs(step / steps[0] - to_mp(ratio)) > _TINY * 10**10 or ratio == 0:
+            return None
+        multiple = math.lcm(multiple, ratio.numerator)
+    period = multiple * steps[0]
+    return period if all(period / step <= MAX_TERMS for step in steps) else None
+
+
+def _classes(progressions: Sequence[Progression], period: Any) -> set[int]:
+    """Each class of values modulo the period, as a rounded fraction of it."""
+    unit = 10**_CLASS_DIGITS
+    return {
+        int(MP.nint((start + turn * step) / period * unit)) % unit
+        for start, step in progressions
+        for turn in range(int(MP.nint(period / step)))
+    }

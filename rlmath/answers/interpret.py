@@ -1,0 +1,587 @@
+"""Interprets a parsed answer: as a value, a tuple, a set, a set of reals, a relation, a family with a parameter, ...
+
+Most answers have several interpretations, `(1, 2)` is a point and an interval; `equivalence` compares them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from functools import lru_cache
+from itertools import chain
+
+from rlmath.answers.equivalence import (
+    Equivalence,
+    Interpretations,
+    classes_of,
+    single_member,
+)
+from rlmath.answers.evaluate import mentions, symbols
+from rlmath.answers.normalize import NotMathematics, Unsupported
+from rlmath.answers.numbers import is_finite, mpf
+from rlmath.answers.parser import parse_answer
+from rlmath.answers.piecewise import Cases
+from rlmath.answers.real_sets import RealSet, compare, interval, point, whole_line
+from rlmath.answers.solution_sets import (
+    FLIPPED,
+    PLUS_MINUS,
+    absolute_value,
+    any_symbols,
+    bound_of,
+    difference_of,
+    expansions,
+    expression_name,
+    half_line,
+    has_shift,
+    is_lone_name,
+    line_of,
+    mention_signs,
+    name_of,
+    named_side,
+    near,
+    relation_side,
+    value_of_expression,
+    whole_numbers,
+)
+from rlmath.answers.syntax_tree import (
+    DOTS,
+    Answer,
+    Call,
+    Expr,
+    Group,
+    Listing,
+    MatrixOf,
+    Name,
+    NamedSet,
+    Num,
+    Piecewise,
+    Relation,
+    Scalar,
+    SetBuilder,
+    SetOf,
+    SetOperation,
+    Sym,
+)
+
+MAX_ITEMS = 200
+"""Longest list or set that is compared."""
+
+_NAMED_REALS = {
+    "R": whole_line(),
+    "empty": RealSet(()),
+    "R+": interval(Fraction(0), False, mpf("inf"), False),
+    "R0": interval(Fraction(0), True, mpf("inf"), False),
+}
+_NUMBERED = re.compile(r"[a-z]+_[0-9]")
+"""A solution by its number: x_1."""
+
+
+@lru_cache(maxsize=2048)
+def interpret(answer: Answer) -> Interpretations:
+    """The interpretations of an answer. Raises NotMathematics or Unsupported if it has none."""
+    match answer:
+        case Scalar():
+            return _interpret_scalar(answer)
+        case Name():
+            if answer.expr is None:
+                raise NotMathematics("a name without a value")
+            return interpret(Scalar(answer.expr))
+        case Group():
+            return _interpret_group(answer)
+        case Listing():
+            return _interpret_listing(answer)
+        case Relation():
+            return _interpret_relation(answer)
+        case SetOf():
+            return _interpret_set(answer)
+        case SetBuilder():
+            return _interpret_described(answer)
+        case SetOperation():
+            return _interpret_operation(answer)
+        case NamedSet():
+            reals = _NAMED_REALS.get(answer.name)
+            members = () if answer.name == "empty" else None
+            return Interpretations(named_set=answer.name, real_set=reals, members=members, is_set=True)
+        case MatrixOf():
+            row = None
+            if len(answer.rows) == 1 or len(answer.rows[0]) == 1:
+                row = tuple(Interpretations(scalar=Scalar(entry)) for line in answer.rows for entry in line)
+            return Interpretations(matrix=answer, row=row, brackets="matrix", line=answer.computed)
+        case Piecewise():
+            return Interpretations(
+                branches=tuple((value, "".join(condition.split())) for value, condition in answer.branches),
+                cases=_cases(answer.branches),
+            )
+
+
+def _cases(branches: Sequence[tuple[Expr, str]]) -> Cases | None:
+    """(letter, values with the real numbers for which they hold), None if a condition is no set of real numbers."""
+    letters, found, rest = set(), [], whole_line()
+    for value, condition in branches:
+        where = rest
+        if condition != "otherwise":
+            try:
+                solved = interpret(parse_answer(condition))
+            except (NotMathematics, Unsupported):
+                return None
+            value_at = bound_of(solved.scalar) if solved.scalar is not None and solved.sign == "=" else None
+            letters.add(solved.sign.removeprefix("solved ") if value_at is None else solved.name)
+            reals = solved.real_set if value_at is None else point(value_at)
+            if reals is None:
+                return None
+            where = RealSet.intersection([rest, reals])
+            again = RealSet.intersection([rest.complement(), reals])
+            if any(compare(part.low, part.high) for part in again.intervals):
+                return None  # conditions that overlap
+        rest = RealSet.intersection([rest, where.complement()])
+        found.append((value, where))
+    letter = letters.pop() if len(letters) == 1 else None
+    return (letter, tuple(found)) if letter else None
+
+
+def _interpret_set(answer: SetOf) -> Interpretations:
+    if any(isinstance(item, Relation) for item in answer.items):
+        raise NotMathematics("a set of relations")
+    return Interpretations(
+        members=expanded_members(answer.items), is_set=True, real_set=_points(answer.items)
+    )
+
+
+def _interpret_described(answer: SetBuilder) -> Interpretations:
+    condition = interpret(answer.condition)
+    if condition.residue is not None:
+        return condition
+    if condition.real_set is None or condition.sign != f"solved {answer.name}":
+        raise NotMathematics("a set described by a condition")
+    if answer.whole:
+        return _whole_numbers(condition.real_set)
+    return Interpretations(real_set=condition.real_set)
+
+
+def _whole_numbers(reals: RealSet) -> Interpretations:
+    """The whole numbers of a set: a list if it is bounded, else the set from the least one."""
+    low, high = whole_numbers(reals)
+    if low is not None and high is not None:
+        if high - low >= MAX_ITEMS:
+            raise Unsupported(f"more than {MAX_ITEMS} whole numbers")
+        numbers = [Scalar(Num(Fraction(number))) for number in range(low, high + 1)]
+        return Interpretations(members=tuple(map(interpret, numbers)), is_set=True, real_set=_points(numbers))
+    known = {(1, None): "Z+", (0, None): "Z0", (None, None): "Z"}
+    return Interpretations(named_set=known.get((low, high), f"integers from {low} to {high}"))
+
+
+def _interpret_operation(operation: SetOperation) -> Interpretations:
+    sets = []
+    for part in operation.parts:
+        real_set = interpret(part).real_set
+        if real_set is None:
+            raise Unsupported("a set operation on other than sets of real numbers")
+        sets.append(real_set)
+    if operation.op == "union":
+        return Interpretations(real_set=RealSet.union(sets))
+    if operation.op == "without":
+        sets = [sets[0], *(other.complement() for other in sets[1:])]
+    return Interpretations(real_set=RealSet.intersection(sets))
+
+
+def _interpret_scalar(scalar: Scalar) -> Interpretations:
+    if mentions(scalar.expr, PLUS_MINUS):
+        values = [Scalar(chosen[0], scalar.unit) for chosen in expansions([scalar.expr])]
+        return Interpretations(
+            members=tuple(Interpretations(scalar=value) for value in values),
+            is_set=True,
+            real_set=_points(values),
+        )
+    return Interpretations(scalar=scalar)
+
+
+def _interpret_group(group: Group) -> Interpretations:
+    brackets = group.opening + group.closing
+    exprs = [item.expr for item in group.items if isinstance(item, Scalar)]
+    if any(mentions(expr, PLUS_MINUS) for expr in exprs):
+        if len(exprs) < len(group.items):
+            raise Unsupported("signs and other things in one group")
+        every = [tuple(Scalar(expr) for expr in chosen) for chosen in expansions(exprs)]
+        return Interpretations(
+            members=tuple(interpret(Group(group.opening, items, group.closing)) for items in every),
+            is_set=True,
+        )
+    items = tuple(interpret(item) for item in group.items)
+    if brackets == "::":
+        ratio = None
+        if len(items) == 2:
+            sides = [item.expr for item in group.items if isinstance(item, Scalar) and item.unit is None]
+            if len(sides) < 2:
+                raise NotMathematics("a ratio of other than numbers")
+            ratio = Scalar(Call("div", tuple(sides)))
+        return Interpretations(row=items, brackets=brackets, scalar=ratio)
+    if len(items) != 2 or group.computed:
+        return Interpretations(row=items, brackets="()", line=group.computed)
+    return Interpretations(row=items, brackets=brackets, real_set=_interval(group))
+
+
+def _interval(group: Group) -> RealSet | None:
+    low, high = (bound_of(item) for item in group.items)
+    if low is None or high is None:
+        return None
+    found = interval(low, group.opening == "[", high, group.closing == "]")
+    return None if found.is_empty else found
+
+
+def _points(items: Sequence[Answer]) -> RealSet | None:
+    bounds = [bound_of(item) for item in items]
+    if any(bound is None or not is_finite(bound) for bound in bounds):
+        return None
+    return RealSet.union([point(bound) for bound in bounds if bound is not None])
+
+
+def expanded_members(items: Sequence[Answer]) -> tuple[Interpretations, ...]:
+    """The members, with plus-minus expanded."""
+    items = _filled(items)
+    if len(items) > MAX_ITEMS:
+        raise NotMathematics(f"more than {MAX_ITEMS} items")
+    members: list[Interpretations] = []
+    for item in items:
+        found = interpret(item)
+        with_signs = isinstance(item, (Scalar, Group))
+        members.extend(found.members if with_signs and found.members is not None else (found,))
+    return tuple(members)
+
+
+def _filled(items: Sequence[Answer]) -> Sequence[Answer]:
+    """The items with whole numbers in the place of dots: `1, 2, ..., 5`."""
+    if DOTS not in items:
+        return items
+    at = list(items).index(DOTS)
+    around = [
+        item.expr
+        for item in (*items[max(0, at - 2) : at], *items[at + 1 : at + 2])
+        if isinstance(item, Scalar)
+    ]
+    numbers = [expr.value for expr in around if isinstance(expr, Num) and expr.value.denominator == 1]
+    if len(numbers) < 3 or len(around) < 3 or at + 1 == len(items):
+        return items
+    step, last = numbers[1] - numbers[0], numbers[2]
+    count = (last - numbers[1]) / step - 1 if step else Fraction(-1)
+    if count.denominator != 1 or not 0 <= count <= MAX_ITEMS:
+        return items
+    between = [Scalar(Num(numbers[1] + step * turn)) for turn in range(1, int(count) + 1)]
+    return (*items[:at], *between, *items[at + 1 :])
+
+
+def _interpret_relation(relation: Relation) -> Interpretations:
+    ops = set(relation.ops)
+    if ops == {"in"} and len(relation.sides) == 2:
+        element, container = relation.sides
+        inner = interpret(container)
+        is_point = isinstance(element, Group) or (isinstance(element, Name) and element.text.startswith("("))
+        if not is_lone_name(element) or (is_point and isinstance(container, Group)):
+            raise NotMathematics("the element of the set is not a name")
+        return replace(inner, name=name_of(element))
+    if ops == {"mod"}:
+        *left, right, modulus = (relation_side(side) for side in relation.sides)
+        if None in left or right is None or modulus is None:
+            raise NotMathematics("a congruence between other than expressions")
+        values = [chosen[0] for chosen in expansions([right])] if mentions(right, PLUS_MINUS) else [right]
+        return Interpretations(
+            residue=(left[0] if left else None, tuple((value, modulus) for value in values))
+        )
+    if "==" in ops:
+        relation = Relation(relation.sides, tuple("=" if op == "==" else op for op in relation.ops))
+        ops = set(relation.ops)
+    if ops <= {"=", "~"}:
+        return _interpret_equation(relation)
+    if ops <= {"<", "<=", ">", ">="} or ops == {"!="}:
+        return _interpret_inequality(relation)
+    raise Unsupported("a mixture of relations")
+
+
+def _interpret_equation(relation: Relation) -> Interpretations:
+    sides = list(relation.sides)
+    name = None
+    if len(sides) == 2 and is_lone_name(sides[-1]) and not is_lone_name(sides[0]):
+        name = name_of(sides.pop())
+    names = []
+    while len(sides) > 1 and is_lone_name(sides[0]):
+        names.append(name_of(sides[0]))
+        del sides[0]
+    name = name or next(iter(names), None)
+    if len(sides) == len(relation.sides) and len(sides) > 1 and (expression := expression_name(sides[0])):
+        name = expression
+        del sides[0]
+    if len(relation.sides) > 2 and not any_symbols(sides[-1:]):
+        # Of `V = \pi r^2 h = 36` or `m+n = 7+18 = 25` the numbers, if the sides before are a formula: it has a name,
+        # or at least two numbers follow it.
+        numbers = [side for side in sides if not any_symbols([side])]
+        sides = numbers if name is not None or len(numbers) > 1 else sides
+    value = _common_value(sides, relation.ops) if name is not None or not any_symbols(sides) else None
+    difference = difference_of(relation) if len(relation.sides) == 2 and relation.ops == ("=",) else None
+    with_signs = len(relation.sides) == 2 and mention_signs([relation_side(side) for side in relation.sides])
+    equations = _curves([relation]) if with_signs else None
+    if value is None and equations is not None:
+        return Interpretations(sign="=", equations=equations)
+    if value is None:
+        if (values := absolute_value(relation)) is not None:
+            letter, bound = values
+            both = Call("pm", (Num(Fraction(0)), bound))
+            return replace(interpret(Scalar(both)), name=letter, difference=difference, sign="=")
+        if difference is not None:
+            asked = tuple(map(interpret, value_of_expression(sides)))
+            return Interpretations(difference=difference, sign="=", asked=asked)
+        if (line := line_of(relation)) is None:
+            raise NotMathematics("sides that differ")
+        points = tuple(Interpretations(scalar=Scalar(expr)) for expr in line)
+        return Interpretations(row=points, brackets="()", line=True)
+    last = sides[-1].expr if len(sides) > 1 and isinstance(sides[-1], Scalar) else None
+    is_decimal = isinstance(last, Num) and last.digits is not None
+    also = (interpret(sides[-1]),) if relation.ops[-1] == "~" and is_decimal else ()
+    found = interpret(value)
+    if len(names) > 1 and found.scalar is not None:  # x = y = 0
+        pairs = tuple((str(one), found) for one in sorted(map(str, names)))
+        found = replace(found, pairs=pairs, row=(found,) * len(pairs), brackets="()")
+    return replace(found, name=name, difference=difference, sign="=", also=also, equations=equations)
+
+
+def _curves(relations: Sequence[Relation]) -> tuple[Interpretations, ...] | None:
+    """The equations of several curves, with both signs of each plus-minus sign; None if all are values of names."""
+    found = []
+    for relation in relations:
+        exprs = [relation_side(side) for side in relation.sides]
+        if len(exprs) != 2 or exprs[0] is None or exprs[1] is None:
+            return None
+        both = [expr for expr in exprs if expr is not None]
+        for left, right in expansions(both) if mention_signs(both) else [both]:
+            found.append(interpret(Relation((named_side(relation.sides[0], left), Scalar(right)), ("=",))))
+    if len(found) < 2 or all(one.name and one.scalar and not symbols(one.scalar.expr) for one in found):
+        return None
+    return tuple(found) if all(one.difference is not None for one in found) else None
+
+
+def _common_value(sides: Sequence[Answer], ops: Sequence[str]) -> Answer | None:
+    """The value of all sides; None if they differ, as in `1 = 2`."""
+    comparison = Equivalence(protocol=False)
+    for other, op in zip(sides[1:], ops[len(ops) - len(sides) + 1 :], strict=True):
+        one, two = interpret(sides[0]), interpret(other)
+        if op == "=" and comparison.same(one, two):
+            continue
+        if not (op == "~" and one.scalar and two.scalar and near(one.scalar.expr, two.scalar.expr)):
+            return None
+    return sides[0] if "~" in ops else sides[-1]
+
+
+def _interpret_inequality(relation: Relation) -> Interpretations:
+    reals: list[RealSet] = []
+    names: set[str] = set()
+    for left, op, right in zip(relation.sides, relation.ops, relation.sides[1:], strict=False):
+        solved = (_unequal(left, right) if op == "!=" else None) or half_line(left, op, right)
+        if solved is None:
+            return _unsolved(relation)
+        names.add(solved[0])
+        reals.append(solved[1])
+    if len(names) != 1:
+        raise Unsupported("inequalities in several variables")
+    return Interpretations(
+        real_set=RealSet.intersection(reals), sign=f"solved {names.pop()}", unsolved=has_shift(relation)
+    )
+
+
+def _unsolved(relation: Relation) -> Interpretations:
+    if len(relation.ops) != 1:
+        raise Unsupported("a chain of inequalities in several variables")
+    op = relation.ops[0]
+    difference = difference_of(relation)
+    if difference is None:
+        raise NotMathematics("an inequality between other than expressions")
+    if op in (">", ">="):
+        difference = Call("neg", (difference,))
+        op = FLIPPED[op]
+    return Interpretations(difference=difference, sign=op)
+
+
+def _unequal(left: Answer, right: Answer) -> tuple[str, RealSet] | None:
+    """(variable, all reals but some) of `x != \\pm 1`, else None."""
+    expr = right.expr if isinstance(right, Scalar) and right.unit is None else None
+    if expr is None or not mentions(expr, PLUS_MINUS):
+        return None
+    found = [half_line(left, "!=", Scalar(chosen[0])) for chosen in expansions([expr])]
+    lines = [one for one in found if one is not None]
+    if len(lines) < len(found):
+        return None
+    return lines[0][0], RealSet.intersection([values for _, values in lines])
+
+
+def _interpret_listing(listing: Listing) -> Interpretations:
+    head = listing.items[0]
+    if (
+        isinstance(head, Relation)
+        and head.ops == ("!=",)
+        and all(isinstance(one, Scalar) for one in listing.items[1:])
+    ):
+        others = (Relation((head.sides[0], one), ("!=",)) for one in listing.items[1:])
+        return _interpret_listing(Listing((head, *others), "and"))
+    relations = [item for item in listing.items if isinstance(item, Relation)]
+    memberships = [one for one in relations if one.ops == ("in",) and isinstance(one.sides[1], NamedSet)]
+    if memberships:  # `letter in set of numbers`
+        return _parametrised(listing, memberships)
+    if (counted := _with_counted_letter(listing)) is not None:
+        return interpret(counted)
+    items = expanded_members(listing.items)
+    if all(item.residue is not None for item in items):
+        return _several_residues(items, listing.joiner)
+    if listing.joiner == "or" and (union := _mixed_union(items)) is not None:
+        return union
+    if len(relations) == len(listing.items):
+        if all(item.name is None and item.real_set is not None for item in items):
+            if len({item.sign for item in items}) > 1:
+                return Interpretations(members=items)
+            sets = [item.real_set for item in items if item.real_set]
+            both = RealSet.intersection(sets)
+            # A comma is the intersection unless that is empty, then the union.
+            joined = listing.joiner == "or" or (listing.joiner == "," and both.is_empty)
+            return Interpretations(sign=items[0].sign, real_set=RealSet.union(sets) if joined else both)
+        if all(item.sign == "=" for item in items):
+            return replace(_several_equations(items), equations=_curves(relations))
+    if listing.items and isinstance(listing.items[0], Relation) and listing.joiner != "and":
+        first = items[0]
+        if first.name is not None and first.scalar is not None and not any(item.name for item in items[1:]):
+            # x = 1, 2: the name is written once
+            return Interpretations(
+                members=(Interpretations(scalar=first.scalar), *items[1:]), name=first.name
+            )
+    restricted = len(items) == 2 and items[0].scalar is not None and _restricts(items[0], items[1])
+    return Interpretations(
+        also=items[:1] if restricted else (),
+        members=items,
+        row=items if listing.joiner == "," else None,
+        real_set=_listed_union(items),
+    )
+
+
+def _restricts(value: Interpretations, domain: Interpretations) -> bool:
+    """Whether the second is a domain of the first: `\\sqrt{x}, x >= 0`."""
+    letter = domain.sign.removeprefix("solved ") if domain.sign.startswith("solved ") else ""
+    return bool(letter) and value.scalar is not None and letter in symbols(value.scalar.expr)
+
+
+def _listed_union(items: Sequence[Interpretations]) -> RealSet | None:
+    """The union of intervals in a list, `(-\\\\infty, 2) or (3, \\\\infty)`; None for points and other items."""
+    sets = [item.real_set for item in items if item.real_set is not None and item.row is not None]
+    endless = any(not (is_finite(s.intervals[0].low) and is_finite(s.intervals[-1].high)) for s in sets)
+    return RealSet.union(sets) if endless and len(sets) == len(items) else None
+
+
+def _parametrised(listing: Listing, memberships: Sequence[Relation]) -> Interpretations:
+    """Answers with a parameter, `x = a + k b, k in Z`; a real parameter is ignored."""
+    rest = tuple(item for item in listing.items if item not in memberships)
+    sets = {side.sides[1] for side in memberships}
+    if not rest or len(sets) > 1:
+        raise Unsupported("several parameters")
+    inner = interpret(rest[0] if len(rest) == 1 else Listing(rest, listing.joiner))
+    named_set = memberships[0].sides[1]
+    letters = tuple(name for one in memberships if (name := name_of(one.sides[0])) is not None)
+    assert isinstance(named_set, NamedSet)
+    if len(letters) < len(memberships) or inner.residue is not None:
+        return inner
+    members = inner.members if inner.members is not None else single_member(inner)
+    rows = [_row_of_exprs(member) for member in members or ()]
+    if not rows or None in rows:
+        if named_set.name in ("R", "C"):
+            return inner
+        raise Unsupported("a parameter in other than values")
+    values = tuple(row for row in rows if row is not None)
+    family = (named_set.name, letters, values)
+    if named_set.name in ("R", "C") or _is_index(letters[0], inner.name):
+        return replace(inner, family=family)
+    if len(letters) > 1:
+        raise Unsupported("several parameters that are whole numbers")
+    return Interpretations(name=inner.name, family=family, residue=classes_of(family, inner.name))
+
+
+def _with_counted_letter(listing: Listing) -> Listing | None:
+    """`2^k, k >= 0` or `2^k, k = 0, 1, 2, ...` with the set of its letter, None for anything else."""
+    *first, last = listing.items
+    ends_open = last == DOTS
+    if ends_open:
+        while first and isinstance(first[-1], Scalar):
+            first.pop()
+        last = first.pop() if first else last
+    if not first or not isinstance(last, Relation) or len(last.sides) != 2:
+        return None
+    letter, op, low = name_of(last.sides[0]), last.ops[0], last.sides[1]
+    start = low.expr if isinstance(low, Scalar) else None
+    if letter is None or start not in (Num(Fraction(0)), Num(Fraction(1))):
+        return None
+    if op not in (("=",) if ends_open else (">", ">=")):
+        return None
+    least = int(start.value) + (op == ">")
+    one = first[-1]
+    value = one.sides[-1] if isinstance(one, Relation) and one.ops == ("=",) else one
+    if least > 1 or not isinstance(value, Scalar) or letter not in symbols(value.expr):
+        return None
+    membership = Relation((Scalar(Sym(letter)), NamedSet("Z+" if least else "Z0")), ("in",))
+    return Listing((*first, membership), listing.joiner)
+
+
+def _row_of_exprs(value: Interpretations) -> tuple[Expr, ...] | None:
+    """The expressions of a value or point, None for anything else."""
+    items = (value,) if value.scalar is not None else value.row or (value,)
+    exprs = [item.scalar.expr for item in items if item.scalar is not None and item.scalar.unit is None]
+    return tuple(exprs) if len(exprs) == len(items) else None
+
+
+def _is_index(letter: str, name: str | None) -> bool:
+    """Whether a name such as `a_n` or `f(n)` has the letter as its index."""
+    return name is not None and letter in (name.partition("_")[2], name.partition("(")[2].removesuffix(")"))
+
+
+def _several_residues(items: Sequence[Interpretations], joiner: str) -> Interpretations:
+    """`n = 1 or 4 mod 5`: one residue of several classes; congruences with different moduli are a system."""
+    residues = [item.residue for item in items if item.residue is not None]
+    letters = {residue[0] for residue in residues}
+    classes = tuple(one for residue in residues for one in residue[1])
+    if len(letters) == 1 and (joiner == "or" or len({modulus for _, modulus in classes}) == 1):
+        return Interpretations(residue=(residues[0][0], classes))
+    return Interpretations(members=tuple(items))
+
+
+def _mixed_union(items: Sequence[Interpretations]) -> Interpretations | None:
+    """`x = 0 or x >= 2` as a set of reals, None for anything else."""
+    signs = {item.sign for item in items if item.sign.startswith("solved")}
+    if len(signs) != 1:
+        return None
+    letter = next(iter(signs)).removeprefix("solved ")
+    sets = []
+    for item in items:
+        found = item.real_set if item.sign.startswith("solved") else None
+        if item.sign == "=" and item.name == letter and item.scalar is not None:
+            bound = bound_of(item.scalar)
+            found = point(bound) if bound is not None and is_finite(bound) else None
+        if found is None:
+            return None
+        sets.append(found)
+    return Interpretations(real_set=RealSet.union(sets), sign=f"solved {letter}")
+
+
+def _several_equations(items: tuple[Interpretations, ...]) -> Interpretations:
+    names = [item.name for item in items]
+    if None in names or any(item.scalar is None and item.members is None for item in items):
+        return Interpretations(members=items)
+    if sum(item.members is not None for item in items) > 1 and len(set(names)) > 1:
+        raise NotMathematics("several signs in several values")
+    bare = tuple(
+        Interpretations(
+            scalar=item.scalar, members=item.members, is_set=item.is_set, row=item.row, brackets=item.brackets
+        )
+        for item in items
+    )
+    if len(set(names)) == 1:
+        members = chain.from_iterable(one.members or (one,) for one in bare)  # x = 0 or x = \\pm 2
+        return Interpretations(members=tuple(members), name=names[0])
+    pairs = tuple(sorted(zip((str(name) for name in names), bare, strict=True), key=lambda pair: pair[0]))
+    numbered = {name.partition("_")[0] for name in names if name and _NUMBERED.fullmatch(name)}
+    members = bare if len(numbered) == 1 and all(map(_NUMBERED.fullmatch, map(str, names))) else None
+    return Interpretations(
+        row=tuple(value for _, value in pairs), brackets="()", pairs=pairs, members=members
+    )

@@ -1,0 +1,192 @@
+"""Splits text into tokens: numbers in all spellings, words, commands and signs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from rlmath.answers.normalize import MAX_DIGITS, NotMathematics
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of mathematical text.
+
+    >>> [token.text for token in tokenize("\\\\frac{1}{2}x")]
+    ['\\\\frac', '{', '1', '}', '{', '2', '}', 'x']
+    """
+
+    kind: str
+    """"number", "letter", "word", "command" or "sign"."""
+    text: str
+    space: bool = False
+    """Whether white space precedes it."""
+    prose: bool = False
+    """Whether it is inside \\text{} or a similar command."""
+    value: Fraction | None = None
+    """The exact value of a number."""
+    digits: int | None = None
+    """The number of significant digits, if written with a decimal point."""
+    open_ended: bool = False
+    """Whether a number ends in dots ("3.141...")."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How ambiguous digits are parsed."""
+
+    commas_group: bool = True
+    """`1,234` is one number, not a list of two numbers."""
+    e_is_exponent: bool = True
+    """`3e-2` is 0.03, not 3e - 2."""
+    with_remark: bool = False
+    """A remark in brackets may be mathematics, as in a reference: `5 (least for x = 2)`."""
+
+
+_GROUPED = re.compile(
+    r"(?:[0-9]{1,3}(?:\{,\}[0-9]{3})+|[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+)(?![0-9])"
+)
+_PERIODIC = re.compile(
+    r"([0-9]*)\.([0-9]*)(?:\\(?:overline|bar|overset\{\.\}|dot)\s?\{([0-9]+)\}(?:([0-9]*)\\dot\s?\{([0-9])\})?|\(([0-9]+)\))"
+)
+_DECIMAL_COMMA = re.compile(r"([0-9]+)\{,\}([0-9]+)")
+_DECIMAL = re.compile(r"[0-9]+\.(?![0-9.])|[0-9]*\.[0-9]+|[0-9]+")
+_EXPONENT = re.compile(r"[eE]([+-]?)([0-9]{1,6})(?![0-9])")
+_DOTS = re.compile(r"\s?(?:\.\.\.|\\l?dots(?![a-zA-Z])|\\cdots(?![a-zA-Z]))")
+_ALIASES = dict.fromkeys(("\\dfrac", "\\tfrac", "\\cfrac"), "\\frac") | {
+    "\\nicefrac": "\\frac",
+    "\\sfrac": "\\frac",
+    "\\pounds": "\\pound",
+    "\\textdollar": "\\dollar",
+    "\\texteuro": "\\euro",
+    "\\dots": "\\ldots",
+    "\\cdots": "\\ldots",
+    "\\jmath": "j",
+    "\\lbrace": "\\{",
+    "\\rbrace": "\\}",
+}
+_TEXT_COMMAND = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textup|textnormal|textsf|texttt|mbox|hbox|mathrm|mathsf|operatorname|emph)\*?\s?\{"
+)
+_COMMAND = re.compile(r"\\(?:[a-zA-Z]+|.)", re.DOTALL)
+_WORD = re.compile(r"[a-zA-Z]+")
+_DIGITS = frozenset("0123456789")
+_SIGNS = frozenset("+-*/^_(){}[]|,;:=<>!'%&.?#")
+
+AS_WRITTEN = Reading()
+
+
+def tokenize(text: str, reading: Reading = AS_WRITTEN) -> list[Token]:
+    """The tokens of a text that `plain_unicode` and `without_layout` have normalised.
+
+    Raises NotMathematics for characters that are not notation.
+    """
+    tokens: list[Token] = []
+    position, space, prose_until = 0, False, -1
+    while position < len(text):
+        char = text[position]
+        prose = position < prose_until
+        if char.isspace():
+            space, position = True, position + 1
+            continue
+        if position == prose_until - 1 and char == "}":
+            space, position = True, position + 1
+            continue
+        token, position_after = None, position
+        if char in _DIGITS or (char == "." and text[position + 1 : position + 2] in _DIGITS):
+            token, position_after = _number(text, position, reading)
+        elif char == "\\":
+            if not prose and (opening := _TEXT_COMMAND.match(text, position)):
+                prose_until = _closing_brace(text, opening.end()) + 1
+                space, position = True, opening.end()
+                continue
+            command = _COMMAND.match(text, position)
+            if command is None:
+                raise NotMathematics("a backslash at the end")
+            name = command.group()
+            name = _ALIASES.get(name, name)
+            token, position_after = Token("word" if name == "j" else "command", name), command.end()
+        elif char.isascii() and char.isalpha():
+            run = _WORD.match(text, position)
+            assert run is not None
+            token, position_after = Token("word", run.group()), run.end()
+        elif text.startswith("...", position):
+            token, position_after = Token("command", "\\ldots"), position + 3
+        elif char in _SIGNS:
+            token, position_after = Token("sign", char), position + 1
+        if token is None:
+            raise NotMathematics(f"character {char!r}")
+        if space or prose:
+            token = Token(token.kind, token.text, space, prose, token.value, token.digits, token.open_ended)
+        tokens.append(token)
+        space, position = False, position_after
+    return tokens
+
+
+def _closing_brace(text: str, start: int) -> int:
+    depth = 1
+    for index in range(start, len(text)):
+        depth += (text[index] == "{") - (text[index] == "}")
+        if depth == 0:
+            return index
+    raise NotMathematics("an unclosed brace")
+
+
+def _number(text: str, position: int, reading: Reading) -> tuple[Token, int]:
+    if match := _PERIODIC.match(text, position):
+        whole, fixed, first, middle, last, bracket = match.groups(default="")
+        value = _periodic(whole, fixed, bracket or first + middle + last)
+        if len(match.group()) > MAX_DIGITS:
+            raise NotMathematics(f"a number of more than {MAX_DIGITS} digits")
+        return Token("number", match.group(), value=value), match.end()
+    grouped = _GROUPED.match(text, position)
+    if grouped and "," in grouped.group() and text[position - 1 : position] in ("(", "["):
+        grouped = None  # (1,234) is a point
+    if grouped and (reading.commas_group or "," not in grouped.group().replace("{,}", "")):
+        digits, end = re.sub(r"[^0-9]", "", grouped.group()), grouped.end()
+        if tail := re.compile(r"\.[0-9]+").match(text, end):
+            digits, end = digits + tail.group(), tail.end()
+    elif comma := _DECIMAL_COMMA.match(text, position):
+        digits, end = f"{comma.group(1)}.{comma.group(2)}", comma.end()
+    else:
+        decimal = _DECIMAL.match(text, position)
+        assert decimal is not None
+        digits, end = decimal.group(), decimal.end()
+    if len(digits) > MAX_DIGITS:
+        raise NotMathematics(f"a number of more than {MAX_DIGITS} digits")
+    value = Fraction(digits.rstrip("."))
+    significant = len(digits.replace(".", "").lstrip("0")) if "." in digits.rstrip(".") else None
+    exponent = _EXPONENT.match(text, end)
+    if exponent and (reading.e_is_exponent or not exponent.group(1)):
+        if int(exponent.group(2)) > MAX_DIGITS:
+            raise NotMathematics(f"an exponent above {MAX_DIGITS}")
+        value *= Fraction(10) ** int(exponent.group(1) + exponent.group(2))
+        end = exponent.end()
+    elif dots := _DOTS.match(text, end):
+        periodic = _repeated(digits)
+        if periodic is not None:
+            return Token("number", digits, value=periodic), dots.end()
+        if significant is not None:
+            return Token("number", digits, value=value, digits=significant, open_ended=True), dots.end()
+    return Token("number", text[position:end], value=value, digits=significant), end
+
+
+def _periodic(whole: str, fixed: str, period: str) -> Fraction:
+    """The value of whole.fixed(period): 0.1(6) is 1/6."""
+    start = Fraction(int(whole + fixed or "0"), 10 ** len(fixed))
+    return start + Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(fixed))
+
+
+def _repeated(digits: str) -> Fraction | None:
+    """The value of "0.333" or "0.142857142857" before dots, if its end repeats at least twice (one digit: 3 times)."""
+    whole, point, decimals = digits.partition(".")
+    if not point or len(decimals) > 60:
+        return None
+    for start in range(len(decimals)):
+        rest = decimals[start:]
+        for period in range(1, len(rest) // 2 + 1):
+            times = len(rest) // period
+            if times * period == len(rest) and rest[:period] * times == rest and (period > 1 or times > 2):
+                return _periodic(whole, decimals[:start], rest[:period])
+    return None

@@ -1,0 +1,446 @@
+"""Words in an answer, read before its mathematics: number words, the set of a parameter, a remark in brackets.
+
+Each function takes the tokens of an answer, or a part of them, and is linear in their number.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+
+from rlmath.answers.lexer import Token
+from rlmath.answers.normalize import GREEK, word_list, word_set
+from rlmath.answers.syntax_tree import NamedSet, Relation, Scalar, Sym
+from rlmath.answers.vocabulary import RELATIONS
+
+# ---------------------------------------------------------------- number words
+_SMALL = word_list(
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+    "seventeen eighteen nineteen"
+)
+_TENS = word_list("twenty thirty forty fifty sixty seventy eighty ninety")
+NUMBER_WORDS = {word: number for number, word in enumerate(_SMALL)}
+NUMBER_WORDS |= {word: 10 * number for number, word in enumerate(_TENS, start=2)}
+_POWERS = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
+_PARTS = {
+    "half": 2,
+    "quarter": 4,
+    **{
+        word: number
+        for number, word in enumerate(
+            word_list("third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth"), start=3
+        )
+    },
+    "twentieth": 20,
+    "hundredth": 100,
+    "thousandth": 1000,
+}
+_SEVERAL_PARTS = {"halves": 2} | {f"{word}s": number for word, number in _PARTS.items() if word != "half"}
+_MINUS = word_set("minus negative")
+_BEFORE_SIGN = word_set("= , ; or and is")
+_BEFORE_ONE = word_set("exactly minus negative and or to is equals")
+"""Words before a "one" that counts; in "the smallest one" it does not."""
+_MOST_NUMBER_WORDS = 12
+
+
+def with_numbers(tokens: list[Token]) -> list[Token]:
+    """The tokens with number words as numbers: `twenty-one`, `minus two thirds`, `one and a half`."""
+    found: list[Token] = []
+    position = 0
+    while position < len(tokens):
+        number = _number(tokens, position)
+        following = tokens[position + 1] if position + 1 < len(tokens) else None
+        signed = _word(tokens[position]) in _MINUS and following is not None
+        if signed and (not found or found[-1].text in _BEFORE_SIGN):
+            assert following is not None
+            if following.kind == "number" or following.text in ("\\infty", "\\frac", "infinity", "\\sqrt"):
+                found.append(Token("sign", "-", tokens[position].space))
+                position += 1
+                continue
+        if number is None:
+            found.append(tokens[position])
+            position += 1
+            continue
+        value, after = number
+        first = tokens[position]
+        if value < 0:
+            found.append(Token("sign", "-", first.space, first.prose))
+        text = str(abs(value))
+        found.append(Token("number", text, first.space, first.prose, abs(value)))
+        position = after
+    return found
+
+
+def has_number_word(texts: Iterable[str]) -> bool:
+    return any(text in NUMBER_WORDS or text in _PARTS or text in _POWERS or text in _MINUS for text in texts)
+
+
+def _number(tokens: Sequence[Token], start: int) -> tuple[Fraction, int] | None:
+    """(value, position after it) of the number in words that starts here, else None."""
+    words = [_word(token) for token in tokens[start : start + _MOST_NUMBER_WORDS]]
+    before = _word(tokens[start - 1]) if start else ""
+    if words[0] in _MINUS and len(words) > 1:
+        inner = _number(tokens, start + 1) if words[1] not in _MINUS else None
+        return (-inner[0], inner[1]) if inner else None
+    if words[0] == "one" and before and before not in _BEFORE_ONE:
+        return None
+    whole, size = _cardinal(words)
+    if size == 0:
+        whole, size = _written_number(tokens[start]), 1
+        part = _and_part(words, size) if whole is not None else None
+        if whole is not None and part is not None:
+            return whole + part[0], start + part[1]
+        article = words[0] in ("a", "an") and len(words) > 1 and words[1] in _PARTS
+        alone = words[0] == "half" and (start == 0 or before in _MINUS)
+        if article or alone:
+            return Fraction(1, _PARTS[words[article]]), start + 1 + article
+        return None
+    assert whole is not None
+    at = size + (words[size : size + 1] == ["-"])
+    following = words[at] if at < len(words) else ""
+    parts = _PARTS.get(following) if whole == 1 else _SEVERAL_PARTS.get(following)
+    if parts is not None:
+        return whole / parts, start + at + 1
+    if (part := _and_part(words, size)) is not None:
+        return whole + part[0], start + part[1]
+    if words[size : size + 1] == ["point"]:
+        return _after_point(whole, words, size + 1, start)
+    if words[size : size + 1] == ["of"]:  # "one of them"
+        return None
+    return whole, start + size
+
+
+def _word(token: Token) -> str:
+    return token.text.lower() if token.kind == "word" else token.text if token.text == "-" else ""
+
+
+def _written_number(token: Token) -> Fraction | None:
+    value = token.value
+    return value if value is not None and value.denominator == 1 else None
+
+
+def _cardinal(words: Sequence[str]) -> tuple[Fraction | None, int]:
+    """(value, number of words) of a whole number: `two hundred and five`; (None, 0) if there is none."""
+    total = current = position = 0
+    last = 10**12  # the size of the word before: a smaller one may follow
+    while position < len(words):
+        word = words[position]
+        step = 1
+        if word == "and" and last in _POWERS.values() and words[position + 1 : position + 2]:
+            word, step = words[position + 1], 2
+            if word not in NUMBER_WORDS:
+                break
+        elif word == "-" and 20 <= last < 100 and words[position + 1 : position + 2]:
+            word, step = words[position + 1], 2
+        if word in NUMBER_WORDS:
+            number = NUMBER_WORDS[word]
+            fits = last >= 100 or (20 <= last < 100 and 0 < number < 10)
+            if not fits:
+                break
+            current, last = current + number, number
+        elif word in _POWERS and position > 0 and current > 0:
+            power = _POWERS[word]
+            if power == 100:
+                if current >= 100:
+                    break
+                current *= power
+            else:
+                total, current = total + current * power, 0
+            last = power
+        else:
+            break
+        position += step
+    return (Fraction(total + current), position) if position else (None, 0)
+
+
+def _and_part(words: Sequence[str], size: int) -> tuple[Fraction, int] | None:
+    """(value, position after it) of `and a half` or `and two thirds`, else None."""
+    if words[size : size + 1] != ["and"]:
+        return None
+    rest = words[size + 1 :]
+    if len(rest) > 1 and rest[0] in ("a", "an") and rest[1] in _PARTS:
+        return Fraction(1, _PARTS[rest[1]]), size + 3
+    above, used = _cardinal(rest)
+    if above is None:
+        return None
+    used += rest[used : used + 1] == ["-"]
+    following = rest[used] if used < len(rest) else ""
+    parts = _PARTS.get(following) if above == 1 else _SEVERAL_PARTS.get(following)
+    return (above / parts, size + 2 + used) if parts and above < parts else None
+
+
+def _after_point(whole: Fraction, words: Sequence[str], at: int, start: int) -> tuple[Fraction, int] | None:
+    digits = ""
+    while at + len(digits) < len(words) and NUMBER_WORDS.get(words[at + len(digits)], 10) < 10:
+        digits += str(NUMBER_WORDS[words[at + len(digits)]])
+    return (whole + Fraction(int(digits), 10 ** len(digits)), start + at + len(digits)) if digits else None
+
+
+# ---------------------------------------------------------------- sets of numbers in words
+_DETERMINERS = word_set("any all some every each an a arbitrary the given")
+_ADJECTIVES = word_set("nonnegative positive real natural rational complex arbitrary free nonzero")
+_NOUNS = {
+    "integer": "Z",
+    "real": "R",
+    "natural": "N",
+    "rational": "Q",
+    "number": "",
+    "constant": "",
+    "value": "",
+}
+_NOUNS |= {"parameter": ""}
+_PREPOSITIONS = word_set("for where with when and attained achieved reached at \\forall")
+_MOMENTS = word_set("when attained achieved reached at")
+_LEADS = (("such", "that"), ("of", "the", "form"), ("for", "which"), ("with",), ("where",), ("satisfying",))
+_LONGEST_QUALIFIER = 14
+_TRIGGERS = word_set(
+    "for where with when integer integers real reals natural all every any attained achieved reached at "
+    "\\in \\forall"
+)
+
+
+def without_lead(tokens: list[Token]) -> list[Token]:
+    """The tokens without `all integers n such that` before them."""
+    words = [token.text.lower() for token in tokens[:12]]
+    is_decimal = len(tokens) > 1 and tokens[1].digits is not None
+    if words[0] in ("approximately", "about", "roughly", "approx") and is_decimal:
+        return tokens[1:]
+    if words[0] in ("exactly", "only") and len(tokens) > 1:
+        return tokens[1:]
+    if tokens[-1].text == "only" and len(tokens) > 1:
+        return tokens[:-1]
+    if words[0] not in ("all", "any", "every") or len(tokens) < 4:
+        return tokens
+    _, at = _set_in_words(tokens, 1)
+    at += at < len(tokens) and _is_letter(tokens[at])
+    if at > 1 and _is_letter(tokens[at - 1]) and at < len(tokens) and tokens[at].text in RELATIONS:
+        return tokens[at - 1 :]  # all integers n >= 3
+    for lead in _LEADS:
+        if tuple(words[at : at + len(lead)]) == lead and at + len(lead) < len(tokens):
+            return tokens[at + len(lead) :]
+    return tokens
+
+
+def split_set(tokens: Sequence[Token]) -> tuple[NamedSet, int] | None:
+    """(set, number of tokens) of `all real numbers` or `any integer n` at the start, else None."""
+    if tokens[0].text.lower() not in ("all", "any", "every"):
+        return None
+    name, at = _set_in_words(tokens, 1)
+    if not name:
+        return None
+    return NamedSet(name), at + (at < len(tokens) and _is_letter(tokens[at]))
+
+
+def split_parity(tokens: Sequence[Token]) -> tuple[int, list[Token]] | None:
+    """(residue, tokens of the modulus) of `all odd integers` or `multiples of 6`, else None."""
+    words = [token.text.lower() for token in tokens]
+    at = next((i for i, word in enumerate(words) if word not in ("all", "the", "every", "any", "integer")), 0)
+    if words[at : at + 2] in (["multiples", "of"], ["multiple", "of"]) and len(words) == at + 3:
+        return 0, list(tokens[at + 2 :])
+    divided = words[1:2] == ["is"] and words[2:-1] in (["a", "multiple", "of"], ["divisible", "by"])
+    if divided and _is_letter(tokens[0]):
+        return 0, list(tokens[-1:])
+    two = Token("number", "2", value=Fraction(2))
+    if words[-1] in ("odd", "even") and words[1:-1] in ([], ["is"]) and _is_letter(tokens[0]):
+        return int(words[-1] == "odd"), [two]
+    if words[at] in ("odd", "even") and len(words) > at + 1:
+        rest = words[at + 1 :]
+        is_noun = rest[0] in ("integer", "integers", "number", "numbers")
+        letters = tokens[at + 1 + is_noun :]
+        if len(letters) < 2 and (is_noun or letters) and all(map(_is_letter, letters)):
+            return int(words[at] == "odd"), [two]
+    return None
+
+
+def without_part_labels(tokens: list[Token]) -> list[Token]:
+    """The tokens of `(a) 5 (b) 7`, an answer of numbered parts, as those of the point `(5, 7)`."""
+    for labels in ("abcdef", ("i", "ii", "iii", "iv")) if tokens[0].text == "(" else ():
+        found = [
+            at
+            for at in range(len(tokens) - 3)
+            if tokens[at].text == "(" and tokens[at + 2].text == ")" and tokens[at + 1].text in labels
+        ]
+        texts = [tokens[at + 1].text for at in found]
+        if len(found) > 1 and found[0] == 0 and texts == list(labels[: len(texts)]):
+            kept: list[Token] = []
+            for start, stop in zip(found, [*found[1:], len(tokens)], strict=True):
+                part = tokens[start + 3 : stop]
+                while part and part[-1].text in (",", ";", ".", "and"):
+                    part.pop()
+                kept += [*([Token("sign", ",")] if kept else []), *part]
+            return [Token("sign", "("), *kept, Token("sign", ")")]
+    return tokens
+
+
+_DOMAIN_WORDS = word_set(
+    "all any every each real reals positive integer integers number numbers natural rational"
+)
+
+
+def without_domains(tokens: list[Token]) -> list[Token]:
+    """The tokens without the domains of functions inside a list: `f(x) = x for all x, and f(x) = -x`."""
+    texts = [token.text for token in tokens]
+    start = 1
+    while (start := _index(texts, "for", start)) > 0:
+        at = start + 1
+        while at < len(texts) and texts[at].lower() in _DOMAIN_WORDS:
+            at += 1
+        is_domain = at > start + 1 and at < len(tokens) and _is_letter(tokens[at])
+        letter = texts[at] if is_domain else ""
+        at += 1
+        if texts[at : at + 2] == ["\\in", "\\mathbb"]:
+            at = _index(texts, "}", at) + 1
+        ends = texts[at].lower() if is_domain and at < len(texts) else ""
+        before = texts[: start - (texts[start - 1] == ",")]
+        if ends in (",", ";", "and", "or") and ["(", letter, ")"] in (before[i : i + 3] for i in (1, 2)):
+            tokens = [*tokens[: len(before)], *tokens[at:]]
+            texts = [*before, *texts[at:]]
+        else:
+            start += 1
+    return tokens
+
+
+def _index(texts: list[str], text: str, start: int) -> int:
+    return texts.index(text, start) if text in texts[start:] else -1
+
+
+def split_qualifiers(tokens: list[Token]) -> tuple[list[Token], list[Relation]]:
+    """(the tokens without the sets of their parameters, these sets): `for any integer k`, `where k is an integer`,
+    `(k \\in Z)`; the domain of a function, `for all x`, is left out."""
+    memberships: list[Relation] = []
+    texts = {token.text.lower() for token in tokens[-_LONGEST_QUALIFIER:]}
+    for _ in range(3):
+        if not texts & _TRIGGERS:
+            break
+        for start in range(max(1, len(tokens) - _LONGEST_QUALIFIER), len(tokens)):
+            if tokens[start].text.lower() in _PREPOSITIONS or tokens[start].text in (",", "("):
+                found = _qualifier(tokens[start:])
+                if found is not None:
+                    kept, membership = found
+                    tokens = [*tokens[:start], *kept]
+                    memberships += membership
+                    break
+        else:
+            break
+        if kept:
+            break
+    return tokens, memberships
+
+
+def _qualifier(part: Sequence[Token]) -> tuple[list[Token], list[Relation]] | None:
+    """(tokens to be read after a comma, memberships) of the whole part, else None."""
+    comma = Token("sign", ",")
+    if part[0].text == ",":
+        part = part[1:]
+    if len(part) > 2 and part[0].text == "(" and part[-1].text == ")":
+        part = part[1:-1]
+    at = 0
+    while at < len(part) and part[at].text.lower() in _PREPOSITIONS:
+        at += 1
+    spoken = at > 0
+    determined = at
+    while at < len(part) and part[at].text.lower() in _DETERMINERS and len(part[at].text) > 1:
+        at += 1
+    determined = at - determined
+    if at >= len(part):
+        return None
+    name, after = _set_in_words(part, at)
+    letters = [token for token in part[after:] if token.text not in (",", "and")]
+    if name and 0 < len(letters) < 4 and all(map(_is_letter, letters)):
+        return [], [_membership(letter, name) for letter in letters]
+    if part[0].text in _MOMENTS and is_equation_of_letter(part[at:]):
+        return [], []
+    if _is_letter(part[at]):
+        if len(part) > at + 2 and part[at + 1].text == "\\in":
+            return [comma, *part[at:]], []
+        verb = at + 1 + (at + 1 < len(part) and part[at + 1].text.lower() in ("is", "are", "be", "being"))
+        while verb < len(part) and part[verb].text.lower() in _DETERMINERS:
+            verb += 1
+        name, after = _set_in_words(part, verb)
+        if name and after == len(part):
+            return [], [_membership(part[at], name)]
+    is_domain = spoken and determined and part[0].text.lower() == "for" and len(part) <= 10
+    if is_domain and all(
+        token.kind == "word" or token.text in ("\\in", "\\mathbb", "{", "}") for token in part
+    ):
+        return [], []
+    return None
+
+
+def is_equation_of_letter(tokens: Sequence[Token]) -> bool:
+    """Whether tokens are `x = 2` or `x = y = 1`, and nothing else."""
+    texts = [token.text for token in tokens]
+    plain = all(
+        text not in (",", ";") and text.lower() not in ("or", "and", "else", "otherwise") for text in texts
+    )
+    return len(texts) > 2 and _is_letter(tokens[0]) and texts[1] == "=" and plain
+
+
+def _set_in_words(tokens: Sequence[Token], at: int) -> tuple[str, int]:
+    """(name of the set that is described here, position after it): `nonnegative integers` is "Z0"; "" for none."""
+    start, words = at, []
+    while at < len(tokens) and tokens[at].kind == "word":
+        word = tokens[at].text.lower()
+        if word == "non" and at + 2 < len(tokens) and tokens[at + 1].text == "-":
+            word, at = "non" + tokens[at + 2].text.lower(), at + 2
+        if word not in _ADJECTIVES and word.removesuffix("s") not in _NOUNS:
+            break
+        words.append(word.removesuffix("s"))
+        at += 1
+    names = {_NOUNS[word] for word in words if _NOUNS.get(word)}
+    names |= {"C"} if "complex" in words else set()
+    if not words or len(names) > 1 or "nonzero" in words:
+        return "", start
+    name = names.pop() if names else ("R" if "constant" in words or "parameter" in words else "")
+    signed = [word for word in words if word in ("positive", "nonnegative")]
+    if signed and name in ("Z", "N", "R"):
+        name = (
+            {"positive": "R+", "nonnegative": "R0"}[signed[0]]
+            if name == "R"
+            else ({"positive": "Z+", "nonnegative": "Z0"}[signed[0]])
+        )
+    return name, at if name else start
+
+
+def _is_letter(token: Token) -> bool:
+    return (token.kind == "word" and len(token.text) == 1) or token.text[1:] in GREEK
+
+
+def _membership(letter: Token, name: str) -> Relation:
+    return Relation((Scalar(Sym(letter.text.removeprefix("\\"))), NamedSet(name)), ("in",))
+
+
+# ---------------------------------------------------------------- remarks
+_CHANGES = word_set(
+    "or nor not no none never but either neither maybe perhaps possibly wrong false incorrect invalid "
+    "impossible reject rejected extraneous discarded unless except excluding instead rather approximately "
+    "approx about around nearly almost over under more less fewer greater above below base binary octal "
+    "hexadecimal mod modulo am pm squared cubed square cube twice half third quarter times minus plus "
+    "negative per cannot undefined unknown unclear if vs versus dozen"
+)
+"""Words that make another answer of it, or take it back."""
+_REASONS = word_set("since because")
+_CIRCUMSTANCES = word_set("attained achieved reached when at where for with occurs since because as")
+
+
+def is_remark(inside: Sequence[Token], may_calculate: bool) -> bool:
+    """Whether what is in brackets after a value only comments on it: `(the smallest one)`, `(attained at x = 2)`."""
+    words = [token.text.lower() for token in inside if token.kind == "word"]
+    if inside[0].kind != "word" or len(words[0]) < 2:
+        return False
+    changes = _CHANGES - {"not", "no"} if words[0] in _REASONS else _CHANGES
+    if (
+        not changes.isdisjoint(words)
+        or any(word in _POWERS for word in words)
+        or words in (["double"], ["root"])
+    ):
+        return False
+    if not {("at", "least"), ("at", "most")}.isdisjoint(itertools.pairwise(words)):
+        return False
+    only_words = all(token.kind == "word" or token.text in (",", ".", "'", "-") for token in inside)
+    if only_words:
+        return any(len(word) > 2 for word in words) and not any(
+            word in NUMBER_WORDS for word in words if word != "one"
+        )
+    return may_calculate or words[0] in _CIRCUMSTANCES or words == ["multiplicity"]

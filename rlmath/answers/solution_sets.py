@@ -1,0 +1,289 @@
+"""What relations and their sides say: the bounds of inequalities, absolute values, plus-minus signs, lines in space."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+from rlmath.answers.evaluate import mentions, rounds_to, symbols, value_of
+from rlmath.answers.families import substituted
+from rlmath.answers.normalize import NotMathematics
+from rlmath.answers.numbers import MP, divided, is_finite, mpf, to_mp
+from rlmath.answers.real_sets import Bound, RealSet, interval, point
+from rlmath.answers.series import operands
+from rlmath.answers.syntax_tree import Answer, Call, Expr, Group, Name, Num, Relation, Scalar, Sym
+from rlmath.answers.units import DEGREE, PERCENT
+
+PLUS_MINUS = frozenset(("pm", "mp"))
+MAX_SIGNS = 4
+"""Most plus-minus signs that are expanded."""
+
+FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
+
+
+def name_of(side: Answer) -> str | None:
+    if isinstance(side, Name):
+        return side.text
+    if isinstance(side, Scalar) and isinstance(side.expr, Sym):
+        return side.expr.name
+    if isinstance(side, Group):
+        return "".join(name_of(item) or "?" for item in side.items)
+    return None
+
+
+def bound_of(item: Answer) -> Bound | None:
+    if not isinstance(item, Scalar) or (item.unit is not None and item.unit not in (DEGREE, PERCENT)):
+        return None
+    if symbols(item.expr) or mentions(item.expr, frozenset(("i", "pm", "mp"))):
+        return None
+    value = value_of(item.expr)
+    return None if value is None else value.value
+
+
+def expansions(exprs: Sequence[Expr]) -> list[tuple[Expr, ...]]:
+    """The values of expressions with plus-minus signs: two for one sign, or for signs linked by a minus-plus; else all
+    combinations of signs."""
+    signs = sum(_count_plus_minus(expr) for expr in exprs)
+    linked = signs < 2 or any(mentions(expr, frozenset(("mp",))) for expr in exprs)
+    if signs > MAX_SIGNS:
+        raise NotMathematics(f"more than {MAX_SIGNS} plus-minus signs")
+    patterns = [(True,), (False,)] if linked else list(itertools.product((True, False), repeat=signs))
+    cycles = [itertools.cycle(pattern) for pattern in patterns]
+    return [tuple(_with_signs(expr, uppers) for expr in exprs) for uppers in cycles]
+
+
+def _count_plus_minus(expr: Expr) -> int:
+    if not isinstance(expr, Call):
+        return 0
+    return (expr.name == "pm") + sum(_count_plus_minus(arg) for arg in expr.args)
+
+
+def _with_signs(expr: Expr, uppers: Iterator[bool]) -> Expr:
+    """An expression with each plus-minus sign replaced from left to right: the upper sign where `uppers` is true."""
+    if not isinstance(expr, Call):
+        return expr
+    if expr.name not in PLUS_MINUS:
+        return Call(expr.name, tuple(_with_signs(arg, uppers) for arg in expr.args))
+    left = _with_signs(expr.args[0], uppers)
+    upper = next(uppers)
+    right = _with_signs(expr.args[1], uppers)
+    minus = upper == (expr.name == "mp")
+    return Call("add", (left, Call("neg", (right,)) if minus else right))
+
+
+def half_line(left: Answer, op: str, right: Answer) -> tuple[str, RealSet] | None:
+    """(variable, the reals that satisfy it) if one side is a variable, or its absolute value, and the other is a
+    number; None for an inequality that is not solved."""
+    if bound_of(left) is not None:
+        left, op, right = right, FLIPPED[op], left
+    expr, bound = relation_side(left), bound_of(right)
+    if expr is None or bound is None or (op == "!=" and not is_finite(bound)):
+        return None
+    if isinstance(expr, Sym):
+        return expr.name, _beyond(op, bound)
+    if isinstance(expr, Call) and expr.name == "abs" and is_finite(bound):
+        found = linear(expr.args[0])
+        if found is None:
+            return None
+        letter, slope, start = found
+        join = RealSet.intersection if op in ("<", "<=", "!=") else RealSet.union
+        high, low = divided(bound - start, slope), divided(-bound - start, slope)
+        above, below = (op, FLIPPED[op]) if slope > 0 else (FLIPPED[op], op)
+        return letter, join([_beyond(above, high), _beyond(below, low)])
+    return None
+
+
+def linear(expr: Expr) -> tuple[str, Fraction, Fraction] | None:
+    """(letter, slope, value at 0) of a linear expression with fractions, `2x - 1`; None for others."""
+    letters = symbols(expr)
+    if len(letters) != 1:
+        return None
+    (letter,) = letters
+    found = [value_of(substituted(expr, letter, Num(Fraction(at)))) for at in (0, 1, 2, 7)]
+    values = [one.value for one in found if one is not None and isinstance(one.value, Fraction)]
+    if len(values) < 4:
+        return None
+    slope = values[1] - values[0]
+    is_line = slope != 0 and all(values[at] == values[0] + x * slope for at, x in ((2, 2), (3, 7)))
+    return (letter, slope, values[0]) if is_line else None
+
+
+def absolute_value(relation: Relation) -> tuple[str, Expr] | None:
+    """(letter, positive number) of `|k| = 4`, else None."""
+    if len(relation.sides) != 2 or relation.ops != ("=",):
+        return None
+    for side, other in (relation.sides, relation.sides[::-1]):
+        expr, bound = relation_side(side), bound_of(other)
+        if not (isinstance(expr, Call) and expr.name == "abs" and isinstance(expr.args[0], Sym)):
+            continue
+        positive = bound is not None and is_finite(bound) and bound > 0
+        return (expr.args[0].name, other.expr) if positive and isinstance(other, Scalar) else None
+    return None
+
+
+def whole_numbers(reals: RealSet) -> tuple[int | None, int | None]:
+    """The least and the greatest whole number of an interval, None where it has no end."""
+    if len(reals.intervals) != 1:
+        raise NotMathematics("whole numbers of several intervals")
+    part = reals.intervals[0]
+    ends: list[int | None] = []
+    for bound, closed, sign in ((part.low, part.low_closed, 1), (part.high, part.high_closed, -1)):
+        if not is_finite(bound):
+            ends.append(None)
+            continue
+        inward = int(MP.ceil(to_mp(bound * sign)))
+        ends.append(sign * (inward + (inward == bound * sign and not closed)))
+    return ends[0], ends[1]
+
+
+def line_of(relation: Relation) -> tuple[Expr, ...] | None:
+    """The point with parameter t of a line's symmetric equations, `(x - 1)/2 = (y - 2)/3 = z`, else None."""
+    sides = [relation_side(side) for side in relation.sides]
+    if sides[-1] in (Sym("t"), Sym("s"), Sym("lambda")):
+        sides.pop()
+    found = [None if side is None else linear(side) for side in sides]
+    letters = [one[0] for one in found if one is not None]
+    if (
+        set(relation.ops) != {"="}
+        or len(letters) < len(sides)
+        or letters not in (["x", "y"], ["x", "y", "z"])
+    ):
+        return None
+    return tuple(
+        Call("div", (Call("add", (Sym("t"), Num(-start))), Num(slope)))
+        for _, slope, start in (one for one in found if one is not None)
+    )
+
+
+def relation_side(side: Answer) -> Expr | None:
+    if isinstance(side, Name):
+        return side.expr if side.expr is not None else Sym(side.text)
+    return side.expr if isinstance(side, Scalar) and side.unit is None else None
+
+
+def _beyond(op: str, bound: Bound) -> RealSet:
+    """The reals x with `x op bound`."""
+    if op == "!=":
+        return point(bound).complement()
+    if op in ("<", "<="):
+        return interval(mpf("-inf"), False, bound, op == "<=")
+    return interval(bound, op == ">=", mpf("inf"), False)
+
+
+def mention_signs(exprs: Sequence[Expr | None]) -> bool:
+    return any(expr is not None and mentions(expr, PLUS_MINUS) for expr in exprs)
+
+
+def named_side(side: Answer, expr: Expr) -> Answer:
+    return side if isinstance(side, Name) else Scalar(expr)
+
+
+def value_of_expression(sides: Sequence[Answer]) -> tuple[Answer, ...]:
+    """The second of two sides, if it may be the value that is asked for of the expression on the first: 14 of
+    `m + n = 14`, 6 of `xy + yz + zx = 6`, 17 of `a^2 = 17`. Empty for other equations, such as the line `x + y = 5`."""
+    if len(sides) != 2:
+        return ()
+    expr, value = relation_side(sides[0]), sides[1]
+    if not isinstance(expr, Call) or not isinstance(value, Scalar) or value.unit is not None:
+        return ()
+    number = bound_of(value)
+    if number is None or number == 0 or mentions(value.expr, _UNIT_SIGNS):
+        return ()
+    if expr.name == "pow":
+        is_power = expr.args[0] in _CONSTANTS and isinstance(expr.args[1], Num) and expr.args[1].value == 2
+        return (value,) if is_power else ()
+    if not _is_plain(expr) or len(symbols(expr)) < 2:
+        return ()
+    terms = operands(expr, expr.name)
+    if len(set(terms)) < len(terms):  # m + m + n
+        return ()
+    return () if symbols(expr) <= _UNKNOWNS and not _is_symmetric(expr) else (value,)
+
+
+_UNIT_SIGNS = frozenset(("deg", "percent"))
+_CONSTANTS = tuple(map(Sym, "abcd"))
+_UNKNOWNS = frozenset("xyz")
+
+
+def _is_plain(expr: Expr, in_product: bool = False) -> bool:
+    """Whether it is a sum or product of letters, without coefficients: `m + n`, `ab + bc`, `(r + 1)(s + 1)`."""
+    if isinstance(expr, Num):
+        return in_product and expr.value > 0
+    if isinstance(expr, Sym):
+        return True
+    if expr.name == "mul":
+        return all(not isinstance(arg, Num) and _is_plain(arg, True) for arg in expr.args)
+    return expr.name == "add" and all(_is_plain(arg, in_product) for arg in expr.args)
+
+
+def _is_symmetric(expr: Call) -> bool:
+    """Whether it is the sum of the products of two of three letters: `xy + yz + zx`."""
+    letters = symbols(expr)
+    if len(letters) != 3 or expr.name != "add":
+        return False
+    terms, found = operands(expr, "add"), set()
+    for term in terms:
+        factors = operands(term, "mul")
+        if len(factors) != 2 or not all(isinstance(factor, Sym) for factor in factors):
+            return False
+        found.add(symbols(term))
+    return len(terms) == len(found) == 3 and all(len(pair) == 2 for pair in found)
+
+
+def expression_name(side: Answer) -> str | None:
+    """The name of a left side that is an expression: `\\sin\\theta` or `dy/dx`."""
+    expr = side.expr if isinstance(side, Scalar) else None
+    if not isinstance(expr, Call):
+        return None
+    if expr.name in ("sin", "cos", "tan") and isinstance(expr.args[0], Sym):
+        return f"{expr.name} {expr.args[0].name}"
+    if expr.name == "div" and all(isinstance(arg, Call) and arg.name == "mul" for arg in expr.args):
+        heads = [arg.args[0] for arg in expr.args if isinstance(arg, Call)]
+        if heads == [Sym("d"), Sym("d")]:
+            return "a derivative"
+    return None
+
+
+def is_lone_name(side: Answer) -> bool:
+    if isinstance(side, Group):
+        return side.opening in ("(", ":") and all(is_lone_name(item) for item in side.items)
+    return isinstance(side, Name) or (
+        isinstance(side, Scalar) and isinstance(side.expr, Sym) and side.unit is None
+    )
+
+
+def any_symbols(sides: Sequence[Answer]) -> bool:
+    return any(
+        isinstance(side, Name) or (isinstance(side, Scalar) and bool(symbols(side.expr))) for side in sides
+    )
+
+
+def difference_of(relation: Relation) -> Expr | None:
+    exprs: list[Expr] = []
+    for side in relation.sides:
+        expr = side.expr if isinstance(side, (Name, Scalar)) else None
+        if isinstance(side, Scalar) and side.unit is not None:
+            expr = side.otherwise.expr if side.otherwise is not None else None
+        if expr is None:
+            return None
+        exprs.append(expr)
+    if any(mentions(expr, PLUS_MINUS) for expr in exprs):
+        return None
+    return Call("add", (exprs[0], Call("neg", (exprs[1],))))
+
+
+def has_shift(relation: Relation) -> bool:
+    """Whether the absolute value in it is of other than a letter: `|x - 2|`."""
+    sides = [side.expr for side in relation.sides if isinstance(side, Scalar)]
+    return any(
+        isinstance(expr, Call) and bool(symbols(expr)) and not isinstance(expr.args[0], Sym) for expr in sides
+    )
+
+
+def near(one: Expr, other: Expr) -> bool:
+    """Whether `one ~ other` rounds an expression that is not a literal number to one."""
+    if symbols(one) or symbols(other) or isinstance(one, Num):
+        return isinstance(one, Num) and isinstance(other, Num) and one.value == other.value
+    value = value_of(one)
+    return value is not None and is_finite(value.value) and rounds_to(other, value.value)

@@ -1,0 +1,378 @@
+"""Answers with their own comparison: times, dates, numerals in another base, names with titles, "no solution"."""
+
+from __future__ import annotations
+
+import re
+
+from rlmath.answers.normalize import word_list
+from rlmath.answers.phrases import NUMBER_WORDS
+
+_CLOCK = re.compile(r"([0-9]{1,2}):([0-5][0-9])(?::([0-5][0-9]))?\s*(?:([ap])\.?\s?m\.?)?", re.IGNORECASE)
+_FULL_HOUR = re.compile(r"([0-9]{1,2})\s*([ap])\.?\s?m\.?", re.IGNORECASE)
+_BASED = re.compile(
+    r"\(?([0-9A-F]+)\)?(?:_\{?\(?(?:base)?|\(?(?:in)?base)([0-9]{1,2}|[a-z]+)\)?\}?", re.IGNORECASE
+)
+
+_REALS = ("all real numbers", "all reals", "real numbers", "\\mathbb{R}", "\\mathbb R", "(-\\infty,\\infty)")
+_DIVERGES = (
+    "diverges",
+    "divergent",
+    "it diverges",
+    "series diverges",
+    "integral diverges",
+    "does not converge",
+)
+_ALIKE = (frozenset(("does not exist", "dne", "do not exist")), frozenset(_REALS), frozenset(_DIVERGES))
+"""Sets of texts with the same meaning."""
+_BASES = {word: number for word, number in NUMBER_WORDS.items() if 2 <= number <= 16}
+
+_NUMBER_KINDS = "real integer integral rational positive negative natural complex nonzero"
+_HOW_MANY = re.compile(
+    r"(?:(?:so|thus|hence|therefore),? )?"
+    r"(?:there (?:is|are|exists?)|(?:(?:the |this )?(?:equation|system|problem|inequality)|it) (?:has|have)|has|have)?"
+    r" ?(?:(?P<none>no)|infinitely many|(?:an )?infinite number(?: of)?|infinite)"
+    rf"(?P<kinds>(?: (?:such|valid|possible|other|distinct|different|{_NUMBER_KINDS.replace(' ', '|')}))*)"
+    r"(?: (?:solutions?|roots?|values?|answers?|numbers?|pairs?|triples?|functions?|ways|points?|primes?|[a-z]"
+    r"|(?P<noun>integer|real)s?))?"
+    r"(?: (?:exists?|(?:are|is) possible|to the (?:equation|system|inequality)))?"
+    r"(?: (?:in|over|among) (?:the )?(?P<among>real|integer|rational|complex)(?:s| numbers))?"
+)
+"""How many solutions there are: none, of some kind of number perhaps, or infinitely many."""
+_COUNTS = (
+    "no ",
+    "infinit",
+    "there ",
+    "has ",
+    "have ",
+    "it ",
+    "the ",
+    "this ",
+    "an ",
+    "so",
+    "thus",
+    "hence",
+    "therefore",
+)
+_COUNTS += ("equation ", "system ", "problem ", "inequality ")
+_NONE = frozenset(
+    (
+        "none",
+        "none exist",
+        "inconsistent",
+        "system is inconsistent",
+        "the system is inconsistent",
+        "\\emptyset",
+        "\\varnothing",
+        "\\{\\}",
+        "empty set",
+        "the empty set",
+    )
+)
+_INFINITE = frozenset(("\\infty", "+\\infty", "infinity"))
+
+_SHORT_TITLES = {"mister": "mr", "doctor": "dr", "professor": "prof"}
+_TITLED = re.compile(
+    r"(?:(mr|mrs|ms|miss|dr|prof|sir|mister|doctor|professor)\.? )?([a-z][a-z'-]+(?:[. ]{1,2}[a-z'-]+){0,3})"
+)
+
+_YES_NO = re.compile(
+    r"(yes|no)(?:[,.;:] ?(?!.*\b(?:yes|no|not|never|cannot|false|wrong)\b)[a-z ,.']{1,100})?"
+)
+_DENIED = re.compile(
+    r"^no[,.;:]? (?:it|they|he|she|this|that|we|you) (?:is|are|does|do|can|will|has|have) ?not$"
+)
+_DAYS = {day[:3]: day for day in word_list("monday tuesday wednesday thursday friday saturday sunday")}
+_MONTHS = word_list("jan feb mar apr may jun jul aug sep oct nov dec")
+_MONTH = r"(?P<month{0}>jan|feb|mar|apr|may|june?|july?|aug|sept?|oct|nov|dec)[a-z]{{0,7}}\.?"
+_DAY = r"(?:the )?(?P<day{0}>[0-9]{{1,2}})(?:st|nd|rd|th)?"
+_WEEKDAY = r"(?P<weekday{0}>(?:mon|tues|wednes|thurs|fri|satur|sun)day)"
+_DATE = re.compile(
+    rf"(?:{_WEEKDAY.format(1)},? ?)?"
+    rf"(?:{_MONTH.format(1)} ?{_DAY.format(1)}|{_DAY.format(2)} (?:of )?{_MONTH.format(2)})"
+    rf"(?:,? ?(?P<year>[0-9]{{4}}))?(?:,? ?{_WEEKDAY.format(2)})?"
+)
+
+
+def same_special(gold: str, answer: str) -> bool | None:
+    """Whether two texts are the same time of day, date, name, numeral or number of solutions; None if neither is one.
+
+    `3:30 PM` equals `15:30`; if one side has no AM or PM, the other's is ignored. A numeral with a base equals only
+    the same digits in the same base.
+    """
+    if _POLITE.sub("", gold) == _POLITE.sub("", answer):
+        return True
+    time, other = _clock(gold), _clock(answer)
+    if time is not None and other is not None:
+        if time[0] == other[0] or time[1] == other[1]:
+            return time[0] == other[0]
+        without_half = other if time[1] else time
+        return without_half[0] < 13 * 3600 and time[0] % 43200 == other[0] % 43200
+    one, two = (text if "\\" in text else text.casefold() for text in (gold, answer))
+    if any({one, two} <= alike for alike in _ALIKE):
+        return True
+    if (counts := _same_count(one, two)) is not None:
+        return counts
+    if _titled(one, two) or _same_meaning(one, two):
+        return True
+    if None not in (places := (_ordinal(one), _ordinal(two))):
+        return places[0] == places[1]
+    said = _YES_NO.fullmatch(one), _YES_NO.fullmatch(_DENIED.sub("no", two))
+    if said[0] is not None and said[1] is not None:
+        return said[0][1] == said[1][1]
+    if one.removesuffix(".")[:3] in _DAYS and one[:3] == two[:3] and {one, two} & {_DAYS[one[:3]]}:
+        return {one.removesuffix("."), two.removesuffix(".")} <= {_DAYS[one[:3]], one[:3], one[:4], one[:5]}
+    dates = _date(one), _date(two)
+    if None not in dates:
+        return dates[0] == dates[1]
+    bases = _numeral(gold), _numeral(answer)
+    if bases[0] is not None or bases[1] is not None:
+        return bases[0] == bases[1]
+    return None
+
+
+_POLITE = re.compile(
+    r"^(?:only|exactly|on an?|on|player) | (?:only|wins|will win|has a winning strategy)$", re.IGNORECASE
+)
+_SUBJECT = re.compile(
+    r"^(?:(?:so|thus|hence|therefore),? )?(?:(?:the|this|that|it|its|f|given) )*(?:(?:limit|series|sum|integral"
+    r"|sequence|statement|claim|function|value|expression|triangle|quadrilateral|figure|shape|curve|graph) )?"
+    r"(?:(?:is|are|does|do|must be|will) )?(?:(?:an?|the) )?"
+)
+_MEANINGS = {
+    "no limit": ("not exist", "dne", "have no limit"),
+    "undefined": ("undefined", "not defined"),
+    "diverges": ("diverges", "diverge", "divergent", "not converge", "not convergent"),
+    "converges": ("converges", "converge", "convergent"),
+    "absolutely": ("converges absolutely", "absolutely convergent", "converge absolutely"),
+    "conditionally": ("converges conditionally", "conditionally convergent", "converge conditionally"),
+    "true": ("true", "t", "not false", "correct"),
+    "false": ("false", "f", "not true", "incorrect"),
+    "concave up": ("concave up", "concave upward", "concave upwards"),
+    "concave down": ("concave down", "concave downward", "concave downwards"),
+    "quadrant i": ("quadrant i", "quadrant 1", "first quadrant"),
+    "quadrant ii": ("quadrant ii", "quadrant 2", "second quadrant"),
+    "quadrant iii": ("quadrant iii", "quadrant 3", "third quadrant"),
+    "quadrant iv": ("quadrant iv", "quadrant 4", "fourth quadrant"),
+    "first player": ("first player", "player 1", "player one"),
+    "second player": ("second player", "player 2", "player two"),
+    "impossible": ("impossible", "not possible", "cannot be done"),
+    "right triangle": ("right triangle", "right-angled triangle"),
+    "neither": ("neither", "neither of them", "neither one", "neither even nor odd", "neither odd nor even"),
+}
+_MEANING = {text: meaning for meaning, texts in _MEANINGS.items() for text in texts}
+_LAST_NOUN = re.compile(r" (?:function|number|integer)$")
+_KIND = re.compile(
+    r"(?:all |any |every |the set of (?:all )?)?"
+    r"(?:(?:(?P<letter>[b-z])|a|numbers?|integers?) (?:(?:is|are|must be) )?)?"
+    r"(?:an? |any |all )?(?P<kind>(?:[a-z]+ )*(?:primes?|composites?|squares?|cubes?|powers? of [a-z0-9]+"
+    r"|(?:multiples? of|divisible by) [a-z0-9]+|palindromes?))(?: numbers?| integers?)?(?: [a-z])?"
+)
+_ORDINALS = {
+    word: place
+    for place, word in enumerate(word_list("first second third fourth fifth sixth seventh eighth"), 1)
+}
+_ORDINALS |= {"ninth": 9, "tenth": 10, "eleventh": 11, "twelfth": 12}
+_ORDINAL = re.compile(r"(?:the )?(?:([0-9]{1,9})(?:\^?\{? ?(?:st|nd|rd|th)\}?)|([a-z]{5,8}))")
+
+
+def _same_meaning(gold: str, answer: str) -> bool:
+    """Whether two statements say the same: `the limit does not exist` and `DNE`, `all primes` and `n is prime`."""
+    if not (gold[:1].isalpha() and answer[:1].isalpha() and gold.isascii() and answer.isascii()):
+        return False
+    if len(gold) > 80 or len(answer) > 80 or "\\" in gold + answer:
+        return False
+    kinds = _KIND.fullmatch(gold), _KIND.fullmatch(answer)
+    if kinds[0] is not None and kinds[1] is not None:
+        letters = {match["letter"] for match in kinds if match is not None} - {None}
+        return len(letters) < 2 and _kind(kinds[0]["kind"]) == _kind(kinds[1]["kind"])
+    one, two = _meaning(gold), _meaning(answer)
+    return one == two and (
+        one in _MEANINGS or one in ("odd", "even") or _PLAIN_WORDS.fullmatch(one) is not None
+    )
+
+
+_PLAIN_WORDS = re.compile(r"[a-z]{4,}(?: [a-z]{2,})*")
+
+
+def _kind(text: str) -> list[str]:
+    words = text.replace("divisible by", "multiple of").replace("prime numbers", "prime").split()
+    return [word.removesuffix("s") for word in words if word not in ("number", "numbers", "all", "a")]
+
+
+def _meaning(text: str) -> str:
+    said = _SUBJECT.sub("", text.rstrip("."))
+    return _MEANING.get(said) or _LAST_NOUN.sub("", said)
+
+
+def _ordinal(text: str) -> int | None:
+    """The 5 of `5th` or `fifth`, else None."""
+    match = _ORDINAL.fullmatch(text)
+    if match is None:
+        return None
+    return int(match[1]) if match[1] else _ORDINALS.get(match[2])
+
+
+_LABEL_SETS = (tuple("abcdefgh"), ("i", "ii", "iii", "iv", "v"), tuple("123456"))
+_FIRST_LABEL = re.compile(r"(?:part ?)?\(?([ai1])(?:[).:]|(?<=part .) )")
+_NEXT_LABELS = {
+    label: re.compile(rf"(?:\(|(?<![a-z0-9(\\])(?:part ?)?){label}(?:\):?|[:.](?= |[0-9]))")
+    for labels in _LABEL_SETS
+    for label in labels[1:]
+}
+
+
+def split_parts(text: str) -> list[str] | None:
+    """The parts of `(a) 12; (b) 30`, None if it has no such labels."""
+    low = text.casefold()
+    start = _FIRST_LABEL.match(low)
+    labels = next((labels for labels in _LABEL_SETS if start and labels[0] == start[1]), None)
+    if start is None or labels is None or not (start.group()[-1] == ")" or low.startswith("part")):
+        return None
+    cuts, at = [(0, start.end())], start.end()
+    for label in labels[1:]:
+        found = _NEXT_LABELS[label].search(low, at)
+        if found is None:
+            break
+        cuts.append(found.span())
+        at = found.end()
+    ends = [begin for begin, _ in cuts[1:]] + [len(text)]
+    parts = [
+        _END_OF_PART.sub("", text[after:end]).strip() for (_, after), end in zip(cuts, ends, strict=True)
+    ]
+    return parts if len(parts) > 1 and all(parts) else None
+
+
+_END_OF_PART = re.compile(r"[\s,;.]*(?:\band\s*)?$")
+
+
+def bare_parts(text: str, count: int) -> list[str] | None:
+    """So many parts of a list without labels, None if it has not so many: `12, 30` or `(12, 30)`, but no interval,
+    no set and no `12 or 30`."""
+    if text.startswith(("[", "{", "\\{")):
+        return None
+    for separators in (";", ",;"):
+        parts = split_list(text, separators, words=("and",))
+        if len(parts) == count > 1:
+            return parts
+    return None
+
+
+_LIST_TOKEN = re.compile(r"\\begin|\\end|\\[^a-zA-Z]|[()\[\]{},;]|\b(?:and|or)\b")
+_MAX_PARTS = 40
+_CLOSING = {"(": ")", "[": "]", "{": "}", "\\{": "\\}"}
+
+
+def split_list(text: str, separators: str = ",;", words: tuple[str, ...] = ("and", "or")) -> list[str]:
+    """The items of a list, at separators and words outside all brackets; without the brackets around all."""
+    parts, depth, start, cuts = [], 0, 0, 0
+    closing = _CLOSING.get(text[: 1 + text.startswith("\\{")])
+    enclosed = closing is not None and text.endswith(closing)
+    for match in _LIST_TOKEN.finditer(text):
+        token = match.group()
+        if token in ("(", "[", "{", "\\{", "\\begin"):
+            depth += 1
+        elif token in (")", "]", "}", "\\}", "\\end"):
+            depth -= 1
+            if enclosed and depth == 0 and match.end() < len(text):
+                enclosed = False
+        elif depth == 0 and (token in separators or token in words) and cuts < _MAX_PARTS:
+            parts.append(text[start : match.start()].strip())
+            start, cuts = match.end(), cuts + 1
+    parts.append(text[start:].strip())
+    parts = [part for part in parts if part]
+    if len(parts) == 1 and enclosed and depth == 0:
+        size = 1 + text.startswith("\\{")
+        inside = text[size:-size].strip()
+        return split_list(inside, separators, words) if inside and inside[0] not in "([{" else parts
+    return parts
+
+
+def _same_count(gold: str, answer: str) -> bool | None:
+    """Whether two texts say the same about how many solutions there are; None if one does not say that."""
+    counts = _how_many(gold), _how_many(answer)
+    if "infinite" in counts and not _INFINITE.isdisjoint((gold, answer)):
+        return True
+    if counts[0] is None or counts[1] is None:
+        return None
+    # "no solutions" says more than the reference "no real solutions", not less.
+    return counts[0] == counts[1] or (counts[1] == "none" and counts[0] != "infinite")
+
+
+def _how_many(text: str) -> str | None:
+    """ "infinite", "none", or "none" with the kind of numbers there is none of; None for other texts."""
+    if text in _NONE:
+        return "none"
+    match = _HOW_MANY.fullmatch(text) if text.startswith(_COUNTS) else None
+    if match is None:
+        return None
+    if not match["none"]:
+        return "infinite"
+    if "such" in match["kinds"]:
+        return "none"
+    kinds = {*match["kinds"].split(), match["noun"], match["among"]}
+    return " ".join(["none", *sorted(kinds & set(_NUMBER_KINDS.split()))])
+
+
+def _titled(gold: str, answer: str) -> bool:
+    """Whether two texts are the same name, with the same title or one without."""
+    one, two = _TITLED.fullmatch(gold), _TITLED.fullmatch(answer)
+    if one is None or two is None or one[2] != two[2]:
+        return False
+    titles = {_SHORT_TITLES.get(match[1], match[1]) for match in (one, two)}
+    return len(titles - {None}) == 1
+
+
+def _date(text: str) -> tuple[str | None, ...] | None:
+    """(month, day, year, day of the week) of a date, else None."""
+    if iso := _ISO_DATE.fullmatch(text):
+        return str(int(iso[2]) - 1), str(int(iso[3])), iso[1], None
+    match = _DATE.fullmatch(text) if text[:1].isalnum() and text[-1:].isalnum() else None
+    if match is None:
+        return None
+    found = {name.rstrip("12"): value for name, value in match.groupdict().items() if value}
+    return (
+        str(_MONTHS.index(found["month"][:3])),
+        str(int(found["day"])),
+        found.get("year"),
+        found.get("weekday"),
+    )
+
+
+_SPOKEN_NOON = re.compile(r"^(?:12(?::00)? ?)?noon$", re.IGNORECASE)
+_SPOKEN_MIDNIGHT = re.compile(r"^(?:12(?::00)? ?)?midnight$", re.IGNORECASE)
+_ISO_DATE = re.compile(r"([12][0-9]{3}) ?- ?([01][0-9]) ?- ?([0-3][0-9])")
+
+
+def _clock(text: str) -> tuple[int, bool] | None:
+    """(seconds after midnight, whether it has AM or PM) of a time of day, else None."""
+    if "noon" in text or "midnight" in text or "o'" in text or "in the" in text:
+        text = _SPOKEN_NOON.sub("12:00 pm", _SPOKEN_MIDNIGHT.sub("12:00 am", text))
+        text = re.sub(r"^([0-9]{1,2}) ?(?=o')", r"\1:00", text)
+        text = re.sub(r" ?o'? ?clock", "", text)
+        text = re.sub(r" ?in the (?:afternoon|evening)$", " pm", re.sub(r" ?in the morning$", " am", text))
+    if match := _CLOCK.fullmatch(text):
+        hours, minutes, seconds, half = match.groups()
+    elif match := _FULL_HOUR.fullmatch(text):
+        (hours, half), minutes, seconds = match.groups(), "0", None
+    else:
+        return None
+    hour = int(hours)
+    if hour > 24 or (half and not 1 <= hour <= 12):
+        return None
+    if half:
+        hour = hour % 12 + (12 if half.lower() == "p" else 0)
+    return hour * 3600 + int(minutes) * 60 + int(seconds or 0), bool(half)
+
+
+def _numeral(text: str) -> tuple[str, int] | None:
+    """(digits, base) of a numeral such as `52_8` or `1010_{two}`, else None."""
+    match = _BASED.fullmatch(text.replace("\\", "").replace(" ", ""))
+    if match is None or not any(character.isdigit() for character in match.group(1)):
+        return None
+    digits, base = match.group(1).upper(), match.group(2).lower()
+    number = int(base) if base.isdigit() else _BASES.get(base)
+    if number is None or (not digits[0].isdigit() and number <= 10):
+        return None
+    if any(int(digit, 36) >= number for digit in digits):
+        return None
+    return digits.lstrip("0") or "0", number

@@ -1,0 +1,419 @@
+"""Units after a number: known ones are converted into each other, other nouns are compared as words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from rlmath.answers.lexer import Token
+from rlmath.answers.normalize import word_list, word_set
+
+MAX_NOUNS = 5
+"""More unknown words than this are prose."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A product of base units, a factor, and words that are not known units.
+
+    >>> Unit((("length", 2),), Fraction(1, 10000)).factor   # cm^2
+    Fraction(1, 10000)
+    """
+
+    dimensions: tuple[tuple[str, int], ...] = ()
+    """(base, exponent) in alphabetical order, without zeros."""
+    factor: Fraction = Fraction(1)
+    """The unit in base units."""
+    nouns: tuple[str, ...] = ()
+    """Other words, in lower case and without a plural s."""
+    multiplier: int = 1
+    """The value of "million" or "dozen", which belongs to the number."""
+
+
+PARTS_OF_DEGREE = {"'": Fraction(1, 60), "''": Fraction(1, 3600)}
+"""Minutes and seconds of arc."""
+DEGREE = Unit((("degree", 1),))
+RADIAN = Unit((("radian", 1),))
+PERCENT = Unit((("percent", 1),))
+
+
+Dimensions = tuple[tuple[str, int], ...]
+Known = tuple[Dimensions, Fraction]
+"""(base, exponent) of a known unit, and its size in base units."""
+
+_PREFIXES = {
+    "p": -12,
+    "n": -9,
+    "\\mu ": -6,
+    "m": -3,
+    "c": -2,
+    "d": -1,
+    "h": 2,
+    "k": 3,
+    "M": 6,
+    "G": 9,
+    "T": 12,
+}
+_LONG_PREFIXES = {"pico": -12, "nano": -9, "micro": -6, "milli": -3, "centi": -2, "deci": -1, "hecto": 2}
+_LONG_PREFIXES |= {"kilo": 3, "mega": 6, "giga": 9, "tera": 12}
+_SI = (  # symbol, names, dimensions in metres, seconds, grams, ..., size
+    ("m", "meter metre", "length", 1),
+    ("s", "second", "time", 1),
+    ("g", "gram gramme", "mass", 1),
+    ("A", "ampere amp", "current", 1),
+    ("mol", "mole", "mole", 1),
+    ("K", "kelvin", "kelvin", 1),
+    ("N", "newton", "mass length time-2", 1000),
+    ("J", "joule", "mass length2 time-2", 1000),
+    ("W", "watt", "mass length2 time-3", 1000),
+    ("Pa", "pascal", "mass length-1 time-2", 1000),
+    ("C", "coulomb", "current time", 1),
+    ("V", "volt", "mass length2 time-3 current-1", 1000),
+    ("\\Omega", "ohm", "mass length2 time-3 current-2", 1000),
+    ("S", "siemens", "mass-1 length-2 time3 current2", Fraction(1, 1000)),
+    ("F", "farad", "mass-1 length-2 time4 current2", Fraction(1, 1000)),
+    ("H", "henry", "mass length2 time-2 current-2", 1000),
+    ("Wb", "weber", "mass length2 time-2 current-1", 1000),
+    ("T", "tesla", "mass time-2 current-1", 1000),
+    ("Hz", "hertz", "time-1", 1),
+    ("L", "liter litre", "length3", Fraction(1, 1000)),
+    ("M", "molar", "mole length-3", 1000),
+    ("eV", "electronvolt", "electronvolt", 1),
+    ("cal", "calorie", "calorie", 1),
+    ("Wh", "watt-hour", "mass length2 time-2", 3_600_000),
+    ("bar", "bar", "mass length-1 time-2", 10**8),
+    ("dB", "decibel", "decibel", 1),
+    ("B", "byte", "byte", 1),
+    ("lm", "lumen", "lumen", 1),
+    ("Bq", "becquerel", "becquerel", 1),
+)
+_SPELLED = re.compile(r"([a-z]+)(-?[0-9])?")
+
+
+def _dimensions(text: str) -> Dimensions:
+    """`mass length2 time-2` as dimensions."""
+    matches = (_SPELLED.fullmatch(word) for word in text.split())
+    return tuple(sorted((match[1], int(match[2] or 1)) for match in matches if match))
+
+
+def _si_units() -> tuple[dict[str, Known], dict[str, Known]]:
+    """SI units with their prefixes: (by symbol, whose case matters, by name)."""
+    symbols: dict[str, Known] = {}
+    names: dict[str, Known] = {}
+    for symbol, words, spelled, size in _SI:
+        base = _dimensions(spelled)
+        for prefix, power in ({"": 0} | _PREFIXES).items():
+            symbols.setdefault(prefix + symbol, (base, Fraction(size) * Fraction(10) ** power))
+        for prefix, power in ({"": 0} | _LONG_PREFIXES).items():
+            for word in words.split():
+                names[prefix + word] = (base, Fraction(size) * Fraction(10) ** power)
+    return symbols, names
+
+
+def _scaled(base: str, names: dict[str, Fraction | int]) -> dict[str, Known]:
+    dimensions = _dimensions(base) if base[-1:].isdigit() else ((base, 1),)
+    return {
+        name: (dimensions, Fraction(factor)) for names_, factor in names.items() for name in names_.split()
+    }
+
+
+_SYMBOLS, _NAMES = _si_units()
+for _misread in word_list("cd pm ha hA dA min hL cal Mm dm dT dS dC dF dH MM pt"):
+    _SYMBOLS.pop(_misread, None)
+_INCH = Fraction(254, 10000)
+_KNOWN: dict[str, Known] = _NAMES | {
+    **_scaled(
+        "length",
+        {
+            "m": 1,
+            "km kms": 1000,
+            "dm": Fraction(1, 10),
+            "cm cms": Fraction(1, 100),
+            "mm": Fraction(1, 1000),
+            "nm": Fraction(1, 10**9),
+            "micron": Fraction(1, 10**6),
+            "inch inches in": _INCH,
+            "ft foot feet": 12 * _INCH,
+            "yd yds yard": 36 * _INCH,
+            "mi mile": 63360 * _INCH,
+            "angstrom ångström å \\aa \\angstrom": Fraction(1, 10**10),
+        },
+    ),
+    **_scaled(
+        "time",
+        {
+            "s sec secs": 1,
+            "ms": Fraction(1, 1000),
+            "min minute mins": 60,
+            "h hr hrs hour": 3600,
+            "day": 86400,
+            "week wk wks": 604800,
+            "fortnight": 1209600,
+        },
+    ),
+    **_scaled(
+        "month", {"month mo mos mth mths": 1, "year yr yrs": 12, "decade": 120, "century centuries": 1200}
+    ),
+    **_scaled("mass", {"g gm gms": 1, "kg kgs": 1000, "mg": Fraction(1, 1000), "tonne": 10**6}),
+    **_scaled("pound", {"lb pound lbs": 1, "oz ounce": Fraction(1, 16)}),
+    **_scaled("length2", {"hectare ha": 10_000, "acre": 4840 * (36 * _INCH) ** 2}),
+    **_scaled(
+        "length3",
+        {
+            "l": Fraction(1, 1000),
+            "ml": Fraction(1, 10**6),
+            "cc": Fraction(1, 10**6),
+            "gallon gal": 231 * _INCH**3,
+            "quart qt qts": 231 * _INCH**3 / 4,
+            "pint pts": 231 * _INCH**3 / 8,
+        },
+    ),
+    **_scaled("dollar", {"dollar \\dollar usd buck": 1, "cent \\cent ¢": Fraction(1, 100)}),
+    **_scaled("euro", {"\\euro euro eur": 1}),
+    **_scaled("pound sterling", {"\\pound gbp": 1}),
+    **_scaled("rupee", {"\\rupee rupee inr": 1, "paise paisa": Fraction(1, 100)}),
+    **_scaled("yen", {"\\yen yen": 1}),
+    **_scaled("degree", {"degree deg degs \\degree": 1}),
+    **_scaled("radian", {"radian rad rads": 1}),
+    **_scaled("revolution", {"revolution rev revs": 1}),
+    **_scaled("beat", {"beat": 1}),
+    **_scaled("percent", {"percent % \\% pct percentage": 1}),
+    **_scaled("mass length2 time-2", {"j": 1000, "kj": 10**6, "kwh": 36 * 10**8}),
+    **_scaled("electronvolt", {"ev": 1, "kev": 1000, "mev": 10**6, "gev": 10**9}),
+    **_scaled("mole", {"mol": 1}),
+    **_scaled("mass length1 time-2", {"n": 1000}),
+    **_scaled("mass length2 time-3", {"w": 1000, "kw": 10**6, "hp horsepower": Fraction(745_699_872, 1000)}),
+    **_scaled("mass length2 time-3 current-1", {"v": 1000}),
+    **_scaled("time-1", {"hz": 1, "khz": 1000, "mhz": 10**6, "ghz": 10**9}),
+    **_scaled("mass length-1 time-2", {"pa": 1000, "kpa": 10**6, "atm atmosphere": 101_325_000}),
+    **_scaled("kelvin", {"k": 1}),
+    **_scaled("celsius", {"celsius": 1}),
+    **_scaled("fahrenheit", {"fahrenheit": 1}),
+    **_scaled("light-year", {"ly": 1}),
+    # several in one word
+    "mph": (_dimensions("length time-1"), 63360 * _INCH / 3600),
+    "kph": (_dimensions("length time-1"), Fraction(1000, 3600)),
+    "mps": (_dimensions("length time-1"), Fraction(1)),
+    "rpm": (_dimensions("revolution time-1"), Fraction(1, 60)),
+    "bpm": (_dimensions("beat time-1"), Fraction(1, 60)),
+    "mpg": (_dimensions("length-2"), 63360 * _INCH / (231 * _INCH**3)),
+}
+_KNOWN |= {
+    "kmh": _KNOWN["kph"],
+    "kmph": _KNOWN["kph"],
+    "kilogramme": _KNOWN["kilogram"],
+    "henries": _NAMES["henry"],
+}
+_TORQUE = (_dimensions("mass length2 time-2"), Fraction(1000))
+_MULTIPLIERS = {
+    "hundred": 100,
+    "thousand": 1000,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+    "dozen": 12,
+}
+_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
+_SINGLE_LETTERS = word_set("m s g h L J N V W K")
+_UNMISTAKABLE = word_set(
+    "cm mm km kg mph hz kw usd ft lb lbs oz deg meter meters degrees cents dollars hours"
+)
+"""Units that may follow a number without a space: 5cm, but 2nm is a product."""
+_NO_NOUNS = word_set(
+    "not or and is are if no but either nor none maybe was were be equals equal then so because since "
+    "where approximately about around less more greater than between only e i pi x y z sqrt sin cos tan "
+    "log ln exp infinity inf th st nd rd least most over plus minus times wrong undefined am pm unit half "
+    "halves third thirds quarter quarters fifth tenth tenths hundredth hundredths thousandth thousandths "
+    "zero one two three four five six seven eight nine ten negative positive below above factorial root "
+    "roots power powers mod choose off short dx dy dt squared cubed square cube to from by with without "
+)
+_NO_NOUNS |= word_set(
+    "fourth fourths fifths sixth sixths seventh sevenths eighth eighths ninth ninths eleventh elevenths "
+    "twelfth twelfths tens ones pair pairs double doubled triple tripled fewer ago divided unknown cannot "
+    "tell unclear impossible"
+)
+_FILLERS = word_set("of the a an in total per each way")
+_ORDINALS = frozenset(("th", "st", "nd", "rd"))
+
+
+def read_unit(tokens: Sequence[Token]) -> Unit | None:
+    """The unit of these tokens, or None: `cm^2`, `miles per hour`, `square feet`, `^\\circ C`, `apples`."""
+    dimensions: dict[str, int] = {}
+    factor, nouns, sign, pending, position, multiplier = Fraction(1), [], 1, 1, 0, 1
+    grouped = False
+    while position < len(tokens):
+        text = tokens[position].text
+        lower = text.lower()
+        step, exponent = 1, 1
+        if text == "(" and sign == -1 and not grouped:  # J/(mol K)
+            grouped, position = True, position + 1
+            continue
+        if text == ")" and grouped and position + 1 == len(tokens):
+            break
+        if lower == "per" and position + 1 < len(tokens) and tokens[position + 1].text.lower() == "cent":
+            step = 2
+            _multiply(dimensions, (("percent", 1),), 1)
+        elif grouped and lower in ("/", "per"):
+            return None
+        elif lower in ("/", "per") or (lower in ("a", "an") and sign == 1 and (dimensions or nouns)):
+            if position + 1 == len(tokens):
+                return None
+            sign = -1
+        elif lower in ("\\cdot", "*", ".", "-"):
+            pass
+        elif lower in _POWERS:
+            if lower.endswith("d"):  # "squared" follows its unit
+                return None
+            pending = _POWERS[lower]
+        elif (degree := _degree(tokens, position)) is not None:
+            name, step = degree
+            _multiply(dimensions, ((name, 1),), sign)
+        elif lower in ("unit", "units"):
+            step += _exponent(tokens, position + 1)[1]
+            pending = 1
+        elif (
+            lower == "light" and position + 1 < len(tokens) and tokens[position + 1].text in ("year", "years")
+        ):
+            step = 2
+            _multiply(dimensions, (("light-year", 1),), sign)
+        elif lower == "\\frac" and sign == 1 and (quotient := _quotient(tokens, position)) is not None:
+            over, step = quotient
+            factor *= over.factor
+            _multiply(dimensions, over.dimensions, 1)
+        elif (known := _known(tokens, position)) is not None:
+            known, size = known
+            exponent, more = _exponent(tokens, position + size)
+            step = size + more
+            if lower == "ms" and exponent < 0:  # m s^{-2}
+                _multiply(dimensions, (("length", 1),), sign)
+                known = _KNOWN["s"]
+            factor *= known[1] ** (sign * pending * exponent)
+            _multiply(dimensions, known[0], sign * pending * exponent)
+            sign, pending = (sign if grouped else 1), 1
+        elif text == "k" and tokens[position].prose and position == 0:
+            multiplier *= 1000
+        elif lower.removesuffix("s") in _MULTIPLIERS:
+            multiplier *= _MULTIPLIERS[lower.removesuffix("s")]
+        elif _is_noun(tokens[position]) and sign == 1:
+            nouns.append(lower.removesuffix("s") if len(lower) > 3 else lower)
+        elif not (lower in _FILLERS or (lower in _ORDINALS and position == 0 and not tokens[0].space)):
+            if not _is_noun(tokens[position]):
+                return None
+            nouns.append("per " + lower.removesuffix("s"))
+            sign = 1
+        position += step
+    if len(nouns) > MAX_NOUNS or not tokens:
+        return None
+    bases = tuple(sorted((base, n) for base, n in dimensions.items() if n))
+    return Unit(bases, factor, tuple(nouns), multiplier)
+
+
+def _known(tokens: Sequence[Token], position: int) -> tuple[Known, int] | None:
+    """(known unit, number of tokens) of the unit at a position, else None."""
+    token = tokens[position]
+    text, following = token.text, tokens[position + 1].text if position + 1 < len(tokens) else ""
+    if text == "\\mu" and token.kind == "command":
+        micro = _SYMBOLS.get(f"\\mu {following}")
+        return (micro, 2) if micro is not None else None
+    if following == "\\Omega" and text in ("k", "M", "m", "G"):
+        return _SYMBOLS[f"{text}\\Omega"], 2
+    found = _unit_of_word(token)
+    return (found, 1) if found is not None else None
+
+
+def _unit_of_word(token: Token) -> Known | None:
+    text = token.text
+    if len(text) == 1 and text.isalpha() and text in _SINGLE_LETTERS:
+        return _KNOWN[text.lower()]
+    apart = token.kind == "command" or (token.space and len(text) > 1 and not text.islower())
+    if text in _SYMBOLS and (token.prose or apart):
+        return _SYMBOLS[text]
+    if text == "Nm" and (token.prose or token.space):
+        return _TORQUE
+    lower = text.lower()
+    if len(text) == 1 and text.isalpha():
+        return None
+    if not (token.space or token.prose or token.kind != "word" or lower in _UNMISTAKABLE):
+        return None
+    return _KNOWN.get(lower) or (_KNOWN.get(lower.removesuffix("s")) if len(lower) > 3 else None)
+
+
+def _quotient(tokens: Sequence[Token], position: int) -> tuple[Unit, int] | None:
+    """(unit, number of tokens) of `\\frac{m}{s^2}`, else None."""
+    at, parts = position + 1, []
+    for _ in range(2):
+        if at >= len(tokens) or tokens[at].text != "{":
+            return None
+        depth, stop = 0, at
+        while stop < len(tokens):
+            depth += (tokens[stop].text == "{") - (tokens[stop].text == "}")
+            if depth == 0:
+                break
+            stop += 1
+        part = read_unit(tokens[at + 1 : stop])
+        if part is None or part.nouns or not part.dimensions or part.multiplier > 1:
+            return None
+        parts.append(part)
+        at = stop + 1
+    dimensions = dict(parts[0].dimensions)
+    _multiply(dimensions, parts[1].dimensions, -1)
+    bases = tuple(sorted(dimensions.items()))
+    return Unit(bases, parts[0].factor / parts[1].factor), at - position
+
+
+def _is_noun(token: Token) -> bool:
+    text = token.text.lower()
+    long_enough = len(text) > 1 if token.prose else len(text) > 3 and token.space
+    return token.kind == "word" and long_enough and text not in _NO_NOUNS and text not in _FILLERS
+
+
+def _degree(tokens: Sequence[Token], position: int) -> tuple[str, int] | None:
+    """(base, number of tokens) of a degree sign, with the letter of its scale: `^\\circ C`."""
+    texts = [token.text for token in tokens[position : position + 7]]
+    for pattern in (["^", "\\circ"], ["^", "{", "\\circ", "}"], ["degrees"], ["degree"], ["\\degree"]):
+        if texts[: len(pattern)] == pattern:
+            after = texts[len(pattern) :]
+            letter = after[0].lower() if after else ""
+            scale = next((name for name in ("celsius", "fahrenheit") if letter in (name, name[0])), None)
+            return (scale, len(pattern) + 1) if scale else ("degree", len(pattern))
+    return None
+
+
+def _exponent(tokens: Sequence[Token], position: int) -> tuple[int, int]:
+    """(exponent, number of tokens) of `^2`, `^{2}`, `^{-1}` or "squared"; (1, 0) if there is none."""
+    texts = [token.text for token in tokens[position : position + 5]]
+    if texts and texts[0].lower() in ("squared", "cubed"):
+        return _POWERS[texts[0].lower()], 1
+    for pattern, at, sign in (
+        (("^", "#"), 1, 1),
+        (("^", "{", "#", "}"), 2, 1),
+        (("^", "{", "-", "#", "}"), 3, -1),
+        (("^", "-", "#"), 2, -1),
+    ):
+        fits = all(want in ("#", got) for want, got in zip(pattern, texts, strict=False))
+        if fits and len(texts) >= len(pattern) and texts[at] in ("1", "2", "3", "4"):
+            return sign * int(texts[at]), len(pattern)
+    return 1, 0
+
+
+def _multiply(dimensions: dict[str, int], more: Dimensions, times: int) -> None:
+    for base, exponent in more:
+        dimensions[base] = dimensions.get(base, 0) + exponent * times
+
+
+_POUNDS = {(("pound", 1),), (("pound sterling", 1),)}
+
+
+def compatible(one: Unit, other: Unit) -> bool:
+    """Whether values in these units can be compared: equal dimensions, and no different nouns."""
+    pounds = {one.dimensions, other.dimensions} == _POUNDS and one.factor == other.factor == 1
+    if (
+        not pounds
+        and one.dimensions != other.dimensions
+        and all(u.dimensions or u.nouns for u in (one, other))
+    ):
+        return False
+    nouns, others = set(one.nouns), set(other.nouns)
+    return nouns <= others or others <= nouns

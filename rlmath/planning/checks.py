@@ -1,0 +1,559 @@
+"""Everything that is wrong with a run, found before it starts: settings, files, model folder, machine and memory.
+
+`check_config` is what the launch scripts call, for GRPO ("grpo") and supervised training ("sft"); it raises one
+ValueError with all problems. The other functions each return the problems of one kind, as one text per problem: what
+was given, what is needed and what to change. `config_warnings` lists settings that change nothing in a run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlmath.algorithms.types import GROUP_ADVANTAGES
+from rlmath.config.help import (
+    all_settings,
+    is_among,
+    nearest_path,
+    raise_problems,
+    schema_problems,
+    setting_values,
+)
+from rlmath.config.hub import is_hub_id, push_problems
+from rlmath.config.length_curriculum import validates
+from rlmath.config.model_shape import ModelShape, cpu_head_dim_problem
+from rlmath.config.schema import (
+    AlgorithmConfig,
+    Config,
+    PolicyConfig,
+)
+from rlmath.distributed.device_kind import cuda_is_available, set_cuda_defaults
+from rlmath.distributed.memory import available_bytes, total_bytes
+from rlmath.distributed.ranks import environment_rank, environment_world_size
+from rlmath.models.hf_config import inspect_model_folder
+from rlmath.planning import critic, hook_checks, parallelism, teacher
+from rlmath.planning import curriculum_and_rollback as draws
+from rlmath.planning import length_curriculum as curriculum
+from rlmath.planning import rollout_checks as rollouts
+from rlmath.planning.memory_estimate import Kind
+from rlmath.planning.memory_fit import GIB, fit_problems
+from rlmath.planning.memory_formulas import FLOAT32_BYTES, longest_sequence_bytes
+from rlmath.planning.reward_checks import reward_problems, reward_warnings
+from rlmath.rewards.several_rewards import reward_hooks
+from rlmath.telemetry.wandb import wandb_problems
+from rlmath.workers.hooks import function_problem
+from rlmath.workers.user_functions import advantage_hook
+
+ON_RATIO = ("loss", "clip_ratio", "clip_ratio_high", "dual_clip", "early_stop_ratio_low", "early_stop_kl")
+"""Settings of `AlgorithmConfig` that only matter where the importance ratio is not 1."""
+
+
+def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> ModelShape:
+    """The shape of the model that the run starts from.
+
+    Reads, and writes nothing: every rank may call it. `world_size` is the number of ranks of the run.
+    Errors: ValueError that lists every problem of the config, the model's folder and the training files.
+    """
+    shape, model_problems = inspect_model_folder(Path(config.model.path))
+    on_gpu = config.run.device != "cpu" and cuda_is_available()
+    problems = [
+        *run_problems(config, world_size, shape, kind),
+        *device_problems(config, shape, on_gpu or config.run.device == "cuda", kind),
+    ]
+    if kind == "grpo" and not on_gpu:
+        problems += host_memory_problems(config)
+    if on_gpu:
+        problems += transformer_engine_problems(config.policy.transformer_impl)
+    problems += [
+        *cuda_problems(config.run.device),
+        *file_problems(config, kind),
+        *(wandb_problems(config.telemetry) if environment_rank() == 0 else ()),
+        *push_problems(config.save, environment_rank() == 0),
+        *model_problems,
+        *(teacher.folder_problems(config) if kind == "grpo" else ()),
+        *(critic.folder_problems(config, shape) if kind == "grpo" else ()),
+    ]
+    if shape is not None and not problems:
+        problems += memory_problems(config, shape, world_size, kind)
+    raise_problems("this run", problems)
+    assert shape is not None
+    return shape
+
+
+def check_replay(config: Config, world_size: int, samples: bool) -> ModelShape:
+    """Likewise for the replay of a captured step (`replay`): data files are not looked at, and reward functions and
+    engines only where it `samples`."""
+    shape, problems = inspect_model_folder(Path(config.model.path))
+    on_gpu = config.run.device != "cpu" and cuda_is_available()
+    problems += setting_problems(config, world_size)
+    if shape is not None:
+        problems += shape_problems(config, shape)
+    problems += cuda_problems(config.run.device)
+    if samples:
+        problems += filter(None, map(function_problem, reward_hooks(config.reward, config.run.plugins)))
+        problems += () if on_gpu else host_memory_problems(config)
+    else:
+        problems += device_problems(config, shape, on_gpu or config.run.device == "cuda")
+        problems += transformer_engine_problems(config.policy.transformer_impl) if on_gpu else ()
+        problems += teacher.folder_problems(config)
+        problems += critic.folder_problems(config, shape)
+    if shape is not None and not problems:
+        problems += memory_problems(config, shape, world_size)
+    raise_problems("this replay", problems)
+    assert shape is not None
+    return shape
+
+
+def run_problems(config: Config, world_size: int, shape: ModelShape | None, kind: Kind = "grpo") -> list[str]:
+    """What no machine could run, for a model of this shape; None: not known."""
+    problems = [*setting_problems(config, world_size, kind), *draws.rollback_problems(config)]
+    if kind == "grpo":
+        for check in (
+            algorithm_problems,
+            teacher.setting_problems,
+            reward_problems,
+            draws.curriculum_problems,
+            rollouts.partial_rollout_problems,
+            rollouts.asynchronous_problems,
+        ):
+            problems += curriculum.in_every_stage(config, check)
+    # Once for all stages: an import may take long.
+    problems += hook_checks.hook_problems(config, kind)
+    return problems + (shape_problems(config, shape, kind) if shape is not None else [])
+
+
+def setting_problems(config: Config, world_size: int, kind: Kind = "grpo") -> list[str]:
+    """Problems of layout, lengths and single values that show without the model, the files or the machine."""
+    problems = [
+        *value_problems(config),
+        *parallelism.rank_problems(
+            config.parallel, config.rollout.tensor_parallel, world_size, config.rollout.ranks
+        ),
+    ]
+    if kind == "sft":
+        return [*problems, *_sequence_length_problems(config)]
+    return [
+        *problems,
+        *curriculum.stage_list_problems(config),
+        *curriculum.in_every_stage(config, _length_problems),
+        *curriculum.of_longest_stage(config, _engine_problems),
+        *curriculum.validation_problems(config),
+    ]
+
+
+def shape_problems(config: Config, shape: ModelShape, kind: Kind = "grpo") -> list[str]:
+    """What the model's shape does not allow, wherever it runs."""
+    engine = config.rollout.tensor_parallel
+    problems = list(parallelism.layout_problems(config.parallel, engine, config.policy, shape))
+    if kind == "sft":
+        return [*problems, *_sequence_position_problems(config, shape)]
+    return [
+        *problems,
+        *critic.layout_problems(config, shape),
+        *curriculum.in_every_stage(config, lambda stage: critic.length_problems(stage, shape)),
+        *teacher.layout_problems(config),
+        *curriculum.in_every_stage(config, teacher.length_problems),
+        *curriculum.in_every_stage(config, lambda stage: _model_length_problems(stage, shape)),
+        *curriculum.in_validation(config, lambda validation: _model_length_problems(validation, shape)),
+    ]
+
+
+def device_problems(config: Config, shape: ModelShape | None, on_gpu: bool, kind: Kind = "grpo") -> list[str]:
+    """What cannot run on this machine's GPU, or on a CPU."""
+    problems = list(parallelism.context_problems(config.parallel, config.policy, on_gpu))
+    problems += parallelism.expert_tensor_problems(config.parallel, on_gpu)
+    if kind == "grpo" and shape is not None and not on_gpu:
+        problems += curriculum.of_longest_stage(
+            config, lambda largest: _engine_model_problems(largest, shape)
+        )
+    return problems
+
+
+def cuda_problems(requested: str, option: str = "run.device") -> Iterator[str]:
+    """A device that is asked for, and is not there."""
+    if requested == "cuda" and not cuda_is_available():
+        yield f'{option} is "cuda", and torch finds no CUDA device. Use {option}=cpu, or a GPU machine.'
+
+
+def transformer_engine_problems(transformer_impl: str) -> Iterator[str]:
+    """Layers that are asked for on this machine's GPU, and cannot be imported."""
+    if transformer_impl != "transformer_engine":
+        return
+    set_cuda_defaults()  # should the import start CUDA
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # of a package that does not fit torch or CUDA it may be anything
+        first = (str(error).splitlines() or [""])[0]
+        change = (
+            "Install it as requirements/gpu.txt says, or set policy.transformer_impl=local, which is slower."
+        )
+        if not isinstance(error, ImportError):
+            # Megatron tries to import it for local layers, too, and lets such an error pass.
+            change = (
+                "Repair it (requirements/gpu.txt), or uninstall it and set policy.transformer_impl=local."
+            )
+        yield (
+            'policy.transformer_impl is "transformer_engine", which cannot be imported here '
+            f"({type(error).__name__}: {first:.200}). {change}"
+        )
+
+
+def memory_problems(config: Config, shape: ModelShape, world_size: int, kind: Kind = "grpo") -> list[str]:
+    """What of the longest lengths does not fit the GPU. The layout must have no problems."""
+    if kind == "sft":
+        return fit_problems(config, shape, world_size, kind)
+    return curriculum.of_longest_stage(config, lambda largest: fit_problems(largest, shape, world_size))
+
+
+def host_memory_problems(config: Config) -> Iterator[str]:
+    """A KV cache on CPU that this machine has no memory for, with those of the other ranks here that the launcher names
+    (LOCAL_WORLD_SIZE)."""
+    cache, ranks = config.rollout.cpu_kv_cache_gib, _caches_here(config.rollout.ranks)
+    if ranks == 0:
+        return
+    total, free = total_bytes() / GIB, available_bytes() / GIB
+    if cache * ranks > total or cache > free:
+        for_all = (
+            f" for each of the {ranks} ranks on this machine, {cache * ranks:g} in all" if ranks > 1 else ""
+        )
+        yield (
+            f"rollout.cpu_kv_cache_gib is {cache:g}{for_all}; this machine has {total:.1f} GiB of memory, of which "
+            f"{free:.1f} are free. Lower it."
+        )
+
+
+def _caches_here(engine_ranks: int) -> int:
+    """Ranks on this machine that have a KV cache: all, or those of the run's last `engine_ranks` that are here."""
+    here, local_rank = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
+    ranks = int(here) if here.isdecimal() else 1
+    if engine_ranks == 0 or not local_rank.isdecimal():
+        return ranks
+    first = environment_rank() - int(local_rank)
+    return max(0, first + ranks - max(first, environment_world_size() - engine_ranks))
+
+
+def file_problems(config: Config, kind: Kind = "grpo") -> Iterator[str]:
+    """Files of training and validation data that are not there, or empty; ids of the hub are none yet."""
+    data, held_out = config.data, config.sft.held_out_path
+    paths = [("data.train_path", data.train_path)]
+    paths += [("data.more_train_paths", path) for path in data.more_train_paths]
+    if kind == "sft":
+        paths += [("sft.held_out_path", held_out)] if held_out is not None else []
+    elif validates(config):
+        paths += [("validation.paths", path) for path in config.validation.paths]
+    if kind == "grpo" and data.history_path is not None:
+        paths.append(("data.history_path", data.history_path))
+    for key, path in ((key, Path(path)) for key, path in paths if not is_hub_id(path)):
+        if (not os.path.exists(path) and not os.path.islink(path)) or path == Path():
+            yield f'{key}: there is no file "{path}".{nearest_path(path)}'
+        elif not (os.path.isfile(path) or os.path.isdir(path)):
+            found = "a link to nothing" if os.path.islink(path) else "a device, a pipe or a socket"
+            yield f'{key}: "{path}" is {found}. Give a file or a folder.'
+        elif os.path.isfile(path) and path.stat().st_size == 0:
+            yield f'{key}: "{path}" is empty. Give a file with one row a line (forms: docs/data.md).'
+
+
+def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
+    """Settings that change nothing in this run, to be printed at the start; none of them is an error. `unused` are
+    those of `only_used`."""
+    warnings = []
+    if unused:
+        warnings.append(f"Without effect in supervised training: {', '.join(unused)}.")
+    if config.parallel.sequence and config.parallel.tensor == 1:
+        warnings.append(
+            "parallel.sequence=true has no effect with parallel.tensor=1: there is no rank to split over."
+        )
+    if config.optimizer.decay == "constant" and config.optimizer.min_lr > 0:
+        warnings.append('optimizer.min_lr has no effect with optimizer.decay="constant".')
+    if config.memory.offload_reference and config.algorithm.kl_coef == 0:
+        warnings.append(
+            "memory.offload_reference has no effect with algorithm.kl_coef=0: there is no reference."
+        )
+    more = (
+        rollouts.partial_rollout_warnings,
+        rollouts.asynchronous_warnings,
+        draws.curriculum_warnings,
+        draws.rollback_warnings,
+        rollouts.old_token_warnings,
+        algorithm_warnings,
+        critic.critic_warnings,
+        teacher.setting_warnings,
+        curriculum.length_stage_warnings,
+        hook_checks.hook_warnings,
+    )
+    return [*warnings, *(text for find in more for text in find(config))]
+
+
+# ---------------------------------------------------------------- single values, optimizer, recomputation
+
+
+def value_problems(config: Config) -> list[str]:
+    """What is wrong with single values, and with those of optimizer and recomputation together."""
+    return [*schema_problems(config), *_learning_problems(config), *_recompute_problems(config.policy)]
+
+
+def _learning_problems(config: Config) -> Iterator[str]:
+    optimizer = config.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        yield f"optimizer.min_lr is {optimizer.min_lr}, above optimizer.lr {optimizer.lr}. Lower it."
+    if optimizer.kind == "sgd" and optimizer.distributed:
+        yield 'optimizer.distributed: Megatron shares only Adam\'s state. With kind "sgd" set it to false.'
+
+
+def _recompute_problems(policy: PolicyConfig) -> Iterator[str]:
+    """Megatron's rules: "full" needs a method and a number of layers, anything else takes neither."""
+    details = {
+        "policy.recompute_method": policy.recompute_method,
+        "policy.recompute_num_layers": policy.recompute_num_layers,
+    }
+    for key, value in details.items():
+        if policy.recompute_granularity == "full" and value is None:
+            example = "uniform" if key.endswith("method") else 1
+            yield f'{key} is null; policy.recompute_granularity="full" needs it. Set, say, {key}={example}.'
+        if policy.recompute_granularity in (None, "selective") and value is not None:
+            yield f'{key} is {value}; only policy.recompute_granularity="full" has it. Set {key}=null.'
+
+
+# ---------------------------------------------------------------- lengths, engine, rewards
+
+
+def _length_problems(config: Config) -> Iterator[str]:
+    prompt, new = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    if config.rollout.min_new_tokens > new:
+        least = config.rollout.min_new_tokens
+        yield f"rollout.min_new_tokens is {least}, above rollout.max_new_tokens {new}. Lower it."
+    if config.policy.max_tokens_per_microbatch < prompt + new:
+        yield (
+            f"policy.max_tokens_per_microbatch is {config.policy.max_tokens_per_microbatch}; the longest "
+            f"sequence (data.max_prompt_tokens + rollout.max_new_tokens) has {prompt} + {new} = "
+            f"{prompt + new} tokens and must fit. Raise it, or lower one of the two."
+        )
+
+
+def _engine_problems(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    budget = rollout.max_num_batched_tokens
+    if budget is None:
+        return
+    if budget < rollout.max_num_seqs:
+        yield (
+            f"rollout.max_num_batched_tokens is {budget}, below rollout.max_num_seqs {rollout.max_num_seqs}: "
+            "vLLM decodes one token of each sequence a step. Raise the former, or lower the latter."
+        )
+    longest = config.data.max_prompt_tokens + rollout.max_new_tokens
+    if not rollout.chunked_prefill and budget < longest:
+        yield (
+            f"rollout.max_num_batched_tokens is {budget}; without rollout.chunked_prefill vLLM needs at "
+            f"least the longest sequence, {longest} tokens. Raise it, leave it null, or "
+            "set rollout.chunked_prefill=true."
+        )
+
+
+def _model_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    prompt, new = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    over = prompt + new - shape.max_positions
+    if over > 0:
+        yield (
+            f"data.max_prompt_tokens + rollout.max_new_tokens is {prompt} + {new} = {prompt + new}; the "
+            f"model has {shape.max_positions} positions (max_position_embeddings). Lower the sum by {over}."
+        )
+
+
+def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    """What the engine needs of the model on CPU; on GPU vLLM measures the device first."""
+    if problem := cpu_head_dim_problem(shape.head_dim):
+        yield problem
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    budget = config.rollout.max_num_batched_tokens
+    if budget is not None and budget < longest and config.rollout.chunked_prefill:
+        yield (
+            f"rollout.max_num_batched_tokens is {budget}; on CPU vLLM does not split prompts and needs at least the "
+            f"longest sequence, {longest} tokens. Raise it, or leave it null."
+        )
+    ranks = max(1, config.rollout.tensor_parallel)
+    needed = longest_sequence_bytes(shape, ranks, FLOAT32_BYTES, longest, "cpu")
+    if config.rollout.cpu_kv_cache_gib * 2**30 < needed:
+        yield (
+            f"rollout.cpu_kv_cache_gib is {config.rollout.cpu_kv_cache_gib}; one sequence of {longest} tokens "
+            f"(data.max_prompt_tokens + rollout.max_new_tokens) needs {needed / 2**30:.3g} GiB. Raise it."
+        )
+
+
+# ---------------------------------------------------------------- algorithm and selection
+
+
+def algorithm_problems(config: Config) -> Iterator[str]:
+    """What was got, what is needed and what to change, one text per problem."""
+    algorithm = config.algorithm
+    compares = algorithm.advantage in GROUP_ADVANTAGES and not teacher.teaches_alone(config)
+    if config.rollout.group_size < 2 and compares:
+        yield (
+            f'rollout.group_size is {config.rollout.group_size}; algorithm.advantage="{algorithm.advantage}" compares '
+            'the completions of a group and needs at least 2. Raise it, or set algorithm.advantage to "ppo" or "gae".'
+        )
+    if (hook := advantage_hook(config)) is not None and algorithm.kl_in == "reward" and algorithm.kl_coef:
+        yield (
+            f'algorithm.kl_in is "reward", which is part of the advantages, and these are of {hook}. Set '
+            "algorithm.kl_in=loss, or algorithm.advantage to a word."
+        )
+    if algorithm.importance_correction is not None and not algorithm.recompute_logprobs:
+        yield (
+            f'algorithm.importance_correction is "{algorithm.importance_correction}"; it weighs recomputed log-probs '
+            "against the engine's. Set algorithm.recompute_logprobs=true, or the former to null."
+        )
+    if algorithm.masks_alone and not algorithm.recompute_logprobs:
+        yield (
+            f"{_keys(algorithm.masks_alone)}: compared are recomputed log-probs with the engine's, and "
+            "algorithm.recompute_logprobs is false. Set it to true, or the masks to null."
+        )
+    samples, minibatches = config.data.prompts_per_step * config.rollout.group_size, algorithm.n_minibatches
+    if samples < minibatches:
+        yield (
+            f"data.prompts_per_step x rollout.group_size gives {samples} samples a step, which cannot fill "
+            f"{minibatches} minibatches (algorithm.n_minibatches). Raise the former or lower the latter."
+        )
+    selection, limit = config.selection, config.rollout.max_new_tokens
+    if selection.dynamic_sampling is not None and config.rollout.group_size < 2:
+        yield (
+            f"rollout.group_size is {config.rollout.group_size}; selection.dynamic_sampling drops groups without "
+            "contrast, and a completion alone has none. Raise it, or set selection.dynamic_sampling=null."
+        )
+    least, most = selection.min_completion_tokens, selection.max_completion_tokens
+    if least > limit:
+        yield (
+            f"selection.min_completion_tokens is {least}, above rollout.max_new_tokens {limit}: every completion would "
+            "be left out. Lower it."
+        )
+    if most is not None and most < max(least, config.rollout.min_new_tokens):
+        yield (
+            f"selection.max_completion_tokens is {most}, below selection.min_completion_tokens {least} or "
+            f"rollout.min_new_tokens {config.rollout.min_new_tokens}: every completion would be left out. Raise it."
+        )
+
+
+# ---------------------------------------------------------------- algorithm and selection: what has no effect
+
+
+def algorithm_warnings(config: Config) -> Iterator[str]:
+    """Settings that change nothing in this run, or less than one may think."""
+    algorithm, selection = config.algorithm, config.selection
+    changed = [name for name in ON_RATIO if getattr(algorithm, name) != getattr(AlgorithmConfig(), name)]
+    if changed and algorithm.recompute_logprobs and algorithm.n_minibatches == 1 and algorithm.epochs == 1:
+        yield (
+            f"{_keys(changed)}: no effect, since one minibatch a step (algorithm.n_minibatches=1, epochs=1) is learned "
+            "from before the policy changes, and every importance ratio is 1."
+        )
+    if algorithm.loss == "gspo" and algorithm.clip_ratio > 0.01:
+        yield (
+            f"algorithm.clip_ratio={algorithm.clip_ratio:g} hardly ever clips the mean ratio of a completion; GSPO's "
+            "paper has 3e-4, and 4e-4 for algorithm.clip_ratio_high."
+        )
+    if algorithm.loss == "cispo" and algorithm.dual_clip is not None:
+        yield 'algorithm.dual_clip has no effect with algorithm.loss="cispo".'
+    bounds = ("importance_cap", "importance_mask_low", "importance_mask_high")
+    given = [name for name in bounds if getattr(algorithm, name) is not None]
+    if given and algorithm.importance_correction is None:
+        yield f"{_keys(given)}: no effect without algorithm.importance_correction."
+    cap, mask = algorithm.importance_cap, algorithm.importance_mask_high
+    if cap is not None and mask is not None and cap >= mask:
+        yield f"algorithm.importance_cap={cap:g} has no effect: importance_mask_high={mask:g} is not above it."
+    if algorithm.kl_coef == 0 and algorithm.reference_every_steps is not None:
+        yield "algorithm.reference_every_steps has no effect with algorithm.kl_coef=0: there is no reference."
+    if algorithm.kl_coef == 0 and algorithm.kl_in == "reward":
+        yield 'algorithm.kl_in="reward" has no effect with algorithm.kl_coef=0.'
+    if algorithm.kl_coef != 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+        yield (
+            'algorithm.kl_estimator="k1" in the loss has an expected gradient of 0 and holds nothing back; "k2" has '
+            "that of the KL."
+        )
+    if algorithm.kl_coef != 0 and algorithm.kl_in == "reward" and algorithm.advantage == "grpo":
+        yield (
+            'algorithm.advantage="grpo" divides by the group\'s deviation: where all rewards of a group are equal, the '
+            'KL alone makes it, whatever algorithm.kl_coef is. "rloo", "dr_grpo", "ppo" and kl_in="loss" do not.'
+        )
+    if selection.dynamic_sampling is None and selection.max_extra_prompts > 0:
+        yield "selection.max_extra_prompts has no effect without selection.dynamic_sampling."
+    if selection.dynamic_sampling is not None and selection.max_extra_prompts == 0:
+        yield (
+            "selection.dynamic_sampling drops groups and, with selection.max_extra_prompts=0, samples none in their "
+            "place."
+        )
+    yield from reward_warnings(config)
+    if selection.drop_truncated and config.reward.mask_no_eos_with_zero:
+        yield "reward.mask_no_eos_with_zero has no effect with selection.drop_truncated=true."
+
+
+def _keys(names: list[str]) -> str:
+    return ", ".join(f"algorithm.{name}" for name in names)
+
+
+# ---------------------------------------------------------------- supervised training
+
+
+_SFT_SETTINGS = (
+    "algorithm.rollback",
+    "algorithm.rollback_lr_factor",
+    "run.",
+    "model.",
+    "data.train_path",
+    "data.more_train_paths",
+    "data.train_weights",
+    "data.template",
+    "data.prompts_per_step",
+    "data.max_unusable_share",
+    "data.shuffle",
+    "parallel.",
+    "policy.",
+    "optimizer.",
+    "memory.gpu",
+    "memory.gpu_gib",
+    "sft.",
+    "telemetry.tensorboard",
+    "telemetry.profile_steps",
+    "telemetry.report",
+    "telemetry.wandb",
+    "telemetry.wandb_project",
+    "telemetry.wandb_name",
+    "save.",
+)
+"""Settings, or whole sections, that a supervised run has."""
+
+
+def used_keys() -> list[str]:
+    """Of all settings those that have an effect."""
+    return [key for key in all_settings() if is_among(key, _SFT_SETTINGS)]
+
+
+def only_used(config: Config) -> tuple[Config, list[str]]:
+    """The settings with the defaults of those that have no effect, and the keys that were not at them."""
+    defaults, values = all_settings(), setting_values(config)
+    changed = [
+        key for key in values if not is_among(key, _SFT_SETTINGS) and values[key] != defaults[key].default
+    ]
+    sections: dict[str, dict[str, Any]] = {}
+    for key in changed:
+        sections.setdefault(defaults[key].section, {})[defaults[key].name] = defaults[key].default
+    replaced = {name: dataclasses.replace(getattr(config, name), **own) for name, own in sections.items()}
+    return dataclasses.replace(config, **replaced), changed
+
+
+def _sequence_length_problems(config: Config) -> Iterator[str]:
+    longest, budget = config.sft.max_sequence_tokens, config.policy.max_tokens_per_microbatch
+    if budget < longest:
+        yield (
+            f"policy.max_tokens_per_microbatch is {budget}; a sequence of sft.max_sequence_tokens={longest} tokens "
+            "must fit. Raise the former, or lower the latter."
+        )
+
+
+def _sequence_position_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    longest = config.sft.max_sequence_tokens
+    if longest > shape.max_positions:
+        yield (
+            f"sft.max_sequence_tokens is {longest}; the model has {shape.max_positions} positions "
+            f"(max_position_embeddings). Lower it to {shape.max_positions} or less."
+        )

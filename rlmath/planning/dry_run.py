@@ -1,0 +1,544 @@
+"""A run without ranks: every check of a start that needs no GPU, no weights and no process group, and then the plan.
+
+Nothing is written. Of a model that lies elsewhere config.json is enough (`hf_config.planned_shape`), or a published
+shape; without a tokenizer prompts are counted and their lengths are not checked. A folder with weights must be whole.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rlmath.checkpoint.flight import TOKEN_BYTES
+from rlmath.checkpoint.hf.weight_map import parameter_count
+from rlmath.config import length_curriculum as curriculum
+from rlmath.config.help import raise_problems
+from rlmath.config.hub import HubFailedError
+from rlmath.config.load import load_config, without_secrets
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config
+from rlmath.data.audit import EXAMPLES
+from rlmath.data.dataset import (
+    audit_inputs,
+    load_inputs,
+    load_prompt_files,
+    load_sft_inputs,
+    load_validation,
+    most_updates,
+)
+from rlmath.data.loader import PromptOrder
+from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, FINISHED, MISTAKE
+from rlmath.distributed.memory import total_bytes
+from rlmath.distributed.ranks import environment_rank
+from rlmath.models.hf_config import (
+    PlannedShape,
+    critic_shape_of,
+    has_weights,
+    hub_name,
+    inspect_model_folder,
+    missing_folder_problem,
+    planned_shape,
+)
+from rlmath.planning import checks, hook_checks
+from rlmath.planning.length_curriculum import stage_list_problems
+from rlmath.planning.memory_estimate import Kind, Target, mesh_of
+from rlmath.planning.memory_fit import GIB, planned_target, start_up_lines
+from rlmath.planning.parallelism import planned_ranks, roles
+from rlmath.planning.teacher import check_teacher_tokenizer
+from rlmath.rollout.flight_rules import flight_rules, flight_size, slice_tokens
+from rlmath.run.recovery import save_schedule
+from rlmath.run.recovery.hub_inputs import plan_inputs
+from rlmath.run.recovery.resume import Origin, Recovery, find_recovery, origin_of, sft_origin_of
+from rlmath.run.run_dir import folder_problems
+from rlmath.telemetry.alerts import dropped_alert
+from rlmath.telemetry.console import terminal_width, wrapped
+
+DATA_FUNCTIONS = ("run.plugins:", "data.format:", "data.template:", "validation.template:")
+"""How problems of functions begin that the data cannot be read without."""
+LARGE_SHARE = 0.85
+"""Share of a GPU's memory below which an engine that has it for itself leaves much of it empty."""
+
+
+@dataclass(frozen=True)
+class CountedData:
+    """The prompts of a run, or the sequences of a supervised one, counted."""
+
+    order: PromptOrder
+    total_steps: int
+    lines: tuple[str, ...]
+    """One or more for each file, for the console."""
+    warnings: tuple[str, ...]
+    origin: Origin
+    """"" for what cannot be known without weights or a tokenizer."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run would do, as far as files and settings show."""
+
+    config: Config
+    """As given, but for `run.device`: the kind of device that is planned for. Of a supervised run what has no effect
+    there is at its default."""
+    shape: ModelShape
+    shape_note: str
+    ranks: int
+    target: Target
+    data: CountedData
+    kind: Kind = "grpo"
+    unused: tuple[str, ...] = ()
+    """Settings that have no effect in a supervised run."""
+    missing: tuple[str, ...] = ()
+    """What of the model a start needs and is not here."""
+    recovery: Recovery | None = None
+    """What a start here would resume from."""
+    ranks_are_least: bool = False
+    """Neither settings nor a launcher nor the user named their number."""
+    not_here: tuple[str, ...] = ()
+    """Why a start on this machine would be refused, in a plan for another."""
+
+
+def dry_run(
+    config_files: Sequence[Path], overrides: Sequence[str], ranks: int | None, kind: Kind = "grpo"
+) -> int:
+    """Print the plan of a run, or all problems; the exit status, MISTAKE where the run could not start, FAILURE where
+    the hub could not be asked."""
+    rank = 0
+    try:
+        rank = environment_rank()
+        config, of_hub = plan_inputs(load_config(config_files, overrides))
+        title, *lines = plan_lines(plan_run(config, ranks, kind))
+        lines = [title, *of_hub, *lines]
+    except (ValueError, HubFailedError) as error:
+        status = FAILURE if isinstance(error, HubFailedError) else MISTAKE
+        lines, stream = [str(error)], sys.stderr
+    else:
+        status, stream = FINISHED, sys.stdout
+    if rank == 0:
+        text, width = without_secrets("\n".join(lines)), terminal_width(stream)
+        print(text if width is None else wrapped(text, width), file=stream)
+    return status
+
+
+def plan_run(given: Config, ranks: int | None = None, kind: Kind = "grpo") -> RunPlan:
+    """The plan of a run that could start; ValueError that lists everything that keeps it from starting.
+
+    `ranks` is the number of ranks; without it `parallelism.planned_ranks` finds one.
+    """
+    config, unused = checks.only_used(given) if kind == "sft" else (given, [])
+    found, size = planned_shape(config.model.path), planned_ranks(config, ranks)
+    if size < 1:
+        raise_problems("this run", [f"--ranks is {size}; needed: at least 1."])
+    shape, target, data = found.shape, None, None
+    of_settings, of_files = (
+        checks.run_problems(config, size, shape, kind),
+        list(checks.file_problems(config, kind)),
+    )
+    of_model, missing = model_problems(config.model.path, found)
+    problems = [*of_settings, *of_model, *of_files]
+    of_data = [one for one in checks.value_problems(config) if one.startswith(("data.", "sft."))]
+    of_data += [one for one in of_settings if one.startswith(DATA_FUNCTIONS)]
+    try:
+        is_readable = not (of_files or of_data or any(stage_list_problems(config)))
+        if (
+            shape is not None
+            and is_readable
+            and (kind == "grpo" or tokenizer_problem(config) is None or not of_model)
+        ):
+            calls_function = not of_settings  # where it cannot be imported, that is found already
+            data = (
+                count_data(config, shape, calls_function)
+                if kind == "grpo"
+                else count_sequences(config, shape)
+            )
+    except ValueError as error:
+        problems.append(str(error))
+    recovery, refused = _recovery(config, data)
+    problems += refused
+    for problem in folder_problems(config.run.output_dir, config, 0, bool(recovery or refused)):
+        problems.append(f'run.output_dir "{config.run.output_dir}": {problem}')
+    try:
+        if shape is not None and not of_settings:
+            target = planned_target(config)
+            if target.kind == "cpu":
+                for problem in checks.cuda_problems(config.run.device):
+                    problems.append(f"{problem} To plan for a GPU that is not here, name it by memory.gpu.")
+                problems += checks.device_problems(config, shape, on_gpu=False, kind=kind)
+                problems += checks.host_memory_problems(config) if kind == "grpo" else ()
+            problems += checks.memory_problems(config, shape, size, kind)
+    except ValueError as error:
+        problems.append(str(error))
+    raise_problems("this run", problems)
+    assert shape is not None and data is not None and target is not None
+    planned = replace(config, run=replace(config.run, device=target.kind))
+    is_least = ranks is None and config.parallel.data is None and "WORLD_SIZE" not in os.environ
+    return RunPlan(
+        planned,
+        shape,
+        found.note,
+        size,
+        target,
+        data,
+        kind,
+        tuple(unused),
+        tuple(missing),
+        recovery,
+        is_least,
+        tuple(checks.cuda_problems(config.run.device)),
+    )
+
+
+def _recovery(config: Config, data: CountedData | None) -> tuple[Recovery | None, list[str]]:
+    """What a start here would resume from, and why it would refuse to. Without data it is not known."""
+    if data is None:
+        return None, []
+    try:
+        return find_recovery(config, data.origin, data.total_steps), []
+    except ValueError as error:
+        return None, [str(error).replace("\n", "\n  ")]
+
+
+def model_problems(model_path: str, planned: PlannedShape) -> tuple[list[str], list[str]]:
+    """What is wrong with the model's folder, and what a start needs of it that is not here. Of a folder without any
+    weights only config.json must be right: a plan can be made where the model is not."""
+    folder = Path(model_path)
+    if not os.path.exists(folder):
+        return ([missing_folder_problem(folder)] if hub_name(folder) else planned.problems), []
+    problems = inspect_model_folder(folder)[1]
+    if not folder.is_dir() or has_weights(folder):
+        return problems, []
+    return planned.problems, [problem for problem in problems if problem not in planned.problems]
+
+
+# ---------------------------------------------------------------- data
+
+
+def count_data(config: Config, shape: ModelShape, calls_function: bool = True) -> CountedData:
+    """The prompts that the run would use; ValueError for those that it could not, and where a reward function fails on
+    them, if it is called. Without a tokenizer none is dropped for its length."""
+    tokenizer, of_teacher = None, ()
+    problem = tokenizer_problem(config)
+    if problem is None:
+        found = load_inputs(config, shape)
+        tokenizer = found.tokenizer
+        of_teacher = check_teacher_tokenizer(config, tokenizer)
+    else:
+        found = load_prompt_files(config, tokenizer)
+    validation = load_validation(config, tokenizer, shape.vocab_size)
+    audit = audit_inputs(config, found, validation, tokenizer)
+    tried = hook_checks.try_functions(config, found.prompts) if calls_function else ()
+    lines = (*found.lines, *(line for file in validation for line in file.lines()), *audit.lines())
+    warning = dropped_alert(found.dropped_share, config.telemetry)
+    if tokenizer is None:
+        warning = (
+            f"lengths were not checked: {problem}. Prompts longer than "
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} will be dropped, and steps may be fewer."
+        )
+    warnings = (*tried, *of_teacher, *audit.warnings(EXAMPLES), *(() if warning is None else (warning,)))
+    origin = origin_of(config, found, has_weights(Path(config.model.path)))
+    if tokenizer is None:
+        origin = replace(origin, data="")
+    return CountedData(found.order, found.total_steps, lines, warnings, origin)
+
+
+def count_sequences(config: Config, shape: ModelShape) -> CountedData:
+    """The sequences that a supervised run would use; ValueError for those that it could not, and without a tokenizer:
+    they are written with it."""
+    if (problem := tokenizer_problem(config)) is not None:
+        raise ValueError(
+            f"the sequences of supervised training are written with a tokenizer, and cannot be counted: {problem}. "
+            "A dry run needs config.json and the tokenizer's files of the model, and transformers (rlmath install cpu, "
+            "or gpu)."
+        )
+    found = load_sft_inputs(config, shape)
+    lines = (*found.lines, *found.audit.lines())
+    origin = sft_origin_of(config, found, has_weights(Path(config.model.path)))
+    return CountedData(found.order, found.total_steps, lines, found.audit.warnings(EXAMPLES), origin)
+
+
+def tokenizer_problem(config: Config) -> str | None:
+    """Why a plan is made without the model's tokenizer; None where its folder has one, and the package is there that
+    reads it."""
+    folder = Path(config.model.path)
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        return f'"{folder}" has no tokenizer here'
+    if importlib.util.find_spec("transformers") is None:
+        return f'transformers is not installed, which reads the tokenizer of "{folder}"'
+    return None
+
+
+# ---------------------------------------------------------------- the plan as text
+
+
+def plan_lines(plan: RunPlan) -> list[str]:
+    """For the console."""
+    config, shape = plan.config, plan.shape
+    mesh = mesh_of(config, plan.ranks, 0)
+    layout = mesh.describe() if plan.kind == "grpo" else mesh.training_layout
+    least = "  (the least for this layout; --ranks N plans for others)"
+    warnings = list(_warnings(plan))
+    is_elsewhere = plan.missing or plan.shape_note
+    return [
+        "Dry run: nothing is started, nothing is written.",
+        f"Model: {config.model.path}, {parameter_count(shape) / 1e9:.3g} B parameters, {shape.num_layers} layers, "
+        f"{shape.max_positions} positions",
+        *([f"  {plan.shape_note}"] if plan.shape_note else ()),
+        f"Layout: {plan.ranks} rank{'s' * (plan.ranks != 1)}, {layout}",
+        *([f"  {who}"] if (who := roles(config, plan.ranks)) else ()),
+        *([least] if plan.ranks_are_least else ()),
+        "Data:",
+        *(f"  {line}" for line in plan.data.lines),
+        *hook_checks.hook_lines(config, plan.kind),
+        *(_step_lines(plan) if plan.kind == "grpo" else _sft_step_lines(plan)),
+        *start_up_lines(curriculum.with_longest_lengths(config), shape, plan.ranks, plan.kind),
+        *_disk_lines(plan),
+        *_resume_lines(plan),
+        *(
+            ["Worth knowing:", *(f"  - {warning}".replace("\n", "\n    ") for warning in warnings)]
+            if warnings
+            else ()
+        ),
+        "No problem was found."
+        + (" A start needs the whole model, which is not here." if is_elsewhere else ""),
+    ]
+
+
+def _step_lines(plan: RunPlan) -> Iterator[str]:
+    config, data = plan.config, plan.data
+    prompts, group = config.data.prompts_per_step, config.rollout.group_size
+    yield f"Step: {prompts} prompts x {group} completions = {prompts * group:,} sequences"
+    minibatches, epochs = config.algorithm.n_minibatches, config.algorithm.epochs
+    updates = minibatches * epochs
+    yield (
+        f"  {minibatches} minibatch{'es' * (minibatches != 1)} x {epochs} epoch{'s' * (epochs != 1)} over them: "
+        f"{updates} update{'s' * (updates != 1)} a step, {most_updates(config, data.total_steps):,} in all at most"
+    )
+    critic = critic_shape_of(config, plan.shape)
+    if critic is not None:
+        alone = config.critic.pretrain_steps
+        yield (
+            f"  a critic of {parameter_count(critic) / 1e9:.3g} B parameters learns from the same minibatches"
+            + (f", in the first {alone} step{'s' * (alone != 1)} alone" if alone else "")
+        )
+    if config.selection.dynamic_sampling is not None:
+        yield f"  dynamic sampling may ask for up to {config.selection.max_extra_prompts} prompts more a step"
+    stages = curriculum.length_stages(config, data.total_steps)
+    slices = ", ".join(dict.fromkeys(f"{slice_tokens(stage.config.rollout):,}" for stage in stages))
+    if config.rollout.tail == "carry":
+        yield (
+            f"  partial rollouts: slices of {slices} tokens, at most {flight_rules(config).max_groups:,} "
+            f"groups in flight, learned from within {config.rollout.max_staleness} steps of their first token"
+        )
+        yield _flight_size_line(config)
+        if config.rollout.max_staleness > 0 and config.algorithm.loss_normalisation == "token":
+            yield (
+                "    algorithm.loss_normalisation=token: the first steps, and with rollout.max_staleness above 1 some "
+                "later ones, learn from shorter completions than the others, and each of their tokens weighs more; "
+                "sequence and constant weigh completions alike"
+            )
+    if config.rollout.ranks:
+        yield from _asynchronous_lines(config)
+        yield _flight_size_line(config)
+    if config.rollout.tail == "defer":
+        yield (
+            f"  tail batching: groups with a completion of more than {slices} tokens are sampled anew, with the same "
+            "noise, in steps of their own. Bias: as far as the weights change in between, a deferred group is one that "
+            "older weights made long (rollout/deferred_now_short; docs/algorithm.md)"
+        )
+        if config.algorithm.loss_normalisation == "token":
+            yield (
+                "    algorithm.loss_normalisation=token: a step of short groups has few tokens, each of which weighs "
+                "more than one of a step of long groups; sequence and constant weigh completions alike"
+            )
+    if len(stages) == 1:
+        yield f"  {_tokens(config)}"
+    yield _steps(data)
+    if curriculum.has_length_stages(config):
+        for stage in stages:
+            yield f"  {stage.line(len(stages))}"
+            yield f"    {_tokens(stage.config)}"
+    if curriculum.validates(config):
+        every, samples = config.validation.every_steps, config.validation.samples
+        yield (
+            f"Validation: every {every} steps, {samples} completion{'s' * (samples != 1)} of each problem, of at most "
+            f"{curriculum.validation_tokens(config)} tokens"
+        )
+
+
+def _flight_size_line(config: Config) -> str:
+    size = flight_size(config)
+    return (
+        f"    groups in flight take at most {_gib(size.during_step)} GiB of host memory on every rank that trains, and "
+        f"{_gib(size.after_step)} between steps: {TOKEN_BYTES} bytes a token, if every completion were as long as any "
+        "may be"
+    )
+
+
+def _asynchronous_lines(config: Config) -> Iterator[str]:
+    rollout, prompts, staleness = config.rollout, config.data.prompts_per_step, config.rollout.max_staleness
+    begun = (staleness + 1) * prompts
+    yield (
+        f"  asynchronous: after v steps at most ({staleness} + v + 1) x {prompts} groups have been begun, those that "
+        f"selection dropped not counted: {begun:,} before the first step, {prompts:,} more after each"
+    )
+    if staleness == 0:
+        yield "    staleness 0: a step's own weights sample all of it, and engines wait while it is trained"
+    else:
+        interrupted = {
+            "recompute": "are continued with the KV cache computed again",
+            "keep": "are continued with the KV cache of the old ones",
+            "finish": "are finished under the old ones first",
+        }[rollout.on_new_weights]
+        yield (
+            f"    staleness: a step learns from groups whose first token is at most {staleness} steps old. Expect "
+            "about as much where engines are faster than training, and less where training waits for them"
+        )
+        yield f"    new weights: completions that are being sampled {interrupted}"
+    most, engines = (
+        rollout.max_concurrent_sequences or rollout.max_num_seqs,
+        rollout.ranks // rollout.tensor_parallel,
+    )
+    yield (
+        f"    sequences: at most {most:,} at a time in each of {engines} engine{'s' * (engines != 1)}, "
+        f"{most * engines:,} in all; the groups that are begun and not learned from have at most "
+        f"{begun * rollout.group_size:,}"
+    )
+
+
+def _sft_step_lines(plan: RunPlan) -> Iterator[str]:
+    config, sft = plan.config, plan.config.sft
+    sequences, longest = config.data.prompts_per_step, sft.max_sequence_tokens
+    yield (
+        f"Step: {sequences} sequences of at most {longest} tokens, {sequences * longest:,} in all, packed into "
+        f"micro-batches of {config.policy.max_tokens_per_microbatch}; one update"
+    )
+    yield _steps(plan.data)
+    if sft.eval_every_steps is not None:
+        yield f"Held-out sequences: their loss every {sft.eval_every_steps} steps"
+
+
+def _steps(data: CountedData) -> str:
+    per_epoch = data.order.steps_per_epoch
+    epochs_in_all = f"{data.total_steps / per_epoch:,.1f}".removesuffix(".0")
+    return f"Steps: {data.total_steps:,} in all, {per_epoch:,} an epoch ({epochs_in_all} epochs)"
+
+
+def _tokens(config: Config) -> str:
+    longest_sequence = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    sequences = config.data.prompts_per_step * config.rollout.group_size
+    return (
+        f"at most {sequences * longest_sequence:,} tokens a step: sequences of at most "
+        f"{config.data.max_prompt_tokens} + {config.rollout.max_new_tokens} = {longest_sequence}, packed into "
+        f"micro-batches of {config.policy.max_tokens_per_microbatch}"
+    )
+
+
+# ---------------------------------------------------------------- disk
+
+
+def kept_checkpoints(config: Config, total_steps: int, steps_per_epoch: int) -> int:
+    """Checkpoints that `save.save_freq_epochs` and `save.save_freq_steps` leave at the end of a run; those of
+    `save_freq_secs` depend on its speed.
+
+    >>> from rlmath.config.schema import SaveConfig
+    >>> kept_checkpoints(Config(save=SaveConfig(save_freq_steps=4, save_freq_epochs=1)), 12, 6)
+    4
+    """
+    every = save_schedule.kept_frequency(config.save)
+    periods = [] if every.steps is None else [every.steps]
+    if every.epochs is not None:
+        periods.append(every.epochs * steps_per_epoch)
+    count = sum(total_steps // period for period in periods)
+    if len(periods) == 2:
+        count -= total_steps // math.lcm(*periods)
+    return count if config.save.keep_models is None else min(count, config.save.keep_models)
+
+
+def needed_disk(plan: RunPlan) -> int:
+    """What the run leaves at most, with the checkpoint that is being written (bytes)."""
+    config, save = plan.config, plan.config.save
+    checkpoint = save_schedule.checkpoint_bytes(config, plan.shape) + flight_size(config).after_step
+    model = save_schedule.export_bytes(config, plan.shape)
+    kept = kept_checkpoints(config, plan.data.total_steps, plan.data.order.steps_per_epoch)
+    never = save_schedule.recovery_frequency(save).never and save_schedule.kept_frequency(save).never
+    points = 0 if never else save.keep_last + 1
+    models = save_schedule.most_models(config) + (kept if save.export_hf else 0)
+    return (points + kept) * checkpoint + models * model
+
+
+def _disk_lines(plan: RunPlan) -> Iterator[str]:
+    config, save = plan.config, plan.config.save
+    kept = kept_checkpoints(config, plan.data.total_steps, plan.data.order.steps_per_epoch)
+    yield (
+        f"Disk: a checkpoint is {_gib(save_schedule.checkpoint_bytes(config, plan.shape))} GiB, the exported model "
+        f"{_gib(save_schedule.export_bytes(config, plan.shape))}"
+    )
+    if in_flight := flight_size(config).after_step:
+        yield f"  with the groups in flight a checkpoint has at most {_gib(in_flight)} GiB more"
+    what = []
+    if not save_schedule.recovery_frequency(save).never:
+        what.append(f"{save.keep_last} recovery points and the one that is being written")
+    if kept:
+        exported = ", each with its exported model" if save.export_hf else ""
+        what.append(f"{kept} checkpoints to keep{exported}")
+    if config.stages.steps:
+        what.append(f"the models of {len(config.stages.steps)} stages")
+    if config.validation.keep_best:
+        what.append("the best model, and the better one that takes its place")
+    yield f"  needed at most {_gib(needed_disk(plan))} GiB: {'; '.join([*what, 'the model at the end'])}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:,.1f}" if size >= 0.05 * GIB else f"{size / GIB:.3f}"
+
+
+def _resume_lines(plan: RunPlan) -> Iterator[str]:
+    if plan.recovery is not None:
+        checkpoint = plan.recovery.candidates[0][0]
+        yield f"Resumes: after step {checkpoint.step}, from {checkpoint.folder}, where its files are whole"
+
+
+# ---------------------------------------------------------------- what is no problem, and should be known
+
+
+def _warnings(plan: RunPlan) -> Iterator[str]:
+    config = plan.config
+    yield from plan.data.warnings
+    yield from curriculum.fewer_steps_warnings(config, plan.data.order.steps_per_epoch)
+    yield from curriculum.late_steps_warnings(config, plan.data.total_steps)
+    if plan.recovery is not None:
+        yield from (*plan.recovery.notes, *plan.recovery.warnings)
+    for problem in plan.missing:
+        yield f"a start needs more of the model: {problem}"
+    for problem in plan.not_here:
+        yield f"a start on this machine would be refused: {problem}"
+    yield from checks.config_warnings(config, plan.unused)
+    if plan.target.total_bytes is None:
+        yield "the plan is for the CPU, in float32; name a GPU by memory.gpu or memory.gpu_gib."
+        with_cache = config.rollout.ranks or plan.ranks
+        caches = config.rollout.cpu_kv_cache_gib * with_cache
+        if plan.kind == "grpo" and caches * GIB > total_bytes():
+            yield (
+                f"the KV caches of {with_cache} ranks (rollout.cpu_kv_cache_gib) take {caches:g} GiB, more than this "
+                f"machine's {total_bytes() / GIB:.1f}: the ranks need several such machines, or a smaller cache."
+            )
+    elif config.rollout.ranks and config.rollout.memory_share < LARGE_SHARE:
+        yield (
+            f"rollout.memory_share={config.rollout.memory_share:g}: nothing else is on the GPUs of engines with ranks "
+            "of their own. A larger share, such as 0.9, makes a larger KV cache."
+        )
+    if config.save.save_freq_secs is not None:
+        yield "save.save_freq_secs: how many checkpoints it keeps depends on the run's speed; they are not counted."
+    output = Path(config.run.output_dir).absolute()
+    free = shutil.disk_usage(next(path for path in (output, *output.parents) if path.is_dir())).free
+    needed = needed_disk(plan)
+    if free < needed:
+        yield (
+            f'the disk of "{config.run.output_dir}" has {_gib(free)} GiB free on this machine, and the run may leave '
+            f"{_gib(needed)} GiB. A start there refuses when not even the recovery points fit."
+        )

@@ -1,0 +1,535 @@
+"""How much memory each rank of a run will hold in each phase of a step, by part, as plain arithmetic.
+
+A step drops what training alone needs, wakes the engine's weights, syncs, wakes the KV cache, generates, puts the
+engine to sleep, brings the training's parts back, and computes log-probs and updates:
+
+    sync       parameters, engine weights, buffers of the transfer
+    generate   engine weights, workspace and KV cache; parameters unless they are offloaded
+    logprobs   parameters, gradients, optimizer; one forward pass
+    reference  the same with the reference's pass
+    critic     the same with the critic, its gradients, its optimizer and the activations of its backward pass
+    teacher    the same with the teacher's
+    update     the same with the activations of a backward pass
+
+What stays beside in the first two follows `MemoryConfig`; on CPU only gradients can leave, since what is copied to the
+host stays in the same memory. Counted are tensors, those of a step that is not the first:
+Adam's state is there. What CUDA, NCCL and fragmentation take is the reserve of `memory_fit`.
+
+Supervised training ("sft") has no engine, no reference and no teacher: its one phase is the update.
+
+With teacher.loss="full" the teacher's last hidden states of all micro-batches are in the host's memory until the update
+is over. They are not counted: how many there are is known when the completions are.
+
+Where engines have ranks of their own (`rollout.ranks`), nothing takes turns. A training rank has the phases of training
+alone, and in each a copy of its parameters in the engines' number format, from which a thread sends them while training
+goes on. A rank of an engine has one phase, "generate", in which it also receives. That copy and the buckets are in the
+host's memory (`weight_sync.publish`): of a GPU's they take nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Literal
+
+from rlmath.checkpoint.hf.weight_map import rules_of, shard_shape
+from rlmath.config.length_curriculum import with_longest_lengths
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config, MemoryConfig
+from rlmath.distributed.mesh import Mesh
+from rlmath.models.hf_config import critic_shape_of, teacher_shape_of
+from rlmath.planning import memory_formulas as formulas
+from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
+from rlmath.rollout.weight_sync.shard_layouts import stage_layers
+
+Kind = Literal["grpo", "sft"]
+"""Which program is planned."""
+PARTS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "reference",
+    "critic_parameters",
+    "critic_gradients",
+    "critic_optimizer",
+    "teacher",
+    "teacher_head",
+    "activations",
+    "logits",
+    "working",
+    "gather_buffer",
+    "dummy_gradients",
+    "published_weights",
+    "engine_weights",
+    "engine_workspace",
+    "kv_cache",
+    "sync_buffers",
+)
+"""Every part a plan may name; "working" is what a pass needs beside activations and logits, "teacher_head" the output
+layer of a teacher where the update needs it."""
+ENGINE_PARTS = ("engine_weights", "engine_workspace", "kv_cache", "sync_buffers")
+"""Those that training does without."""
+GENERATION_PHASES = ("sync", "generate")
+TRAINING_PHASES = ("logprobs", "reference", "critic", "teacher", "update")
+
+
+@dataclass(frozen=True)
+class Target:
+    """The device that a run is planned for."""
+
+    kind: str
+    """"cpu" or "cuda"."""
+    name: str
+    """For messages: "H100-80GB", "CPU"."""
+    total_bytes: int | None
+    """Memory of the device; None where nothing is to be refused."""
+    local_layers: bool
+    """The policy runs Megatron's local layers, not Transformer Engine's."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a parameter: float32 on CPU, bfloat16 on GPU."""
+        return 4 if self.kind == "cpu" else 2
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What one rank holds in each phase."""
+
+    rank: int
+    """Of the run."""
+    stage: int
+    """Pipeline stage of the rank; its ranks all hold the same."""
+    phases: Mapping[str, Mapping[str, int]]
+    """Bytes by part, by phase, in the order of a step; parts that are not held are left out."""
+    is_engine: bool = False
+    """Of a rank that an engine has for itself, with stage 0; all such ranks hold the same."""
+    host: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by part that a rank with a GPU holds beside, in the host's memory, in all phases. What is offloaded there
+    is not counted."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return (
+            f"engine rank {self.rank}"
+            if self.is_engine
+            else f"rank {self.rank} (pipeline stage {self.stage})"
+        )
+
+    def held(self, phase: str) -> int:
+        """Bytes of a phase at its fullest moment."""
+        return sum(self.phases[phase].values())
+
+    @property
+    def worst(self) -> str:
+        """The phase that holds the most."""
+        return max(self.phases, key=self.held)
+
+    def part(self, name: str) -> int:
+        """The most that a part takes in any phase (bytes)."""
+        return max(parts.get(name, 0) for parts in self.phases.values())
+
+
+def plan_ranks(
+    config: Config, shape: ModelShape, world_size: int, target: Target, kind: Kind = "grpo"
+) -> list[MemoryPlan]:
+    """The plan of the first rank of every pipeline stage; all ranks of a stage hold the same. Ranks of the engines' own
+    are not among them (`plan_engine_ranks`).
+
+    The layout must have no problems (`parallelism`).
+    """
+    parallel = config.parallel
+    per_stage = training_ranks(config, world_size) // parallel.pipeline
+    return [
+        plan_rank(config, shape, mesh_of(config, world_size, stage * per_stage), target, kind)
+        for stage in range(parallel.pipeline)
+    ]
+
+
+def plan_engine_ranks(config: Config, shape: ModelShape, world_size: int, target: Target) -> list[MemoryPlan]:
+    """The plan of the first rank of the engines' own, which stands for all of them; empty where engines live in the
+    training ranks."""
+    if config.rollout.ranks == 0:
+        return []
+    return [plan_engine_rank(config, shape, training_ranks(config, world_size), target)]
+
+
+def plan_engine_rank(config: Config, shape: ModelShape, rank: int, target: Target) -> MemoryPlan:
+    """The plan of a rank that an engine has for itself, for the longest of the run's lengths."""
+    config = with_longest_lengths(config)
+    engine = formulas.engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes)
+    held = {
+        "engine_weights": engine.weights,
+        "engine_workspace": engine.workspace,
+        "kv_cache": max(0, engine.kv_cache),
+    }
+    on_host = {"sync_buffers": _own_sync_bytes(config, target, engine.weights)}
+    return _with_host(MemoryPlan(rank, 0, {"generate": held}, is_engine=True), on_host, target)
+
+
+def largest(plans: list[MemoryPlan], phases: tuple[str, ...] | None = None) -> tuple[MemoryPlan, str]:
+    """The plan and the phase that hold the most, of all phases or of some."""
+    return max(
+        ((plan, phase) for plan in plans for phase in plan.phases if phases is None or phase in phases),
+        key=lambda found: found[0].held(found[1]),
+    )
+
+
+def training_ranks(config: Config, world_size: int) -> int:
+    """Ranks of a run that train: the first ones, all where the engines have none of their own."""
+    return world_size - config.rollout.ranks
+
+
+def mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
+    """Where a training rank of a run with these settings stands, among all that train."""
+    parallel, trainers = config.parallel, training_ranks(config, world_size)
+    assert 0 <= rank < trainers, f"rank {rank} is none of the {trainers} that train"
+    return Mesh(
+        rank,
+        trainers,
+        parallel.tensor,
+        parallel.pipeline,
+        config.rollout.tensor_parallel,
+        parallel.virtual_pipeline,
+        parallel.context,
+        parallel.expert,
+        parallel.expert_tensor,
+        config.rollout.ranks,
+    )
+
+
+def engine_mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
+    """Where a rank of the engines' own stands, among all of these; `rank` is that of the run."""
+    rollout, trainers = config.rollout, training_ranks(config, world_size)
+    assert trainers <= rank < world_size, f"rank {rank} is none of the {rollout.ranks} of the engines"
+    return Mesh(rank - trainers, rollout.ranks, tensor=1, pipeline=1, engine_size=rollout.tensor_parallel)
+
+
+def plan_rank(
+    config: Config, shape: ModelShape, mesh: Mesh, target: Target, kind: Kind = "grpo"
+) -> MemoryPlan:
+    """The plan of one rank, for the longest of its length stages."""
+    config = with_longest_lengths(config)
+    layers = _own_layers(config, shape, mesh)
+    buffers = _buffers(shape, mesh, layers)
+    work = stage_work(config, shape, mesh, target, layers)
+    teacher = plan_teacher(config, shape, mesh, target) if kind == "grpo" else None
+    in_loss = 0 if teacher is None else teacher.in_loss
+    update = formulas.backward_bytes(shape, work, config.policy, in_loss)
+    forward = formulas.forward_bytes(shape, work)
+    gather, dummies = formulas.gather_bytes(shape, work), _dummy_gradient_bytes(shape, mesh, target)
+    if teacher is not None:
+        gather = max(gather, teacher.gather)
+    critic = _Critic({}, formulas.PassBytes(0, 0, 0), 0)
+    if kind == "grpo" and (critic_shape := critic_shape_of(config, shape)) is not None:
+        critic = _plan_critic(config, critic_shape, mesh, target)
+    resident = _resident(config, target, buffers, max(gather, critic.gather), dummies)
+    resident |= critic.resident
+    if teacher is not None:
+        resident |= teacher.resident
+    memory = config.memory
+    if target.kind != "cuda":  # on CPU only dropping gradients frees memory
+        memory = replace(
+            memory,
+            offload_optimizer=False,
+            offload_parameters=False,
+            offload_reference=False,
+            offload_teacher=False,
+            offload_critic=False,
+        )
+    if kind == "sft":
+        held = _in_order(_while_training(resident, memory) | asdict(update))
+        return MemoryPlan(mesh.rank, mesh.pipeline_rank, {"update": held})
+    if mesh.engine_ranks:
+        published = sum(sum(sizes) for sizes, _ in buffers) * target.itemsize
+        on_host = {
+            "published_weights": published,
+            "sync_buffers": _own_sync_bytes(config, target, published),
+        }
+        phases = {"logprobs": _while_training(resident, memory) | asdict(forward)}
+        if "reference" in resident:
+            phases["reference"] = _while_training(resident, memory, "reference") | asdict(forward)
+        if critic.resident:
+            phases["critic"] = _while_training(resident, memory, "critic") | asdict(critic.update)
+        if teacher is not None:
+            phases["teacher"] = _while_training(resident, memory, "teacher") | asdict(teacher.forward)
+        phases["update"] = _while_training(resident, memory, "teacher_head") | asdict(update)
+        return _with_host(MemoryPlan(mesh.rank, mesh.pipeline_rank, phases), on_host, target)
+    engine = formulas.engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes)
+    weights = {"engine_weights": engine.weights}
+    awake = weights | {"engine_workspace": engine.workspace, "kv_cache": max(0, engine.kv_cache)}
+    asleep = {"engine_workspace": engine.asleep}
+    phases = {
+        "sync": _while_generating(resident, memory, with_parameters=True)
+        | weights
+        | asleep
+        | {"sync_buffers": _sync_bytes(config, mesh, target, sum(weights.values()))},
+        "generate": _while_generating(resident, memory, not memory.offload_parameters) | awake,
+        "logprobs": _while_training(resident, memory) | asleep | asdict(forward),
+    }
+    if "reference" in resident:
+        phases["reference"] = _while_training(resident, memory, "reference") | asleep | asdict(forward)
+    if critic.resident:
+        phases["critic"] = _while_training(resident, memory, "critic") | asleep | asdict(critic.update)
+    if teacher is not None:
+        phases["teacher"] = _while_training(resident, memory, "teacher") | asleep | asdict(teacher.forward)
+    phases["update"] = _while_training(resident, memory, "teacher_head") | asleep | asdict(update)
+    return MemoryPlan(mesh.rank, mesh.pipeline_rank, {name: _in_order(held) for name, held in phases.items()})
+
+
+@dataclass(frozen=True)
+class _Critic:
+    """What a critic adds to a rank's plan."""
+
+    resident: dict[str, int]
+    """Empty without a critic."""
+    update: formulas.PassBytes
+    gather: int
+    """Of Megatron's buffer of gathered hidden states."""
+
+
+def _plan_critic(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> _Critic:
+    layers = _own_layers(config, shape, mesh)
+    held = _resident(config, target, _buffers(shape, mesh, layers), 0, 0)
+    names = ("parameters", "gradients", "optimizer")
+    work = stage_work(config, shape, mesh, target, layers)
+    return _Critic(
+        {f"critic_{name}": held[name] for name in names},
+        formulas.backward_bytes(shape, work, config.policy),
+        formulas.gather_bytes(shape, work),
+    )
+
+
+def _own_layers(config: Config, shape: ModelShape, mesh: Mesh) -> int:
+    """Layers of a model of this shape that the stage of `mesh.rank` has."""
+    ends = config.parallel.first_stage_layers, config.parallel.last_stage_layers
+    stages = stage_layers(shape.num_layers, mesh.pipeline, mesh.virtual_pipeline, *ends)
+    return len(stages[mesh.pipeline_rank])
+
+
+def _buffers(shape: ModelShape, mesh: Mesh, layers: int) -> list[tuple[list[int], int]]:
+    """Sizes of the parameters in each of Megatron's flat buffers of a rank (elements), and the ranks that share it."""
+    shares = mesh.data * mesh.context
+    buffers = [(sizes, shares) for sizes in parameter_sizes(shape, mesh, layers)]
+    return buffers + [(sizes, mesh.expert_data) for sizes in expert_sizes(shape, mesh, layers)]
+
+
+@dataclass(frozen=True)
+class TeacherBytes:
+    """What one rank holds of a teacher, and for it."""
+
+    resident: dict[str, int]
+    """Its parameters, by part."""
+    forward: formulas.PassBytes
+    """Its pass over a micro-batch."""
+    in_loss: int
+    """Beside the policy's logits in the update: hidden states and blocks of logits."""
+    gather: int
+    """As `formulas.gather_bytes`."""
+
+
+def plan_teacher(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> TeacherBytes | None:
+    """Of a rank's teacher, which has the layout of a policy of this shape, and as many rows in its embedding; None
+    without a teacher."""
+    own = teacher_shape_of(config)
+    if own is None:
+        return None
+    own, full = replace(own, vocab_size=shape.vocab_size), config.teacher.loss == "full"
+    layers = _own_layers(config, own, mesh)
+    sizes = [*parameter_sizes(own, mesh, layers), *expert_sizes(own, mesh, layers)]
+    head = formulas.head_bytes(own, mesh.tensor, target.itemsize) if full and mesh.is_last_stage else 0
+    resident = {"teacher": sum(map(sum, sizes)) * target.itemsize - head, "teacher_head": head}
+    work = stage_work(config, own, mesh, target, layers)
+    in_loss = formulas.teacher_loss_bytes(own, work) if full else 0
+    # For hidden states alone the pass ends before the output layer.
+    pass_work = replace(work, has_head=work.has_head and not full)
+    return TeacherBytes(
+        resident, formulas.forward_bytes(own, pass_work), in_loss, formulas.gather_bytes(own, pass_work)
+    )
+
+
+def stage_work(
+    config: Config, shape: ModelShape, mesh: Mesh, target: Target, layers: int
+) -> formulas.StageWork:
+    """What the stage of `mesh.rank`, with so many layers, computes for one micro-batch."""
+    return formulas.StageWork(
+        chunk_layers=layers // mesh.virtual_pipeline,
+        in_flight=formulas.in_flight(mesh.pipeline, mesh.pipeline_rank, mesh.virtual_pipeline),
+        has_embedding=mesh.pipeline_rank == 0,
+        has_head=mesh.is_last_stage,
+        pipelined=mesh.pipeline > 1,
+        tokens=-(-config.policy.max_tokens_per_microbatch // mesh.context),
+        tensor=mesh.tensor,
+        sequence=config.parallel.sequence and mesh.tensor > 1,
+        itemsize=target.itemsize,
+        device_kind=target.kind,
+        local_layers=target.local_layers,
+        chunks=mesh.virtual_pipeline,
+        expert_tensor=mesh.expert_tensor,
+    )
+
+
+# ---------------------------------------------------------------- parameters and what hangs on them
+
+
+def parameter_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int]]:
+    """Elements of every parameter of every model chunk of a rank whose stage has so many layers, but for experts.
+
+    The table of Hugging Face tensors has how each is split. Behind a pipeline, a tied model's last stage has a copy of
+    the embedding as its head.
+    """
+    sizes = {"first": [], "layer": [], "last": []}
+    for rule in rules_of(shape.architecture):
+        is_head = rule.megatron == ("output_layer.weight",)
+        if is_head and shape.tied_embeddings and mesh.pipeline == 1:
+            continue
+        if rule.owner != "expert":
+            sizes[rule.owner].append(math.prod(shard_shape(rule, shape, mesh.tensor)))
+    virtual = mesh.virtual_pipeline
+    return [
+        [
+            *(sizes["first"] if mesh.pipeline_rank == 0 and chunk == 0 else []),
+            *(sizes["layer"] * (layers // virtual)),
+            *(sizes["last"] if mesh.is_last_stage and chunk == virtual - 1 else []),
+        ]
+        for chunk in range(virtual)
+    ]
+
+
+def expert_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int]]:
+    """Elements of every expert's parameters on a rank, by model chunk; Megatron keeps them in buffers of their own."""
+    rules = [rule for rule in rules_of(shape.architecture) if rule.owner == "expert"]
+    one = [math.prod(shard_shape(rule, shape, mesh.expert_tensor)) for rule in rules]
+    number = shape.num_experts // mesh.expert * (layers // mesh.virtual_pipeline)
+    return [one * number] * mesh.virtual_pipeline if one else []
+
+
+def _dummy_gradient_bytes(shape: ModelShape, mesh: Mesh, target: Target) -> int:
+    """Where gradients are added to their buffers by the multiplication itself (with apex's kernel), Transformer Engine
+    gives autograd an empty tensor instead, one for each shape of a weight, and keeps it (`get_dummy_wgrad`)."""
+    if target.kind != "cuda" or target.local_layers:
+        return 0
+    matrices = set()
+    for rule in rules_of(shape.architecture):
+        ranks = mesh.expert_tensor if rule.owner == "expert" else mesh.tensor
+        size = shard_shape(rule, shape, ranks)
+        head = rule.megatron == ("output_layer.weight",) and mesh.is_last_stage
+        is_matrix = len(size) >= 2 and not rule.megatron[-1].endswith(("bias", "router.weight"))
+        if is_matrix and (rule.owner in ("layer", "expert") or head):
+            matrices.add(size)
+    return sum(map(math.prod, matrices)) * target.itemsize
+
+
+def buffer_elements(sizes: list[int], distributed: bool, shares: int) -> int:
+    """Elements of Megatron's flat buffer of one model chunk.
+
+    With the distributed optimizer every parameter starts at a multiple of 64 and the end is one of 128 and of the ranks
+    that share it (megatron-core 0.16, `_ParamAndGradBuffer`; that a tied embedding has a bucket of its own moves it by
+    less than that).
+    """
+    if not distributed:
+        return sum(sizes)
+    end = 0
+    for size in sizes:
+        end = _up(end, 64) + size
+    return _up(end, math.lcm(shares, 128))
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _resident(
+    config: Config, target: Target, buffers: list[tuple[list[int], int]], gather: int, dummies: int
+) -> dict[str, int]:
+    """Bytes of what outlives a pass, of parameters in flat buffers, each with the number of ranks that have the same.
+
+    Gradients are float32 on every device. Adam keeps two float32 moments, SGD nothing; where parameters are bfloat16
+    the optimizer also keeps them in float32. The distributed optimizer shares these over data-parallel ranks.
+    """
+    optimizer = config.optimizer
+    plain = sum(sum(sizes) for sizes, _ in buffers)
+    lengths = [buffer_elements(sizes, optimizer.distributed, shares) for sizes, shares in buffers]
+    buffer = sum(lengths)
+    moments = 2 if optimizer.kind == "adam" else 0
+    main = 0 if target.itemsize == formulas.FLOAT32_BYTES else 1
+    states = plain
+    if optimizer.distributed:
+        states = sum(length // shares for length, (_, shares) in zip(lengths, buffers, strict=True))
+    resident = {
+        "parameters": buffer * target.itemsize,
+        "gradients": buffer * formulas.FLOAT32_BYTES,
+        "optimizer": states * (moments + main) * formulas.FLOAT32_BYTES,
+        "gather_buffer": gather,
+        "dummy_gradients": dummies,
+    }
+    if config.algorithm.kl_coef > 0:
+        resident["reference"] = plain * target.itemsize
+    return resident
+
+
+def _while_generating(
+    resident: Mapping[str, int], memory: MemoryConfig, with_parameters: bool
+) -> dict[str, int]:
+    gone = {
+        "parameters": not with_parameters,
+        "gradients": memory.offload_gradients,
+        "optimizer": memory.offload_optimizer,
+    }
+    return {
+        part: size for part, size in _while_training(resident, memory).items() if not gone.get(part, False)
+    }
+
+
+def _while_training(resident: Mapping[str, int], memory: MemoryConfig, model: str = "") -> dict[str, int]:
+    """While the policy computes, or the `model` "reference", "critic" or "teacher", or the policy with the
+    "teacher_head"."""
+    gone = {
+        "reference": memory.offload_reference,
+        "critic_parameters": memory.offload_critic,
+        "critic_gradients": memory.offload_critic or memory.offload_gradients,
+        "critic_optimizer": memory.offload_critic,
+        "teacher": memory.offload_teacher,
+        "teacher_head": memory.offload_teacher,
+    }
+    return {
+        part: size
+        for part, size in resident.items()
+        if not gone.get(part, False) or (model and part.startswith(model))
+    }
+
+
+def _sync_bytes(config: Config, mesh: Mesh, target: Target, weights: int) -> int:
+    """Two buckets for sending and two for receiving, two in all where ranks share memory; nothing where every rank has
+    what its engine needs (but for rows of the vocabulary that two paddings put on different ranks)."""
+    if mesh.pipeline == mesh.expert == 1 and mesh.tensor in (1, mesh.engine_size):
+        return 0
+    bucket = bucket_bytes(config.sync.bucket_mib, target.kind, mesh.world_size)
+    return (4 if target.kind == "cuda" else 2) * min(bucket, weights)
+
+
+def _with_host(plan: MemoryPlan, on_host: Mapping[str, int], target: Target) -> MemoryPlan:
+    """With parts that are in the host's memory all the time, which on CPU is the same memory."""
+    on_cpu = target.kind == "cpu"
+    phases = {name: _in_order({**held, **(on_host if on_cpu else {})}) for name, held in plan.phases.items()}
+    return replace(plan, phases=phases, host={} if on_cpu else _in_order(on_host))
+
+
+def _own_sync_bytes(config: Config, target: Target, weights: int) -> int:
+    """Of a rank that sends to engines on ranks of their own, or receives there: one bucket is filled while the other
+    travels."""
+    at_least_two_ranks = 2
+    return 2 * min(bucket_bytes(config.sync.bucket_mib, target.kind, at_least_two_ranks), weights)
+
+
+def _in_order(held: Mapping[str, int]) -> dict[str, int]:
+    return {part: held[part] for part in PARTS if held.get(part)}
+
+
+def table_rows(plan: MemoryPlan) -> Iterator[tuple[str, dict[str, int]]]:
+    """(part, bytes by phase) of every part that the plan has."""
+    for part in PARTS:
+        if plan.part(part):
+            yield part, {phase: held.get(part, 0) for phase, held in plan.phases.items()}

@@ -1,0 +1,198 @@
+"""A whole run on a cluster, predicted: the step of every stage, its epochs, and the layouts it could have instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rlmath.config.help import raise_problems
+from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stages, planned_steps
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config
+from rlmath.models.hf_config import required_shape
+from rlmath.planning.checks import file_problems, memory_problems, value_problems
+from rlmath.planning.dry_run import count_data
+from rlmath.planning.memory_estimate import Target
+from rlmath.planning.memory_fit import planned_target
+from rlmath.planning.parallelism import ranks_or_least
+from rlmath.planning.planner.calibration import Measured
+from rlmath.planning.planner.lengths import Batch, lengths_with_mean
+from rlmath.planning.planner.machines import Cluster, cluster_of, machine_of, on_gpu
+from rlmath.planning.planner.splits import (
+    Splits,
+    asynchronous,
+    colocated,
+    compare_splits,
+    engine_ranks,
+    start_problems,
+)
+from rlmath.planning.planner.step import Comparison, StepPlan, batch_of, compare, plan_step, problems_of
+from rlmath.planning.planner.tails import Tails, compare_tails
+from rlmath.planning.planner.work import Coefficients
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a plan needs beside the settings; None: as in the settings, or typical."""
+
+    gpu: str | None = None
+    nodes: int | None = None
+    ranks_per_node: int | None = None
+    network_gbps: float | None = None
+    mean_response: float | None = None
+    """Tokens."""
+    mean_prompt: float | None = None
+    prompts: int | None = None
+    """Training prompts, where the files are not there."""
+
+
+@dataclass(frozen=True)
+class ClusterPlacement:
+    """A run that has passed all checks but that of memory, and where it is to be."""
+
+    config: Config
+    shape: ModelShape
+    note: str
+    target: Target
+    cluster: Cluster
+
+
+@dataclass(frozen=True)
+class RunPrediction:
+    """What a run would take."""
+
+    place: ClusterPlacement
+    stages: tuple[tuple[LengthStage, StepPlan], ...]
+    memory_problems: tuple[str, ...]
+    steps_per_epoch: int | None
+    """None where the number of prompts is not known."""
+    warnings: tuple[str, ...]
+    """What is odd about the prompts of the files."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean over the steps of the run."""
+        steps = [max(1, stage.steps) for stage, _ in self.stages]
+        total = sum(count * plan.step_seconds for count, (_, plan) in zip(steps, self.stages, strict=True))
+        return total / sum(steps)
+
+    @property
+    def total_steps(self) -> int | None:
+        config, per_epoch = self.place.config, self.steps_per_epoch
+        return None if per_epoch is None else planned_steps(config, per_epoch)
+
+
+def place_run(config: Config, asked: Asked) -> ClusterPlacement:
+    """Model, device and cluster of a run; ValueError that lists what keeps it from having this layout there."""
+    config = on_gpu(config, asked.gpu)
+    raise_problems("this run", value_problems(config))
+    shape, note = required_shape(config.model.path)
+    target = planned_target(config)
+    machine = machine_of(config, target, asked.network_gbps)
+    if asked.nodes is not None:
+        # Another cluster than that of the settings: what remains of the ranks is data parallel.
+        config = replace(config, parallel=replace(config.parallel, data=None))
+    cluster = cluster_of(machine, ranks_or_least(config, None), asked.nodes, asked.ranks_per_node)
+    raise_problems("this run", problems_of(config, shape, cluster))
+    if config.rollout.tail == "carry" or config.rollout.ranks > 0:
+        raise_problems("this run", start_problems(config, shape, cluster.ranks))
+    return ClusterPlacement(config, shape, note, target, cluster)
+
+
+def predict_run(
+    place: ClusterPlacement, asked: Asked, coefficients: Coefficients, runs: Sequence[Measured] = ()
+) -> RunPrediction:
+    """`runs` are those that the coefficients were calibrated with: completions are as long as theirs where the limit
+    is the same and nothing else is said."""
+    config, shape = place.config, place.shape
+    steps_per_epoch, warnings = _steps_per_epoch(config, shape, asked)
+    total = None if steps_per_epoch is None else planned_steps(config, steps_per_epoch)
+    planned = [
+        (stage, step_of(place, stage.config, asked, coefficients, runs))
+        for stage in length_stages(config, total)
+    ]
+    problems = memory_problems(config, shape, place.cluster.ranks)
+    return RunPrediction(place, tuple(planned), tuple(problems), steps_per_epoch, warnings)
+
+
+def step_of(
+    place: ClusterPlacement,
+    config: Config,
+    asked: Asked,
+    coefficients: Coefficients,
+    runs: Sequence[Measured] = (),
+) -> StepPlan:
+    """A step with the settings of one stage."""
+    batch = planned_batch(config, asked, runs)
+    return plan_step(config, place.shape, place.target, place.cluster, batch, coefficients)
+
+
+def compare_layouts(prediction: RunPrediction, coefficients: Coefficients) -> Comparison:
+    """All layouts, by the step of the run's last stage, that of the longest contexts."""
+    place, (stage, plan) = prediction.place, prediction.stages[-1]
+    return compare(stage.config, place.shape, place.target, place.cluster, plan.batch, coefficients)
+
+
+def compare_rollout_tails(
+    prediction: RunPrediction, coefficients: Coefficients, search: bool
+) -> Tails | None:
+    """Every `rollout.tail`, and engines on ranks of their own, by the step of the run's last stage; see
+    `compare_tails`. None where a run with engines on ranks of their own could not have them in its training ranks."""
+    place, (stage, plan) = prediction.place, prediction.stages[-1]
+    if stage.config.rollout.ranks > 0:
+        turns = colocated(stage.config)
+        if problems_of(turns, place.shape, place.cluster) or memory_problems(
+            turns, place.shape, place.cluster.ranks
+        ):
+            return None
+    return compare_tails(
+        stage.config, place.shape, place.target, place.cluster, plan.batch, coefficients, search
+    )
+
+
+def compare_rank_splits(prediction: RunPrediction, coefficients: Coefficients) -> Splits:
+    """Every split of the ranks between trainers and engines, by the step of the run's last stage."""
+    place, (stage, plan) = prediction.place, prediction.stages[-1]
+    return compare_splits(stage.config, place.shape, place.target, place.cluster, plan.batch, coefficients)
+
+
+def with_ranks_of_their_own(prediction: RunPrediction, coefficients: Coefficients) -> ClusterPlacement:
+    """The run with engines on as many ranks of their own as are predicted fastest; ValueError where there are none."""
+    place, splits = prediction.place, compare_rank_splits(prediction, coefficients)
+    raise_problems("this run with engines on ranks of their own", list(splits.problems))
+    assert splits.best is not None
+    return replace(place, config=asynchronous(place.config, engine_ranks(splits.best)))
+
+
+def planned_batch(config: Config, asked: Asked, runs: Sequence[Measured]) -> Batch:
+    """The sequences of a step; see `predict_run`."""
+    longest = config.rollout.max_new_tokens
+    alike = [run.batch for run in runs if run.batch.lengths.longest == longest]
+    if not alike:
+        return batch_of(config, asked.mean_response, asked.mean_prompt)
+    mean = sum(batch.lengths.mean for batch in alike) / len(alike)
+    prompt = sum(batch.prompt_tokens for batch in alike) / len(alike)
+    spread = sum(batch.lengths.spread for batch in alike) / len(alike)
+    response = mean if asked.mean_response is None else asked.mean_response
+    found = batch_of(config, response, prompt if asked.mean_prompt is None else asked.mean_prompt)
+    return replace(found, lengths=lengths_with_mean(response, longest, spread))
+
+
+def _steps_per_epoch(config: Config, shape: ModelShape, asked: Asked) -> tuple[int | None, tuple[str, ...]]:
+    """Of the prompts that are given, or of the files where they are there; and warnings about the latter."""
+    if asked.prompts is not None:
+        if asked.prompts < config.data.prompts_per_step:
+            problem = f"--prompts is {asked.prompts}; needed: at least data.prompts_per_step"
+            raise ValueError(f"{problem}, {config.data.prompts_per_step}")
+        return asked.prompts // config.data.prompts_per_step, ()
+    if any(file_problems(config)):
+        return None, ()
+    data = count_data(config, shape)
+    return data.order.steps_per_epoch, data.warnings
+
+
+def expected_steps(config: Config, steps_per_epoch: int) -> str:
+    """ "1,035 steps (5 epochs)", or those of the stages."""
+    steps = planned_steps(config, steps_per_epoch)
+    what = "all stages" if has_length_stages(config) else f"{steps / steps_per_epoch:.3g} epochs"
+    return f"{steps:,} steps ({what})"

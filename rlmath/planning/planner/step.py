@@ -1,0 +1,475 @@
+"""A step of a run on a cluster, predicted: its work and its seconds, phase by phase, on one layout or on every one.
+
+A step switches from training to sampling and back, syncs weights, samples, and trains; where engines have ranks of
+their own (`rollout.ranks`), they sample while the others train (`asynchronous`). Weights move as the plan of a
+sync says (`weight_sync.reshard_plan`); here their bytes follow from the two layouts as if the model were one even row
+of numbers, which costs nothing for a thousand ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config
+from rlmath.data.dataset import critic_epochs
+from rlmath.distributed.mesh import Mesh
+from rlmath.models.hf_config import critic_shape_of, teacher_shape_of
+from rlmath.planning.checks import device_problems, memory_problems, setting_problems, shape_problems
+from rlmath.planning.memory_estimate import (
+    MemoryPlan,
+    Target,
+    expert_sizes,
+    largest,
+    mesh_of,
+    parameter_sizes,
+    plan_ranks,
+)
+from rlmath.planning.memory_formulas import engine_bytes
+from rlmath.planning.planner.asynchronous import Overlap, engine_side, floor_of
+from rlmath.planning.planner.lengths import Batch, lengths_with_mean
+from rlmath.planning.planner.machines import Cluster
+from rlmath.planning.planner.partial_rollouts import deferring_rollout_of, partial_rollout_of
+from rlmath.planning.planner.rollout import Rollout, Sampled, rollout_of
+from rlmath.planning.planner.training import (
+    BACKWARD,
+    FORWARD,
+    Training,
+    critic_work,
+    forward_cost,
+    head_flops,
+    logprobs_work,
+    publish_work,
+    update_passes,
+    update_work,
+)
+from rlmath.planning.planner.work import Coefficients, Work, seconds_by_coefficient, seconds_of
+from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
+
+TRAINER_PHASES = ("records", "logprobs", "reference", "critic", "teacher", "update", "publish", "other")
+ENGINE_PHASES = ("rollout", "again", "transfer")
+"""Of a step whose engines have ranks of their own: the two sides work at the same time."""
+PHASES = (
+    *("switch", "sync", "rollout", "again", "transfer"),
+    *("records", "logprobs", "reference", "critic", "teacher", "update", "publish", "other"),
+)
+"""In the order of a step; the switch is both ways. Where engines have no ranks of their own, phases take turns on the
+same memory, none runs beside another."""
+TYPICAL_SHARE = 0.3
+"""Mean completion as a share of the longest, where not given: 0.29 to 0.31 for R1 models and 27,648 tokens."""
+TYPICAL_PROMPT = 128
+"""Mean prompt (tokens) where not given; AReaL's step log has 108."""
+JUDGED_PER_SECOND = 3500.0
+"""Answers that one reward worker checks (docs/benchmarks.md, on two server cores)."""
+BUCKET_MESSAGES = 2
+"""Of a round: a rank sends and receives."""
+ROLLOUTS = {"wait": rollout_of, "carry": partial_rollout_of, "defer": deferring_rollout_of}
+"""By `rollout.tail`."""
+
+
+# ---------------------------------------------------------------- the step
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """FLOPs of a step over all ranks, without what is idle."""
+
+    sampling: float
+    """Of the tokens that are sampled, without prompts; with those that are discarded."""
+    forward: float
+    """Of the update and of log-probs."""
+    backward: float
+    recomputed: float
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A step's prediction."""
+
+    config: Config
+    mesh: Mesh
+    cluster: Cluster
+    batch: Batch
+    work: Mapping[str, Work]
+    """By phase, those that the run has."""
+    parts: Mapping[str, Mapping[str, float]]
+    """Seconds by phase, by coefficient."""
+    rollout: Rollout
+    microbatches: int
+    """Of a minibatch on a data-parallel rank."""
+    idle_share: float
+    """Of the update's seconds, in which the pipeline's stages wait for one another."""
+    tail_seconds: float
+    """Of the rollout, when no request waits any more."""
+    judging_seconds: float
+    """Of the workers of an engine, while it samples."""
+    flops: StepFlops
+    overlap: Overlap | None = None
+    """Of a run whose engines have ranks of their own; None: the phases take turns."""
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By phase."""
+        return {phase: sum(parts.values()) for phase, parts in self.parts.items()}
+
+    @property
+    def step_seconds(self) -> float:
+        overlap = self.overlap
+        both = sum(self.seconds.values()) if overlap is None else overlap.seconds
+        return both + self.judging_exposed
+
+    @property
+    def judging_exposed(self) -> float:
+        """What of judging is not hidden behind the rollout, or behind the step where engines never wait."""
+        overlap, beside = self.overlap, self.seconds["rollout"]
+        if overlap is not None and not overlap.take_turns:
+            beside = overlap.seconds
+        return max(0.0, self.judging_seconds - beside)
+
+
+def batch_of(config: Config, mean_response: float | None = None, mean_prompt: float | None = None) -> Batch:
+    """The sequences of a step with completions and prompts of these mean lengths (tokens), or of typical ones.
+
+    Errors: ValueError for lengths that the settings do not allow.
+    """
+    longest, longest_prompt = config.rollout.max_new_tokens, config.data.max_prompt_tokens
+    mean = max(1.0, TYPICAL_SHARE * longest) if mean_response is None else mean_response
+    prompt = float(min(TYPICAL_PROMPT, longest_prompt)) if mean_prompt is None else mean_prompt
+    if not 1 <= prompt <= longest_prompt:
+        problem = f"the mean prompt is {prompt:g} tokens; needed: from 1 to data.max_prompt_tokens, {longest_prompt}"
+        raise ValueError(f"{problem} (--mean-prompt-tokens)")
+    group = config.rollout.group_size
+    return Batch(config.data.prompts_per_step * group, group, prompt, lengths_with_mean(mean, longest))
+
+
+def plan_step(
+    config: Config,
+    shape: ModelShape,
+    target: Target,
+    cluster: Cluster,
+    batch: Batch,
+    coefficients: Coefficients,
+) -> StepPlan:
+    """The layout must have no problems (`preflight.parallelism`)."""
+    if config.rollout.ranks > 0:
+        return _plan_asynchronous(config, shape, target, cluster, batch, coefficients)
+    mesh, machine = mesh_of(config, cluster.ranks, 0), cluster.machine
+    training = Training(config, shape, mesh, target, cluster, batch)
+    rollout = ROLLOUTS[config.rollout.tail](config, shape, target, cluster, batch, cluster.ranks)
+    memory, _ = largest(plan_ranks(config, shape, cluster.ranks, target))
+    work = {
+        "switch": switch_work(config, memory, target),
+        "sync": sync_work(config, shape, mesh, target, cluster),
+        "rollout": rollout.work,
+    }
+    if recomputes_logprobs(config):
+        work["logprobs"] = logprobs_work(training)
+    if config.algorithm.kl_coef > 0:
+        work["reference"] = logprobs_work(training) + reference_switch_work(config, memory, target)
+    work |= critic_phase(training, memory)
+    if (teacher := teacher_training(training)) is not None:
+        work["teacher"] = teacher_work(teacher, memory)
+    work |= {"update": update_work(training), "other": Work(steps=1, tokens=batch.tokens / training.parts)}
+    parts = {phase: seconds_by_coefficient(done, machine, coefficients) for phase, done in work.items()}
+    return StepPlan(
+        config,
+        mesh,
+        cluster,
+        batch,
+        work,
+        parts,
+        rollout,
+        training.microbatches,
+        1 - 1 / training.idle_factor,
+        tail_seconds(rollout, cluster, coefficients),
+        rollout.sampled.finished / mesh.num_engines / config.reward.workers / JUDGED_PER_SECOND,
+        step_flops(training, rollout.sampled),
+    )
+
+
+def _plan_asynchronous(
+    config: Config,
+    shape: ModelShape,
+    target: Target,
+    cluster: Cluster,
+    batch: Batch,
+    coefficients: Coefficients,
+) -> StepPlan:
+    """Trainers are the first ranks. Nothing is switched or offloaded for engines. Every trainer gets what is sampled
+    ("records"), and copies its parameters to the host, from where they are sent ("publish")."""
+    trainers, machine = cluster.ranks - config.rollout.ranks, cluster.machine
+    mesh = mesh_of(config, cluster.ranks, 0)
+    training = Training(config, shape, mesh, target, cluster.first(trainers), batch)
+    work = {"records": Work(tokens=batch.tokens)}
+    if recomputes_logprobs(config):
+        work["logprobs"] = logprobs_work(training)
+    memory, _ = largest(plan_ranks(config, shape, cluster.ranks, target))
+    if config.algorithm.kl_coef > 0:
+        work["reference"] = logprobs_work(training) + reference_switch_work(config, memory, target)
+    work |= critic_phase(training, memory)
+    if (teacher := teacher_training(training)) is not None:
+        work["teacher"] = teacher_work(teacher, memory)
+    work |= {
+        "update": update_work(training),
+        "publish": publish_work(training),
+        "other": Work(steps=1, tokens=batch.tokens / training.parts),
+    }
+    seconds = {phase: seconds_of(done, machine, coefficients) for phase, done in work.items()}
+    trainer_seconds = sum(seconds.values())
+    engines = engine_side(config, shape, target, cluster, batch, coefficients, trainer_seconds)
+    work |= engines.work
+    overlap = Overlap(
+        trainers,
+        config.rollout.ranks,
+        trainer_seconds,
+        sum(seconds_of(done, machine, coefficients) for done in engines.work.values()),
+        config.rollout.max_staleness == 0,
+        engines.running,
+        engines.places,
+        floor_of(config, shape, target, cluster, batch, coefficients, seconds["update"]),
+    )
+    return StepPlan(
+        config,
+        mesh,
+        cluster,
+        batch,
+        work,
+        {phase: seconds_by_coefficient(done, machine, coefficients) for phase, done in work.items()},
+        engines.rollout,
+        training.microbatches,
+        1 - 1 / training.idle_factor,
+        tail_seconds(engines.rollout, cluster, coefficients),
+        engines.rollout.sampled.finished / mesh.num_engines / config.reward.workers / JUDGED_PER_SECOND,
+        step_flops(training, engines.rollout.sampled),
+        overlap,
+    )
+
+
+def recomputes_logprobs(config: Config) -> bool:
+    """Whether a step has a pass for the policy's own log-probs: not where its one minibatch gives them itself
+    (`PolicyUpdater.on_policy`)."""
+    algorithm, teacher = config.algorithm, config.teacher
+    only_one = algorithm.n_minibatches == algorithm.epochs == 1
+    in_reward = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
+    in_advantages = in_reward or (teacher.path is not None and teacher.loss == "advantage")
+    return algorithm.recompute_logprobs and (in_advantages or not only_one)
+
+
+def teacher_training(training: Training) -> Training | None:
+    """The same ranks and sequences with the teacher for a model, which has as many rows in its embedding as the policy;
+    None without a teacher."""
+    shape = teacher_shape_of(training.config)
+    if shape is None:
+        return None
+    return replace(training, shape=replace(shape, vocab_size=training.shape.vocab_size))
+
+
+def teacher_work(teacher: Training, plan: MemoryPlan) -> Work:
+    """A pass of all sequences. For a loss on the whole vocabulary the output layer is computed twice in every epoch,
+    inside of the policy's update. An offloaded teacher comes for its pass, and leaves after it; its output layer comes
+    twice then."""
+    config, size = teacher.config, 0
+    full, epochs = config.teacher.loss == "full", config.algorithm.epochs
+    if config.memory.offload_teacher:
+        size = plan.part("teacher") + (1 + full) * plan.part("teacher_head")
+    parts = teacher.parts * teacher.mesh.tensor
+    again = (2 * epochs - 1) * full * teacher.batch.tokens * head_flops(teacher.shape)
+    return logprobs_work(teacher) + Work(flops=again / parts) + _there_and_back(size, teacher.target)
+
+
+def teacher_flops(teacher: Training) -> float:
+    """Of a step, of the whole cluster."""
+    cost, batch, config = forward_cost(teacher.shape), teacher.batch, teacher.config
+    one_pass = batch.tokens * cost.linear + batch.squares * cost.quadratic
+    again = 2 * config.algorithm.epochs - 1 if config.teacher.loss == "full" else 0
+    return FORWARD * (one_pass + again * batch.tokens * head_flops(teacher.shape))
+
+
+def tail_seconds(rollout: Rollout, cluster: Cluster, coefficients: Coefficients) -> float:
+    """What the steps of the tail cost whatever their batch: the weights, and the engine's own time."""
+    share = rollout.tail_steps / rollout.steps
+    weights, messages = rollout.weights * rollout.tail_steps, rollout.work.messages * share
+    fixed = Work(memory=weights, decode_steps=rollout.tail_steps, messages=messages)
+    return seconds_of(fixed, cluster.machine, coefficients)
+
+
+def step_flops(training: Training, sampled: Sampled) -> StepFlops:
+    """FLOPs of a step, of the whole cluster."""
+    config, shape, batch = training.config, training.shape, training.batch
+    cost, algorithm = forward_cost(shape), config.algorithm
+    head = batch.tokens * head_flops(shape)
+    layers, attention = batch.tokens * cost.linear - head, batch.squares * cost.quadratic
+    one_pass = layers + head + attention
+    chunk = shape.num_layers // training.mesh.pipeline // training.mesh.virtual_pipeline
+    passes = update_passes(shape, config.policy, max(1, chunk), training.target.local_layers)
+    both = FORWARD + BACKWARD
+    recomputed = layers * (passes.linear - both) + attention * (passes.attention - both)
+    alone = recomputes_logprobs(config) + (algorithm.kl_coef > 0)
+    critic, critic_pass = critic_shape_of(config, shape), 0.0
+    if critic is not None:
+        of_critic = forward_cost(critic)
+        critic_pass = batch.tokens * of_critic.linear + batch.squares * of_critic.quadratic
+    teacher = teacher_training(training)
+    of_teacher = 0.0 if teacher is None else teacher_flops(teacher)
+    behind_prompts = sampled.squares + 2 * batch.prompt_tokens * sampled.tokens
+    return StepFlops(
+        sampled.tokens * cost.linear + cost.quadratic * behind_prompts,
+        FORWARD * (one_pass * (algorithm.epochs + alone) + critic_pass * (critic_epochs(config) + 1))
+        + of_teacher,
+        BACKWARD * (one_pass * algorithm.epochs + critic_pass * critic_epochs(config)),
+        recomputed * algorithm.epochs,
+    )
+
+
+# ---------------------------------------------------------------- weight sync, offloading and onloading
+
+
+def sync_work(config: Config, shape: ModelShape, mesh: Mesh, target: Target, cluster: Cluster) -> Work:
+    """Every engine rank's weights: copied from the rank's own shard as far as it has them, else sent by another."""
+    weights = engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes).weights
+    experts = expert_share(shape)
+    own = (1 - experts) * own_share(mesh, mesh.tensor)
+    own += experts * own_share(mesh, mesh.expert_tensor) / mesh.expert
+    received = weights * (1 - own)
+    rounds = math.ceil(received / bucket_bytes(config.sync.bucket_mib, target.kind, mesh.world_size))
+    replica = math.lcm(mesh.tensor * mesh.context, mesh.expert * mesh.expert_tensor)
+    inside = cluster.in_a_node(replica if mesh.pipeline == 1 else mesh.world_size)
+    return Work(
+        memory=2.0 * weights,
+        node=received if inside else 0.0,
+        network=0.0 if inside else received,
+        messages=BUCKET_MESSAGES * rounds,
+    )
+
+
+def own_share(mesh: Mesh, tensor: int) -> float:
+    """Share of its engine's weights that a rank holds itself, mean over the ranks; of those that `tensor` ranks share.
+
+    >>> own_share(Mesh(0, 4, 2, pipeline=1, engine_size=1), 2), own_share(Mesh(0, 4, 2, 1, engine_size=2), 2)
+    (0.5, 1.0)
+    """
+    engine = mesh.engine_size
+    period = math.lcm(tensor, engine)
+    total = sum(_overlap(rank % tensor, tensor, rank % engine, engine) * engine for rank in range(period))
+    return total / period / mesh.pipeline
+
+
+def expert_share(shape: ModelShape) -> float:
+    """Of a model's parameters, those of its experts (0 to 1)."""
+    if not shape.num_experts:
+        return 0.0
+    whole = Mesh(0, 1, 1, 1, 1)
+    experts = sum(map(sum, expert_sizes(shape, whole, shape.num_layers)))
+    return experts / (experts + sum(map(sum, parameter_sizes(shape, whole, shape.num_layers))))
+
+
+def _overlap(part: int, parts: int, other: int, others: int) -> float:
+    """Length that [part, part + 1] / parts and [other, other + 1] / others have in common."""
+    low = max(part / parts, other / others)
+    return max(0.0, min((part + 1) / parts, (other + 1) / others) - low)
+
+
+def switch_work(config: Config, plan: MemoryPlan, target: Target) -> Work:
+    """A turn to sampling and back: what is offloaded goes to the host and comes back. Gradients hold nothing then, and
+    are given up, not moved."""
+    memory = config.memory
+    offloaded = {"optimizer": memory.offload_optimizer, "parameters": memory.offload_parameters}
+    moved = sum(plan.part(name) for name, leaves in offloaded.items() if leaves)
+    return Work(switches=1) + _there_and_back(moved, target)
+
+
+def reference_switch_work(config: Config, plan: MemoryPlan, target: Target) -> Work:
+    """An offloaded reference model comes for its log-probs only, and leaves after them."""
+    return _there_and_back(plan.part("reference") if config.memory.offload_reference else 0, target)
+
+
+def critic_phase(training: Training, plan: MemoryPlan) -> dict[str, Work]:
+    """The critic's part of a step, with its way to the device and back where it is offloaded; nothing without one."""
+    config = training.config
+    shape = critic_shape_of(config, training.shape)
+    if shape is None:
+        return {}
+    moved = 0
+    if config.memory.offload_critic:
+        moved = plan.part("critic_parameters") + plan.part("critic_optimizer")
+    as_critic = replace(config, algorithm=replace(config.algorithm, epochs=critic_epochs(config)))
+    work = critic_work(replace(training, config=as_critic, shape=shape))
+    return {"critic": work + _there_and_back(moved, training.target)}
+
+
+def _there_and_back(size: int, target: Target) -> Work:
+    """On CPU, host and device are the same memory."""
+    if target.kind == "cpu":
+        return Work(memory=2.0 * 2.0 * size)
+    return Work(host=2.0 * size)
+
+
+# ---------------------------------------------------------------- layouts
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The layouts of a run on a cluster."""
+
+    plans: tuple[StepPlan, ...]
+    """Those that are legal and fit, fastest first."""
+    without_room: int
+    """Layouts that the memory of the devices is too small for."""
+
+
+def with_layout(config: Config, tensor: int, pipeline: int, engine: int) -> Config:
+    """The settings with another layout; data-parallel ranks are what remains. Chunks and uneven stages belong to the
+    layout that the settings have, and are left out of another."""
+    same = tensor == config.parallel.tensor and pipeline == config.parallel.pipeline
+    stages = {} if same else {"virtual_pipeline": 1, "first_stage_layers": None, "last_stage_layers": None}
+    parallel = replace(config.parallel, data=None, tensor=tensor, pipeline=pipeline, **stages)
+    rollout = replace(config.rollout, tensor_parallel=engine)
+    return replace(config, parallel=parallel, rollout=rollout)
+
+
+def layouts_of(config: Config, shape: ModelShape, cluster: Cluster) -> Iterator[Config]:
+    """TP x PP x engine TP that no check refuses; tensor-parallel ranks stay within a node."""
+    inside = _divisors(cluster.ranks_per_node)
+    for tensor in inside:
+        for pipeline in _divisors(shape.num_layers):
+            for engine in inside:
+                found = with_layout(config, tensor, pipeline, engine)
+                if not problems_of(found, shape, cluster):
+                    yield found
+
+
+def problems_of(config: Config, shape: ModelShape, cluster: Cluster) -> list[str]:
+    """What keeps a run from this layout, but for memory."""
+    return [
+        *setting_problems(config, cluster.ranks),
+        *shape_problems(config, shape),
+        *(device_problems(config, shape, on_gpu=False) if cluster.machine.kind == "cpu" else ()),
+    ]
+
+
+def compare(
+    config: Config,
+    shape: ModelShape,
+    target: Target,
+    cluster: Cluster,
+    batch: Batch,
+    coefficients: Coefficients,
+) -> Comparison:
+    """`config` is that of one stage; ties go to the layout with fewer ranks to a copy of the model."""
+    plans, without_room = [], 0
+    for found in layouts_of(config, shape, cluster):
+        if memory_problems(found, shape, cluster.ranks):
+            without_room += 1
+        else:
+            plans.append(plan_step(found, shape, target, cluster, batch, coefficients))
+    return Comparison(tuple(sorted(plans, key=_by_seconds)), without_room)
+
+
+def _by_seconds(plan: StepPlan) -> tuple[float, int, int]:
+    return plan.step_seconds, plan.mesh.tensor * plan.mesh.pipeline, plan.mesh.engine_size
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,302 @@
+"""The work of log-probs and updates: FLOPs, the pipeline's bubble, and what ranks exchange."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from rlmath.checkpoint.hf.weight_map import padded_vocab
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config, PolicyConfig
+from rlmath.data.seqlen_balancing import Cost, training_cost
+from rlmath.distributed.mesh import Mesh
+from rlmath.planning.memory_estimate import Target, expert_sizes, parameter_sizes, stage_work
+from rlmath.planning.memory_formulas import FLOAT32_BYTES, layer_elements
+from rlmath.planning.planner.lengths import Batch
+from rlmath.planning.planner.machines import Cluster
+from rlmath.planning.planner.work import Work
+from rlmath.rollout.weight_sync.shard_layouts import stage_layers
+
+FORWARD, BACKWARD = 1.0, 2.0
+"""Multiplications of a pass in those of a forward pass."""
+MINIBATCH_MESSAGES = 8
+"""Collectives of an update beside those of gradients and parameters: sums of the loss and its metrics, norms."""
+ADAM_BYTES = 28
+"""Read and written by Adam for a parameter: gradient, two moments and the float32 parameter, the last three twice."""
+GRADIENT_BYTES = 12
+"""Written with zeros, read for the norm and scaled: three times float32."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How often what is done with a micro-batch."""
+
+    linear: float
+    """Forward passes' worth of matrix multiplications of a layer."""
+    attention: float
+    head: float
+    exchanges: float
+    """Forward passes' worth of sums over tensor-parallel ranks."""
+    routes: float
+    """Forward passes' worth of tokens sent to experts and back."""
+    touches: float
+    """Times that a layer's activations are read or written."""
+    runs: int
+    """Passes of a micro-batch: forward, and backward."""
+
+
+LOGPROBS = Passes(FORWARD, FORWARD, FORWARD, exchanges=1, routes=1, touches=2, runs=1)
+
+
+def update_passes(shape: ModelShape, policy: PolicyConfig, chunk_layers: int, local_layers: bool) -> Passes:
+    """Forward and backward, and what is recomputed: all of a layer ("full"); its MLP, of local layers its attention
+    ("selective")."""
+    linear = attention = exchanges = routes = 0.0
+    if policy.recompute_granularity == "full":
+        share = 1.0
+        if policy.recompute_method == "block":
+            share = min(1.0, (policy.recompute_num_layers or 1) / chunk_layers)
+        linear = attention = exchanges = routes = share
+    elif policy.recompute_granularity == "selective" and local_layers:
+        attention = FORWARD
+    elif policy.recompute_granularity == "selective":
+        linear = mlp_share(shape)
+        exchanges, routes = (0.0, 1.0) if shape.num_experts else (0.5, 0.0)  # one of a layer's two sums
+    both = FORWARD + BACKWARD
+    return Passes(
+        both + linear,
+        both + attention,
+        both,
+        exchanges=2 + exchanges,
+        routes=2 + routes,
+        touches=6 + 2 * linear,
+        runs=2,
+    )
+
+
+def mlp_share(shape: ModelShape) -> float:
+    """Of the multiplications of a layer's matrices, those of its MLP."""
+    mlp = 3 * shape.ffn_size * max(1, shape.experts_per_token)
+    attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    return mlp / (mlp + attention)
+
+
+def forward_cost(shape: ModelShape) -> Cost:
+    """FLOPs of a forward pass: a third of those of forward and backward."""
+    cost = training_cost(shape)
+    return Cost(cost.linear / 3, cost.quadratic / 3)
+
+
+def head_flops(shape: ModelShape) -> float:
+    """FLOPs of the output layer for one token, forwards."""
+    return 2.0 * shape.hidden_size * shape.outputs
+
+
+@dataclass(frozen=True)
+class Training:
+    """Everything that the work of a training phase follows from."""
+
+    config: Config
+    shape: ModelShape
+    mesh: Mesh
+    target: Target
+    cluster: Cluster
+    batch: Batch
+
+    @property
+    def parts(self) -> int:
+        """Ranks that share the step's tokens."""
+        return self.mesh.data * self.mesh.context
+
+    @property
+    def microbatches(self) -> int:
+        """Of one minibatch on one data-parallel rank: as few as hold its tokens, in the multiple that is needed."""
+        tokens = self.batch.tokens / self.config.algorithm.n_minibatches / self.mesh.data
+        multiple = self.mesh.microbatch_multiple
+        least = math.ceil(tokens / self.config.policy.max_tokens_per_microbatch)
+        return -(-max(1, least) // multiple) * multiple
+
+    @property
+    def idle_factor(self) -> float:
+        """Seconds of a pipeline over those of its work: (m + (p - 1) / v) / m of m micro-batches, p stages and v
+        chunks (Megatron-LM, arXiv:2104.04473, section 2.2)."""
+        mesh, count = self.mesh, self.microbatches
+        return (count + (mesh.pipeline - 1) / mesh.virtual_pipeline) / count
+
+
+def update_work(training: Training) -> Work:
+    """All updates of a step, on the rank that has the most to do."""
+    algorithm = training.config.algorithm
+    updates = [_stage_update(training, mesh, layers) for mesh, layers in stages(training)]
+    most = max(updates, key=lambda work: work.flops)
+    return most.times(algorithm.epochs)
+
+
+def logprobs_work(training: Training) -> Work:
+    """Log-probs of all sequences of a step: one forward pass."""
+    return max(
+        (_pass_work(training, mesh, layers, LOGPROBS) for mesh, layers in stages(training)),
+        key=lambda work: work.flops,
+    )
+
+
+def critic_work(training: Training) -> Work:
+    """Values of all sequences of a step, and the critic's updates; `training` has the critic's shape."""
+    return logprobs_work(training) + update_work(training)
+
+
+def publish_work(training: Training) -> Work:
+    """A copy of the parameters of the rank that holds the most, in the host's memory."""
+    held = [sum(one.parameters for one in held_parameters(training, *stage)) for stage in stages(training)]
+    size = max(held) * training.target.itemsize
+    return Work(memory=2.0 * size) if training.target.kind == "cpu" else Work(host=float(size))
+
+
+def stages(training: Training) -> list[tuple[Mesh, int]]:
+    """The first rank of every pipeline stage, and its layers."""
+    mesh, parallel = training.mesh, training.config.parallel
+    uneven = (parallel.first_stage_layers, parallel.last_stage_layers)
+    layers = stage_layers(training.shape.num_layers, mesh.pipeline, mesh.virtual_pipeline, *uneven)
+    per_stage = mesh.world_size // mesh.pipeline
+    return [(replace(mesh, rank=stage * per_stage), len(held)) for stage, held in enumerate(layers)]
+
+
+def _stage_update(training: Training, mesh: Mesh, layers: int) -> Work:
+    chunk_layers, target = max(1, layers // mesh.virtual_pipeline), training.target
+    passes = update_passes(training.shape, training.config.policy, chunk_layers, target.local_layers)
+    minibatches = training.config.algorithm.n_minibatches
+    each = sum(gradient_exchanges(training, mesh, layers).values(), _optimizer_work(training, mesh, layers))
+    return _pass_work(training, mesh, layers, passes) + each.times(minibatches)
+
+
+def _pass_work(training: Training, mesh: Mesh, layers: int, passes: Passes) -> Work:
+    """All sequences of a step through one pipeline stage, once."""
+    shape, batch, config = training.shape, training.batch, training.config
+    cost, share = forward_cost(shape), layers / shape.num_layers
+    head = head_flops(shape)
+    flops = batch.tokens * share * (cost.linear - head) * passes.linear
+    flops += batch.squares * share * cost.quadratic * passes.attention
+    tokens = batch.tokens / training.parts
+    stage = stage_work(config, shape, mesh, training.target, layers)
+    touched = layers * layer_elements(shape, stage) * passes.touches
+    if mesh.is_last_stage:
+        flops += batch.tokens * head * passes.head
+        touched += padded_vocab(shape.outputs, mesh.tensor) / mesh.tensor * 3 * passes.head
+    runs = training.microbatches * config.algorithm.n_minibatches * passes.runs
+    work = Work(
+        flops=flops / training.parts / mesh.tensor * training.idle_factor,
+        memory=tokens * touched * training.target.itemsize * training.idle_factor,
+        microbatches=runs * mesh.virtual_pipeline * training.idle_factor,
+    )
+    return sum(pass_exchanges(training, mesh, layers, passes).values(), work)
+
+
+def pass_exchanges(training: Training, mesh: Mesh, layers: int, passes: Passes) -> dict[str, Work]:
+    """Between the ranks of a micro-batch, in a pass of all sequences of a step: sums of hidden states over
+    tensor-parallel ranks, every token to its experts and back, and hidden states to the next stage."""
+    shape, cluster, sequence = training.shape, training.cluster, training.config.parallel.sequence
+    state = training.batch.tokens / training.parts * shape.hidden_size * training.target.itemsize
+    count = training.microbatches * training.config.algorithm.n_minibatches
+    found = {}
+    if mesh.tensor > 1:
+        # A sum is two exchanges of all hidden states: scattered sums, which are gathered. With sequence parallelism
+        # they are messages of their own, with a layer's work between them.
+        halves = 1 if shape.num_experts else 2  # experts get their tokens from `expert`
+        exchanges = layers * halves * 2 * passes.exchanges + _exchanges_at_the_ends(mesh, sequence, passes)
+        if sequence and passes.runs > 1:
+            exchanges += layers * halves  # the input of a product is gathered again for its weights' gradient
+        sent = state * exchanges * (mesh.tensor - 1) / mesh.tensor
+        messages = count * exchanges / (1 if sequence else 2)
+        found["tensor"] = _sent(sent, messages, cluster.in_a_node(mesh.tensor))
+    if mesh.expert > 1:
+        ways = 2 * layers * passes.routes
+        part = (mesh.expert - 1) / mesh.expert / (mesh.tensor if sequence else 1)
+        inside = cluster.in_a_node(mesh.expert * mesh.expert_tensor)
+        found["expert"] = _sent(state * shape.experts_per_token * ways * part, count * ways, inside)
+    if mesh.expert_tensor > 1:
+        ways = 2 * layers * passes.routes
+        part = (mesh.expert_tensor - 1) / (mesh.tensor if sequence else 1)
+        inside = cluster.in_a_node(mesh.expert_tensor)
+        found["expert_tensor"] = _sent(state * shape.experts_per_token * ways * part, count * ways, inside)
+    if mesh.pipeline > 1:
+        part = 1 / mesh.tensor if sequence else 1.0
+        ways = passes.runs * mesh.virtual_pipeline
+        found["pipeline"] = _sent(state * part * ways, count * ways, cluster.nodes == 1)
+    return found
+
+
+def _exchanges_at_the_ends(mesh: Mesh, sequence: bool, passes: Passes) -> int:
+    """Of all hidden states, over tensor-parallel ranks, for the embedding and for the output layer."""
+    backward = passes.runs > 1
+    found = 0
+    if mesh.pipeline_rank == 0:
+        found += 1 + backward if sequence else 2
+    if mesh.is_last_stage:
+        found += 1 + 2 * backward if sequence else 2 * backward
+    return found
+
+
+def _sent(size: float, messages: float, inside: bool) -> Work:
+    return Work(node=size if inside else 0.0, network=0.0 if inside else size, messages=messages)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters of a rank that the same ranks have."""
+
+    parameters: int
+    ranks: int
+    """That have the same, and share gradients and Adam's state."""
+    stride: int
+    """From one of them to the next."""
+
+
+def held_parameters(training: Training, mesh: Mesh, layers: int) -> tuple[Held, ...]:
+    """Experts have groups of their own."""
+    dense = sum(map(sum, parameter_sizes(training.shape, mesh, layers)))
+    experts = sum(map(sum, expert_sizes(training.shape, mesh, layers)))
+    found = Held(dense, training.parts, mesh.tensor)
+    if not experts:
+        return (found,)
+    return found, Held(experts, mesh.expert_data, mesh.expert * mesh.expert_tensor)
+
+
+def _optimizer_work(training: Training, mesh: Mesh, layers: int) -> Work:
+    """One optimizer step: gradients are cleared and measured, and every rank moves its share of the parameters."""
+    work = Work(messages=MINIBATCH_MESSAGES)
+    for held in held_parameters(training, mesh, layers):
+        shares = held.ranks if training.config.optimizer.distributed else 1
+        work += Work(memory=held.parameters * (GRADIENT_BYTES + ADAM_BYTES / shares))
+    return work
+
+
+def gradient_exchanges(training: Training, mesh: Mesh, layers: int) -> dict[str, Work]:
+    """One minibatch's gradients in float32: scattered, and the new parameters gathered; or summed on all ranks; and
+    those of an embedding that is the output layer, too, between the first and the last stage. What goes to other nodes
+    is shared by the network cards of the ranks of a node that are in the same group."""
+    # Megatron's two optimizers of a model with experts gather the parameters of both, each.
+    gathers = 2 if training.shape.num_experts else 1
+    ways, messages = FLOAT32_BYTES + gathers * training.target.itemsize, (1 + gathers) * mesh.virtual_pipeline
+    if not training.config.optimizer.distributed:
+        ways, messages = 2 * FLOAT32_BYTES, 2 * mesh.virtual_pipeline
+    found = {}
+    for name, held in zip(("data", "expert_data"), held_parameters(training, mesh, layers), strict=False):
+        if held.ranks == 1:
+            continue
+        sent = held.parameters * ways * (held.ranks - 1) / held.ranks
+        if training.cluster.in_a_node(held.stride * held.ranks):
+            found[name] = _sent(sent, messages, inside=True)
+        else:
+            beside = max(1, min(held.ranks, training.cluster.ranks_per_node // held.stride))
+            node = sent if beside > 1 else 0.0
+            found[name] = Work(node=node, network=sent / beside, messages=messages)
+    if (
+        training.shape.tied_embeddings
+        and mesh.pipeline > 1
+        and (mesh.is_last_stage or mesh.pipeline_rank == 0)
+    ):
+        # The first and the last stage hold the same matrix.
+        rows = padded_vocab(training.shape.vocab_size, mesh.tensor) // mesh.tensor
+        sent = rows * training.shape.hidden_size * FLOAT32_BYTES
+        found["embedding"] = _sent(sent, 1, training.cluster.nodes == 1)
+    return found

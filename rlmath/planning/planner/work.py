@@ -1,0 +1,156 @@
+"""The work of one rank in a phase, in units that a machine has a speed for, and the coefficients that give its seconds.
+
+Every phase's seconds are a sum over the coefficients, the few numbers that no data sheet has: which share of a
+machine's speed is reached, and what comes on top. Each stands for a part of the work, so that a measured run
+determines their values (`calibration`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+
+from rlmath.planning.planner.machines import Machine
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of the rank that has the most.
+
+    >>> (Work(flops=2.0, messages=1.0) + Work(flops=3.0)).times(2.0)
+    Work(flops=10.0, memory=0.0, node=0.0, network=0.0, host=0.0, messages=2.0, decode_steps=0.0, sequence_steps=0.0, \
+microbatches=0.0, tokens=0.0, switches=0.0, steps=0.0)
+    """
+
+    flops: float = 0.0
+    """Matrix multiplications and attention, with what is idle in a pipeline counted as work."""
+    memory: float = 0.0
+    """Bytes read from and written to the device's memory, beside those of large matrix multiplications."""
+    node: float = 0.0
+    """Bytes sent to devices of the same node."""
+    network: float = 0.0
+    """Bytes sent to other nodes."""
+    host: float = 0.0
+    """Bytes to and from the host's memory."""
+    messages: float = 0.0
+    """Collectives and messages, whatever their size."""
+    decode_steps: float = 0.0
+    """Engine steps, whatever their batch."""
+    sequence_steps: float = 0.0
+    """Tokens sampled: sequences of an engine step, added up over the steps."""
+    microbatches: float = 0.0
+    """Passes of a micro-batch, a backward pass being one of its own."""
+    tokens: float = 0.0
+    """Tokens that the host handles one by one: every rank learns all that was sampled."""
+    switches: float = 0.0
+    """Turns from training to sampling and back."""
+    steps: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(getattr(self, name) + getattr(other, name) for name in WORK_NAMES))
+
+    def times(self, factor: float) -> Work:
+        return Work(*(factor * getattr(self, name) for name in WORK_NAMES))
+
+
+WORK_NAMES = tuple(field.name for field in fields(Work))
+
+
+# ---------------------------------------------------------------- coefficients
+
+
+SHARES = ("flops_share", "memory_share", "link_share")
+"""Of what `Machine` can do at most; the others are seconds."""
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Shares lie above 0; a calibrated one may exceed 1 where a machine is faster than its figures."""
+
+    flops_share: float
+    """Of the device's FLOP/s, in training, log-probs and prefill."""
+    memory_share: float
+    """Of the bandwidth of the device's memory."""
+    link_share: float
+    """Of the bandwidth to devices of the node, to other nodes and to the host."""
+    message_seconds: float
+    """A message or collective, whatever its size."""
+    decode_step_seconds: float
+    """An engine step, whatever its batch: scheduling, start of the kernels."""
+    sequence_step_seconds: float
+    """The host's work for one sequence of an engine step."""
+    microbatch_seconds: float
+    """A pass of one micro-batch, whatever its size."""
+    token_seconds: float
+    """The host's work for one token of a step, on every rank: gathering and packing."""
+    switch_seconds: float
+    """Putting the engine to sleep and waking it, beside bytes that move."""
+    step_seconds: float
+    """What remains of a step."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not 0 < value < float("inf"):
+                raise ValueError(f"the coefficient {name} is {value}; needed: a number above 0")
+
+
+NAMES = tuple(field.name for field in fields(Coefficients))
+
+DEFAULTS = {
+    "cuda": Coefficients(
+        flops_share=0.55,
+        memory_share=0.7,
+        link_share=0.75,
+        message_seconds=30e-6,
+        decode_step_seconds=4e-3,
+        sequence_step_seconds=10e-6,
+        microbatch_seconds=5e-3,
+        token_seconds=0.2e-6,
+        switch_seconds=1.0,
+        step_seconds=1.0,
+    ),
+    "cpu": Coefficients(
+        flops_share=1.2,
+        memory_share=0.8,
+        link_share=0.5,
+        message_seconds=3e-3,
+        decode_step_seconds=3e-3,
+        sequence_step_seconds=60e-6,
+        microbatch_seconds=5e-3,
+        token_seconds=8e-6,
+        switch_seconds=8e-3,
+        step_seconds=20e-3,
+    ),
+}
+"""By kind of device. Sources, and which of them are estimated and not measured: docs/planning.md."""
+
+
+def seconds_by_coefficient(work: Work, machine: Machine, coefficients: Coefficients) -> dict[str, float]:
+    """Seconds that each coefficient stands for; their sum is the time of the work."""
+    of = coefficients
+    links = work.node / machine.node + work.network / machine.network + work.host / machine.host
+    return {
+        "flops_share": work.flops / machine.flops / of.flops_share,
+        "memory_share": work.memory / machine.memory / of.memory_share,
+        "link_share": links / of.link_share,
+        "message_seconds": work.messages * of.message_seconds,
+        "decode_step_seconds": work.decode_steps * of.decode_step_seconds,
+        "sequence_step_seconds": work.sequence_steps * of.sequence_step_seconds,
+        "microbatch_seconds": work.microbatches * of.microbatch_seconds,
+        "token_seconds": work.tokens * of.token_seconds,
+        "switch_seconds": work.switches * of.switch_seconds,
+        "step_seconds": work.steps * of.step_seconds,
+    }
+
+
+def seconds_of(work: Work, machine: Machine, coefficients: Coefficients) -> float:
+    return sum(seconds_by_coefficient(work, machine, coefficients).values())
+
+
+def slower_by(coefficients: Coefficients, factors: Mapping[str, float]) -> Coefficients:
+    """The coefficients with which the time that each stands for is `factors` times as long."""
+    values = {
+        name: value / factors.get(name, 1.0) if name in SHARES else value * factors.get(name, 1.0)
+        for name, value in asdict(coefficients).items()
+    }
+    return Coefficients(**values)

@@ -1,0 +1,391 @@
+"""What the update of a step was made of, kept of the last step and written to be replayed (`rlmath replay`).
+
+    captures/step-000010/capture.json        where the run stood, what the step's update gave
+                         config.yaml         all settings
+                         groups.jsonl        a row per sampled group: prompt, texts, rewards, scores, which are learned
+                         tokens.safetensors  token ids and log-probs of all groups, one completion behind the other
+
+Written after the steps of `telemetry.capture_steps`, with a digest and random projections of the weights before and
+after; and, without those, for the last step of a run that fails or diverges. The weights that the step began with are
+those of the run's checkpoint with so many steps done; before the first step, of `model.path`.
+
+A capture is read as one that anybody may have written.
+"""
+
+# Shape legend: K projections of a tensor.
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from array import array
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from rlmath.algorithms.dynamic_sampling import Chosen
+from rlmath.algorithms.types import Completion, FinishReason, Prompt, ScoredGroup, Segment
+from rlmath.checkpoint.directory import PARTIAL
+from rlmath.checkpoint.flight import read_count, read_score
+from rlmath.config.files import open_regular, parse_json, read_json_object, read_regular
+from rlmath.config.run_files import CAPTURES_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE
+from rlmath.telemetry.metrics_writer import json_number
+
+CAPTURE_FILE = "capture.json"
+GROUPS_FILE = "groups.jsonl"
+TOKENS_FILE = "tokens.safetensors"
+VERSION = 1
+PROJECTIONS = 8
+"""Of every tensor. Their mean squared difference between two models estimates their squared distance."""
+_MOST_BYTES = 2**34
+"""Of a file that is read."""
+_MOST_LINE_BYTES = 2**28
+
+
+@dataclass(frozen=True)
+class WeightSketch:
+    """What tells the weights of two models apart, whatever their layouts."""
+
+    digest: str
+    """SHA-256 of all tensors as Hugging Face names them."""
+    projections: dict[str, list[float]]
+    """K of each tensor: its product with signs that follow from the place."""
+
+
+@dataclass(frozen=True)
+class CapturedMinibatch:
+    """What a minibatch gave, as `MinibatchResult` has it."""
+
+    numbers: dict[str, float]
+    """Sums, maxima, "grad_norm" and "learning_rate"."""
+    discarded: str | None
+    """Why it was discarded."""
+
+
+@dataclass(frozen=True)
+class CapturedUpdate:
+    """What the update gave."""
+
+    minibatches: list[CapturedMinibatch]
+    critic_minibatches: list[CapturedMinibatch]
+    advantages: list[list[float]]
+    """By learned group and completion."""
+    weights_after: WeightSketch | None = None
+
+
+@dataclass(frozen=True)
+class Capture:
+    """The records of one step."""
+
+    step: int
+    """Counted from 0; as many steps were done before."""
+    reason: str
+    """Why it was written."""
+    settings_yaml: str
+    """All settings of the run."""
+    total_steps: int
+    length_stage: int
+    """Counted from 0."""
+    sampling_seed: int
+    """As `PromptOrder.seed_at`."""
+    rollbacks: int
+    """Made before, by which the learning rate is lower."""
+    layout: str
+    world_size: int
+    groups: list[ScoredGroup]
+    """All that were sampled."""
+    chosen: list[tuple[int, ...]]
+    """Positions of the completions of each that were learned from."""
+    own_advantages: list[list[float]] | None = None
+    """By learned group and completion, where a function of the user's gave them."""
+    update: CapturedUpdate | None = None
+    """None where the update did not end."""
+    weights_before: WeightSketch | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def learned(self) -> list[ScoredGroup]:
+        """As `Selection.learned`."""
+        return [
+            Chosen(samples).learned(group)
+            for group, samples in zip(self.groups, self.chosen, strict=True)
+            if samples
+        ]
+
+
+def distance(one: WeightSketch, other: WeightSketch) -> float:
+    """The estimated L2 distance of two models of the same tensors. ValueError for models of different ones."""
+    if one.projections.keys() != other.projections.keys():
+        raise ValueError("the models have different tensors")
+    squares = [
+        (a - b) ** 2
+        for name, row in one.projections.items()
+        for a, b in zip(row, other.projections[name], strict=True)
+    ]
+    return math.sqrt(math.fsum(squares) / PROJECTIONS)
+
+
+# ---------------------------------------------------------------- files
+
+
+def folder_of(output_dir: Path, step: int) -> Path:
+    """Of the capture of a step, counted from 0."""
+    return output_dir / CAPTURES_FOLDER / f"step-{step + 1:06d}"
+
+
+def write_capture(output_dir: Path, capture: Capture, since: float = math.inf) -> Path | None:
+    """Write it whole, in the place of an earlier one of the same step; its folder. None where another rank is writing
+    the same step, or has written it after `since` (seconds since 1970). OSError where the disk refuses."""
+    folder = folder_of(output_dir, capture.step)
+    if (folder / CAPTURE_FILE).is_file() and (folder / CAPTURE_FILE).stat().st_mtime > since:
+        return None
+    partial = folder.with_name(f"{folder.name}{PARTIAL}")
+    try:
+        partial.mkdir(parents=True)
+    except FileExistsError:
+        return None
+    try:
+        (partial / CONFIG_FILE).write_text(capture.settings_yaml, encoding="utf-8")
+        (partial / TOKENS_FILE).write_bytes(_tokens_of(capture.groups))
+        with (partial / GROUPS_FILE).open("w", encoding="ascii") as file:
+            for group, samples in zip(capture.groups, capture.chosen, strict=True):
+                file.write(json.dumps(_group_row(group, samples)) + "\n")
+        text = json.dumps(_header(capture), indent=1)
+        (partial / CAPTURE_FILE).write_text(text + "\n", encoding="ascii")
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _header(capture: Capture) -> dict[str, Any]:
+    update = None
+    if capture.update is not None:
+        update = {
+            "minibatches": [_minibatch_row(one) for one in capture.update.minibatches],
+            "critic_minibatches": [_minibatch_row(one) for one in capture.update.critic_minibatches],
+            "advantages": [[json_number(value) for value in row] for row in capture.update.advantages],
+            "weights_after": _sketch_row(capture.update.weights_after),
+        }
+    state = f"{CHECKPOINTS_FOLDER}/step-{capture.step:06d}" if capture.step else None
+    return {
+        "version": VERSION,
+        "step": capture.step + 1,
+        "reason": capture.reason,
+        "state": state,
+        "total_steps": capture.total_steps,
+        "length_stage": capture.length_stage + 1,
+        "sampling_seed": capture.sampling_seed,
+        "rollbacks": capture.rollbacks,
+        "layout": capture.layout,
+        "world_size": capture.world_size,
+        "versions": capture.versions,
+        "weights_before": _sketch_row(capture.weights_before),
+        "own_advantages": capture.own_advantages,
+        "update": update,
+    }
+
+
+def _sketch_row(sketch: WeightSketch | None) -> dict[str, Any] | None:
+    if sketch is None:
+        return None
+    rows = {name: [json_number(value) for value in row] for name, row in sketch.projections.items()}
+    return {"digest": sketch.digest, "projections": rows}
+
+
+def _minibatch_row(one: CapturedMinibatch) -> dict[str, Any]:
+    return {name: json_number(value) for name, value in one.numbers.items()} | {"discarded": one.discarded}
+
+
+def _group_row(group: ScoredGroup, samples: Sequence[int]) -> dict[str, Any]:
+    prompt = group.prompt
+    return {
+        "prompt_id": prompt.prompt_id,
+        "prompt": prompt.text,
+        "prompt_tokens": len(prompt.token_ids),
+        "solutions": list(prompt.solutions),
+        "task": prompt.task,
+        "more": prompt.more_json,
+        "learned": list(samples),
+        "completions": [
+            {
+                "text": completion.text,
+                "finish_reason": completion.finish_reason,
+                "segments": [[one.tokens, one.policy_version, one.step] for one in completion.segments],
+                "score": asdict(score),
+            }
+            for completion, score in zip(group.completions, group.scores, strict=True)
+        ],
+    }
+
+
+def _tokens_of(groups: Sequence[ScoredGroup]) -> bytes:
+    prompts, token_ids, logprobs = array("i"), array("i"), array("f")
+    for group in groups:
+        prompts.extend(group.prompt.token_ids)
+        for completion in group.completions:
+            token_ids.extend(completion.token_ids)
+            logprobs.extend(completion.logprobs)
+    return save(
+        {
+            "prompt_tokens": np.frombuffer(prompts, np.int32),
+            "tokens": np.frombuffer(token_ids, np.int32),
+            "logprobs": np.frombuffer(logprobs, np.float32),
+        }
+    )
+
+
+def read_capture(folder: Path) -> Capture:
+    """ValueError where it is none, is damaged or was written by a later version."""
+    header = read_json_object(folder / CAPTURE_FILE, _MOST_LINE_BYTES)
+    if header.get("version") != VERSION:
+        raise ValueError(f"{folder}: its form is version {header.get('version')!r}; needed: {VERSION}")
+    try:
+        settings = read_regular(folder / CONFIG_FILE, _MOST_LINE_BYTES).decode()
+        reader = _Reader(load(read_regular(folder / TOKENS_FILE, _MOST_BYTES)))
+        with open_regular(folder / GROUPS_FILE) as file:
+            rows = [
+                reader.group(parse_json(line.decode()))
+                for line in iter(lambda: file.readline(_MOST_LINE_BYTES), b"")
+            ]
+        reader.check_end()
+        own_advantages = header["own_advantages"]
+        if own_advantages is not None:
+            own_advantages = _read_advantages(own_advantages)
+        learned = [len(samples) for _, samples in rows if samples]
+        if not all(math.isfinite(value) for row in own_advantages or () for value in row):
+            raise ValueError("an advantage is not finite")
+        if own_advantages is not None and [len(row) for row in own_advantages] != learned:
+            raise ValueError("there are advantages of other completions")
+        update = _read_update(header["update"])
+        if update is not None and [len(row) for row in update.advantages] != learned:
+            raise ValueError("the update has advantages of other completions")
+        return Capture(
+            step=_from_one(header["step"]) - 1,
+            reason=str(header["reason"]),
+            settings_yaml=settings,
+            total_steps=read_count(header["total_steps"]),
+            length_stage=_from_one(header["length_stage"]) - 1,
+            sampling_seed=read_count(header["sampling_seed"]),
+            rollbacks=read_count(header["rollbacks"]),
+            layout=str(header["layout"]),
+            world_size=_from_one(header["world_size"]),
+            groups=[group for group, _ in rows],
+            chosen=[samples for _, samples in rows],
+            own_advantages=own_advantages,
+            update=update,
+            weights_before=_read_sketch(header["weights_before"]),
+            versions={str(name): str(value) for name, value in header["versions"].items()},
+        )
+    except (
+        OSError,
+        SafetensorError,
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OverflowError,
+    ) as error:
+        raise ValueError(f"the capture {folder} is damaged ({type(error).__name__}: {error})") from error
+
+
+def _from_one(value: Any) -> int:
+    if read_count(value) == 0:
+        raise ValueError("it counts from 1")
+    return value
+
+
+def _read_update(row: Any) -> CapturedUpdate | None:
+    if row is None:
+        return None
+    return CapturedUpdate(
+        [_read_minibatch(one) for one in row["minibatches"]],
+        [_read_minibatch(one) for one in row["critic_minibatches"]],
+        _read_advantages(row["advantages"]),
+        _read_sketch(row["weights_after"]),
+    )
+
+
+def _read_advantages(rows: Any) -> list[list[float]]:
+    return [[float(value) for value in row] for row in rows]
+
+
+def _read_minibatch(row: Any) -> CapturedMinibatch:
+    numbers = {str(name): float(value) for name, value in row.items() if name != "discarded"}
+    return CapturedMinibatch(numbers, None if row["discarded"] is None else str(row["discarded"]))
+
+
+def _read_sketch(row: Any) -> WeightSketch | None:
+    if row is None:
+        return None
+    projections = {
+        str(name): [float(value) for value in values] for name, values in row["projections"].items()
+    }
+    if any(len(values) != PROJECTIONS for values in projections.values()):
+        raise ValueError("a tensor has another number of projections")
+    return WeightSketch(str(row["digest"]), projections)
+
+
+class _Reader:
+    """Reads groups one after another, each with the next of the tokens."""
+
+    def __init__(self, tensors: dict[str, np.ndarray]) -> None:
+        self._prompts, self._tokens, self._logprobs = (
+            tensors[name] for name in ("prompt_tokens", "tokens", "logprobs")
+        )
+        kinds = (self._prompts.dtype, self._tokens.dtype, self._logprobs.dtype)
+        if kinds != (np.int32, np.int32, np.float32) or self._tokens.shape != self._logprobs.shape:
+            raise ValueError("tokens or log-probs have another form")
+        if self._prompts.ndim != 1 or self._tokens.ndim != 1:
+            raise ValueError("tokens are not in one row")
+        if not np.isfinite(self._logprobs).all():
+            raise ValueError("a log-prob is not finite")
+        self._prompt_end = self._end = 0
+
+    def group(self, row: Any) -> tuple[ScoredGroup, tuple[int, ...]]:
+        start = self._prompt_end
+        self._prompt_end = end = start + read_count(row["prompt_tokens"])
+        if end > len(self._prompts):
+            raise ValueError("tokens of prompts are missing")
+        prompt = Prompt(
+            str(row["prompt_id"]),
+            str(row["prompt"]),
+            tuple(self._prompts[start:end].tolist()),
+            tuple(map(str, row["solutions"])),
+            str(row["task"]),
+            str(row["more"]),
+        )
+        completions = tuple(self._completion(index, one) for index, one in enumerate(row["completions"]))
+        scores = tuple(read_score(one["score"]) for one in row["completions"])
+        samples = tuple(read_count(one) for one in row["learned"])
+        if any(one >= len(completions) for one in samples) or sorted(set(samples)) != list(samples):
+            raise ValueError(f"the completions learned from are {samples}")
+        return ScoredGroup(prompt, completions, scores), samples
+
+    def _completion(self, index: int, row: Any) -> Completion:
+        segments = tuple(Segment(*map(read_count, segment)) for segment in row["segments"])
+        start = self._end
+        self._end = end = start + sum(one.tokens for one in segments)
+        if end > len(self._tokens) or not segments or any(one.tokens == 0 for one in segments):
+            raise ValueError("tokens are missing")
+        if row["finish_reason"] not in get_args(FinishReason):
+            raise ValueError(f"a completion ends by {row['finish_reason']!r}")
+        token_ids, logprobs = array("i"), array("f")
+        token_ids.frombytes(self._tokens[start:end].tobytes())
+        logprobs.frombytes(self._logprobs[start:end].tobytes())
+        version = segments[-1].policy_version
+        return Completion(
+            index, token_ids, logprobs, str(row["text"]), row["finish_reason"], version, segments
+        )
+
+    def check_end(self) -> None:
+        if (self._prompt_end, self._end) != (len(self._prompts), len(self._tokens)):
+            raise ValueError("there are too many tokens")

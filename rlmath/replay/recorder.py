@@ -1,0 +1,156 @@
+"""Keeps the records of a run's last step, and writes them where they are wanted (`capture`)."""
+
+# Shape legend: N values of a tensor, K projections.
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from rlmath.algorithms.dynamic_sampling import Selection
+from rlmath.config.load import config_as_yaml
+from rlmath.distributed.process import library_versions
+from rlmath.models.learner import MinibatchResult
+from rlmath.models.megatron import hf_stream
+from rlmath.replay.capture import (
+    PROJECTIONS,
+    Capture,
+    CapturedMinibatch,
+    CapturedUpdate,
+    WeightSketch,
+    write_capture,
+)
+from rlmath.trainer.metrics import UpdateRecord
+
+if TYPE_CHECKING:
+    from rlmath.trainer.policy_update import PolicyTrainer
+
+logger = logging.getLogger(__name__)
+
+
+class StepRecorder:
+    """Keeps the records of a run's last step on this rank: references, no copies."""
+
+    def __init__(self, trainer: PolicyTrainer, steps: Collection[int]) -> None:
+        """`steps`, counted from 1, are written in any case."""
+        self._trainer = trainer
+        self._steps = steps
+        self._last: Capture | None = None
+        self._written = False
+        self._began = 0.0
+        """When the update of the last step began (seconds since 1970)."""
+
+    def before_update(
+        self,
+        number: int,
+        length_stage: int,
+        selection: Selection,
+        own_advantages: list[list[float]] | None,
+    ) -> None:
+        """Step `number`, from 0, will learn from these groups, with the advantages that a function of the user's gave,
+        if it did. A collective where it is to be written."""
+        trainer = self._trainer
+        self._written, self._began = False, time.time()
+        self._last = Capture(
+            step=number,
+            reason="",
+            settings_yaml="",
+            total_steps=trainer.total_steps,
+            length_stage=length_stage,
+            sampling_seed=trainer.order.seed_at(number),
+            rollbacks=len(trainer.rollbacks),
+            layout=trainer.mesh.training_layout,
+            world_size=trainer.mesh.world_size,
+            groups=selection.sampled,
+            chosen=[one.samples for one in selection.chosen],
+            own_advantages=own_advantages,
+        )
+        if number + 1 in self._steps:
+            self._last = replace(self._last, weights_before=sketch_of(trainer))
+
+    def after_update(self, update: UpdateRecord) -> None:
+        """The update of that step has ended. Writes it where it is to be written, which is a collective; what the disk
+        refuses is a warning."""
+        assert self._last is not None
+        is_due = self._last.step + 1 in self._steps
+        weights = sketch_of(self._trainer) if is_due else None
+        captured = captured_update(update, weights)
+        self._last = replace(self._last, update=captured)
+        if is_due and self._trainer.mesh.rank == 0:
+            self.write("telemetry.capture_steps")
+        self._written |= is_due
+
+    def write(self, reason: str) -> None:
+        """Write the last step, if there is one and it is not written. Not a collective: any rank may."""
+        if self._last is None or self._written:
+            return
+        config = self._trainer.config
+        found = replace(
+            self._last,
+            reason=reason,
+            settings_yaml=config_as_yaml(config),
+            versions=library_versions(),
+        )
+        try:
+            folder = write_capture(Path(config.run.output_dir), found, self._began)
+        except (OSError, MemoryError, UnicodeError) as error:
+            logger.warning("The records of step %d could not be written: %r", found.step + 1, error)
+            return
+        self._written = True
+        if folder is not None:
+            text = "The records of step %d are in %s; rlmath replay makes its update again"
+            logger.info(text, found.step + 1, folder)
+
+
+def captured_update(update: UpdateRecord, weights_after: WeightSketch | None = None) -> CapturedUpdate:
+    """What a capture keeps of an update."""
+    minibatches, of_critic = (
+        [_captured(one) for one in results] for results in (update.results, update.critic_results)
+    )
+    return CapturedUpdate(minibatches, of_critic, update.advantages, weights_after)
+
+
+def _captured(result: MinibatchResult) -> CapturedMinibatch:
+    numbers = {"grad_norm": result.grad_norm, "learning_rate": result.learning_rate}
+    return CapturedMinibatch(numbers | result.sums | result.maxima, result.discarded)
+
+
+def sketch_of(trainer: PolicyTrainer) -> WeightSketch | None:
+    """Of the policy as it is now, on rank 0; None elsewhere. A collective."""
+    digest, projections = hashlib.sha256(), {}
+    for name, tensor in hf_stream(trainer.actor.chunks, trainer.shape, trainer.mesh):
+        if trainer.mesh.rank == 0:
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+            projections[name] = project(tensor.detach().flatten())
+    return WeightSketch(digest.hexdigest(), projections) if trainer.mesh.rank == 0 else None
+
+
+def project(values_N: torch.Tensor, at_once: int = 2**22) -> list[float]:
+    """K sums of the values with signs, which follow from place and projection alone (float64); of `at_once` values at a
+    time, which take 40 bytes each on their device.
+
+    The squared difference of such a sum for two tensors has their squared distance as its mean over all signs
+    (Johnson and Lindenstrauss 1984, with the signs of Achlioptas 2003).
+    """
+    sums = [0.0] * PROJECTIONS
+    for start in range(0, len(values_N), at_once):
+        piece_N = values_N[start : start + at_once].double()
+        place_N = (
+            torch.arange(start + 1, start + 1 + len(piece_N), device=piece_N.device) * 0x1E3779B97F4A7C15
+        )
+        place_N ^= place_N >> 29
+        for k in range(PROJECTIONS):
+            mixed_N = place_N * (0x3F58476D1CE4E5BB + 2 * k)
+            mixed_N ^= mixed_N >> 32
+            mixed_N *= 0x14D049BB133111EB
+            signs_N = ((mixed_N >> 41) & 1).double().mul_(2).sub_(1)
+            sums[k] += float(piece_N @ signs_N)
+    return sums

@@ -1,0 +1,271 @@
+"""Make a captured step of a run again: `rlmath replay RUN --step 10`, `torchrun ... -m rlmath.trainer replay`.
+
+    update    the step's update from its recorded samples: neither engines nor the data set are needed
+    rollout   the step's samples and rewards from the weights that it began with: the policy is not built
+
+What comes out is compared with what was captured, in replays/ of the capture's folder. On the same layout, machine and
+versions it is the same to the bit; on another one to rounding.
+
+Nothing that is imported here loads Megatron and vLLM: a mistake is reported before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from rlmath.algorithms.prompt_history import PromptHistory
+from rlmath.checkpoint.directory import complete_checkpoints, read_progress
+from rlmath.config.length_curriculum import length_stages
+from rlmath.config.load import load_config
+from rlmath.config.run_files import CAPTURES_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE
+from rlmath.config.schema import Config, RolloutConfig, TelemetryConfig, ValidationConfig
+from rlmath.config.terminal import escape_terminal
+from rlmath.data.dataset import Inputs
+from rlmath.data.loader import PromptOrder
+from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
+from rlmath.distributed.ranks import environment_world_size
+from rlmath.planning.checks import check_replay
+from rlmath.planning.memory_estimate import mesh_of
+from rlmath.replay.capture import (
+    CAPTURE_FILE,
+    GROUPS_FILE,
+    TOKENS_FILE,
+    Capture,
+    folder_of,
+    read_capture,
+)
+from rlmath.rewards.several_rewards import functions_of
+from rlmath.run.recovery.resume import CheckpointToResume, Origin, model_fingerprint
+from rlmath.run.startup import PreparedRun, Program, mistakes_end_all_ranks, start
+
+PARTS = ("update", "rollout")
+TOLERANCE = 1e-4
+"""The norm of a gradient differs by up to 1e-5 on another layout in float32; means over tokens by 1e-7."""
+REPLAYS = "replays"
+"""In a capture's folder: a folder for each part and layout."""
+
+DESCRIPTION = """Make a captured step of a run again, and compare.
+
+rlmath replay RUN --step 10
+rlmath replay RUN --step 10 --ranks 4 parallel.tensor=2 parallel.pipeline=2
+rlmath replay RUN --step 10 --part rollout
+
+RUN is a run's folder, or one of its captures (telemetry.capture_steps). Settings behind it, such as another layout or
+another place of the model, take the place of the run's. Exit status 0: the same within the tolerance; 1: it is not.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """One of `rlmath.distributed.fault_tolerance.exit_codes`; FAILURE also where the replay differs."""
+    escape_terminal()
+    with mistakes_end_all_ranks():
+        given = parse(argv)
+    replay = Replay(given)
+    return start(replay.load, replay.prepare, replay.program)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="rlmath replay",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="a run's folder, or that of a capture")
+    add("overrides", nargs="*", metavar="section.key=value", help="settings that are to differ")
+    add("--step", type=int, help="counted from 1; default: the only one that is captured")
+    add("--part", choices=PARTS, default="update", help="what is made again (default update)")
+    add("--state", type=Path, help="checkpoint to start from (default: that of the run)")
+    add("--output", type=Path, help=f"where it writes (default: {REPLAYS}/ in the capture's folder)")
+    functions_help = "with --part rollout: import the functions that the capture's settings name"
+    add("--with-functions", action="store_true", help=functions_help)
+    tolerance_help = f"largest relative difference that counts as the same (default {TOLERANCE:g})"
+    add("--tolerance", type=float, default=TOLERANCE, help=tolerance_help)
+    add("--ranks", type=int, help="processes (default: as many as the run had); of `rlmath replay` only")
+    given = parser.parse_intermixed_args(argv)
+    if not (math.isfinite(given.tolerance) and given.tolerance >= 0):
+        parser.error(f"--tolerance is {given.tolerance}; needed: a number from 0 on")
+    return given
+
+
+def find_capture(run: Path, step: int | None) -> Path:
+    """The folder of a capture: `run` itself, or that of a step, counted from 1, of a run. ValueError where there is
+    none, and for several without a `step`."""
+    if (run / CAPTURE_FILE).is_file():
+        return run
+    there = sorted(one.parent for one in (run / CAPTURES_FOLDER).glob(f"step-*/{CAPTURE_FILE}"))
+    if not there:
+        raise ValueError(
+            f'"{run}" has no capture. Needed: the folder of a run with {CAPTURES_FOLDER}/, which '
+            "telemetry.capture_steps=[10] makes, and a failure does"
+        )
+    names = ", ".join(one.name for one in there[:10]) + (", ..." if there[10:] else "")
+    if step is None:
+        if len(there) > 1:
+            raise ValueError(f'"{run}" has several captures ({names}). Say which: --step N')
+        return there[0]
+    folder = folder_of(run, step - 1)
+    if folder not in there:
+        raise ValueError(f'"{run}" has no capture of step {step}; it has {names}')
+    return folder
+
+
+def find_state(folder: Path, capture: Capture, given: Path | None) -> tuple[CheckpointToResume | None, str]:
+    """The checkpoint that the step began with, None for the model that the run started from; and a warning where it is
+    an earlier one. ValueError where there is none."""
+    if given is not None:
+        place = given.resolve()
+        found, notes = complete_checkpoints(place.parent)
+        found = [one for one in found if one.folder.name == place.name]
+    elif capture.step == 0:
+        return None, ""
+    else:
+        found, notes = complete_checkpoints(folder.absolute().parent.parent / CHECKPOINTS_FOLDER)
+        found = [one for one in found if one.step <= capture.step]
+    if not found:
+        wanted = given or folder.parent.parent / CHECKPOINTS_FOLDER / f"step-{capture.step:06d}"
+        told = "".join(f". {note}" for note in notes)
+        raise ValueError(
+            f'there is no complete checkpoint "{wanted}", with which step {capture.step + 1} began{told}. Give one: '
+            "--state FOLDER"
+        )
+    checkpoint, progress = found[0], read_progress(found[0].folder)
+    warning = ""
+    if checkpoint.step != capture.step or len(progress.rollback_steps) > capture.rollbacks:
+        since = "" if checkpoint.step != capture.step else ", made again after a rollback"
+        warning = (
+            f"the replay of step {capture.step + 1} starts from {checkpoint.folder}, of step {checkpoint.step}{since}; "
+            f"the step began with what there was after step {capture.step}: figures are those of other weights"
+        )
+    return (checkpoint, progress), warning
+
+
+def replay_settings(settings: Config, output: Path, part: str) -> Config:
+    """The settings of a run without what the replay of one step has no part in. It writes into a folder of its own in
+    `output`."""
+    layout, ranks = settings.parallel, environment_world_size()
+    name = f"{part}-{ranks}-ranks-tp{layout.tensor}-pp{layout.pipeline}"
+    rollout = settings.rollout
+    if part == "update":  # there is no engine
+        rollout = replace(rollout, ranks=0, tail="wait", tensor_parallel=1)
+    return replace(
+        settings,
+        rollout=rollout,
+        run=replace(settings.run, output_dir=str(output / name), recover_mode="disabled"),
+        data=replace(
+            settings.data,
+            train_path=GROUPS_FILE,  # never read
+            more_train_paths=[],
+            train_weights=[],
+            history_path=None,
+        ),
+        validation=ValidationConfig(),
+        telemetry=TelemetryConfig(tensorboard=False, report=False),
+        save=replace(settings.save, push_to_hub=None),
+    )
+
+
+class Replay:
+    """The command on this rank: what `startup.start` needs of a program."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
+
+    def load(self) -> Config:
+        """The settings of the capture, and of the command line. ValueError for what is damaged or not there."""
+        self.folder = find_capture(self.given.run, self.given.step)
+        self.capture = read_capture(self.folder)
+        self.state, self.warning = find_state(self.folder, self.capture, self.given.state)
+        settings = load_config([self.folder / CONFIG_FILE], self.given.overrides, saved=True)
+        if self.given.part == "rollout":
+            self._check_rollout(settings.rollout)
+            self._check_functions(settings)
+        return replay_settings(settings, self.given.output or self.folder / REPLAYS, self.given.part)
+
+    def _check_functions(self, settings: Config) -> None:
+        """Whoever wrote the capture says which code is imported."""
+        named = [*settings.run.plugins, *functions_of(settings.reward).values()]
+        if named and not self.given.with_functions:
+            raise ValueError(
+                f"{self.folder / CONFIG_FILE} names functions, which this replay would import: {', '.join(named)}. "
+                "If you trust them, add --with-functions"
+            )
+
+    def _check_rollout(self, rollout: RolloutConfig) -> None:
+        segments = [
+            one
+            for group in self.capture.groups
+            for completion in group.completions
+            for one in completion.segments
+        ]
+        if rollout.ranks or rollout.tail != "wait" or any(one.step != self.capture.step for one in segments):
+            raise ValueError(
+                f"step {self.capture.step + 1} learned from completions that were drawn in, or carried through, other "
+                "steps (rollout.tail, rollout.ranks): its rollout cannot be made again. --part update can"
+            )
+        if self.warning:
+            raise ValueError(f"{self.warning}. The rollout needs those of the step")
+
+    def prepare(self, config: Config) -> PreparedRun[Inputs]:
+        """ValueError for all that can be known to be wrong before the replay starts."""
+        world_size = environment_world_size()
+        shape = check_replay(config, world_size, self.given.part == "rollout")
+        stages = length_stages(config, self.capture.total_steps)
+        if self.capture.length_stage >= len(stages):
+            raise ValueError(
+                f"{self.folder} is of length stage {self.capture.length_stage + 1}, and the settings have {len(stages)}"
+            )
+        tokenizer = load_tokenizer(config.model.path)
+        groups = self.capture.groups
+        tokens = [one.prompt.token_ids for one in groups]
+        tokens += [one.token_ids for group in groups for one in group.completions]
+        if any(not 0 <= token < shape.vocab_size for row in tokens for token in row):
+            raise ValueError(
+                f"{self.folder} has tokens that are not below {shape.vocab_size}, those of model.path"
+            )
+        prompts = [group.prompt for group in groups]
+        inputs = Inputs(
+            prompts=prompts,
+            order=PromptOrder(max(1, len(prompts)), max(1, len(prompts)), config.run.seed, shuffle=False),
+            total_steps=self.capture.total_steps,
+            reports=(),
+            history=PromptHistory(config.data.history_groups),
+            history_line="",
+            tokenizer=tokenizer,
+            stop_token_ids=stop_token_ids(config.model.path, tokenizer, shape.vocab_size),
+        )
+        origin = Origin(model_fingerprint(config.model.path), self._fingerprint())
+        where = "model.path" if self.state is None else str(self.state[0].folder)
+        lines = (
+            f"Replay of the {self.given.part} of step {self.capture.step + 1}, captured on {self.capture.layout}: from "
+            f"{where}, on {mesh_of(config, world_size, 0).training_layout}",
+        )
+        return PreparedRun(
+            config, shape, inputs, origin, None, lines, (), tuple(filter(None, [self.warning]))
+        )
+
+    def _fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for name in (CAPTURE_FILE, TOKENS_FILE):
+            digest.update((self.folder / name).read_bytes())
+        return digest.hexdigest()[:16]
+
+    def program(self) -> Program:
+        """Imported only now: a mistake is reported before Megatron and vLLM are loaded."""
+        from rlmath.replay import replay_step
+
+        part = replay_step.replay_rollout if self.given.part == "rollout" else replay_step.replay_update
+        return partial(part, self.capture, self.state, self.given.tolerance)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,428 @@
+"""A captured step made again on the ranks of a replay (`replay`), and compared with what was captured."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rlmath.algorithms.types import ScoredGroup
+from rlmath.checkpoint.convert.convert import megatron_to_hf
+from rlmath.checkpoint.hf.weights import read_metadata_files
+from rlmath.config import length_curriculum as curriculum
+from rlmath.data.dataset import Inputs
+from rlmath.distributed.collectives import broadcast_from_rank_zero
+from rlmath.distributed.device import Device, open_device
+from rlmath.distributed.fault_tolerance import exit_codes
+from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
+from rlmath.distributed.fault_tolerance.preemption import StopRequest
+from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.ranks import environment_rank, environment_world_size
+from rlmath.distributed.rendezvous import Rendezvous
+from rlmath.planning.memory_estimate import mesh_of
+from rlmath.replay.capture import Capture, CapturedMinibatch, CapturedUpdate, WeightSketch, distance
+from rlmath.replay.recorder import captured_update, sketch_of
+from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers
+from rlmath.rollout.collector import Collector
+from rlmath.rollout.engine import Engine
+from rlmath.rollout.sampling import RolloutSeed, training_sampling
+from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
+from rlmath.run.loop import join_run, restore
+from rlmath.run.recovery.checkpoint_choice import choose_checkpoint
+from rlmath.run.recovery.resume import CheckpointToResume, Recovery
+from rlmath.run.startup import PreparedRun
+from rlmath.telemetry.metrics_writer import json_number, write_whole
+from rlmath.telemetry.reporter import StepRecord
+from rlmath.trainer.metrics import UpdateRecord
+from rlmath.trainer.policy_update import PolicyTrainer
+
+logger = logging.getLogger(__name__)
+
+REPLAY_FILE = "replay.json"
+MODEL_FOLDER = "model"
+SHARD_BYTES = 4 * 2**30
+PLAIN = ("grad_norm", "learning_rate")
+MAXIMA = ("mismatch_max",)
+"""Numbers of a minibatch that are no sums over its tokens; the second are of one token (nats)."""
+SHOWN = ("loss", "tokens", "ratio", "grad_norm", "learning_rate")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A number of a minibatch in both."""
+
+    minibatch: str
+    name: str
+    captured: float
+    replayed: float
+    relative: float
+    """Of the larger value; where a value of a token, or its mean over tokens, is less than 1, of 1."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a replayed update differs in."""
+
+    differences: tuple[Difference, ...]
+    """All numbers of all minibatches."""
+    start: str
+    """Whether it began with the captured weights: "equal", "other" or "not captured"."""
+    weights: float | None
+    """Distance of the weights afterwards from the captured ones, as a share of how far the update moved them; 0 where
+    all bits are the same, None where they were not captured."""
+    mistakes: tuple[str, ...] = ()
+    """Why the two cannot be compared number by number."""
+
+    def largest(self, tolerance: float) -> Difference | None:
+        """The largest of those that count."""
+        return max(self._counted(tolerance), key=lambda one: one.relative, default=None)
+
+    def same(self, tolerance: float) -> bool:
+        """Whether all numbers, and the weights, are within the tolerance. What a single token has, the largest
+        mismatch, is rounded more than means are: it counts only where all bits must be the same."""
+        if self.mistakes or self.start == "other" or not (self.weights is None or self.weights <= tolerance):
+            return False
+        return all(one.relative <= tolerance for one in self._counted(tolerance))
+
+    def _counted(self, tolerance: float) -> list[Difference]:
+        return [one for one in self.differences if tolerance == 0 or one.name not in MAXIMA]
+
+    @property
+    def bit_equal(self) -> bool:
+        return self.same(0.0) and self.weights == 0
+
+
+# ---------------------------------------------------------------- update
+
+
+class ReplayTrainer(PolicyTrainer):
+    """The models of the run as they were before the step, and the step's update; there are no engines."""
+
+    capture: Capture
+    last: UpdateRecord
+
+    @property
+    def layout(self) -> str:
+        return self.mesh.training_layout
+
+    def step(self, number: int) -> StepRecord:
+        """The update of the captured step."""
+        learned = self.capture.learned
+        updater = self.updaters[self.capture.length_stage]
+        self.last = updater.update(learned, number, self.capture.own_advantages)
+        return StepRecord(0, {}, learned, self.last.advantages, None, self.last.results)
+
+    def scale_learning_rate(self) -> None:
+        """As the run's rollbacks before the step did."""
+        rate = self.config.algorithm.rollback_lr_factor**self.capture.rollbacks
+        for model in filter(None, (self.actor, self.critic)):
+            model.learner.lr_scale = rate
+
+
+def replay_update(
+    capture: Capture,
+    state: CheckpointToResume | None,
+    tolerance: float,
+    prepared: PreparedRun[Inputs],
+    rendezvous: Rendezvous | None,
+) -> int:
+    """Make the update of a captured step again; FINISHED where it is the same within the tolerance, else FAILURE."""
+    with ExitStack() as stack:
+        mesh, device, heartbeat = begin(stack, prepared, rendezvous)
+        heartbeat.enter_phase("build model")
+        trainer = ReplayTrainer(prepared, mesh, device, on_phase=heartbeat.enter_phase)
+        trainer.capture = capture
+        trainer.build_models(prepared, heartbeat.report_progress)
+        trainer.scale_learning_rate()
+        restore(trainer, _whole(state, heartbeat), heartbeat)
+        before = sketch_of(trainer)  # on rank 0
+        trainer.step(capture.step)
+        replayed = captured_update(trainer.last, sketch_of(trainer))
+        status = exit_codes.FINISHED
+        if mesh.rank == 0:
+            assert before is not None
+            found = compare(capture, before, replayed)
+            for line in comparison_lines(capture, found, replayed, tolerance):
+                logger.info("%s", line)
+            same = found.same(tolerance)
+            _write(prepared, {"part": "update", "same": same, "bit_equal": found.bit_equal} | _json_of(found))
+            status = _end(prepared, same or capture.update is None)
+        status = broadcast_from_rank_zero(status)
+    dist.destroy_process_group()
+    return status
+
+
+def compare(capture: Capture, before: WeightSketch, replayed: CapturedUpdate) -> Comparison:
+    """What the replay of an update gave with what the run's gave."""
+    start = "not captured"
+    if capture.weights_before is not None:
+        start = "equal" if capture.weights_before.digest == before.digest else "other"
+    there = capture.update
+    if there is None:
+        return Comparison((), start, None, ("the captured update did not end",))
+    mistakes, differences = [], []
+    for kind in ("minibatches", "critic_minibatches"):
+        rows, again = getattr(there, kind), getattr(replayed, kind)
+        if len(rows) != len(again):
+            mistakes.append(f"{kind}: {len(rows)} captured, {len(again)} replayed")
+        word = "critic " if kind.startswith("critic") else ""
+        for number, (row, other) in enumerate(zip(rows, again, strict=False), start=1):
+            if row.discarded != other.discarded and None in (row.discarded, other.discarded):
+                mistakes.append(f"{word}minibatch {number}: discarded in one of the two only")
+            differences += _differences(f"{word}{number}", row, other)
+    differences += _advantage_differences(there.advantages, replayed.advantages)
+    after, again = there.weights_after, replayed.weights_after
+    weights = None
+    if after is not None and again is not None:
+        moved = distance(before, again)
+        weights = 0.0 if after.digest == again.digest else distance(after, again) / max(moved, 1e-300)
+    return Comparison(tuple(differences), start, weights, tuple(mistakes))
+
+
+def _differences(label: str, one: CapturedMinibatch, other: CapturedMinibatch) -> Iterator[Difference]:
+    tokens = abs(one.numbers.get("tokens", 1.0))
+    for name, value in one.numbers.items():
+        again = other.numbers.get(name, math.nan)
+        floor = 0.0 if name in PLAIN else 1.0 if name in MAXIMA else tokens
+        yield Difference(label, name, value, again, relative_difference(value, again, floor))
+
+
+def _advantage_differences(
+    rows: Sequence[Sequence[float]], again: Sequence[Sequence[float]]
+) -> Iterator[Difference]:
+    """The largest difference of a completion's advantage."""
+    pairs = [(a, b) for row, other in zip(rows, again, strict=True) for a, b in zip(row, other, strict=True)]
+    found = [Difference("all", "advantage", a, b, relative_difference(a, b, 1.0)) for a, b in pairs]
+    yield from sorted(found, key=lambda one: one.relative)[-1:]
+
+
+def relative_difference(one: float, other: float, floor: float) -> float:
+    """Of the larger of both and the floor; 0 for the same value, NaN for NaN, and infinite where only one is finite.
+
+    >>> relative_difference(2.0, 1.0, 0.0), relative_difference(2.0, 1.0, 10.0), relative_difference(1.0, math.nan, 0.0)
+    (0.5, 0.1, inf)
+    """
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return 0.0
+    difference = abs(one - other)
+    return difference / max(abs(one), abs(other), floor) if math.isfinite(difference) else math.inf
+
+
+def _json_of(found: Comparison) -> dict[str, Any]:
+    weights = None if found.weights is None else json_number(found.weights)
+    rows = [
+        asdict(one) | {name: json_number(getattr(one, name)) for name in ("captured", "replayed", "relative")}
+        for one in found.differences
+    ]
+    return asdict(found) | {"differences": rows, "weights": weights}
+
+
+def comparison_lines(
+    capture: Capture, found: Comparison, replayed: CapturedUpdate, tolerance: float
+) -> list[str]:
+    """For the console."""
+    lines = []
+    if found.start == "other":
+        lines.append(
+            "The weights before the step are not those that were captured: another model.path or checkpoint"
+        )
+    for one in found.differences:
+        if one.name in SHOWN:
+            lines.append(
+                f"  minibatch {one.minibatch:<3} {one.name:<14} {one.captured:>15.8g} {one.replayed:>15.8g} "
+                f"{one.relative:.1e}"
+            )
+    if capture.update is None:
+        results = [asdict(one) for one in replayed.minibatches]
+        return [*lines, f"The captured update did not end ({capture.reason}); the replay gave {results}"]
+    lines += [f"  {mistake}" for mistake in found.mistakes]
+    if found.weights is not None:
+        lines.append(f"  weights: apart by {found.weights:.1e} of what the update moved them")
+    largest = found.largest(tolerance)
+    where = f" ({largest.name} of minibatch {largest.minibatch})" if largest and largest.relative else ""
+    worst = 0.0 if largest is None else largest.relative
+    if found.bit_equal:
+        lines.append("The same to the bit: all numbers, and the weights afterwards")
+    elif found.same(tolerance):
+        lines.append(
+            f"The same: the largest relative difference is {worst:.1e}{where}, at most {tolerance:g}"
+        )
+    else:
+        lines.append(
+            f"NOT the same: the largest relative difference is {worst:.1e}{where}; allowed, also of weights: "
+            f"{tolerance:g}"
+        )
+    return lines
+
+
+# ---------------------------------------------------------------- rollout
+
+
+def replay_rollout(
+    capture: Capture,
+    state: CheckpointToResume | None,
+    tolerance: float,
+    prepared: PreparedRun[Inputs],
+    rendezvous: Rendezvous | None,
+) -> int:
+    """Sample and score the groups of a captured step again; FINISHED where all tokens and rewards are the same, else
+    FAILURE."""
+    config, shape = prepared.config, prepared.shape
+    mesh = mesh_of(config, environment_world_size(), environment_rank())
+    with ExitStack() as stack:
+        workers = None
+        if mesh.is_engine_leader:
+            workers = stack.enter_context(open_reward_workers(config.reward, config.run.plugins))
+        mesh, device, heartbeat = begin(stack, prepared, rendezvous)
+        heartbeat.enter_phase("load checkpoint")
+        model = _model_folder(prepared, _whole(state, heartbeat), mesh)
+        heartbeat.enter_phase("build engine")
+        engine = Engine(
+            str(model),
+            config.rollout,
+            curriculum.engine_length(config),
+            mesh,
+            device,
+            engine_shapes(shape, mesh.engine_size),
+            load_weights=True,
+        )
+        engine.on_step = heartbeat.report_progress
+        heartbeat.enter_phase("rollout")
+        groups = _sample_again(capture, prepared, engine, mesh, workers)
+        status = exit_codes.FINISHED
+        if mesh.rank == 0:
+            found = compare_groups(capture.groups, groups)
+            logger.info("%s", rollout_line(found))
+            _write(prepared, {"part": "rollout", **found})
+            status = _end(prepared, found["same"])
+            if state is not None:
+                shutil.rmtree(model, ignore_errors=True)
+        status = broadcast_from_rank_zero(status)
+        engine.close()
+    return status
+
+
+def _model_folder(prepared: PreparedRun[Inputs], state: CheckpointToResume | None, mesh: Mesh) -> Path:
+    """The policy that the step began with, as a Hugging Face folder; rank 0 converts a checkpoint. A collective."""
+    if state is None:
+        return Path(prepared.config.model.path)
+    folder = Path(prepared.config.run.output_dir) / MODEL_FOLDER
+    mistake = None
+    if mesh.rank == 0:
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            metadata = read_metadata_files(prepared.config.model.path)
+            megatron_to_hf(state[0].state, prepared.shape, metadata, folder, None, SHARD_BYTES)
+        except (OSError, ValueError) as error:
+            mistake = str(error)
+    mistake = broadcast_from_rank_zero(mistake)
+    if mistake is not None:
+        raise ValueError(mistake)
+    return folder
+
+
+def _sample_again(
+    capture: Capture,
+    prepared: PreparedRun[Inputs],
+    engine: Engine,
+    mesh: Mesh,
+    workers: RewardWorkers | None,
+) -> list[ScoredGroup]:
+    stages = curriculum.length_stages(prepared.config, capture.total_steps)
+    sampling = training_sampling(stages[capture.length_stage].config.rollout)
+    config, tokenizer = prepared.config, prepared.inputs.tokenizer
+    collector = Collector(engine, mesh, tokenizer, config.rollout, config.reward, workers)
+    seed = RolloutSeed(capture.sampling_seed, capture.step)
+    title = f"replay of step {capture.step + 1}"
+    return collector.collect(prepared.inputs.prompts, sampling, seed, title).groups
+
+
+def compare_groups(captured: Sequence[ScoredGroup], replayed: Sequence[ScoredGroup]) -> dict[str, Any]:
+    """How many completions are the same, and where the first one differs."""
+    same_tokens = same_rewards = total = 0
+    apart, first = 0.0, None
+    for group, other in zip(captured, replayed, strict=True):
+        for one, again, score, score_again in zip(
+            group.completions, other.completions, group.scores, other.scores, strict=True
+        ):
+            total += 1
+            same_rewards += score.reward == score_again.reward
+            if list(one.token_ids) == list(again.token_ids):
+                same_tokens += 1
+                apart = max([apart, *(abs(a - b) for a, b in zip(one.logprobs, again.logprobs, strict=True))])
+            elif first is None:
+                pairs = enumerate(zip(one.token_ids, again.token_ids, strict=False))
+                shorter = min(len(one.token_ids), len(again.token_ids))
+                place = next((i for i, (a, b) in pairs if a != b), shorter)
+                first = {"prompt_id": group.prompt.prompt_id, "sample": one.sample_index, "token": place}
+    return {
+        "same": same_tokens == same_rewards == total,
+        "completions": total,
+        "same_tokens": same_tokens,
+        "same_rewards": same_rewards,
+        "logprobs_apart": apart,
+        "first_difference": first,
+    }
+
+
+def rollout_line(found: Mapping[str, Any]) -> str:
+    """For the console."""
+    total = found["completions"]
+    line = (
+        f"{found['same_tokens']} of {total} completions have the same tokens, {found['same_rewards']} the same reward; "
+        f"log-probs of the same tokens are apart by at most {found['logprobs_apart']:.1e} nats"
+    )
+    first = found["first_difference"]
+    if first is not None:
+        place = f"prompt {first['prompt_id']}, sample {first['sample']}, at token {first['token']}"
+        line += f"; the first that differs: {place}"
+    return line
+
+
+# ---------------------------------------------------------------- both
+
+
+def begin(
+    stack: ExitStack, prepared: PreparedRun[Inputs], rendezvous: Rendezvous | None
+) -> tuple[Mesh, Device, Heartbeat]:
+    """Join the process group and the heartbeat, and log what is replayed. A collective."""
+    config = prepared.config
+    mesh = mesh_of(config, environment_world_size(), environment_rank())
+    device = open_device(config.run.device, config.policy.transformer_impl == "local")
+    stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, mesh.rank)
+    _, heartbeat = join_run(stack, config, device, rendezvous, stop)
+    if mesh.rank == 0:
+        for line in prepared.lines:
+            logger.info("%s", line)
+        for line in prepared.warnings:
+            logger.warning("%s", line)
+    return mesh, device, heartbeat
+
+
+def _whole(state: CheckpointToResume | None, heartbeat: Heartbeat) -> CheckpointToResume | None:
+    """The checkpoint once its files are read and are as they were written. A collective. ValueError where they are
+    not."""
+    heartbeat.enter_phase("check checkpoint")
+    return choose_checkpoint(None if state is None else Recovery([state], []), heartbeat.report_progress)
+
+
+def _end(prepared: PreparedRun[Inputs], same: bool) -> int:
+    """The exit status, which the replay's folder gets, too."""
+    status = exit_codes.FINISHED if same else exit_codes.FAILURE
+    message = "the replay is the same" if same else "the replay is not the same"
+    exit_codes.write_exit_status(prepared.config.run.output_dir, status, message)
+    return status
+
+
+def _write(prepared: PreparedRun[Inputs], found: Mapping[str, Any]) -> None:
+    path = Path(prepared.config.run.output_dir) / REPLAY_FILE
+    write_whole(path, json.dumps(found, indent=1, allow_nan=False) + "\n")
+    logger.info("%s", path)

@@ -1,0 +1,193 @@
+"""A policy that can no longer be trained, and what a run keeps of the time before.
+
+These signs end a run, alike on all ranks, with the exit status `exit_codes.DIVERGED`, unless it may go back to a
+checkpoint from before (`rollback`):
+
+- parameters or optimizer state that are not finite. All ranks look at theirs before each save and export, and after a
+  step that discarded a minibatch;
+- `run.max_discarded_steps` steps in a row that had minibatches and discarded all of them;
+- with `algorithm.rollback_reward_drop`, rewards that have collapsed (`collapse_of`).
+
+No checkpoint is written of weights that are not finite. Those of the steps that discarded everything are, and count
+among the newest that stay, but the newest one after which something was learned stays beside them.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlmath.checkpoint.directory import Progress
+from rlmath.checkpoint.hf.weights import all_finite
+from rlmath.checkpoint.sharded_state import SavedModel, held_by
+from rlmath.distributed.collectives import first_error
+from rlmath.models.learner import MinibatchResult
+
+if TYPE_CHECKING:
+    from rlmath.run.loop import Trainer
+
+ADVICE = (
+    "Lower optimizer.lr, raise optimizer.warmup_steps, or lower optimizer.clip_grad, algorithm.n_minibatches or "
+    "algorithm.epochs, and start a new run.output_dir"
+)
+
+
+NO_STEP = 2**62
+"""Later than every step: there are no best rewards."""
+
+
+class DivergedError(Exception):
+    """The run ends; raised on all ranks alike. The message says why, in one line."""
+
+
+MIN_DEVIATIONS = 3.0
+"""By how many deviations of single steps rewards must have fallen, too."""
+ROUNDING = 1e-9
+"""Of a reward that is always the same, means may differ by as much."""
+
+
+@dataclass(frozen=True)
+class RewardRule:
+    """When rewards have collapsed; see `AlgorithmConfig`."""
+
+    drop: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class BestRewards:
+    """The best of the earlier windows of a run's rewards."""
+
+    mean: float
+    end: int
+    """Steps done at its end."""
+    collapsed: str | None
+    """Why the last window's rewards are a collapse; None where they are none."""
+
+
+def best_rewards(rewards: Sequence[float], rule: RewardRule, first_step: int = 0) -> BestRewards | None:
+    """The best window of steps before the last one, and whether that is a collapse: its mean is lower by more than
+    `rule.drop` x (best - first), and by more than MIN_DEVIATIONS x the root of the mean of both windows' variances. Of
+    equal ones the latest is the best. None where there are less than two windows. `first_step` steps were done before
+    the first reward.
+
+    >>> best_rewards([0.0, 0.2, 0.8, 1.0, 0.1, 0.1], RewardRule(drop=0.5, steps=2))
+    BestRewards(mean=0.9, end=4, collapsed='the mean reward of the last 2 steps is 0.1; up to step 4 it was 0.9')
+    """
+    size = rule.steps
+    if len(rewards) < 2 * size:
+        return None
+    means = [statistics.fmean(rewards[end - size : end]) for end in range(size, len(rewards) - size + 1)]
+    best, end = max((mean, end) for end, mean in enumerate(means, start=size))
+    last, before = rewards[-size:], rewards[end - size : end]
+    mean = statistics.fmean(last)
+    deviation = math.sqrt((statistics.pvariance(last) + statistics.pvariance(before)) / 2)
+    fell = best - mean
+    least = max(rule.drop * (best - means[0]), MIN_DEVIATIONS * deviation, ROUNDING * max(1.0, abs(best)))
+    if not fell > least:  # nor where a reward is NaN
+        return BestRewards(best, first_step + end, None)
+    end += first_step
+    told = f"the mean reward of the last {size} steps is {mean:.4g}; up to step {end} it was {best:.4g}"
+    return BestRewards(best, end, told)
+
+
+class DivergenceCheck:
+    """Looks for the signs. All ranks call it alike."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        max_discarded_steps: int,
+        progress: Progress | None,
+        rule: RewardRule | None = None,
+    ) -> None:
+        """`progress` is where a resumed run stands; `rule` None: rewards are not looked at."""
+        self._trainer = trainer
+        self._max_discarded_steps = max_discarded_steps
+        self.rule = rule
+        self.begin_at(progress)
+
+    def begin_at(self, progress: Progress | None) -> None:
+        """The run continues where it stands at `progress`."""
+        looks = progress is not None and self.rule is not None
+        self.rewards = list(progress.rewards) if progress is not None and looks else []
+        """Mean reward of every step since rewards are looked at."""
+        self.good_step = progress.good_step if progress is not None and looks else NO_STEP
+        """Steps done at the end of the best of them."""
+        self._first_step = 0 if progress is None else progress.step - len(self.rewards)
+        self.discarded_steps = 0 if progress is None else progress.discarded_steps
+        """Steps up to now in which all minibatches were discarded; steps without any minibatch do not count."""
+        self.learned_step = 0 if progress is None else progress.learned_step
+        """Steps done when a minibatch was last learned from."""
+
+    @property
+    def sound_before(self) -> int:
+        """As that of `Progress`."""
+        return min(self.learned_step, self.good_step + 1)
+
+    def after_step(self, step: int, results: Sequence[MinibatchResult], reward: float | None = None) -> None:
+        """`step` steps are done; `results` are those of the last one's minibatches, `reward` its mean reward. A
+        collective. DivergedError where the run must end."""
+        collapsed = None
+        if self.rule is not None and reward is not None:
+            self.rewards.append(float(reward))
+            best = best_rewards(self.rewards, self.rule, self._first_step)
+            if best is not None:
+                self.good_step, collapsed = best.end, best.collapsed
+        discarded = [result.discarded for result in results if result.discarded is not None]
+        if len(discarded) < len(results):
+            self.discarded_steps, self.learned_step = 0, step
+        elif discarded:
+            self.discarded_steps += 1
+        if collapsed is not None:
+            raise DivergedError(
+                f"{collapsed} (algorithm.rollback_reward_drop is {self.rule and self.rule.drop:g})"
+            )
+        if not discarded:
+            return
+        self.raise_if_not_finite()
+        if self.discarded_steps >= self._max_discarded_steps:
+            raise DivergedError(
+                f"every minibatch of {self.discarded_steps} steps in a row was discarded (run.max_discarded_steps is "
+                f"{self._max_discarded_steps}), the last one because {discarded[-1]}"
+            )
+
+    def raise_if_not_finite(self) -> None:
+        """DivergedError, on all ranks, where any rank's parameters or optimizer state are not finite. A collective."""
+        mine = None
+        for model in self._trainer.saved_models():
+            with self._trainer.models_on_device([model]):
+                mine = mine or self._not_finite(model)
+        found = first_error(mine and f"{mine} on rank {dist.get_rank()}")
+        if found is not None:
+            raise DivergedError(f"there are values that are not finite in {found}")
+
+    @staticmethod
+    def _not_finite(model: SavedModel) -> str | None:
+        found = first_not_finite(model.chunks, model.optimizer)
+        return f"{found} of the {model.name}" if found and model.name else found
+
+
+@torch.no_grad()
+def first_not_finite(chunks: Sequence[Any], optimizer: Any) -> str | None:
+    """The first parameter, or tensor of the optimizer's state, of this rank that has a NaN or an infinity, in words;
+    None where all are finite. One pass over the memory, without a copy."""
+    names: dict[int, str] = {}
+    tensors: list[tuple[str, Tensor]] = []
+    for number, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            # The chunks of a virtual pipeline have the same names.
+            names[id(parameter)] = f"{name} of chunk {number}" if len(chunks) > 1 else name
+            tensors.append((f"the parameter {names[id(parameter)]}", parameter))
+    for held in held_by(optimizer) if optimizer is not None else ():
+        for kind, tensor in held.tensors().items():
+            tensors.append((f'the optimizer\'s "{kind}" of {names[id(held.parameter)]}', tensor))
+    found = torch.stack([all_finite(tensor) for _, tensor in tensors]).tolist()
+    return next((name for (name, _), finite in zip(tensors, found, strict=True) if not finite), None)

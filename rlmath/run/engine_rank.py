@@ -1,0 +1,131 @@
+"""The program of a rank that has an engine of its own (`rollout.ranks`): from the process groups to the exit status.
+
+It starts as every rank of the run does (`startup`), joins the engines' world, and samples until the trainers end the
+run. It writes nothing into the run's folder.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch.distributed as dist
+
+from rlmath.config import length_curriculum as curriculum
+from rlmath.config.schema import Config
+from rlmath.distributed.bridge import Bridge, Mailbox
+from rlmath.distributed.device import Device, open_device
+from rlmath.distributed.fault_tolerance.preemption import StopRequest
+from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.ranks import environment_rank, environment_world_size
+from rlmath.distributed.rendezvous import Rendezvous
+from rlmath.planning.memory_estimate import engine_mesh_of, mesh_of
+from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers
+from rlmath.rollout.collector import Collector
+from rlmath.rollout.engine import Engine
+from rlmath.rollout.generation import GenerationLoop
+from rlmath.rollout.sampling import training_sampling
+from rlmath.rollout.weight_sync.publish import WeightReceiver
+from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
+from rlmath.run.loop import join_run
+from rlmath.run.startup import PreparedRun
+from rlmath.trainer.rollouts.engines import engines_plan, validation_scorer
+
+logger = logging.getLogger(__name__)
+
+
+def run_engine_rank(prepared: PreparedRun[Any], rendezvous: Rendezvous | None) -> int:
+    """Sample until the trainers end the run; the exit status, which is theirs."""
+    config, rank = prepared.config, environment_rank()
+    mesh = engine_mesh_of(config, environment_world_size(), rank)
+    device = open_device(config.run.device, config.policy.transformer_impl == "local")
+    stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, rank)
+    stop.install()
+    with ExitStack() as stack:
+        workers = stack.enter_context(open_scorers(config, mesh))
+        bridge, heartbeat = join_run(stack, config, device, rendezvous, stop)
+        assert bridge is not None
+        heartbeat.enter_phase("build engine")
+        rank_of_engine = EngineRank(prepared, mesh, device, bridge, workers, heartbeat.report_progress)
+        heartbeat.enter_phase("generate")
+        stop.in_steps = True
+
+        def on_weights(step: int) -> None:
+            heartbeat.step = step + 1
+
+        status = rank_of_engine.run(on_weights)
+        stop.done()
+        rank_of_engine.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return status
+
+
+def open_scorers(config: Config, mesh: Mesh) -> AbstractContextManager[RewardWorkers | None]:
+    """The reward workers of an engine's first rank; to be opened before process groups and engines."""
+    if not mesh.is_engine_leader:
+        return nullcontext()
+    return open_reward_workers(config.reward, config.run.plugins)
+
+
+class EngineRank:
+    """One rank of an engine, and what connects it to the trainers."""
+
+    def __init__(
+        self,
+        prepared: PreparedRun[Any],
+        mesh: Mesh,
+        device: Device,
+        bridge: Bridge,
+        workers: RewardWorkers | None,
+        on_progress: Callable[[], None],
+    ) -> None:
+        """`mesh` is that of the engines' world. `on_progress` is called for every step of vLLM's, and while weights
+        come."""
+        config, inputs, shape = prepared.config, prepared.inputs, prepared.shape
+        self._mailbox = Mailbox(bridge, range(bridge.training_ranks)) if mesh.is_engine_leader else None
+        self._scorer = validation_scorer(config, mesh)
+        with bridge.as_own_world():
+            self._engine = engine = Engine(
+                config.model.path,
+                config.rollout,
+                curriculum.engine_length(config),
+                mesh,
+                device,
+                engine_shapes(shape, mesh.engine_size),
+            )
+        engine.on_step = on_progress
+        if config.rollout.on_new_weights == "recompute" and not engine.continues_noise:
+            raise ValueError(
+                'rollout.on_new_weights is "recompute", and vLLM takes its first model runner (its log says why), '
+                "whose noise begins anew where a completion is continued. Set rollout.on_new_weights=keep or finish"
+            )
+        plan = engines_plan(config, shape, mesh_of(config, bridge.world_size, 0), device)
+        stages = curriculum.length_stages(config, inputs.total_steps)
+        self._loop = GenerationLoop(
+            engine,
+            mesh,
+            WeightReceiver(engine.weights, plan, mesh, device, bridge, self._mailbox, on_progress),
+            Collector(engine, mesh, inputs.tokenizer, config.rollout, config.reward, workers, self._scorer),
+            inputs,
+            config.rollout,
+            config.reward,
+            [training_sampling(stage.config.rollout) for stage in stages],
+            config.run.seed,
+            self._mailbox,
+            workers,
+        )
+
+    def run(self, on_weights: Callable[[int], None] = lambda step: None) -> int:
+        """Until the trainers end the run; its exit status. `on_weights` gets the step, counted from 0, of every version
+        that the engine takes."""
+        return self._loop.run(on_weights)
+
+    def close(self) -> None:
+        if self._mailbox is not None:
+            self._mailbox.close()
+        self._engine.close()
+        if self._scorer is not None:
+            self._scorer.close()

@@ -1,0 +1,260 @@
+"""Checkpoints and models of a run: what is saved after a step, and whether the run stops there; alike on all ranks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rlmath.checkpoint.directory import Checkpoint, Progress, complete_checkpoints, remove, sound_checkpoints
+from rlmath.checkpoint.hf.weights import read_metadata_files, write_hf_folder
+from rlmath.checkpoint.manager import CheckpointManager, Retention, Saved
+from rlmath.config.length_curriculum import has_length_stages, length_stages
+from rlmath.config.load import config_as_yaml
+from rlmath.config.run_files import CHECKPOINTS_FOLDER, EXPORT_FOLDER, MODELS_FOLDER
+from rlmath.distributed.collectives import broadcast_from_rank_zero, max_over_ranks
+from rlmath.distributed.fault_tolerance.preemption import REASONS, StopRequest
+from rlmath.distributed.process import library_versions
+from rlmath.models.megatron import hf_stream
+from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
+from rlmath.run.divergence import DivergenceCheck
+from rlmath.run.recovery import save_schedule
+from rlmath.run.recovery.resume import Origin
+from rlmath.run.run_dir import stage_folder
+
+if TYPE_CHECKING:
+    from rlmath.run.loop import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpointer:
+    """Saves between steps, and decides there whether the run stops. All ranks call it alike."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        origin: Origin,
+        stop: StopRequest,
+        divergence: DivergenceCheck,
+        on_progress: Callable[[], None],
+    ) -> None:
+        """`on_progress` is called during long operations."""
+        config = trainer.config
+        now, per_epoch = time.monotonic(), trainer.order.steps_per_epoch
+        points = save_schedule.recovery_frequency(config.save)
+        models = save_schedule.kept_frequency(config.save)
+        self._trainer = trainer
+        self._metadata_files = read_metadata_files(config.model.path)
+        self._store = CheckpointManager(
+            Path(config.run.output_dir) / CHECKPOINTS_FOLDER,
+            trainer.saved_models,
+            trainer.device,
+            self._metadata_files,
+            Retention(
+                config.save.keep_last,
+                config.save.keep_models,
+                0 if divergence.rule is None else divergence.rule.steps,
+                save_schedule.steps_before_captures(config),
+            ),
+        )
+        self._origin = origin
+        self._stop = stop
+        self._divergence = divergence
+        self._on_progress = on_progress
+        self._points = save_schedule.SaveTimes(points, per_epoch, now, save_schedule.FIRST_POINT)
+        self._models = save_schedule.SaveTimes(models, per_epoch, now)
+        self._last_step_too = not points.never
+        self._before_captures = save_schedule.steps_before_captures(config)
+        self._length_stages = length_stages(config, trainer.total_steps)
+        self._folder = Path(config.run.output_dir)
+        self.newest: int | None = None
+        """Steps done in the newest complete checkpoint, None where there is none."""
+        self.seconds = 0.0
+        """How long training stood still for saving after the last step."""
+        if not (points.never and models.never):
+            self._store.warm_up()
+
+    def after_step(self, step: int, is_last: bool) -> str | None:
+        """Save what is due with `step` steps done. Returns the reason if any rank was asked to stop: the save is then
+        on disk, or has failed."""
+        started = time.perf_counter()
+        with self._trainer.timers.phase("save"):
+            kept = self._models.due(step, time.monotonic())
+            point = self._points.due(step, time.monotonic()) or (is_last and self._last_step_too)
+            point |= step in self._before_captures
+            agreed = self._agree(kept, point)
+            reason = REASONS[int(agreed["stop"])]
+            ends = is_last or reason is not None
+            wanted = (agreed["kept"] + agreed["point"] > 0 or reason is not None) and self.newest != step
+            if self._store.busy and (wanted or ends or not agreed["writing"]):
+                self._finish()
+            if wanted:
+                self._start(step, agreed["kept"] > 0)
+            if self._store.busy and (ends or not self._trainer.config.save.background):
+                self._finish()
+            if agreed["kept"] and self._trainer.config.save.export_hf:
+                self._export_kept(step)
+            if ends:
+                self._store.wait_for_removals()
+        self.seconds = time.perf_counter() - started
+        return reason
+
+    def save_to_stop(self, step: int) -> None:
+        """Save what `after_step` left out, of a run that stops before the next one is made."""
+        with self._trainer.timers.phase("save"):
+            self.finish()
+            if step not in (0, self.newest):
+                self._start(step, kept=False)
+            self.finish()
+            self._store.wait_for_removals()
+
+    def finish(self) -> None:
+        """Complete the save that is being written, if there is one. A collective."""
+        if self._store.busy:
+            self._finish()
+
+    def newest_sound(self) -> Path | None:
+        """The folder of the newest checkpoint whose weights learned in a later step, and are no worse than the best.
+        Reads the disk; ValueError where it cannot."""
+        return next((one.folder for one in self.sound()), None)
+
+    def sound(self) -> list[Checkpoint]:
+        """All such, the newest first; as `newest_sound`."""
+        found, _ = complete_checkpoints(self._folder / CHECKPOINTS_FOLDER)
+        return sound_checkpoints(found, self._divergence.sound_before)
+
+    def asked_to_stop(self) -> str | None:
+        """The reason if any rank was asked to stop, without saving. Collective: all ranks call it."""
+        return REASONS[int(self._agree(False, False)["stop"])]
+
+    def _agree(self, kept: bool, point: bool) -> dict[str, float]:
+        """What all ranks act on: rank 0's clock, any rank's signal, any rank's unfinished writing. Collective."""
+        is_clock = self._trainer.mesh.rank == 0
+        mine = {
+            "stop": float(REASONS.index(self._stop.requested)),
+            "kept": float(kept and is_clock),
+            "point": float(point and is_clock),
+            "writing": float(self._store.busy and not self._store.written),
+        }
+        return max_over_ranks(mine)
+
+    def export(self, folder: Path, more: Mapping[str, bytes] | None = None) -> None:
+        """Write the model as it is now in Hugging Face form, with some files `more`. A collective. OSError on rank 0
+        where the disk refuses, DivergedError where it is not finite."""
+        self._divergence.raise_if_not_finite()
+        trainer = self._trainer
+        stream = self._with_progress(hf_stream(trainer.actor.chunks, trainer.shape, trainer.mesh))
+        dtype, writes = getattr(torch, save_schedule.export_format(trainer.config)), trainer.mesh.rank == 0
+        write_hf_folder(stream, {**self._metadata_files, **(more or {})}, folder, dtype, writes)
+
+    def export_final_model(self) -> None:
+        """Write the trained model in Hugging Face form. A collective."""
+        folder = self._folder / EXPORT_FOLDER
+        with self._trainer.timers.phase("export"):
+            self.export(folder)
+        if self._trainer.mesh.rank == 0:
+            logger.info("The trained model is in %s", folder)
+
+    def export_length_stage(self, step: int, even_if_there: bool) -> None:
+        """Export the model to models/stage-N where a length stage ends with `step` steps done. A collective. If the
+        disk is full the model is not kept, and the run continues.
+
+        A run that resumes right after a stage exports what the end of the earlier start may have cut off.
+        """
+        config = self._trainer.config
+        ended = next((stage for stage in self._length_stages if stage.end == step), None)
+        if ended is None or not has_length_stages(config):
+            return
+        folder = stage_folder(config.run.output_dir, ended.number)
+        if not even_if_there and broadcast_from_rank_zero(folder.is_dir()):
+            return
+        try:
+            with self._trainer.timers.phase("export"):
+                self.export(folder)
+        except OSError as error:
+            logger.warning(
+                "The model of stage %d was not kept: %s. The run continues", ended.number + 1, error
+            )
+        else:
+            logger.info("The model of stage %d is in %s", ended.number + 1, folder)
+
+    def close(self) -> None:
+        """End the process that writes."""
+        self._store.close()
+
+    def _export_kept(self, step: int) -> None:
+        """A kept model more, and one less where they are too many. The run does not end for it."""
+        models = self._folder / MODELS_FOLDER
+        try:
+            self.export(models / f"step-{step:06d}")
+        except OSError as error:
+            logger.warning("The model of step %d was not exported: %s. The run continues", step, error)
+        keep = self._trainer.config.save.keep_models
+        if keep is not None and self._trainer.mesh.rank == 0:
+            for old in sorted(models.glob("step-" + "[0-9]" * 6))[:-keep]:
+                remove(old)
+
+    def _with_progress(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for named in stream:
+            self._on_progress()
+            yield named
+
+    def _start(self, step: int, kept: bool) -> None:
+        self._divergence.raise_if_not_finite()
+        settings, files = config_as_yaml(self._trainer.config), self._trainer.checkpoint_files()
+        with self._trainer.models_on_device(self._trainer.saved_models()):
+            failed = self._store.start(self._progress(step), kept, settings, files)
+        if failed is not None:
+            self._log_failure(failed)
+
+    def _finish(self) -> None:
+        saved = self._store.finish(self._on_progress)
+        if saved.checkpoint is None:
+            self._log_failure(saved)
+            return
+        self.newest = self._stop.saved_step = saved.step
+        if self._trainer.mesh.rank == 0:
+            size = sum(entry.size for entry in saved.checkpoint.files.values())
+            logger.info(
+                "Checkpoint of step %d: %s (%.3f GiB)", saved.step, saved.checkpoint.folder, size / 2**30
+            )
+
+    def _log_failure(self, saved: Saved) -> None:
+        if self._trainer.mesh.rank == 0:
+            last = "there is none yet" if self.newest is None else f"the newest is that of step {self.newest}"
+            text = "The checkpoint of step %d was not saved: %s. The run continues; %s"
+            logger.warning(text, saved.step, saved.error, last)
+
+    def _progress(self, step: int) -> Progress:
+        trainer = self._trainer
+        epoch, within = divmod(step, trainer.order.steps_per_epoch)
+        return Progress(
+            step=step,
+            epoch=epoch,
+            position=within * trainer.order.prompts_per_step,
+            updates=trainer.actor.learner.updates,
+            syncs=step * trainer.weight_syncs_per_step,
+            layout=trainer.mesh.training_layout,
+            world_size=trainer.mesh.world_size,
+            optimizer_tensors=(),
+            random_states=(),
+            model_fingerprint=self._origin.model,
+            data_fingerprint=self._origin.data,
+            reward_fingerprint=self._origin.reward,
+            hooks_fingerprint=self._origin.hooks,
+            versions=library_versions(),
+            discarded_steps=self._divergence.discarded_steps,
+            learned_step=self._divergence.learned_step,
+            critic_updates=trainer.critic_updates,
+            cpu_sampler=CPU_SAMPLER_VERSION,
+            good_step=self._divergence.good_step,
+            rewards=tuple(self._divergence.rewards),
+            rollback_steps=tuple(one.step for one in trainer.rollbacks),
+            rollback_draw_steps=tuple(one.draw_step for one in trainer.rollbacks),
+        )

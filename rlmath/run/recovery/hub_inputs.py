@@ -1,0 +1,193 @@
+"""What a run names by ids of the Hugging Face hub: in the cache of every node before anything is started.
+
+    rank 0              finds the commit of every id: that which the run in the folder has, else the hub's
+    all ranks meet      and have rank 0's commits
+    a node's first rank downloads what its cache lacks; the others wait
+    all ranks meet      and have the places of the files
+
+Where a single rank runs it does all of it by itself. Settings without ids come back as they are, and no rank waits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlmath.config import hub
+from rlmath.config.help import raise_problems, schema_problems, setting_values
+from rlmath.config.hub import HubFailedError, HubId
+from rlmath.config.load import load_config
+from rlmath.config.run_files import CONFIG_FILE, EXPORT_FOLDER
+from rlmath.config.schema import Config
+from rlmath.distributed.ranks import RankReport, RendezvousResult, environment_rank
+from rlmath.run.recovery.resume import newest_settings
+
+if TYPE_CHECKING:
+    from rlmath.distributed.rendezvous import Rendezvous
+
+logger = logging.getLogger(__name__)
+
+
+class SharedMistakeError(ValueError):
+    """A mistake that all ranks know of already."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The ids of a start, and how long it may take to fetch them."""
+
+    ids: Sequence[HubId]
+    seconds: float
+    recorded: Collection[str]
+
+
+def fetch_inputs(config: Config, rendezvous: Rendezvous | None) -> Config:
+    """The settings with places in this node's cache for ids of the hub. All ranks call it; `rendezvous` is None where
+    there is one rank.
+
+    Errors: ValueError for ids and numbers that are wrong, SharedMistakeError where the hub, the cache or another rank
+    refuses, HubFailedError where the hub or the network fails, MissingRanksError where ranks are missing or the hub has
+    failed another one.
+    """
+    ids = hub.hub_ids(config)
+    if not ids:
+        return config
+    raise_problems("this run", schema_problems(config))  # they are found before hours of downloading
+    seconds, start_seconds = config.run.hub_timeout_seconds, config.run.start_timeout_seconds
+    recorded = recorded_ids(config) if environment_rank() == 0 else ()
+    places = fetch_ids(ids, seconds, rendezvous, start_seconds, recorded)
+    return hub.with_places(config, places)
+
+
+def fetch_ids(
+    ids: Sequence[HubId],
+    seconds: float,
+    rendezvous: Rendezvous | None,
+    start_seconds: float,
+    recorded: Collection[str] = (),
+) -> dict[HubId, str]:
+    """The place of every id in this node's cache. Errors and arguments: as `fetch_inputs`; `recorded` is rank 0's."""
+    asked = _Asked(ids, seconds, recorded)
+    if rendezvous is None:
+        pins = hub.resolve(ids, seconds, recorded)
+        _fetch(pins.values(), seconds)
+    else:
+        pins = _commits(asked, rendezvous, start_seconds)
+        _fetch_on_node(pins, asked, rendezvous, start_seconds)
+    places = hub.places(pins.values())
+    return {one: places[pinned] for one, pinned in pins.items()}
+
+
+def _commits(asked: _Asked, rendezvous: Rendezvous, start_seconds: float) -> dict[HubId, HubId]:
+    """Every id with rank 0's commit. A collective."""
+    place, pins = rendezvous.rank_info, {}
+    report = RankReport(place.host, place.node)
+    if place.rank == 0:
+        try:
+            pins = hub.resolve(asked.ids, asked.seconds, asked.recorded)
+        except (ValueError, HubFailedError) as error:
+            report = replace(report, problem=str(error), may_pass=isinstance(error, HubFailedError))
+    commits = {str(one): pinned.commit for one, pinned in pins.items()}
+    found = _sync(rendezvous, "commits", report, asked.seconds + start_seconds, commits)
+    lost = [str(one) for one in asked.ids if str(one) not in found]
+    if lost:
+        raise ValueError(
+            f"the settings of this rank name {lost[0]}, those of rank 0 do not. Give all the same."
+        )
+    return {one: hub.with_commit(one, found[str(one)]) for one in asked.ids}
+
+
+def _fetch_on_node(
+    pins: Mapping[HubId, HubId], asked: _Asked, rendezvous: Rendezvous, start_seconds: float
+) -> None:
+    """Download on the first rank of every node. A collective."""
+    place = rendezvous.rank_info
+    report = RankReport(place.host, place.node)
+    if place.is_node_leader:
+        try:
+            _fetch(pins.values(), asked.seconds)
+        except (ValueError, HubFailedError) as error:
+            report = replace(report, problem=str(error), may_pass=isinstance(error, HubFailedError))
+    _sync(rendezvous, "files", report, asked.seconds + start_seconds)
+
+
+def _fetch(ids: Iterable[HubId], seconds: float) -> None:
+    logger.info("Looking for what is named by ids of the Hugging Face hub ...")
+    hub.fetch(list(dict.fromkeys(ids)), seconds)
+
+
+def _sync(
+    rendezvous: Rendezvous,
+    name: str,
+    report: RankReport,
+    seconds: float,
+    values: Mapping[str, str] | None = None,
+) -> Mapping[str, str]:
+    try:
+        return rendezvous.sync(
+            f"hub {name}", report, seconds, lambda reports: RendezvousResult(values=values or {})
+        )
+    except ValueError as error:
+        raise SharedMistakeError(str(error)) from None
+
+
+def recorded_ids(config: Config) -> list[str]:
+    """What the run in the folder was made of: its config.yaml, and its newest checkpoint, which comes last. Empty where
+    it starts from the beginning anyway."""
+    if config.run.recover_mode == "disabled":
+        return []
+    found = []
+    with suppress(OSError, ValueError):
+        found.append(load_config([Path(config.run.output_dir) / CONFIG_FILE], [], saved=True))
+    found.append(newest_settings(config))
+    texts = []
+    for settings in filter(None, found):
+        for value in setting_values(settings).values():
+            texts += [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
+    return [text for text in texts if hub.is_hub_id(text)]
+
+
+# ---------------------------------------------------------------- a dry run
+
+
+def plan_inputs(config: Config) -> tuple[Config, list[str]]:
+    """Likewise for a dry run, which needs everything but weights; and lines that say what a start would download."""
+    ids = hub.hub_ids(config)
+    if not ids:
+        return config, []
+    raise_problems("this run", schema_problems(config))
+    seconds = config.run.hub_timeout_seconds
+    pins = hub.resolve(ids, seconds, recorded_ids(config))
+    fetched = hub.fetch(list(pins.values()), seconds, weights=False)
+    places = hub.places(pins.values())
+    lines = []
+    for pinned, found in zip(pins.values(), fetched, strict=True):
+        rest = f"a start downloads {found.left} files, {found.left_bytes / 1e9:.3f} GB"
+        lines.append(f"Hub: {pinned}: {rest if found.left else 'nothing is left to download'}")
+    return hub.with_places(config, {one: places[pinned] for one, pinned in pins.items()}), lines
+
+
+# ---------------------------------------------------------------- the end of a run
+
+
+def push_model(config: Config, steps: int) -> None:
+    """Upload the exported model where the settings say so. A failure is logged; it does not change how the run ends.
+    For rank 0 alone, when no other rank waits for it."""
+    name = config.save.push_to_hub
+    if name is None:
+        return
+    folder = Path(config.run.output_dir) / EXPORT_FOLDER
+    logger.info("Uploading %s to %s ...", folder, name)
+    try:
+        commit = hub.push(name, folder, f"rlmath: {steps} steps", config.run.hub_timeout_seconds)
+    except (ValueError, OSError, HubFailedError) as error:
+        command = f"hf upload {name} {folder}"
+        logger.error(
+            'The model was not uploaded to %s: %s Run "%s", or the same command again', name, error, command
+        )
+    else:
+        logger.info("The model is uploaded to %s%s", name, f", commit {commit}" if commit else "")

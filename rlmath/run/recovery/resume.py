@@ -1,0 +1,421 @@
+"""Whether a run resumes from a checkpoint, and from which.
+
+`find_recovery` runs on every rank before anything is started: it reads manifests and small files, and refuses a
+checkpoint of another run. With the process group there, `checkpoint_choice` reads the candidates' files, each rank a
+share of them. What a run is made of (model, data) is compared by fingerprint, not by path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlmath.algorithms.types import Prompt
+from rlmath.checkpoint import directory
+from rlmath.checkpoint.directory import Checkpoint, Progress
+from rlmath.checkpoint.flight import FLIGHT
+from rlmath.config.help import as_yaml_word, is_among, setting_values
+from rlmath.config.hub import is_same
+from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stages
+from rlmath.config.load import load_config, shown_values
+from rlmath.config.run_files import CHECKPOINTS_FOLDER
+from rlmath.config.schema import Config, RewardConfig
+from rlmath.data.dataset import PromptFiles, SftInputs
+from rlmath.data.sft_sequences import sequences_fingerprint
+from rlmath.distributed.device_kind import resolve_kind
+from rlmath.planning.length_curriculum import stage_list_problems
+from rlmath.rewards.several_rewards import functions_of
+from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
+from rlmath.run.recovery.rollback import joined_records, read_rollbacks, superseded_by
+from rlmath.workers.hooks import Hook, code_fingerprint, hooks_fingerprint, is_same_function
+from rlmath.workers.user_functions import advantage_hook, selection_hook
+
+logger = logging.getLogger(__name__)
+
+_SAMPLE_BYTES = 2**20
+
+
+def model_fingerprint(folder: str | Path) -> str:
+    """Of a Hugging Face folder: its config.json, and names, sizes, first and last MiB of its weight files. A model that
+    was trained on has another one; the same model in another place has the same."""
+    digest = hashlib.sha256((Path(folder) / "config.json").read_bytes())
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(0, size - _SAMPLE_BYTES))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def data_fingerprint(prompts: Sequence[Prompt], sizes: Sequence[int] = ()) -> str:
+    """Of the prompts that are used, in order: their tokens, solutions and names; and of the number of prompts in each
+    file, where that matters."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        row = (prompt.prompt_id, prompt.token_ids, prompt.solutions, prompt.task, prompt.more_json)
+        digest.update(json.dumps(row).encode())
+    if sizes:
+        digest.update(json.dumps(list(sizes)).encode())
+    return digest.hexdigest()[:16]
+
+
+MAY_CHANGE = (
+    "run.output_dir",
+    "run.total_epochs",
+    "run.total_steps",
+    "run.device",
+    "run.recover_mode",
+    "run.distributed_timeout_seconds",
+    "run.start_timeout_seconds",
+    "run.stop_grace_seconds",
+    "run.heartbeat_timeout_seconds",
+    "run.hang_timeout_seconds",
+    "run.hub_timeout_seconds",
+    "run.max_discarded_steps",
+    "run.plugins",
+    "algorithm.rollback",
+    "data.history_path",
+    "parallel.",
+    "policy.",
+    "stages.",
+    "optimizer.distributed",
+    "optimizer.overlap_grad_reduce",
+    "algorithm.reference_every_steps",
+    "critic.path",
+    "rollout.tensor_parallel",
+    "rollout.memory_share",
+    "rollout.cpu_kv_cache_gib",
+    "rollout.max_num_seqs",
+    "rollout.max_num_batched_tokens",
+    "rollout.chunked_prefill",
+    "rollout.cuda_graphs",
+    "rollout.progress_bar",
+    "rollout.slice_tokens",
+    "rollout.max_groups_in_flight",
+    "rollout.max_concurrent_sequences",
+    "sync.",
+    "memory.",
+    "validation.",
+    "reward.timeout_seconds",
+    "reward.workers",
+    "reward.max_failure_share",
+    "sft.eval_every_steps",
+    "telemetry.",
+    "save.",
+)
+"""Settings, or whole sections, that may differ in a resumed run: where and how it computes, what it keeps and measures,
+how long it is. Length stages only as far as they have not begun (`refused_changes`)."""
+
+
+BY_CONTENT = (
+    "model.path",
+    "data.train_path",
+    "data.more_train_paths",
+    "data.format",
+    "data.template",
+    "data.max_unusable_share",
+    "sft.held_out_path",
+)
+"""Settings that a checkpoint compares by what they hold: they may have moved."""
+
+
+CheckpointToResume = tuple[Checkpoint, Progress]
+"""A checkpoint, and where its run stands."""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Checkpoints that a run can resume from, newest first."""
+
+    candidates: list[CheckpointToResume]
+    notes: list[str]
+    """For the console: checkpoints that are skipped."""
+    warnings: tuple[str, ...] = ()
+    """What may have changed in a run that resumes, and has."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run is made of, by fingerprint; "" where it is not known, as in a dry run without weights."""
+
+    model: str
+    data: str
+    reward: str = ""
+    """The files of the user's reward functions; they may change, with a warning."""
+    hooks: str = ""
+    """Likewise those of the functions that select groups and give advantages."""
+
+
+def origin_of(config: Config, inputs: PromptFiles, has_weights: bool = True) -> Origin:
+    sizes = [share.n_prompts for share in inputs.order.shares]
+    reward = reward_fingerprint(config.reward, config.run.plugins)
+    model = model_fingerprint(config.model.path) if has_weights else ""
+    return Origin(
+        model, data_fingerprint(inputs.prompts, sizes), reward, hooks_fingerprint(learning_hooks(config))
+    )
+
+
+def learning_hooks(config: Config) -> list[Hook]:
+    """Functions of the user's that decide what is learned: those that select groups and give advantages."""
+    return [hook for hook in (selection_hook(config), advantage_hook(config)) if hook is not None]
+
+
+def reward_fingerprint(reward: RewardConfig, plugins: Sequence[str] = ()) -> str:
+    """Of the files of the user's reward functions; "" where there is none."""
+    if not reward.rewards:
+        return code_fingerprint(reward.function, plugins)
+    codes = {setting: code_fingerprint(one, plugins) for setting, one in functions_of(reward).items()}
+    return hashlib.sha256(json.dumps(codes).encode()).hexdigest()[:16] if codes else ""
+
+
+def sft_origin_of(config: Config, inputs: SftInputs, has_weights: bool = True) -> Origin:
+    """Of a supervised run; what is held out is no part of it, but decides what is left."""
+    model = model_fingerprint(config.model.path) if has_weights else ""
+    return Origin(model, sequences_fingerprint(inputs.sequences))
+
+
+def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery | None:
+    """What the run resumes from; None for a start from the beginning. Reads manifests, sizes and small files only.
+
+    ValueError where the newest checkpoint belongs to another run (batch size, group size, data, model, ...) or is
+    beyond its `total_steps`, where its length stage is too short for the groups in flight, where the folder's rollbacks
+    are those of another run, where all are damaged, where it cannot be known what there is (a link to a disk that is
+    not mounted, no permission), and, with run.recover_mode "resume", where there is none.
+    """
+    if config.run.recover_mode == "disabled":
+        return None
+    root = Path(config.run.output_dir) / CHECKPOINTS_FOLDER
+    found, notes = _complete_checkpoints(config)
+    rollbacks, candidates = read_rollbacks(config.run.output_dir), []
+    for checkpoint in found:
+        try:
+            progress, then = _read_small_files(checkpoint)
+        except directory.OutOfReachError as error:
+            raise ValueError(out_of_reach_text(error)) from error
+        except (OSError, ValueError) as error:
+            notes.append(f"the checkpoint {checkpoint.folder} is damaged and is skipped: {error}")
+            continue
+        if (number := superseded_by(rollbacks, progress)) is not None:
+            step = rollbacks[number - 1].step
+            notes.append(
+                f"the checkpoint {checkpoint.folder} is skipped: rollback {number} of the run went back to step {step}"
+            )
+            continue
+        problems = list(_other_run(then, config, progress, origin, total_steps))
+        problems = problems or _in_flight_problems(config, total_steps, checkpoint, progress, origin)
+        if problems:
+            what = [*(f"  - {problem}" for problem in problems), f"{START_OVER.capitalize()}."]
+            raise ValueError("\n".join([f"The run cannot resume from {checkpoint.folder}:", *what]))
+        joined_records(
+            config.run.output_dir, rollbacks, progress
+        )  # ValueError where the file is that of another run
+        candidates.append((checkpoint, progress))
+    if candidates:
+        return Recovery(candidates, notes, tuple(_changed_code(config, candidates[0], origin)))
+    if notes:
+        raise ValueError(f"no checkpoint in {root} is whole: {'. '.join(notes)}. {START_OVER.capitalize()}.")
+    if config.run.recover_mode == "resume":
+        raise ValueError(
+            f'run.recover_mode is "resume", and {root} has no checkpoint to resume from. '
+            'Give the run.output_dir of a run that has one, or run.recover_mode "auto".'
+        )
+    return None
+
+
+def changes_since_newest(config: Config) -> list[str] | None:
+    """What the newest whole checkpoint in the run's folder refuses of the settings, but for what it compares by
+    contents, as `find_recovery` does; None where the run would start from the beginning. Reads manifests and small
+    files only. ValueError where it cannot be known what there is."""
+    if config.run.recover_mode == "disabled":
+        return None
+    for checkpoint in _complete_checkpoints(config)[0]:
+        try:
+            progress, then = _read_small_files(checkpoint)
+        except directory.OutOfReachError as error:
+            raise ValueError(out_of_reach_text(error)) from error
+        except (OSError, ValueError):
+            continue
+        return _changed_settings(then, config, progress)
+    return None
+
+
+def newest_settings(config: Config) -> Config | None:
+    """Those of the newest whole checkpoint in the run's folder that can be read; None where there is none, or it cannot
+    be known. Reads manifests and small files only."""
+    with suppress(ValueError):
+        for checkpoint in _complete_checkpoints(config)[0]:
+            with suppress(OSError, ValueError):
+                return _read_small_files(checkpoint)[1]
+    return None
+
+
+START_OVER = "to start from the beginning, give another run.output_dir or run.recover_mode=disabled"
+
+
+def _complete_checkpoints(config: Config) -> tuple[list[Checkpoint], list[str]]:
+    try:
+        return directory.complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS_FOLDER)
+    except ValueError as error:
+        raise ValueError(out_of_reach_text(error)) from error
+
+
+def out_of_reach_text(error: ValueError) -> str:
+    return (
+        f"what the run can resume from cannot be known: {error}. Mount the disk, correct the link or the permissions, "
+        f"or move it away; {START_OVER}."
+    )
+
+
+def _read_small_files(checkpoint: Checkpoint) -> tuple[Progress, Config]:
+    try:
+        damage = directory.wrong_contents(checkpoint, (directory.PROGRESS, directory.SETTINGS))
+    except OSError as error:
+        directory.raise_if_out_of_reach(Path(error.filename or checkpoint.folder), error)
+        raise
+    if damage:
+        raise ValueError(damage[0])
+    progress = directory.read_progress(checkpoint.folder)
+    if progress.step != checkpoint.step:
+        raise ValueError(f"{directory.PROGRESS} is that of step {progress.step}")
+    return progress, load_config([checkpoint.folder / directory.SETTINGS], [], saved=True)
+
+
+def _other_run(
+    then: Config, now: Config, progress: Progress, origin: Origin, total_steps: int
+) -> Iterator[str]:
+    if progress.step > total_steps:
+        keys = "stages.steps" if has_length_stages(now) else "run.total_steps, run.total_epochs"
+        yield f"{keys}: {progress.step} steps are done there, the run has {total_steps} now"
+    yield from _changed_settings(then, now, progress)
+    if origin.model not in ("", progress.model_fingerprint):
+        yield (
+            f"model.path: the model that the run started from has changed (fingerprint {progress.model_fingerprint} "
+            f"there, {origin.model} of {now.model.path} now)"
+        )
+    if origin.data not in ("", progress.data_fingerprint):
+        yield (
+            f"data.train_path: the prompts have changed (fingerprint {progress.data_fingerprint} there, {origin.data} "
+            f"of {now.data.train_path} now)"
+        )
+
+
+def _in_flight_problems(
+    config: Config, total_steps: int, checkpoint: Checkpoint, progress: Progress, origin: Origin
+) -> list[str]:
+    """Groups in flight that the rest of their length stage is too short for."""
+    if not has_length_stages(config) or FLIGHT not in checkpoint.files:
+        return []
+    from rlmath.trainer.rollouts.synchronous import resume_problem  # it imports transformers
+
+    changed = progress.reward_fingerprint not in ("", origin.reward)
+    problem = resume_problem(config, total_steps, checkpoint.folder, progress.step, changed)
+    return [] if problem is None else [problem]
+
+
+def _changed_code(config: Config, newest: CheckpointToResume, origin: Origin) -> Iterator[str]:
+    checkpoint, progress = newest
+    functions = functions_of(config.reward)
+    if progress.reward_fingerprint not in ("", origin.reward):
+        yield (
+            f"{', '.join(functions) or 'reward.function'}: the file of {', '.join(functions.values()) or 'None'} has "
+            f"changed since the checkpoint of step {checkpoint.step} (fingerprint {progress.reward_fingerprint} there, "
+            f"{origin.reward or 'none'} now). The "
+            "run continues with it as it is now: rewards before and after may not be comparable; groups in flight that "
+            "it has scored a part of are sampled anew"
+        )
+    if progress.hooks_fingerprint not in ("", origin.hooks):
+        settings = ", ".join(f"{hook.setting}={hook}" for hook in learning_hooks(config))
+        yield (
+            f"{settings}: the code has changed since the checkpoint of step {checkpoint.step} (fingerprint "
+            f"{progress.hooks_fingerprint} there, {origin.hooks or 'none'} now). The run continues with it as it is now"
+        )
+    if (
+        progress.syncs
+        and progress.cpu_sampler != CPU_SAMPLER_VERSION
+        and resolve_kind(config.run.device) == "cpu"
+    ):
+        yield (
+            f"The checkpoint of step {checkpoint.step} is from a version whose engines drew other tokens from the same "
+            "seeds on CPU: the completions from here on are others than they would have been, as good as those"
+        )
+
+
+def _changed_settings(then: Config, now: Config, progress: Progress) -> list[str]:
+    changes = refused_changes(then, now, progress.step, progress.reward_fingerprint)
+    return [change for change in changes if not change.startswith(BY_CONTENT)]
+
+
+def refused_changes(
+    then: Config, now: Config, steps_done: int | None = None, reward_code: str = ""
+) -> list[str]:
+    """["rollout.group_size: 8 there, 16 now", ...] of the settings that a run must keep. `reward_code` is the
+    fingerprint of its reward function: another spelling of the same function is no change.
+
+    Of stages it must keep those that have begun with `steps_done` steps (None: all).
+    """
+    there, here = setting_values(then), setting_values(now)
+    was, is_now = shown_values(then), shown_values(now)
+    staged = has_length_stages(then) or has_length_stages(now)
+    # Where there are stages, it is their max_new_tokens that count.
+    may_change = (*MAY_CHANGE, "rollout.max_new_tokens") if staged else MAY_CHANGE
+    own_ranks = then.rollout.ranks > 0, now.rollout.ranks > 0
+    if all(own_ranks):
+        may_change = (*may_change, "rollout.ranks")  # but not to or from 0: what is in flight is another
+    elif not any(own_ranks):
+        may_change = (*may_change, "rollout.on_new_weights")
+        if then.rollout.tail == now.rollout.tail != "carry":
+            may_change = (*may_change, "rollout.max_staleness")
+    if is_same_function(then.reward.function, now.reward.function, reward_code):
+        may_change = (*may_change, "reward.function")
+    for key in ("algorithm.advantage", "selection.dynamic_sampling"):
+        if is_same_function(there[key], here[key]):
+            may_change = (*may_change, key)
+    changes = [
+        f"{key}: {as_yaml_word(was[key])} there, {as_yaml_word(is_now[key])} now"
+        for key in here
+        if not is_same(there[key], here[key]) and not is_among(key, may_change)
+    ]
+    return [*changes, *(_stage_changes(then, now, steps_done) if staged else ())]
+
+
+def _stage_changes(then: Config, now: Config, steps_done: int | None) -> Iterator[str]:
+    """Of stages that have begun. A run without stages is a stage of as many steps as it likes."""
+    if problems := list(stage_list_problems(now)):
+        yield problems[0]
+        return
+    there, here = length_stages(then, None), length_stages(now, None)
+    for number in range(max(len(there), len(here))):
+        old, new = _stage_text(there, number), _stage_text(here, number)
+        begun = steps_done is None or (number < len(there) and there[number].first_step < steps_done)
+        if begun and old != new and not (number == 0 and _adds_or_drops_stages(there, here, steps_done)):
+            so_far = "" if steps_done is None else ", which has begun,"
+            yield f"stages: stage {number + 1}{so_far} is {old} there, {new} now"
+
+
+def _stage_text(stages: Sequence[LengthStage], number: int) -> str:
+    if number >= len(stages):
+        return "none"
+    stage = stages[number]
+    steps = f"{stage.steps} steps" if stage.steps else "all steps"
+    return f"{steps} of at most {stage.config.rollout.max_new_tokens} new tokens"
+
+
+def _adds_or_drops_stages(
+    there: Sequence[LengthStage], here: Sequence[LengthStage], steps_done: int | None
+) -> bool:
+    """Whether a run without stages gets some, or one with stages none, and its first stage stays what it was so far."""
+    first, same = (there[0], here[0]), (there[0].config.rollout, here[0].config.rollout)
+    lengths = [stage.steps for stage in first if stage.steps]
+    return (
+        steps_done is not None
+        and len(lengths) < len(first)
+        and same[0].max_new_tokens == same[1].max_new_tokens
+        and all(steps >= steps_done for steps in lengths)
+    )

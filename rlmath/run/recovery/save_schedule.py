@@ -1,0 +1,155 @@
+"""What a run saves: when a checkpoint is due, and how much disk checkpoints and models take."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rlmath.checkpoint.directory import complete_checkpoints
+from rlmath.checkpoint.hf.weight_map import parameter_count
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.run_files import BEST_FOLDER, CHECKPOINTS_FOLDER
+from rlmath.config.schema import Config, SaveConfig
+from rlmath.distributed.device_kind import DeviceKind, resolve_kind
+from rlmath.models.hf_config import critic_shape_of
+from rlmath.run.run_dir import stage_folder
+
+FIRST_POINT = 2
+"""Steps after which a run makes its first recovery point, as AReaL does."""
+
+
+@dataclass(frozen=True)
+class Frequency:
+    """Every so many epochs, steps or seconds, whichever comes; None: not by this."""
+
+    epochs: int | None
+    steps: int | None
+    secs: float | None
+
+    @property
+    def never(self) -> bool:
+        return self.epochs is None and self.steps is None and self.secs is None
+
+
+def recovery_frequency(save: SaveConfig) -> Frequency:
+    """How often the settings want a recovery point."""
+    return Frequency(save.ckpt_freq_epochs, save.ckpt_freq_steps, save.ckpt_freq_secs)
+
+
+def kept_frequency(save: SaveConfig) -> Frequency:
+    """How often the settings want a checkpoint that stays."""
+    return Frequency(save.save_freq_epochs, save.save_freq_steps, save.save_freq_secs)
+
+
+def saves_due(save: SaveConfig, steps_per_epoch: int, first: int, last: int, seconds: float) -> int:
+    """About how many saves are due after the steps from `first` to `last`, which take so many seconds.
+
+    >>> saves_due(SaveConfig(ckpt_freq_secs=10.0, save_freq_steps=4), 5, 1, 9, 25.0)
+    5
+    """
+    count = 0
+    for frequency in (recovery_frequency(save), kept_frequency(save)):
+        epochs = None if frequency.epochs is None else frequency.epochs * steps_per_epoch
+        for period in filter(None, (frequency.steps, epochs)):
+            count += max(0, last // period - (first - 1) // period)
+        count += 0 if frequency.secs is None else int(seconds / frequency.secs)
+    return count + (first <= FIRST_POINT <= last and not recovery_frequency(save).never)
+
+
+class SaveTimes:
+    """Says after each step whether something is due. Seconds count from the start, and then from the last time.
+
+    >>> times = SaveTimes(Frequency(None, 3, None), steps_per_epoch=10, now=0.0)
+    >>> [step for step in range(1, 8) if times.due(step, now=float(step))]
+    [3, 6]
+    """
+
+    def __init__(
+        self, frequency: Frequency, steps_per_epoch: int, now: float, first: int | None = None
+    ) -> None:
+        """`first` is a step after which it is due in any case, unless it never is. `now` in seconds."""
+        self._frequency = frequency
+        self._steps_per_epoch = steps_per_epoch
+        self._first = None if frequency.never else first
+        self._last = now
+
+    def due(self, step: int, now: float) -> bool:
+        """Whether it is due with `step` steps done."""
+        every = self._frequency
+        epochs, within = divmod(step, self._steps_per_epoch)
+        is_due = (
+            step == self._first
+            or (every.epochs is not None and within == 0 and epochs % every.epochs == 0)
+            or (every.steps is not None and step % every.steps == 0)
+            or (every.secs is not None and now - self._last >= every.secs)
+        )
+        if is_due:
+            self._last = now
+        return is_due
+
+
+# ---------------------------------------------------------------- sizes
+
+NumberFormat = Literal["float32", "bfloat16"]
+_BYTES: dict[NumberFormat, int] = {"float32": 4, "bfloat16": 2}
+_TRAINED: dict[DeviceKind, NumberFormat] = {"cpu": "float32", "cuda": "bfloat16"}
+"""The format of parameters, as `device.open_device` has it."""
+
+
+def export_format(config: Config) -> NumberFormat:
+    """Of the exported model, by the name that torch has for it; "auto" is the format of training."""
+    named = config.save.export_dtype
+    return _TRAINED[resolve_kind(config.run.device)] if named == "auto" else named
+
+
+def export_bytes(config: Config, shape: ModelShape) -> int:
+    """Size of the model's weights on disk (bytes)."""
+    return parameter_count(shape) * _BYTES[export_format(config)]
+
+
+def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
+    """Size of a checkpoint on disk: of the policy and, where there is one, of the critic, parameters, Adam's two
+    moments, and float32 copies of bfloat16 parameters; and of a reference that moves its parameters (bytes)."""
+    weights = _BYTES[_TRAINED[resolve_kind(config.run.device)]]
+    state = 8 if config.optimizer.kind == "adam" else 0
+    copies = 4 if weights < 4 else 0
+    critic = critic_shape_of(config, shape)
+    parameters = parameter_count(shape) + (0 if critic is None else parameter_count(critic))
+    moves = config.algorithm.kl_coef > 0 and config.algorithm.reference_every_steps is not None
+    return parameters * (weights + state + copies) + moves * parameter_count(shape) * weights
+
+
+def steps_before_captures(config: Config) -> frozenset[int]:
+    """Steps done in the checkpoints that `telemetry.capture_steps` needs: a replay begins with them.
+
+    >>> from rlmath.config.schema import TelemetryConfig
+    >>> sorted(steps_before_captures(Config(telemetry=TelemetryConfig(capture_steps=[1, 10]))))
+    [9]
+    """
+    return frozenset(step - 1 for step in config.telemetry.capture_steps if step > 1)
+
+
+def output_bytes(config: Config, shape: ModelShape) -> int:
+    """Disk space that a run still needs: for the models it leaves and, where it makes any, for the checkpoints that
+    stay and the one that is being written, less those that are there (bytes)."""
+    save = config.save
+    wanted = 0
+    captures = len(steps_before_captures(config))
+    if captures or not (recovery_frequency(save).never and kept_frequency(save).never):
+        wanted = (save.keep_last + 1 + captures) * checkpoint_bytes(config, shape)
+    found = []
+    with suppress(ValueError):  # `find_recovery` raises it, unless the run is to start from the beginning
+        found, _ = complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS_FOLDER)
+    there = sum(entry.size for one in found for entry in one.files.values())
+    folders = [stage_folder(config.run.output_dir, number) for number in range(len(config.stages.steps))]
+    folders += [Path(config.run.output_dir) / BEST_FOLDER] * config.validation.keep_best
+    models = most_models(config) - sum(folder.is_dir() for folder in folders)
+    return models * export_bytes(config, shape) + max(0, wanted - there)
+
+
+def most_models(config: Config) -> int:
+    """The models that a run has on disk at most, without those of kept checkpoints: the last one, those of its stages,
+    and the best one twice: the new one is written before the old one is removed."""
+    return 1 + len(config.stages.steps) + 2 * config.validation.keep_best

@@ -1,0 +1,382 @@
+"""The numbers of a run: `metrics.jsonl`, TensorBoard events and, if asked for, Weights & Biases.
+
+A disk that refuses them costs no step. Rows of metrics wait in memory and are written in order once there is room.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlmath.config.load import shown_sections
+from rlmath.config.run_files import METRICS_FILE, TENSORBOARD_FOLDER, VALIDATION_FILE
+from rlmath.config.schema import Config
+from rlmath.telemetry.wandb import WandbLog
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+logger = logging.getLogger(__name__)
+
+DAMAGED_ENDING = ".damaged"
+"""A file of metrics with this ending has the lines of it that could not be read when the run was resumed."""
+MOST_WAITING = 10_000
+"""Rows of a file that may wait in memory for room on the disk; of more, the oldest are lost."""
+MOST_TRIES_APART = 64
+"""Values and texts after which TensorBoard, which needs a new file each time, is tried again at the latest."""
+TIMED = (
+    "seconds/",
+    "tokens_per_second/",
+    "train/mfu",
+    "rollout/mfu",
+    "memory",
+    "rollout/idle_share",
+    "rollout/tail_share",
+    "rollout/batch_fill",
+    "rollout/trainer_busy_share",
+    "rollout/engine_busy_share",
+    "rollout/sequences_running",
+    "rollout/scores_waiting",
+    "sync/latency_s",
+    "sync/transfer_s",
+    "reward/queue_wait",
+    "validation/seconds",
+)
+"""How the names of metrics begin that are times and memory, or follow from them: no two runs have the same."""
+
+
+def without_times(row: Mapping[str, float], *more: str) -> dict[str, float]:
+    """A row without the metrics that no two runs have the same of, and those whose names begin with one of `more`.
+
+    >>> without_times({"step": 1, "seconds/step": 2.5, "sync/sent_gib": 0.5}, "sync/")
+    {'step': 1}
+    """
+    return {name: value for name, value in row.items() if not name.startswith((*TIMED, *more))}
+
+
+class Unwritten:
+    """What of a run's telemetry the disk refuses: logged when that begins and when it ends, and counted.
+
+    >>> unwritten = Unwritten()
+    >>> unwritten.attempt("samples", lambda: None), dict(unwritten.lost)
+    (True, {})
+    """
+
+    def __init__(self) -> None:
+        self.lost: Counter[str] = Counter()
+        """How often each kind was not written for good."""
+        self._failing: set[str] = set()
+
+    def attempt(self, what: str, write: Callable[[], object], lost: int = 1) -> bool:
+        """Whether `write` raised no OSError. One counts as `lost` of this kind; 0 where it will be written later."""
+        try:
+            write()
+        except OSError as error:
+            self.lost[what] += lost
+            if what not in self._failing:
+                self._failing.add(what)
+                logger.warning("%s cannot be written: %s. The run continues, and tries again", what, error)
+            return False
+        if what in self._failing:
+            self._failing.remove(what)
+            more = f"; {self.lost[what]} were lost" if self.lost[what] else ""
+            logger.info("%s can be written again%s", what, more)
+        return True
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Replace a file's content (UTF-8) in one step. OSError where the disk refuses; nothing is left over then."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = unfinished_file(path)
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except OSError:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
+
+
+def unfinished_file(path: Path) -> Path:
+    """What `write_whole` of a process that was killed leaves."""
+    return path.with_suffix(".tmp")
+
+
+class _RowFile:
+    """A file of rows, one a line, each on disk when `append` returns. What the disk refuses waits."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.dropped = 0
+        """Rows that were too many to wait."""
+        self.waiting: deque[bytes] = deque()
+        self._is_new = True
+
+    def append(self, line: str) -> None:
+        """OSError where it cannot be written now; then it waits."""
+        self.waiting.append(line.encode())
+        if len(self.waiting) > MOST_WAITING:
+            self.waiting.popleft()
+            self.dropped += 1
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what waits, all or nothing. A line that a killed run left unfinished is cut off first."""
+        with self.path.open("a+b", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if self._is_new and size:
+                file.seek(0)
+                size = file.read().rfind(b"\n") + 1
+                os.ftruncate(file.fileno(), size)
+            self._is_new = False
+            content = memoryview(b"".join(self.waiting))
+            try:
+                while content:
+                    content = content[file.write(content) :]
+                os.fsync(file.fileno())
+            except OSError:
+                self._is_new = True  # its end is looked at again, should this fail, too
+                os.ftruncate(file.fileno(), size)
+                raise
+        self.waiting.clear()
+
+
+class MetricsWriter:
+    """Appends one line a step to `metrics.jsonl`, and the same numbers as TensorBoard scalars and to `wandb`.
+
+    A line is on disk when `write` returns, unless the disk refuses it: it is then written with a later one.
+    """
+
+    def __init__(
+        self,
+        output_dir: str,
+        tensorboard: bool,
+        first_step: int = 1,
+        wandb: WandbLog | None = None,
+        unwritten: Unwritten | None = None,
+    ) -> None:
+        """A resumed run gives its `first_step`: TensorBoard then hides what an earlier start wrote from there."""
+        folder = Path(output_dir)
+        self.unwritten = unwritten or Unwritten()
+        self._rows = {name: _RowFile(folder / name) for name in (METRICS_FILE, VALIDATION_FILE)}
+        self._wandb = wandb
+        self._events = _Events(folder / TENSORBOARD_FOLDER, first_step) if tensorboard else None
+
+        def create() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._rows[METRICS_FILE].flush()
+
+        self.unwritten.attempt(METRICS_FILE, create, lost=0)
+        if self._events is not None:
+            self.unwritten.attempt("TensorBoard", self._events.open, lost=0)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One step's numbers. JSON has no NaN or infinity: they become "NaN", "Infinity", "-Infinity"."""
+        assert "step" not in metrics
+        self._write(METRICS_FILE, step, metrics)
+
+    def write_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The numbers of a validation of the weights that `step` left: a row of `validation.jsonl`, and the same
+        scalars. Before that of a later step is written."""
+        self._write(VALIDATION_FILE, step, metrics)
+
+    def _write(self, name: str, step: int, metrics: Mapping[str, float]) -> None:
+        values = {name: float(metrics[name]) for name in sorted(metrics)}
+        row = {"step": step, **{name: json_number(value) for name, value in values.items()}}
+        line = json.dumps(row, allow_nan=False) + "\n"
+        self.unwritten.attempt(name, lambda: self._rows[name].append(line), lost=0)
+        if self._events is not None:
+            self._write_events(self._events, lambda events: events.scalars(step, values))
+        if self._wandb is not None:
+            self._wandb.write(step, values)
+
+    def _write_events(self, events: _Events, write: Callable[[_Events], None]) -> None:
+        if events.is_due():
+            self.unwritten.attempt("TensorBoard", lambda: write(events))
+        else:
+            self.unwritten.lost["TensorBoard"] += 1
+
+    def write_text(self, tag: str, text: str, step: int) -> None:
+        """Markdown for TensorBoard's text page; nothing without TensorBoard."""
+        if self._events is not None:
+            self._write_events(self._events, lambda events: events.text(tag, text, step))
+
+    def flush(self) -> None:
+        """Try once more to write the rows that wait."""
+        for name, rows in self._rows.items():
+            if rows.waiting:
+                self.unwritten.attempt(name, rows.flush, lost=0)
+
+    def lost(self) -> dict[str, int]:
+        """By kind, how much is not written: rows of a file, samples, values of TensorBoard."""
+        counts = dict(self.unwritten.lost)
+        counts |= {name: rows.dropped + len(rows.waiting) for name, rows in self._rows.items()}
+        return {name: count for name, count in counts.items() if count}
+
+    def close(self) -> None:
+        self.flush()
+        if self._events is not None:
+            self._events.close()
+        if self._wandb is not None:
+            self._wandb.close()
+
+
+class _Events:
+    """TensorBoard's events. Its writer cannot be used after an error: a later try opens another file."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        self._folder = folder
+        self._first_step = first_step
+        self._writer: SummaryWriter | None = None
+        self._tries_apart = self._wait = 0
+
+    def open(self) -> None:
+        """OSError, of this and the other methods, where the disk refuses."""
+        from torch.utils.tensorboard import SummaryWriter  # here, because it takes seconds
+
+        try:
+            purge = self._first_step if self._first_step > 1 else None
+            self._writer = SummaryWriter(str(self._folder), purge_step=purge)
+        except OSError:
+            self._failed()
+            raise
+
+    def is_due(self) -> bool:
+        """Whether to write now; else a later try is due."""
+        self._wait = max(0, self._wait - 1)
+        return self._wait == 0
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        def write(writer: SummaryWriter) -> None:
+            for name, value in values.items():
+                writer.add_scalar(tensorboard_tag(name), value, step)
+            writer.flush()
+
+        self._write(write)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        self._write(lambda writer: writer.add_text(tag, text, step))
+
+    def _write(self, write: Callable[[SummaryWriter], None]) -> None:
+        if self._writer is None:
+            self.open()
+        assert self._writer is not None
+        try:
+            write(self._writer)
+        except OSError:
+            self._failed()
+            raise
+        self._tries_apart = 0
+        self._first_step = 1  # a writer after an error must not hide what this one wrote
+
+    def _failed(self) -> None:
+        self._tries_apart = self._wait = min(MOST_TRIES_APART, max(1, 2 * self._tries_apart))
+        self.close()
+
+    def close(self) -> None:
+        writer, self._writer = self._writer, None
+        for file in (writer.all_writers or {}).values() if writer is not None else ():
+            with suppress(OSError):  # it is closed, with or without its last events
+                file.close()
+
+
+def open_metrics(config: Config, first_step: int = 1, unwritten: Unwritten | None = None) -> MetricsWriter:
+    """Everything that the run's settings ask for."""
+    telemetry, folder = config.telemetry, config.run.output_dir
+    wandb = None
+    if telemetry.wandb != "off":
+        wandb = WandbLog(folder, telemetry, shown_sections(config))
+    return MetricsWriter(folder, telemetry.tensorboard, first_step, wandb, unwritten)
+
+
+def tensorboard_tag(name: str) -> str:
+    """TensorBoard's group of the metrics without one is "main"; each would be a group of its own.
+
+    >>> tensorboard_tag("task_reward"), tensorboard_tag("train/entropy_loss")
+    ('main/task_reward', 'train/entropy_loss')
+    """
+    return name if "/" in name else f"main/{name}"
+
+
+def read_metrics(output_dir: str, name: str = METRICS_FILE) -> list[dict[str, float]]:
+    """The rows of a run's `metrics.jsonl`, or another file of such rows, by rising step, with NaN and infinities as
+    floats again.
+
+    Of a step written twice (a resumed run) the later row counts. An unfinished last line is skipped. Raises
+    ValueError naming the line that cannot be read.
+    """
+    path = Path(output_dir) / name
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; {output_dir!r} must be the folder of a run (run.output_dir)")
+    rows: dict[int, dict[str, float]] = {}
+    for number, _, row in _parsed_lines(path):
+        if isinstance(row, Exception):
+            remedy = "A resumed run sets such lines aside; or remove it"
+            raise ValueError(f"{path}, line {number}: not a line of metrics ({row}). {remedy}")
+        rows[int(row["step"])] = row
+    return [rows[step] for step in sorted(rows)]
+
+
+def _parsed_lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, float] | Exception]]:
+    """(number from 1, line, row or why it is none) of every line that is ended."""
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            row = {key: float(value) for key, value in json.loads(line).items()}
+            int(row["step"])
+            yield number, line, row
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+            yield number, line, error
+
+
+def keep_metrics(output_dir: str | Path, last_step: int, name: str = METRICS_FILE) -> int:
+    """Drop the rows of steps after `last_step`, for a run that resumes from there, and set lines aside that cannot be
+    read. Returns how many rows are left."""
+    path = Path(output_dir) / name
+    if not path.exists():
+        return 0
+    rows: dict[int, dict[str, float]] = {}
+    damaged = []
+    for number, line, row in _parsed_lines(path):
+        if isinstance(row, Exception):
+            damaged.append((number, line))
+        else:
+            rows[int(row["step"])] = row
+    if damaged:
+        _set_lines_aside(path, damaged)
+    later = [step for step in rows if step > last_step]
+    if later:
+        text = "%s: the rows of %d steps after step %d are dropped; the run makes these steps again"
+        logger.info(text, path, len(later), last_step)
+    kept = [rows[step] for step in sorted(rows) if step <= last_step]
+    lines = (
+        json.dumps({key: int(v) if key == "step" else json_number(v) for key, v in row.items()})
+        for row in kept
+    )
+    write_whole(path, "".join(line + "\n" for line in lines))
+    return len(kept)
+
+
+def _set_lines_aside(path: Path, damaged: list[tuple[int, bytes]]) -> None:
+    aside = path.with_name(path.name + DAMAGED_ENDING)
+    with aside.open("ab") as file:
+        file.writelines(line + b"\n" for _, line in damaged)
+    numbers = ", ".join(str(number) for number, _ in damaged[:10]) + (", ..." if damaged[10:] else "")
+    text = "%s: %d lines cannot be read and are in %s now (numbers %s); the run continues without them"
+    logger.warning(text, path, len(damaged), aside.name, numbers)
+
+
+def json_number(value: float) -> float | str:
+    """The value, or "NaN", "Infinity", "-Infinity", which `float` reads back."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -1,0 +1,296 @@
+"""What rank 0 reports of a run: metrics.jsonl, console, samples, alerts, summary.json.
+
+Figures count over all starts of a run: rows that earlier starts wrote are read back.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlmath.algorithms.types import GROUP_ADVANTAGES, ScoredGroup
+from rlmath.config.length_curriculum import has_length_stages, length_stages, validates
+from rlmath.config.run_files import METRICS_FILE, SUMMARY_FILE
+from rlmath.config.schema import Config
+from rlmath.data.dataset import Inputs, SftInputs
+from rlmath.models.learner import MinibatchResult
+from rlmath.planning.memory_estimate import Kind
+from rlmath.report.write import NoPlotlyError, write_report
+from rlmath.rewards.reward_manager import first_function_failure
+from rlmath.rewards.several_rewards import functions_of, named_rewards
+from rlmath.run.recovery.save_schedule import saves_due
+from rlmath.telemetry.alerts import Alerts, RepeatedWarning, dropped_alert
+from rlmath.telemetry.console import (
+    Progress,
+    RemainingTime,
+    count_due,
+    long_step_line,
+    step_line,
+)
+from rlmath.telemetry.metrics_writer import Unwritten, open_metrics, read_metrics, write_whole
+from rlmath.telemetry.samples import SampleWriter, samples_file
+
+logger = logging.getLogger(__name__)
+
+SWITCH_PHASES = ("offload", "wake", "wake_kv_cache", "sleep", "restore")
+"""Phases of the memory switch (`rollout.memory_switch`); the sync is reported apart."""
+VALIDATION_PHASES = ("validation", "keep_best", "evaluate")
+"""Phases of validations and evaluations of what is held out, which are made in some steps only."""
+COUNTED = {"grpo": ("n_valid_tokens", "completion_tokens"), "sft": ("n_tokens", "tokens")}
+"""By kind of program: the metric that `tokens_per_second` of the summary counts, and how the summary names its sum."""
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """Accuracy on the files of `validation.paths`."""
+
+    step: int
+    """Steps done by the weights that were validated."""
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Results of a step that the reporter writes."""
+
+    epoch: int
+    metrics: dict[str, float]
+    groups: Sequence[ScoredGroup] = ()
+    """GRPO: all that were sampled."""
+    advantages: Sequence[Sequence[float]] = ()
+    """GRPO: by group and completion; 0 for what was not learned from."""
+    validation: ValidationResult | None = None
+    """GRPO: the validation of the weights that the step began with, where one was due."""
+    results: Sequence[MinibatchResult] = ()
+    """Of every minibatch."""
+
+    @property
+    def skipped(self) -> str | None:
+        """Why nothing was learned of the step's minibatches; None where something was, or there were none."""
+        if not self.results or any(result.discarded is None for result in self.results):
+            return None
+        return self.results[-1].discarded
+
+
+class Reporter:
+    """Rank 0's record of a run."""
+
+    def __init__(
+        self, config: Config, inputs: Inputs | SftInputs, kind: Kind, layout: str, steps_done: int = 0
+    ) -> None:
+        """A resumed run has `steps_done`, whose metrics are in its folder."""
+        self._config = config
+        self._order = inputs.order
+        self._total_steps = inputs.total_steps
+        self._layout = layout
+        self._token_metric, self._token_sum = COUNTED[kind]
+        self._steps_before = steps_done
+        self._started = time.perf_counter()
+        self._seconds: dict[str, list[float]] = defaultdict(list)
+        self._seconds_before = self._tokens = 0.0
+        self._last: dict[str, float] = {}
+        self._held_out: dict[str, float] | None = {} if kind == "sft" else None
+        self._unwritten = Unwritten()
+        every = config.sft.eval_every_steps if kind == "sft" else None
+        if kind == "grpo" and validates(config):
+            every = config.validation.every_steps
+        # The weights of a step are validated at the beginning of the next, a supervised model at its end.
+        ahead = 1 if kind == "sft" else 0
+        self._remaining = RemainingTime(
+            inputs.total_steps,
+            lambda done: count_due(done + ahead, inputs.total_steps, every),
+            functools.partial(saves_due, config.save, inputs.order.steps_per_epoch),
+        )
+        self._step_ended: float | None = None
+        self._metrics = open_metrics(config, steps_done + 1, self._unwritten)
+        names = [one.name for one in named_rewards(config.reward)]
+        self._samples = SampleWriter(config.run.output_dir, config.telemetry.sample_groups_per_step, names)
+        self._first_steps = {stage.first_step for stage in length_stages(config, inputs.total_steps)}
+        self._failures = RepeatedWarning()
+        self._alerts = None
+        if kind == "grpo":
+            dropped = None if steps_done else dropped_alert(inputs.dropped_share, config.telemetry)
+            if dropped is not None:
+                logger.warning("Alert (logged once): %s", dropped)
+            key = "stages.max_new_tokens" if has_length_stages(config) else "rollout.max_new_tokens"
+            self._alerts = Alerts(
+                config.telemetry,
+                clips_whole_completions=config.algorithm.loss == "gspo",
+                length_key=key,
+                group_relative=config.algorithm.advantage in GROUP_ADVANTAGES
+                and (config.teacher.path is None or config.teacher.with_rewards),
+            )
+        has_rows = steps_done and (Path(config.run.output_dir) / METRICS_FILE).is_file()
+        for row in read_metrics(config.run.output_dir) if has_rows else []:
+            self._seconds_before += row.get("seconds/step", 0.0) + row.get("seconds/save", 0.0)
+            if "seconds/step" in row:  # not that of the model before training
+                self._remaining.add_earlier(row["seconds/step"], validation_seconds(row))
+            metrics = {name: value for name, value in row.items() if name != "step"}
+            self._look_for_alerts(int(row["step"]) - 1, metrics)
+            self._count(metrics)
+
+    def before_training(self, metrics: Mapping[str, float]) -> None:
+        """The evaluation of the model as it came: step 0."""
+        if metrics:
+            self._metrics.write(0, metrics)
+            text = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            logger.info("Before training: %s", text)
+
+    def step(self, number: int, record: StepRecord, more: Mapping[str, float]) -> None:
+        """Step `number`, counted from 0, with metrics that the life cycle measured (`seconds/save` is of the save after
+        the step before)."""
+        if record.validation is not None:
+            self.validation(record.validation)
+        metrics = record.metrics | more
+        self._count(metrics)
+        self._metrics.write(number + 1, metrics)
+        if record.groups:
+            self._write_samples(number + 1, record, metrics["reward/failures"])
+        if record.skipped is not None:
+            text = "Step %d: the update was skipped: %s. Weights and optimizer stayed as they were"
+            logger.warning(text, number + 1, record.skipped)
+        for text in self._look_for_alerts(number, metrics):
+            logger.warning("Step %d, alert (logged once): %s", number + 1, text)
+        progress = self._progress(number, record.epoch, metrics)
+        logger.info("%s", step_line(progress, metrics))
+        logger.debug("%s", long_step_line(progress, metrics))
+
+    def _progress(self, number: int, epoch: int, metrics: Mapping[str, float]) -> Progress:
+        """Where the run stands after step `number`; call it once a step."""
+        now, started = time.perf_counter(), self._step_ended
+        self._step_ended = now
+        if started is None:
+            self._remaining.add(metrics["seconds/step"], validation_seconds(metrics))
+        else:
+            self._remaining.add(now - started, validation_seconds(metrics), metrics["seconds/save"])
+        per_epoch = self._order.steps_per_epoch
+        return Progress(
+            epoch=epoch + 1,
+            total_epochs=-(-self._total_steps // per_epoch),
+            step=number % per_epoch + 1,
+            steps_per_epoch=min(per_epoch, self._total_steps - number // per_epoch * per_epoch),
+            global_step=number + 1,
+            total_steps=self._total_steps,
+            step_seconds=metrics["seconds/step"],
+            total_seconds=now - self._started,
+            remaining_seconds=self._remaining.seconds(number + 1),
+        )
+
+    def _write_samples(self, step: int, record: StepRecord, failures: float) -> None:
+        """`failures`: share of the answers that could not be judged (0 to 1). Too many are warned of where it is news
+        (`RepeatedWarning`); the log file has every such step."""
+        what = step, record.groups, record.advantages
+        self._unwritten.attempt("samples", lambda: self._samples.write(*what, self._metrics))
+        limit, worst = self._config.reward.max_failure_share, self._config.reward.function_failure
+        if failures <= limit:
+            return
+        written = self._unwritten.attempt("samples of failures", lambda: self._samples.write_failure(*what))
+        path = samples_file(self._config.run.output_dir, step, "failure")
+        where = f"One of them is in {path}, in full" if written else "None of them could be written to disk"
+        outcome = "they count as wrong"
+        if self._config.reward.rewards:
+            outcome = "a reward of reward.rewards failed or took too long on them, and they do without it"
+        elif self._config.reward.function is not None:
+            outcome = f"reward.function failed or took too long on them, and they get reward.function_failure={worst:g}"
+        if functions_of(self._config.reward) and (first := first_function_failure(record.groups)):
+            where += f". The first failure:\n{first}"
+        level = logging.WARNING if self._failures.is_due(step, failures) else logging.DEBUG
+        text = (
+            "Step %d: %.1f%% of the answers could not be judged (reward.max_failure_share is %.1f%%); %s. %s"
+        )
+        logger.log(level, text, step, 100 * failures, 100 * limit, outcome, where)
+
+    def validation(self, measured: ValidationResult) -> None:
+        """Call it before the step that began with the weights that were measured."""
+        self._metrics.write_validation(measured.step, measured.metrics)
+
+    def write_summary(self, seconds_total: float, more: Mapping[str, Any]) -> None:
+        """The summary of the whole run; `seconds_total` are those since this process started, `more` is the
+        trainer's."""
+        self._metrics.flush()
+        training = self._seconds_before + time.perf_counter() - self._started
+        medians = {phase: round(statistics.median(values), 6) for phase, values in self._seconds.items()}
+        summary = {
+            "steps": self._total_steps,
+            "layout": self._layout,
+            "went_on_after_step": self._steps_before,
+            "seconds_total": round(self._seconds_before + seconds_total, 3),
+            "seconds_training": round(training, 3),
+            self._token_sum: int(self._tokens),
+            "tokens_per_second": round(self._tokens / training, 1),
+            "median_seconds": medians,
+            **({} if self._held_out is None else {"held_out": self._held_out}),
+            "not_written": self._metrics.lost(),
+            **more,
+            "last_step": self._last,
+        }
+        path, text = Path(self._config.run.output_dir) / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n"
+        if self._unwritten.attempt(SUMMARY_FILE, lambda: write_whole(path, text)):
+            logger.info("The summary is in %s", path)
+
+    def close(self) -> None:
+        """Close the files, of a run that ends here or stops before its end, and log what the disk refused."""
+        self._metrics.close()
+        if lost := self._metrics.lost():
+            text = ", ".join(f"{name}: {count}" for name, count in lost.items())
+            logger.warning("Not written, as the disk refused it (files, rows or values): %s", text)
+
+    def _count(self, metrics: Mapping[str, float]) -> None:
+        self._last = dict(metrics)
+        for phase, value in phase_seconds(metrics).items():
+            self._seconds[phase].append(value)
+        self._tokens += metrics.get(self._token_metric, 0.0)  # row 0 of supervised training has none
+        if self._held_out is not None:
+            self._held_out |= {name: value for name, value in metrics.items() if name.startswith("held_out/")}
+
+    def _look_for_alerts(self, number: int, metrics: Mapping[str, float]) -> list[str]:
+        if self._alerts is None:
+            return []
+        if number in self._first_steps:
+            self._alerts.reset()
+        return self._alerts.check(metrics)
+
+
+def write_run_report(config: Config) -> None:
+    """Write `report.html` into the run's folder, if `telemetry.report` says so. What fails is logged in one line: the
+    run has done its work by then."""
+    if not config.telemetry.report:
+        return
+    started = time.perf_counter()
+    try:
+        path = write_report([config.run.output_dir])
+    except NoPlotlyError as error:
+        logger.info("No report: %s", error)
+    except Exception as error:
+        logger.warning("The report could not be written: %s: %s", type(error).__name__, error)
+    else:
+        logger.info("The report is in %s", path)
+        logger.debug("The report took %.2f s", time.perf_counter() - started)
+
+
+def validation_seconds(metrics: Mapping[str, float]) -> float:
+    """What a step took for validations.
+
+    >>> validation_seconds({"seconds/step": 9.0, "seconds/validation": 4.0, "seconds/keep_best": 1.0})
+    5.0
+    """
+    return sum(metrics.get(f"seconds/{phase}", 0.0) for phase in VALIDATION_PHASES)
+
+
+def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The seconds of a step's phases; those of the memory switch, where it has been used, added up as "switch".
+
+    >>> phase_seconds({"seconds/sync": 2.0, "seconds/wake": 0.5, "seconds/sleep": 0.25, "loss": 1.0})
+    {'sync': 2.0, 'switch': 0.75}
+    """
+    found = {name.removeprefix("seconds/"): v for name, v in metrics.items() if name.startswith("seconds/")}
+    switch = [found.pop(phase) for phase in SWITCH_PHASES if phase in found]
+    return found | ({"switch": sum(switch)} if switch else {})

@@ -1,0 +1,171 @@
+"""A few groups of every step, kept to be read: prompt, texts, rewards, advantages."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlmath.answers.verifier import FAILURES
+from rlmath.config.run_files import SAMPLES_FOLDER
+from rlmath.config.terminal import visible
+from rlmath.telemetry.console import code_block, shortened
+from rlmath.telemetry.metrics_writer import MetricsWriter, json_number, write_whole
+
+if TYPE_CHECKING:  # importing it imports torch, which the tool that shows samples does not need
+    from rlmath.algorithms.types import Score, ScoredGroup
+
+logger = logging.getLogger(__name__)
+
+MAX_SHOWN_CHARS = 3000
+"""Most characters of one text that go to TensorBoard; the file has all of it."""
+
+_OWN_NAME = re.compile(r"(?:step|failure)-(?P<step>\d{6,})\.(?P<ending>jsonl|tmp)", re.ASCII)
+
+
+def samples_file(output_dir: str, step: int, kind: str = "step") -> Path:
+    return Path(output_dir) / SAMPLES_FOLDER / f"{kind}-{step:06d}.jsonl"
+
+
+def keep_samples(output_dir: str | Path, last_step: int) -> None:
+    """Remove the samples of steps after `last_step`, for a run that resumes from there, and unfinished files. Other
+    files stay."""
+    removed = 0
+    for path in (Path(output_dir) / SAMPLES_FOLDER).glob("*"):
+        name = _OWN_NAME.fullmatch(path.name)
+        if name is None or not path.is_file():
+            continue
+        if name["ending"] == "tmp":
+            path.unlink()
+        elif int(name["step"]) > last_step:
+            path.unlink()
+            removed += 1
+    if removed:
+        text = "%d files of %s/ of steps after step %d are removed; the run makes these steps again"
+        logger.info(text, removed, SAMPLES_FOLDER, last_step)
+
+
+class SampleWriter:
+    """Writes the first `groups_per_step` groups of each step; 0 writes nothing."""
+
+    def __init__(self, output_dir: str, groups_per_step: int, rewards: Sequence[str] = ()) -> None:
+        """`rewards` are the names of several rewards, in the order of the scores' parts."""
+        self._output_dir = output_dir
+        self._groups_per_step = groups_per_step
+        self._rewards = rewards
+
+    def write(
+        self,
+        step: int,
+        groups: Sequence[ScoredGroup],
+        advantages: Sequence[Sequence[float]],
+        metrics_writer: MetricsWriter,
+    ) -> None:
+        """`samples/step-000001.jsonl`, one row per group, and one TensorBoard text per group.
+
+        `advantages` has a list per group and a number per completion. A step written before is replaced.
+        The file is pure ASCII: whatever the model wrote, it can be shown on a terminal. OSError where it cannot be
+        written.
+        """
+        shown = groups[: self._groups_per_step]
+        if not shown:
+            return
+        assert len(advantages) >= len(shown)
+        rows = [_row(group, own, self._rewards) for group, own in zip(shown, advantages, strict=False)]
+        _write_rows(samples_file(self._output_dir, step), rows)
+        for number, row in enumerate(rows, start=1):
+            metrics_writer.write_text(f"samples/group_{number}", group_markdown(row), step)
+
+    def write_failure(
+        self, step: int, groups: Sequence[ScoredGroup], advantages: Sequence[Sequence[float]]
+    ) -> Path:
+        """`samples/failure-000001.jsonl`: the first group with a completion that could not be scored. OSError where it
+        cannot be written."""
+        path = samples_file(self._output_dir, step, "failure")
+        for group, group_advantages in zip(groups, advantages, strict=False):
+            if any(score.verdict in FAILURES or score.failures for score in group.scores):
+                _write_rows(path, [_row(group, group_advantages, self._rewards)])
+                break
+        return path
+
+
+def _write_rows(path: Path, rows: Sequence[dict]) -> None:
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _row(group: ScoredGroup, advantages: Sequence[float], rewards: Sequence[str]) -> dict:
+    completions = [
+        {
+            "reward": json_number(score.reward),
+            **_parts(score, rewards),
+            "advantage": json_number(advantage),
+            "correct": score.correct,
+            "verdict": score.verdict,
+            "extracted": score.extracted,
+            "boxed": score.boxed,
+            "length": len(completion.token_ids),
+            "finish_reason": completion.finish_reason,
+            "policy_version": completion.policy_version,
+            "segments": [
+                [sum(one.tokens for one in segments), version]
+                for version, segments in groupby(completion.segments, lambda one: one.policy_version)
+            ],
+            "text": completion.text,
+        }
+        for completion, score, advantage in zip(group.completions, group.scores, advantages, strict=True)
+    ]
+    return {
+        "prompt_id": group.prompt.prompt_id,
+        "prompt": group.prompt.text,
+        "solutions": list(group.prompt.solutions),
+        "completions": completions,
+    }
+
+
+def _parts(score: Score, rewards: Sequence[str]) -> dict:
+    """The values of several rewards, null where one failed, and why."""
+    if not rewards:
+        return {}
+    values = (None if value is None else json_number(value) for value in score.parts)
+    failures = {one.name: f"{one.kind}: {one.message}" if one.message else one.kind for one in score.failures}
+    return {"rewards": dict(zip(rewards, values, strict=True)), "failures": failures}
+
+
+def group_markdown(row: dict) -> str:
+    """A row as Markdown in which nothing of the prompt's or the model's text is markup."""
+    blocks = [
+        "**Prompt**",
+        code_block(shortened(row["prompt"], MAX_SHOWN_CHARS)),
+        "**Solutions**",
+        code_block("\n".join(row["solutions"])),
+    ]
+    for number, completion in enumerate(row["completions"], start=1):
+        blocks.append(f"**Completion {number}**: {completion_facts(completion)}")
+        blocks.append(code_block(shortened(completion["text"], MAX_SHOWN_CHARS)))
+    return "\n\n".join(blocks)
+
+
+def completion_facts(completion: dict) -> str:
+    """Reward, advantage, verdict, length, how it ended and where other weights continued it, in one line without the
+    model's own text.
+
+    >>> completion_facts({"reward": 5.0, "advantage": 0.7, "verdict": "string", "correct": True, "length": 12,
+    ...                   "finish_reason": "stop"})
+    'reward +5, advantage +0.700, right (string), 12 tokens, stop'
+    """
+    segments = completion.get("segments") or []
+    parts = [f"{int(tokens)} of version {int(version)}" for tokens, version in segments]
+    versions = f" ({' + '.join(parts)})" if len(parts) > 1 else ""
+    right = "right" if completion["correct"] else "wrong"
+    rewards = completion.get("rewards") or {}
+    values = [f"{visible(k)} {'failed' if v is None else format(float(v), '+g')}" for k, v in rewards.items()]
+    shown = f" ({', '.join(values)})" if values else ""
+    return (
+        f"reward {float(completion['reward']):+g}{shown}, advantage {float(completion['advantage']):+.3f},"
+        f" {right} ({visible(completion['verdict'])}), {int(completion['length'])} tokens{versions},"
+        f" {visible(completion['finish_reason'])}"
+    )

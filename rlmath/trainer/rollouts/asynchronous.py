@@ -1,0 +1,302 @@
+"""Asynchronous rollouts: engines on ranks of their own sample all the time, and a step learns from complete groups.
+
+    admit draws -> engines sample and score -> groups arrive -> enough, and none too old soon -> the step's groups
+
+Which draws may begin, and which groups a step takes, follows the rules of `algorithms/partial_rollouts.py`. At step v
+at most (max_staleness + v + 1) x prompts_per_step groups have begun, those that selection dropped not counted (AReaL,
+arXiv:2505.24298, section 5.1). Of the complete ones a step takes those that were drawn first; it waits where one that
+it leaves behind could not be learned in time. When groups arrive depends on the clock, and with it which of them a step
+takes. With max_staleness 0 nothing does.
+
+Rank 0 has the connection to the engines; every rank computes the same from what it gives them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from rlmath.algorithms.dynamic_sampling import Selection
+from rlmath.algorithms.partial_rollouts import (
+    Flight,
+    Leaving,
+    draw,
+    is_enough,
+    leaving,
+    left_behind,
+    room,
+    too_old,
+)
+from rlmath.algorithms.types import PartialCompletion, Prompt, ScoredCompletion
+from rlmath.checkpoint.flight import FLIGHT, write_flight
+from rlmath.config.length_curriculum import LengthStage
+from rlmath.config.schema import Config
+from rlmath.data.curriculum import HISTORY
+from rlmath.data.dataset import Inputs
+from rlmath.distributed.bridge import Mailbox
+from rlmath.distributed.collectives import broadcast_from_rank_zero
+from rlmath.distributed.mesh import Mesh
+from rlmath.rollout.collector import Rollout
+from rlmath.rollout.generation import (
+    Admit,
+    Collected,
+    CollectGroups,
+    Continue,
+    GroupDone,
+    Scored,
+    ScoreTokens,
+    Snapshot,
+    TakeSnapshot,
+    WeightsTaken,
+)
+from rlmath.rollout.sampling import RolloutSeed, SamplingSettings
+from rlmath.trainer.rollouts.synchronous import (
+    FlightRollouts,
+    Keep,
+    StepRollout,
+    staleness_metrics,
+    tokens_of,
+)
+
+logger = logging.getLogger(__name__)
+
+WAIT_SECONDS = 0.2
+"""How long rank 0 waits in one look for messages."""
+
+SHARE_SECONDS = 60.0
+"""After so long rank 0 tells the other ranks that it still waits: their collective ends at a timeout."""
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """What an engine did until it took new weights."""
+
+    taken: WeightsTaken
+    latency_seconds: float
+    """From the end of the step that made the weights to an engine's first token with them, as rank 0 sees it."""
+
+
+Samples = tuple[PartialCompletion | ScoredCompletion, ...]
+
+
+class EngineConnection:
+    """The trainers' side of the engines on ranks of their own. All training ranks call its methods alike, but for
+    `snapshot`; rank 0 has the mailbox."""
+
+    def __init__(self, mesh: Mesh, mailbox: Mailbox | None, on_progress: Callable[[], None]) -> None:
+        self._mesh, self._mailbox, self._on_progress = mesh, mailbox, on_progress
+        self._leaders = range(mesh.world_size, mesh.world_size + mesh.engine_ranks, mesh.engine_size)
+        self._done: list[GroupDone] = []
+        self._reports: list[EngineReport] = []
+
+    def send(self, message: object) -> None:
+        """To all engines."""
+        for leader in self._leaders:
+            self.send_to(leader, message)
+
+    def send_to(self, leader: int, message: object) -> None:
+        if self._mailbox is not None and self._mesh.rank == 0:
+            self._mailbox.send(leader, message)
+
+    @property
+    def leaders(self) -> Sequence[int]:
+        """First ranks of the engines."""
+        return self._leaders
+
+    def groups(self) -> list[GroupDone]:
+        """The groups that are done and were not returned yet; waits for at least one. A collective."""
+        while True:
+            until = time.monotonic() + SHARE_SECONDS
+            while self._mesh.rank == 0 and not self._done and time.monotonic() < until:
+                self._read(WAIT_SECONDS)
+            found, self._done = broadcast_from_rank_zero(self._done), []
+            if found:
+                return found
+
+    def reports(self) -> list[EngineReport]:
+        """What the engines reported and was not returned yet; on rank 0, elsewhere nothing."""
+        self._read(0.0)
+        found, self._reports = self._reports, []
+        return found
+
+    def snapshot(self) -> dict[int, Samples]:
+        """What is in flight in the engines, by draw, and the groups that are done and not returned. On rank 0 only."""
+        self.send(TakeSnapshot())
+        found: dict[int, Samples] = {}
+        for one in self._answers(Snapshot, len(self._leaders)):
+            found |= one.samples
+        return found | {one.draw: one.samples for one in self._done}
+
+    def collect(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingSettings,
+        seed: RolloutSeed,
+        title: str,
+        validates: bool = False,
+    ) -> Rollout:
+        """As `Collector.collect`, by the engines, with the weights that were published last. A collective."""
+        self.send(CollectGroups(prompts, sampling, seed, title, validates))
+        return self._shared_answers(Collected, 1)[0].rollout
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> dict[int, list[list[float]]]:
+        """By engine: log-probs of every token but the first of each sequence (nats). A collective."""
+        self.send(ScoreTokens(sequences))
+        return {one.engine: one.logprobs for one in self._shared_answers(Scored, len(self._leaders))}
+
+    def _shared_answers(self, kind: type, count: int) -> list:
+        """`_answers` of rank 0, on all ranks. A collective."""
+        answers: list = []
+        while len(answers) < count:
+            if self._mesh.rank == 0:
+                answers += self._answers(kind, count - len(answers), SHARE_SECONDS)
+            answers = broadcast_from_rank_zero(answers)
+        return answers
+
+    def _answers(self, kind: type, count: int, seconds: float = math.inf) -> list:
+        """Messages of a kind, fewer where they do not come within `seconds`; what else comes meanwhile is kept."""
+        answers: list = []
+        until = time.monotonic() + seconds
+        while len(answers) < count and time.monotonic() < until:
+            answers += self._read(WAIT_SECONDS, kind)
+        return answers
+
+    def _read(self, seconds: float, kind: type | None = None) -> list:
+        """Keep what has arrived; returns the messages of one kind."""
+        wanted: list = []
+        if self._mailbox is None or self._mesh.rank != 0:
+            return wanted
+        for _, message, arrived_at in self._mailbox.receive(seconds):
+            self._on_progress()  # of engines: that this rank waits is no progress
+            if kind is not None and isinstance(message, kind):
+                wanted.append(message)
+            elif isinstance(message, GroupDone):
+                self._done.append(message)
+            elif isinstance(message, WeightsTaken):
+                self._reports.append(EngineReport(message, arrived_at - message.learned_at))
+            else:
+                raise TypeError(f"no message for the trainers: {message!r:.200}")
+        return wanted
+
+
+class AsynchronousRollouts(FlightRollouts):
+    """Takes what the engines have sampled."""
+
+    def __init__(
+        self,
+        config: Config,
+        inputs: Inputs,
+        connection: EngineConnection,
+        vocab_size: int,
+        total_steps: int,
+        keep: Keep | None = None,
+    ) -> None:
+        super().__init__(config, inputs, vocab_size, total_steps, keep)
+        self._connection = connection
+        self._begun = False
+        self._since = time.perf_counter()
+
+    def step(self, number: int, stage: LengthStage) -> StepRollout:
+        """Admit draws, and wait until enough groups are complete and none would be too old."""
+        self.curriculum.begin(number)
+        before = self._flight
+        flight = self._after = replace(before, groups=list(before.groups))
+        if not self._begun:
+            self._begin(flight, stage)
+        first = flight.next_draw
+        started = time.perf_counter()
+        found = self._wait(flight, number, stage)
+        waited = time.perf_counter() - started
+        if number + 1 == self._total_steps:
+            self._warn_of_groups_left(flight)
+        sampled = [self._scored(group) for group in found.groups]
+        self._sampled = sampled
+        selection = Selection(sampled, found.chosen, self._limits.groups_per_step)
+        reports, seconds = self._connection.reports(), time.perf_counter() - self._since
+        self._since = time.perf_counter()
+        metrics = {
+            "rollout/groups_in_flight": float(len(flight.groups)),
+            "rollout/groups_complete": float(sum(group.is_complete for group in flight.groups)),
+            "rollout/groups_admitted": float(flight.next_draw - first),
+            "rollout/staleness_waits": float(found.waits),
+            "rollout/trainer_busy_share": 1.0 - min(1.0, waited / seconds) if seconds else 1.0,
+        }
+        metrics |= staleness_metrics(selection.learned, number, self._limits.max_staleness)
+        metrics |= engine_report_metrics(reports, len(self._connection.leaders))
+        epoch = number // self._inputs.order.steps_per_epoch
+        scores = [score for group in sampled for score in group.scores]
+        return StepRollout(epoch, selection, [], scores, sum(map(tokens_of, found.groups)), metrics)
+
+    def files(self) -> dict[str, bytes]:
+        """With what the engines are sampling. On rank 0 only."""
+        flight = self._flight
+        if self._begun:
+            at = self._connection.snapshot()
+            groups = [replace(one, samples=at.get(one.draw, one.samples)) for one in flight.groups]
+            flight = replace(flight, groups=groups)
+        return {FLIGHT: write_flight(flight), HISTORY: self.curriculum.file()}
+
+    # ------------------------------------------------------------ parts of a step
+
+    def _begin(self, flight: Flight, stage: LengthStage) -> None:
+        """Let the engines go on with what an earlier start left unfinished, each with its share."""
+        unfinished = [group for group in flight.groups if not group.is_complete]
+        leaders = self._connection.leaders
+        for place, leader in enumerate(leaders):
+            self._connection.send_to(leader, Continue(unfinished[place :: len(leaders)], stage.number))
+        self._first, self._begun = flight.next_draw, True
+
+    def _wait(self, flight: Flight, number: int, stage: LengthStage) -> Leaving:
+        """What step `number` takes out of flight."""
+        rules, steps_left = self._limits, stage.end - number
+        found, waits = leaving(flight, rules, self._choose), 0
+        admitted = -1
+        while True:
+            draw(flight, room(flight, found, rules, steps_left), number, stage.config.rollout.group_size)
+            if flight.next_draw != admitted:
+                admitted = flight.next_draw
+                self._connection.send(Admit(self._first, admitted, stage.number))
+            enough = is_enough(found, rules)
+            if enough and not too_old(left_behind(flight, found), rules, number, self._choose):
+                break
+            if not any(group.unfinished for group in flight.groups):
+                break
+            self._keep(flight, self._connection.groups())
+            waits += enough
+            found = leaving(flight, rules, self._choose)
+        flight.groups = left_behind(flight, found)
+        return replace(found, waits=waits)
+
+    def _keep(self, flight: Flight, arrived: Sequence[GroupDone]) -> None:
+        """Groups that engines have done. RuntimeError for one that none of them should have sampled."""
+        done = {one.draw: one.samples for one in arrived}
+        expected = {group.draw for group in flight.groups if not group.is_complete}
+        if len(done) < len(arrived) or not done.keys() <= expected:
+            raise RuntimeError(
+                f"engines sampled draws {sorted(done.keys() - expected) or sorted(done)} twice"
+            )
+        flight.groups = [replace(one, samples=done.get(one.draw, one.samples)) for one in flight.groups]
+
+
+def engine_report_metrics(reports: Sequence[EngineReport], engines: int) -> dict[str, float]:
+    """What the engines did between two versions: tokens per second of all together, sums of what is counted, means of
+    the rest. The reports need not be one of each engine."""
+    if not reports:
+        return {}
+    n, taken, latency = len(reports), [one.taken for one in reports], [one.latency_seconds for one in reports]
+    seconds = sum(one.seconds for one in taken)
+    per_second = engines / seconds if seconds else 0.0
+    return {
+        "rollout/engine_busy_share": sum(one.busy_seconds for one in taken) / seconds if seconds else 0.0,
+        "tokens_per_second/rollout": sum(one.new_tokens for one in taken) * per_second,
+        "rollout/sequences_running": sum(one.running for one in taken) / n,
+        "rollout/interrupted_sequences": float(sum(one.interrupted for one in taken)),
+        "rollout/prefilled_again_tokens": float(sum(one.prefilled_again_tokens for one in taken)),
+        "rollout/scores_waiting": sum(one.queued_scores for one in taken) / n,
+        "sync/latency_s": sum(latency) / n,
+        "sync/latency_s_max": max(latency),
+        "sync/transfer_s": sum(one.transfer_seconds for one in taken) / n,
+    }

@@ -1,0 +1,289 @@
+"""The engines as the trainer sees them: in the training ranks, where they take turns with training on the same memory,
+or on ranks of their own (`rollout.ranks`).
+
+    engines = open_engines(...)                   # before the models: an engine measures what memory is free
+    engines.connect(actor, reference, offload)
+    with engines.generating(version, step):       # they have the policy's weights of that version
+        engines.probe(); validation; engines.rollouts.step(...)
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import ClassVar
+
+import torch
+
+from rlmath.config import length_curriculum as curriculum
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config
+from rlmath.data.dataset import Inputs
+from rlmath.distributed.bridge import Bridge, Mailbox
+from rlmath.distributed.collectives import broadcast_from_rank_zero
+from rlmath.distributed.device import Device
+from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.phase_timers import PhaseTimers
+from rlmath.distributed.ranks import local_world_size
+from rlmath.models.build import Actor
+from rlmath.models.offload import RESTING, OffloadSets
+from rlmath.rewards.reward_manager import RewardWorkers, open_scorer
+from rlmath.rollout.collector import Collector
+from rlmath.rollout.engine import Engine
+from rlmath.rollout.generation import End, NewWeights
+from rlmath.rollout.memory_monitor import MemoryMonitor
+from rlmath.rollout.memory_switch import CPU_COMPARES_EVERY, MemorySwitch
+from rlmath.rollout.weight_sync.logprob_probe import PolicyProbe, Probe
+from rlmath.rollout.weight_sync.publish import WeightPublisher, plan_of_engines
+from rlmath.rollout.weight_sync.reshard_plan import SyncPlan, bucket_bytes
+from rlmath.rollout.weight_sync.shard_layouts import TrainingLayout, engine_shapes, training_layout
+from rlmath.rollout.weight_sync.weight_sync import WeightSync, WeightTransfer, raise_if_probe_differs
+from rlmath.run.startup import PreparedRun
+from rlmath.trainer.rollouts.asynchronous import AsynchronousRollouts, EngineConnection
+from rlmath.trainer.rollouts.synchronous import Keep, StepRollouts, step_rollouts
+from rlmath.trainer.validation import GroupCollector
+from rlmath.workers.user_functions import scorer_hook
+from rlmath.workers.worker_pool import VerifierPool
+
+logger = logging.getLogger(__name__)
+
+
+class Engines(ABC):
+    """All training ranks call its methods alike."""
+
+    collector: GroupCollector
+    rollouts: StepRollouts
+    phase: ClassVar[str]
+    """What a step's time for rollouts is called: "rollout", or "wait_for_groups" where it only waits."""
+
+    def __init__(
+        self, prepared: PreparedRun[Inputs], mesh: Mesh, device: Device, timers: PhaseTimers
+    ) -> None:
+        self._config, self._shape, self._mesh, self._device = prepared.config, prepared.shape, mesh, device
+        self._timers = timers
+
+    @abstractmethod
+    def connect(self, actor: Actor, offload: OffloadSets) -> None:
+        """Where the weights come from; called once."""
+
+    @abstractmethod
+    def generating(self, version: int, step: int) -> AbstractContextManager[None]:
+        """Inside, the engines generate for step `step` (from 0) with the policy's weights of that version."""
+
+    @abstractmethod
+    def probe(self) -> dict[str, float]:
+        """Metrics of the comparison of both sides' log-probs, where it is due; called inside of `generating`.
+        RuntimeError on all ranks where they differ too much."""
+
+    @abstractmethod
+    def metrics(self) -> dict[str, float]:
+        """Of the last `generating`, on this rank."""
+
+    @abstractmethod
+    def close(self, status: int) -> None:
+        """The run ends with this exit status."""
+
+
+def open_engines(
+    prepared: PreparedRun[Inputs],
+    mesh: Mesh,
+    device: Device,
+    timers: PhaseTimers,
+    workers: RewardWorkers | None,
+    bridge: Bridge | None,
+    on_progress: Callable[[], None],
+    keep: Keep | None = None,
+) -> Engines:
+    """As `rollout.ranks` says; `bridge` leads to engines on ranks of their own, else `workers` score completions.
+    `keep` is a function of the user's that selects groups."""
+    if bridge is None:
+        return ColocatedEngines(prepared, mesh, device, timers, workers, on_progress, keep)
+    return SeparateEngines(prepared, mesh, device, timers, bridge, on_progress, keep)
+
+
+class ColocatedEngines(Engines):
+    """One engine in `mesh.engine_size` training ranks each; it sleeps while they train."""
+
+    phase = "rollout"
+
+    def __init__(
+        self,
+        prepared: PreparedRun[Inputs],
+        mesh: Mesh,
+        device: Device,
+        timers: PhaseTimers,
+        workers: RewardWorkers | None,
+        on_progress: Callable[[], None],
+        keep: Keep | None = None,
+    ) -> None:
+        """Builds the engine; it sleeps afterwards."""
+        super().__init__(prepared, mesh, device, timers)
+        config, shape, inputs = prepared.config, prepared.shape, prepared.inputs
+        self._scorer = validation_scorer(config, mesh)
+        logger.info("Starting: importing vLLM and building the engine (seconds to minutes) ...")
+        self.engine = Engine(
+            config.model.path,
+            config.rollout,
+            curriculum.engine_length(config),
+            mesh,
+            device,
+            engine_shapes(shape, mesh.engine_size),
+        )
+        if config.rollout.tail == "carry" and not self.engine.continues_noise:
+            raise ValueError(
+                'rollout.tail is "carry", and vLLM takes its first model runner (its log says why), whose noise begins '
+                "anew in every slice of a completion. Set rollout.tail=wait"
+            )
+        self.engine.memory.sleep()
+        self.engine.on_step = on_progress
+        self.collector = Collector(
+            self.engine, mesh, inputs.tokenizer, config.rollout, config.reward, workers, self._scorer
+        )
+        self.rollouts = step_rollouts(
+            config, inputs, self.collector, shape.vocab_size, inputs.total_steps, keep
+        )
+
+    def connect(self, actor: Actor, offload: OffloadSets) -> None:
+        config, mesh, device = self._config, self._mesh, self._device
+        transfer = WeightTransfer(
+            actor.chunks,
+            self._shape,
+            layout_of(config, self._shape, mesh),
+            mesh,
+            device,
+            self.engine.weights,
+            bucket_bytes(config.sync.bucket_mib, device.kind, mesh.world_size),
+            broadcast_from_rank_zero(local_world_size()),
+        )
+        probe = Probe(actor.forward_backward, self.engine, mesh, probe_length(config))
+        self.sync = WeightSync(transfer, probe, config.sync)
+        monitor = MemoryMonitor(
+            int(config.memory.leak_threshold_mib * 2**20),
+            config.memory.stop_on_leak,
+            mesh.rank,
+            CPU_COMPARES_EVERY if device.kind == "cpu" and not config.memory.stop_on_leak else 1,
+        )
+        self.switch = MemorySwitch(self.engine, offload, self.sync.run, monitor, self._timers, device)
+
+    def generating(self, version: int, step: int) -> AbstractContextManager[None]:
+        return self.switch.generating(version, step)
+
+    def probe(self) -> dict[str, float]:
+        return self.sync.probe_engine()
+
+    def metrics(self) -> dict[str, float]:
+        return self.sync.metrics() | self.switch.metrics()
+
+    def close(self, status: int) -> None:
+        self.engine.close()
+        if self._scorer is not None:
+            self._scorer.close()
+
+
+class SeparateEngines(Engines):
+    """Engines on ranks of their own, which go on while the training ranks train."""
+
+    phase = "wait_for_groups"
+
+    def __init__(
+        self,
+        prepared: PreparedRun[Inputs],
+        mesh: Mesh,
+        device: Device,
+        timers: PhaseTimers,
+        bridge: Bridge,
+        on_progress: Callable[[], None],
+        keep: Keep | None = None,
+    ) -> None:
+        super().__init__(prepared, mesh, device, timers)
+        config, inputs = prepared.config, prepared.inputs
+        self._bridge = bridge
+        leaders = range(bridge.training_ranks, bridge.world_size, mesh.engine_size)
+        self._mailbox = Mailbox(bridge, leaders)
+        self._connection = EngineConnection(mesh, self._mailbox, on_progress)
+        self.collector = self._connection
+        self.rollouts = AsynchronousRollouts(
+            config, inputs, self._connection, prepared.shape.vocab_size, inputs.total_steps, keep
+        )
+        self._step = 0
+        self._waited = 0.0
+
+    def connect(self, actor: Actor, offload: OffloadSets) -> None:
+        plan = engines_plan(self._config, self._shape, self._mesh, self._device)
+        self._publisher = WeightPublisher(
+            actor.chunks,
+            self._shape,
+            plan,
+            self._mesh,
+            self._device,
+            self._device.params_dtype,
+            self._bridge,
+            self._mailbox,
+        )
+        self._probe = PolicyProbe(actor.forward_backward, self._mesh, probe_length(self._config))
+        offload.offload(*RESTING)
+
+    @contextmanager
+    def generating(self, version: int, step: int) -> Iterator[None]:
+        """The engines take the weights when they can; the trainers do not wait for that, but for the version before."""
+        self._step, learned_at = step, time.monotonic()
+        with self._timers.phase("sync"):
+            self._waited = self._publisher.publish()
+        self._connection.send(NewWeights(version, step, learned_at))
+        yield
+
+    def probe(self) -> dict[str, float]:
+        every = self._config.sync.probe_every
+        if not every or self._step % every:
+            return {}
+        self._probe.score_policy()
+        found = self._connection.score(self._probe.sequences)
+        result = self._probe.compare(found)
+        return raise_if_probe_differs(result, self._step, self._config.sync.probe_threshold)
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "sync/sent_gib": self._publisher.bytes_sent / 2**30,
+            "seconds/sync_wait_for_engines": self._waited,
+        }
+
+    def close(self, status: int) -> None:
+        self._connection.send(End(status))
+        self._mailbox.close()
+        self._publisher.close()
+
+
+# ---------------------------------------------------------------- what both sides derive from the settings
+
+
+def validation_scorer(config: Config, mesh: Mesh) -> VerifierPool | None:
+    """The workers of `validation.scorer`, on the first rank of every engine of a run that validates."""
+    hook = scorer_hook(config) if curriculum.validates(config) and mesh.is_engine_leader else None
+    return None if hook is None else open_scorer(hook, config.reward)
+
+
+def layout_of(config: Config, shape: ModelShape, mesh: Mesh) -> TrainingLayout:
+    parallel = config.parallel
+    return training_layout(shape.num_layers, mesh, parallel.first_stage_layers, parallel.last_stage_layers)
+
+
+def engines_plan(config: Config, shape: ModelShape, mesh: Mesh, device: Device) -> SyncPlan:
+    """How weights come from the training ranks, those of `mesh`, to the first engine on ranks of its own."""
+    buckets = bucket_bytes(config.sync.bucket_mib, device.kind, mesh.world_size + mesh.engine_ranks)
+    return plan_of_engines(
+        shape, layout_of(config, shape, mesh), mesh, itemsize_of(device.params_dtype), buckets
+    )
+
+
+def itemsize_of(dtype: torch.dtype) -> int:
+    return torch.empty(0, dtype=dtype).element_size()
+
+
+def probe_length(config: Config) -> int:
+    """Most tokens of a probe's sequence: the first length stage's, and without validation, since they are the same in
+    all and with any."""
+    first = curriculum.without_validation(curriculum.length_stages(config, None)[0].config)
+    return curriculum.engine_length(first)

@@ -1,0 +1,505 @@
+"""What a step samples, and which groups it learns from: `rollout.tail`.
+
+- "wait" (`WholeRollouts`): the step's own prompts, every completion to its end.
+- "carry" (`PartialRollouts`): rounds of a slice of every completion in flight, until enough groups are complete; the
+  others are carried into the next step.
+- "defer" (`PartialRollouts`): groups with completions longer than a slice are sampled anew in steps of their own.
+
+The rules of the last two are in `algorithms/partial_rollouts.py`.
+
+Every rank computes the same: what the engines sampled is gathered first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import Protocol
+
+from rlmath.algorithms.dynamic_sampling import Chosen, Selection, SelectionRules, choose, choose_all, select
+from rlmath.algorithms.partial_rollouts import (
+    Flight,
+    GroupInFlight,
+    Leaving,
+    advance_carry,
+    advance_defer,
+    too_old,
+)
+from rlmath.algorithms.types import PartialCompletion, Prompt, Score, ScoredGroup
+from rlmath.checkpoint.flight import FLIGHT, read_flight, read_flight_lengths, write_flight
+from rlmath.config.length_curriculum import (
+    LengthStage,
+    length_stage_at,
+    length_stages,
+)
+from rlmath.config.schema import Config, RewardConfig, RolloutConfig, SelectionConfig
+from rlmath.data.curriculum import HISTORY, Curriculum, rules_of
+from rlmath.data.dataset import Inputs
+from rlmath.planning.length_curriculum import in_flight_problem
+from rlmath.rewards.several_rewards import compared_rewards
+from rlmath.rollout.collector import Collector, Work, completion_text
+from rlmath.rollout.flight_rules import flight_rules, slice_tokens
+from rlmath.rollout.sampling import (
+    Key,
+    RolloutSeed,
+    SamplingSettings,
+    continued,
+    requests_of,
+    training_sampling,
+)
+from rlmath.rollout.work_queue import EngineUsage
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepRollout:
+    """What a step has to learn from."""
+
+    epoch: int
+    selection: Selection
+    rounds: list[list[EngineUsage]]
+    """What every engine did, by rollout of the step."""
+    scores: list[Score]
+    """Of all that was sampled and leaves."""
+    sampled_tokens: int
+    """New tokens of the step; those of `selection` where every completion is sampled to its end."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of what is in flight."""
+
+
+class StepRollouts(Protocol):
+    """A way to sample."""
+
+    def step(self, number: int, stage: LengthStage) -> StepRollout:
+        """Sample for step `number`, counted from 0, of a length stage. A collective."""
+
+    def commit(self) -> dict[str, float]:
+        """Take what the last step left as the state, and count what it sampled in the prompts' history, whose metrics
+        are returned. A step that fails before leaves the state as it was."""
+
+    def files(self) -> dict[str, bytes]:
+        """What a checkpoint keeps of the state, by file name."""
+
+    def resume(self, folder: Path, steps_done: int, reward_changed: bool) -> None:
+        """Continue from a checkpoint. `reward_changed`: the reward function is another one since. ValueError where the
+        checkpoint's file is damaged."""
+
+    @property
+    def curriculum(self) -> Curriculum:
+        """What draws the prompts, and counts how often they are solved."""
+
+    @property
+    def next_draw(self) -> int:
+        """Draws of the run so far."""
+
+
+def open_curriculum(config: Config, inputs: Inputs) -> Curriculum:
+    """That of the settings, with the pass rates of `data.history_path`."""
+    ids = [prompt.prompt_id for prompt in inputs.prompts]
+    return Curriculum(inputs.order, ids, rules_of(config.data), inputs.history)
+
+
+def resume_curriculum(curriculum: Curriculum, folder: Path) -> None:
+    """Continue with the history in a checkpoint's folder; older ones have none, and begin without. ValueError where it
+    is damaged."""
+    try:
+        content = (folder / HISTORY).read_bytes()
+    except FileNotFoundError as error:
+        if curriculum.draws_by_rates:
+            raise ValueError(f"{folder}: there is no {HISTORY}, which data.curriculum needs") from error
+        curriculum.forget()
+        return
+    except OSError as error:
+        raise ValueError(f"{folder / HISTORY} cannot be read ({error.strerror})") from error
+    try:
+        curriculum.resume(content)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+
+
+Keep = Callable[[Sequence[ScoredGroup]], list[bool]]
+"""Which of some groups a function of the user's learns from; a collective."""
+
+
+def step_rollouts(
+    config: Config,
+    inputs: Inputs,
+    collector: Collector,
+    vocab_size: int,
+    total_steps: int,
+    keep: Keep | None = None,
+) -> StepRollouts:
+    """As `rollout.tail` says."""
+    if config.rollout.tail == "wait":
+        return WholeRollouts(config, inputs, collector, total_steps, keep)
+    return PartialRollouts(config, inputs, collector, vocab_size, total_steps, keep)
+
+
+def selection_rules(
+    settings: SelectionConfig, reward: RewardConfig, keep: Keep | None = None
+) -> SelectionRules:
+    """Which groups and completions are learned from. `keep` is the function that selection.dynamic_sampling names, if
+    it names one and it can be called."""
+    word = settings.dynamic_sampling
+    return SelectionRules(
+        word if word in (None, "accuracy", "reward") else "function",
+        settings.min_completion_tokens,
+        settings.max_completion_tokens,
+        settings.drop_truncated,
+        compared_rewards(reward) if settings.dynamic_sampling == "reward" else (),
+        keep,
+    )
+
+
+class WholeRollouts:
+    """Every completion is sampled to its end in the step that began it."""
+
+    def __init__(
+        self,
+        config: Config,
+        inputs: Inputs,
+        collector: Collector,
+        total_steps: int,
+        keep: Keep | None = None,
+    ) -> None:
+        self._config, self._inputs, self._collector = config, inputs, collector
+        self._total_steps = total_steps
+        self._rules = selection_rules(config.selection, config.reward, keep)
+        self.curriculum = open_curriculum(config, inputs)
+        self.next_draw = 0
+        self._sampled: list[ScoredGroup] = []
+        """By the last step."""
+
+    def step(self, number: int, stage: LengthStage) -> StepRollout:
+        """The step's own prompts, and then those that dynamic sampling asks for."""
+        order = self._inputs.order
+        sampling, seed = training_sampling(stage.config.rollout), RolloutSeed(order.seed_at(number), number)
+        own = self.curriculum.begin(number).batch(number)
+        indices = chain(own, self.curriculum.extra(number))
+        rounds: list[list[EngineUsage]] = []
+
+        def sample(count: int) -> list[ScoredGroup]:
+            prompts = [self._inputs.prompts[i] for i in islice(indices, count)]
+            if not prompts:
+                return []
+            title = f"step {number + 1}/{self._total_steps}"
+            rollout = self._collector.collect(prompts, sampling, seed, title)
+            rounds.append(rollout.engines)
+            return rollout.groups
+
+        selection = select(sample, len(own), self._config.selection.max_extra_prompts, self._rules)
+        tokens = sum(len(one.token_ids) for group in selection.sampled for one in group.completions)
+        scores = [score for group in selection.sampled for score in group.scores]
+        self._sampled, self.next_draw = selection.sampled, (number + 1) * order.prompts_per_step
+        return StepRollout(number // order.steps_per_epoch, selection, rounds, scores, tokens)
+
+    def commit(self) -> dict[str, float]:
+        return self.curriculum.commit(self._sampled)
+
+    def files(self) -> dict[str, bytes]:
+        return {HISTORY: self.curriculum.file()}
+
+    def resume(self, folder: Path, steps_done: int, reward_changed: bool) -> None:
+        resume_curriculum(self.curriculum, folder)
+        self.next_draw = steps_done * self._inputs.order.prompts_per_step
+        if (folder / HISTORY).exists():
+            self.curriculum.require_draws(self.next_draw, ())
+
+
+@dataclass
+class Rounds:
+    """What the rounds of a step did."""
+
+    usages: list[list[EngineUsage]] = field(default_factory=list)
+    """Of every engine, by round."""
+    new_tokens: int = 0
+    prefilled_again: int = 0
+    """Sampled tokens that were prefilled again."""
+
+
+class FlightRollouts:
+    """The state of ways to sample that leave groups in flight between steps."""
+
+    def __init__(
+        self,
+        config: Config,
+        inputs: Inputs,
+        vocab_size: int,
+        total_steps: int,
+        keep: Keep | None = None,
+    ) -> None:
+        self._config, self._inputs = config, inputs
+        self._vocab_size, self._total_steps = vocab_size, total_steps
+        self._rules = selection_rules(config.selection, config.reward, keep)
+        self._limits = flight_rules(config)
+        self._flight = self._after = Flight()
+        """The state, and what the last step left."""
+        self._choices: dict[int, Chosen] = {}
+        """By draw: what is learned from of complete groups in flight."""
+        self.curriculum = open_curriculum(config, inputs)
+        self._sampled: list[ScoredGroup] = []
+        """What left the flight in the last step."""
+
+    @property
+    def next_draw(self) -> int:
+        return self._flight.next_draw
+
+    def commit(self) -> dict[str, float]:
+        self._flight = self._after
+        complete = {group.draw for group in self._flight.groups if group.is_complete}
+        self._choices = {draw: one for draw, one in self._choices.items() if draw in complete}
+        return self.curriculum.commit(self._sampled, {group.draw for group in self._flight.groups})
+
+    def files(self) -> dict[str, bytes]:
+        return {FLIGHT: write_flight(self._flight), HISTORY: self.curriculum.file()}
+
+    def resume(self, folder: Path, steps_done: int, reward_changed: bool) -> None:
+        resume_curriculum(self.curriculum, folder)
+        self._choices.clear()
+        stages = length_stages(self._config, self._total_steps)
+        stage = length_stage_at(stages, steps_done - 1)
+        try:
+            flight = self._read(folder, steps_done, stage.config.rollout)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{folder}: the groups in flight cannot be read: {error}") from error
+        if reward_changed:
+            flight.groups = [unscored(group, steps_done) for group in flight.groups]
+        wanted = sum(not group.is_complete or self._choose(group).dropped is None for group in flight.groups)
+        if problem := in_flight_problem(self._config, self._total_steps, steps_done, wanted):
+            raise ValueError(problem)
+        self._flight = self._after = flight
+
+    def _read(self, folder: Path, steps_done: int, rollout: RolloutConfig) -> Flight:
+        """The groups in flight of a checkpoint that this run can continue."""
+        tokenizer = self._inputs.tokenizer
+        flight = read_flight(
+            (folder / FLIGHT).read_bytes(),
+            rollout.group_size,
+            self._vocab_size,
+            lambda token_ids: completion_text(tokenizer, token_ids),
+        )
+        self.curriculum.require_draws(flight.next_draw, [group.draw for group in flight.groups])
+        # Engines on ranks of their own may have begun to sample with the weights of the checkpoint already.
+        latest = steps_done if rollout.ranks > 0 else steps_done - 1
+        for group in flight.groups:
+            steps = [group.first_step, *(segment.step for part in group.parts for segment in part.segments)]
+            if min(steps) < group.first_step or max(steps) > latest:
+                raise ValueError(
+                    f"draw {group.draw} was sampled in steps {sorted(set(steps))} of {steps_done}"
+                )
+            if any(len(group.parts[g].token_ids) >= rollout.max_new_tokens for g in group.unfinished):
+                raise ValueError(f"draw {group.draw} has an unfinished completion of the greatest length")
+        if rollout.tail != "defer" and too_old(flight.groups, self._limits, steps_done - 1, self._choose):
+            raise ValueError(
+                f"groups are older than rollout.max_staleness, {rollout.max_staleness} steps, allows"
+            )
+        return flight
+
+    def _scored(self, group: GroupInFlight) -> ScoredGroup:
+        return group.scored(self._prompt(group))
+
+    def _prompt(self, group: GroupInFlight) -> Prompt:
+        return self._inputs.prompts[self.curriculum.drawn(group.draw)[1]]
+
+    def _choose(self, group: GroupInFlight) -> Chosen:
+        if group.draw not in self._choices:
+            self._choices[group.draw] = choose(self._scored(group), self._rules)
+        return self._choices[group.draw]
+
+    def _warn_of_groups_left(self, flight: Flight) -> None:
+        if flight.groups:
+            text = "%d groups that were drawn are not learned from: the run has fewer steps than when it drew them"
+            logger.warning(text, len(flight.groups))
+
+
+class PartialRollouts(FlightRollouts):
+    """Groups that a step does not complete stay in flight: "carry" continues their completions in the next step, with
+    the weights of that step; "defer" samples them anew, together with others like them."""
+
+    def __init__(
+        self,
+        config: Config,
+        inputs: Inputs,
+        collector: Collector,
+        vocab_size: int,
+        total_steps: int,
+        keep: Keep | None = None,
+    ) -> None:
+        super().__init__(config, inputs, vocab_size, total_steps, keep)
+        self._collector = collector
+
+    def step(self, number: int, stage: LengthStage) -> StepRollout:
+        """Rounds of a slice, until enough groups are complete and none must wait any longer."""
+        self.curriculum.begin(number)
+        before, rounds = self._flight, Rounds()
+        flight = self._after = replace(before, groups=list(before.groups))
+        found = self._advance(flight, number, stage, rounds)
+        sampled = [self._scored(group) for group in found.groups]
+        self._sampled = sampled
+        selection = Selection(sampled, found.chosen, self._limits.groups_per_step)
+        metrics = {
+            "rollout/groups_in_flight": float(len(flight.groups)),
+            "rollout/rounds": float(found.rounds),
+        }
+        if self._config.rollout.tail == "carry":
+            metrics |= carry_metrics(flight, selection.learned, number, self._limits.max_staleness)
+            metrics["rollout/staleness_waits"] = float(found.waits)
+            metrics["rollout/prefilled_again_tokens"] = float(rounds.prefilled_again)
+        else:
+            longest = slice_tokens(stage.config.rollout)
+            metrics |= defer_metrics(flight, found.groups, rounds.new_tokens, longest)
+        if number + 1 == self._total_steps:
+            self._warn_of_groups_left(flight)
+        epoch = number // self._inputs.order.steps_per_epoch
+        scores = [score for group in sampled for score in group.scores]
+        return StepRollout(epoch, selection, rounds.usages, scores, rounds.new_tokens, metrics)
+
+    def _advance(self, flight: Flight, number: int, stage: LengthStage, rounds: Rounds) -> Leaving:
+        """Make the rounds of step `number`; what it learns from leaves `flight`."""
+        rollout, steps_left = stage.config.rollout, stage.end - number
+        length = slice_tokens(rollout)
+        step = number, steps_left, rollout.group_size
+        if rollout.tail == "carry":
+            return advance_carry(
+                flight,
+                self._limits,
+                *step,
+                lambda groups: self._round(groups, length, number, stage, rounds),
+                self._choose,
+            )
+
+        def sample_round(groups: list[GroupInFlight], whole: bool) -> list[GroupInFlight]:
+            return self._round(groups, rollout.max_new_tokens if whole else length, number, stage, rounds)
+
+        return advance_defer(flight, self._limits, *step, sample_round, self._choose)
+
+    # ------------------------------------------------------------ parts of a step
+
+    def _round(
+        self, groups: list[GroupInFlight], length: int, number: int, stage: LengthStage, rounds: Rounds
+    ) -> list[GroupInFlight]:
+        """The groups after at most `length` new tokens of every completion that is not finished, those begun earlier
+        first."""
+        sampling = training_sampling(stage.config.rollout)
+        rows: list[list[Work]] = []
+        keys: list[dict[int, Key]] = []
+        """By group and sample index."""
+        for group in groups:
+            own = self._rows(group, sampling, length, len(rows))
+            rows += own
+            keys.append({work.request.key[1]: work.request.key for row in own for work in row})
+        title = f"step {number + 1}/{self._total_steps}"
+        if rounds.usages:
+            title += f", round {len(rounds.usages) + 1}"
+            self._collector.reset_prefix_cache()
+        sampled, usages = self._collector.sample(rows, sampling.max_new_tokens, number, title)
+        after = [
+            replace(
+                group,
+                samples=tuple(sampled[own[g]] if g in own else one for g, one in enumerate(group.samples)),
+            )
+            for group, own in zip(groups, keys, strict=True)
+        ]
+        rounds.usages.append(usages)
+        rounds.new_tokens += sum(map(tokens_of, after)) - sum(map(tokens_of, groups))
+        rounds.prefilled_again += sum(len(work.so_far.token_ids) for row in rows for work in row)
+        return after
+
+    def _rows(
+        self, group: GroupInFlight, sampling: SamplingSettings, length: int, first: int
+    ) -> list[list[Work]]:
+        """A group's requests of a round, the first row's number being `first`: one row where nothing is sampled yet,
+        as the completions share their prompt, else a row for each completion."""
+        if group.is_complete:
+            return []
+        step, index, times = self.curriculum.drawn(group.draw)
+        prompt, seed = self._inputs.prompts[index], RolloutSeed(self._inputs.order.seed_at(step), step)
+        requests = requests_of(prompt, 0, sampling, seed, times)
+        work = []
+        begun = any(not isinstance(one, PartialCompletion) or one.token_ids for one in group.samples)
+        for g in group.unfinished:
+            so_far = group.samples[g]
+            assert isinstance(so_far, PartialCompletion)
+            row = first + len(work) if begun else first
+            work.append(Work(prompt, continued(requests[g], (row, g), so_far, length), so_far))
+        return [[one] for one in work] if begun else [work]
+
+
+def resume_problem(
+    config: Config, total_steps: int, folder: Path, steps_done: int, reward_changed: bool
+) -> str | None:
+    """What `FlightRollouts.resume` will refuse of a checkpoint's groups in flight, as far as lengths and scores show,
+    before anything is started. A file that is damaged is no problem here, as its checkpoint is skipped."""
+    try:
+        groups = read_flight_lengths(folder / FLIGHT)
+    except (OSError, ValueError):
+        return None
+    if reward_changed:
+        groups = [unscored(group, steps_done) for group in groups]
+    rules, prompt = selection_rules(config.selection, config.reward), Prompt("", "", (), (), "")
+    complete = [group.scored(prompt) for group in groups if group.is_complete]
+    wanted = len(groups) - len(complete)
+    if rules.dynamic != "function":  # which of them it keeps is known when its worker is there
+        wanted += sum(one.dropped is None for one in choose_all(complete, rules))
+    return in_flight_problem(config, total_steps, steps_done, wanted)
+
+
+def unscored(group: GroupInFlight, steps_done: int) -> GroupInFlight:
+    """The group, of which nothing is sampled where another reward function has scored a part of it."""
+    if len(group.unfinished) == len(group.samples):
+        return group
+    return replace(group.nothing_sampled(group.deferred), first_step=steps_done)
+
+
+def tokens_of(group: GroupInFlight) -> int:
+    """Tokens that are sampled of it."""
+    return sum(len(part.token_ids) for part in group.parts)
+
+
+def carry_metrics(
+    flight: Flight, learned: Sequence[ScoredGroup], number: int, max_staleness: int
+) -> dict[str, float]:
+    """`staleness_metrics`, and tokens and unfinished sequences in flight behind the step."""
+    metrics = {
+        "rollout/carried_tokens": float(sum(map(tokens_of, flight.groups))),
+        "rollout/sequences_in_flight": float(sum(len(group.unfinished) for group in flight.groups)),
+    }
+    return metrics | staleness_metrics(learned, number, max_staleness)
+
+
+def staleness_metrics(learned: Sequence[ScoredGroup], number: int, max_staleness: int) -> dict[str, float]:
+    """How old the tokens are that step `number` learns from (steps since the one whose weights sampled them: mean,
+    most, and the share of each age)."""
+    ages = dict.fromkeys(range(max_staleness + 1), 0)
+    for segment in (s for group in learned for c in group.completions for s in c.segments):
+        ages[number - segment.step] += segment.tokens
+    total = sum(ages.values())
+    if not total:
+        return {}
+    return {
+        "rollout/staleness": sum(age * tokens for age, tokens in ages.items()) / total,
+        "rollout/staleness_max": float(max(age for age, tokens in ages.items() if tokens)),
+        **{f"rollout/staleness/{age}": tokens / total for age, tokens in ages.items()},
+    }
+
+
+def defer_metrics(
+    flight: Flight, found: Sequence[GroupInFlight], new_tokens: int, slice_length: int
+) -> dict[str, float]:
+    """Groups that wait for a whole round, what was sampled in vain, and, of the deferred groups that a step has sampled
+    whole, the share that would have fitted a short round after all: by the change of the weights, since the noise is
+    the same."""
+    metrics = {
+        "rollout/deferred_groups": float(sum(group.deferred for group in flight.groups)),
+        "rollout/discarded_tokens": float(new_tokens - sum(map(tokens_of, found))),
+        "rollout/short_share": flight.short_share,
+    }
+    whole = [group for group in found if group.deferred]
+    if whole:
+        now_short = [all(len(part.token_ids) <= slice_length for part in group.parts) for group in whole]
+        metrics["rollout/deferred_now_short"] = sum(now_short) / len(whole)
+    return metrics

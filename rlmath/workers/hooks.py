@@ -1,0 +1,439 @@
+"""Code of the user's at seven places of a run: types, names, loading and checks.
+
+    from rlmath.workers import hooks
+
+    @hooks.advantage("best_only")
+    def best_only(rewards: list[list[float]], tokens: list[list[int]]) -> list[list[float]]:
+        return [[float(one == max(row)) for one in row] for row in rewards]
+
+A setting names a function, "package.module:name" or "path/to/file.py:name", or by the name under which one of
+`run.plugins` registers it. See docs/hooks.md.
+
+| kind | setting | type |
+|---|---|---|
+| data_form | data.format | `DataForm` |
+| template | data.template, validation.template | `Template` |
+| reward | reward.function, reward.rewards | `Reward` |
+| selection | selection.dynamic_sampling | `Selection` |
+| advantage | algorithm.advantage | `Advantage` |
+| scorer | validation.scorer | `Scorer` |
+| metric | telemetry.metrics | `Metric` |
+
+All are called in worker processes (`rewards.user_functions`), with limits of time and memory: a module of the user's
+is never imported by a rank.
+
+    python -m rlmath.workers.hooks reward package.module:name      prints whether it can be loaded
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NotRequired, Protocol, TypedDict, TypeVar
+
+import rlmath
+from rlmath.config.help import all_settings, nearest_path, nearest_word
+
+REWARD_WORDS = ("correctness", "format", "length")
+"""Entries of `reward.rewards` that are no functions of the user's."""
+CHECK_SECONDS = 300
+CAN_BE_LOADED = "the function can be loaded"
+"""The last line of a check; a module that ends the process while it is imported does not print it."""
+NEEDED = '"package.module:name" or "path/to/file.py:name"'
+_SPEC = re.compile(r"(?P<module>[A-Za-z_][\w.]*(?<!\.py)|(?P<file>.+\.py)):(?P<name>[A-Za-z_]\w*)")
+_PLUGIN = re.compile(r"[A-Za-z_][\w.]*(?<!\.py)|(?P<file>.+\.py)")
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
+
+
+# ---------------------------------------------------------------- types
+
+
+class Problem(TypedDict):
+    """What a data form makes of a row."""
+
+    prompt: str
+    """The problem; `data.template` is put around it."""
+    solutions: Sequence[str | int | float]
+    """At least one reference answer; a completion that equals any of them is right."""
+    query_id: NotRequired[str | int]
+    """Unique in the file. Without it, the row's number, from 0."""
+    task: NotRequired[str]
+    """How answers are checked: "math" (without it) or "choice"."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt with its completions and their scores. The lists have an entry for each completion."""
+
+    row: dict[str, Any]
+    """The prompt's row of the data file, as a reward function gets it."""
+    texts: list[str]
+    tokens: list[int]
+    """Lengths, the end of sequence included."""
+    rewards: list[float]
+    correct: list[bool]
+    truncated: list[bool]
+    """Whether it was cut off at `rollout.max_new_tokens`."""
+
+
+class DataForm(Protocol):
+    """A row of a data file (its columns) to the problem; None leaves the row out, which counts as unusable. So does a
+    row on which it raises, or for which it returns something else; more of them than `data.max_unusable_share` are
+    refused, by file and line."""
+
+    def __call__(self, row: dict[str, Any], /) -> Problem | None: ...
+
+
+class Template(Protocol):
+    """A problem, and its row (`prompt`, `solutions`, `query_id`, `task`, the chat that the file has as `messages`,
+    further columns), to the text that the model continues, or to messages ({"role": ..., "content": ...}) for the
+    tokenizer's chat template."""
+
+    def __call__(self, problem: str, row: dict[str, Any], /) -> str | list[dict[str, str]]: ...
+
+
+class Reward(Protocol):
+    """A completion, the prompt's reference answers and its row to the reward, or to the reward and metrics."""
+
+    def __call__(
+        self, completion: str, solutions: list[str], row: dict[str, Any], /
+    ) -> float | tuple[float, dict[str, float]]: ...
+
+
+class Selection(Protocol):
+    """Whether a group is learned from. The completions that length filters leave out are not in it."""
+
+    def __call__(self, group: Group, /) -> bool: ...
+
+
+class Advantage(Protocol):
+    """Rewards and lengths (tokens) of all completions that a step learns from, by group, to the advantage of each."""
+
+    def __call__(self, rewards: list[list[float]], tokens: list[list[int]], /) -> list[list[float]]: ...
+
+
+class Scorer(Protocol):
+    """Whether a completion counts as right in validation and evaluation: true, or a number above 0."""
+
+    def __call__(self, completion: str, solutions: list[str], row: dict[str, Any], /) -> bool | float: ...
+
+
+class Metric(Protocol):
+    """The groups that a step sampled to a number, logged as `own/<name>`, or to numbers by name, logged as
+    `own/<name>/<key>`."""
+
+    def __call__(self, groups: list[Group], /) -> float | dict[str, float]: ...
+
+
+_ARGUMENTS = {
+    "data_form": ("row",),
+    "template": ("problem", "row"),
+    "reward": ("completion", "solutions", "row"),
+    "selection": ("group",),
+    "advantage": ("rewards", "tokens"),
+    "scorer": ("completion", "solutions", "row"),
+    "metric": ("groups",),
+}
+"""Of every kind what its functions get."""
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A function of the user's, as a setting names it."""
+
+    kind: str
+    spec: str
+    """ "package.module:name", "path/to/file.py:name", or a name that one of `plugins` registers."""
+    setting: str
+    """What messages call it, "algorithm.advantage"."""
+    plugins: tuple[str, ...] = ()
+    """Modules and files that register functions."""
+
+    def __str__(self) -> str:
+        return self.spec
+
+
+def hook_of(kind: str, setting: str, value: str | None, plugins: Iterable[str] = ()) -> Hook | None:
+    """The function that a setting's value names; None for a word of ours, and for null."""
+    return None if value is None or value in taken_words(kind) else Hook(kind, value, setting, tuple(plugins))
+
+
+def as_hook(function: str | Hook) -> Hook:
+    """A reward function where it is only named."""
+    return function if isinstance(function, Hook) else Hook("reward", function, "reward.function")
+
+
+def taken_words(kind: str) -> set[str]:
+    """Words of the settings that take functions of this kind."""
+    found = {word for one in all_settings().values() if one.takes_function == kind for word in one.words}
+    return found | set(REWARD_WORDS if kind == "reward" else ())
+
+
+# ---------------------------------------------------------------- names
+
+
+_registered: dict[str, dict[str, Callable]] = {kind: {} for kind in _ARGUMENTS}
+"""Functions by kind and name."""
+F = TypeVar("F", bound=Callable)
+
+
+def _decorator(kind: str) -> Callable[[str], Callable[[F], F]]:
+    def named(name: str) -> Callable[[F], F]:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ValueError(
+                f"hooks.{kind}({name!r}): a name is a small letter, then at most 39 small letters, digits and "
+                "underscores"
+            )
+        if name in taken_words(kind):
+            raise ValueError(f"hooks.{kind}({name!r}): that is a word of ours; take another name")
+
+        def register(function: F) -> F:
+            if name in _registered[kind]:
+                raise ValueError(f"hooks.{kind}({name!r}) is there twice; take another name for one of them")
+            _registered[kind][name] = function
+            return function
+
+        return register
+
+    return named
+
+
+data_form = _decorator("data_form")
+template = _decorator("template")
+reward = _decorator("reward")
+selection = _decorator("selection")
+advantage = _decorator("advantage")
+scorer = _decorator("scorer")
+metric = _decorator("metric")
+
+
+# ---------------------------------------------------------------- loading
+
+
+def load(hook: Hook) -> Callable:
+    """The function of a setting, imported into this process. ValueError if that fails, or if it cannot be called as its
+    kind is; rewards are tried with a completion instead."""
+    if hook.plugins and not _SPEC.fullmatch(hook.spec):
+        for plugin in dict.fromkeys(hook.plugins):
+            import_plugin(plugin)
+        known = _registered[hook.kind]
+        if hook.spec not in known:
+            raise ValueError(
+                f"{hook.setting} is {hook.spec!r}, and run.plugins registers no such hooks.{hook.kind}; there is "
+                f"{', '.join(known) or 'none'}.{nearest_word(hook.spec, [*known, *taken_words(hook.kind)])}"
+            )
+        function = known[hook.spec]
+    else:
+        function = load_function(hook.spec, hook.setting)
+    if hook.kind != "reward":
+        _check_signature(function, hook)
+    return function
+
+
+def _check_signature(function: Callable, hook: Hook) -> None:
+    names = _ARGUMENTS[hook.kind]
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of some that are written in C nothing is known
+        return
+    try:
+        signature.bind(*names)
+    except TypeError as error:
+        raise ValueError(
+            f"{hook.setting}: {hook.spec} cannot be called as it is, with {', '.join(names)} ({error}); it is written "
+            f"as {signature!s:.200}"
+        ) from None
+
+
+def load_function(spec: str, setting: str = "reward.function") -> Callable:
+    """Import the function "package.module:name" or "path/to/file.py:name". Raises ValueError if that fails."""
+    found = _SPEC.fullmatch(spec)
+    if not found:
+        raise ValueError(f"{setting} is {spec!r}; needed: {NEEDED}")
+    module_name, name = found["module"], found["name"]
+    module = _import(module_name, found["file"], setting)
+    function = getattr(module, name, None)
+    if not callable(function):
+        near = nearest_word(name, [other for other in vars(module) if callable(getattr(module, other))])
+        raise ValueError(f"{setting}: {module_name!r} has no function {name!r}.{near}")
+    return function
+
+
+def import_plugin(plugin: str) -> None:
+    """Import a module or file for what it registers. Raises ValueError if that fails."""
+    found = _PLUGIN.fullmatch(plugin)
+    if not found:
+        raise ValueError(f'run.plugins has {plugin!r}; needed: "package.module" or "path/to/file.py"')
+    _import(plugin, found["file"], "run.plugins")
+
+
+def _import(module_name: str, file: str | None, setting: str) -> ModuleType:
+    if file is not None and not os.path.exists(file):
+        raise ValueError(f'{setting}: there is no file "{file}".{nearest_path(Path(file))}')
+    try:
+        return importlib.import_module(module_name) if file is None else _import_file(Path(file))
+    except (Exception, SystemExit) as error:  # whatever the user's module raises, or a program's sys.exit()
+        where = "; modules are looked for in the current folder and in PYTHONPATH" if file is None else ""
+        line = (error.text or "").strip() if isinstance(error, SyntaxError) else ""
+        shown = f": {line}" if line else ""
+        raise ValueError(
+            f"{setting}: importing {module_name!r} failed ({type(error).__name__}: {error}{shown}){where}"
+        ) from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    """The module of a file, once, under the file's own name where that is free; it finds modules beside it."""
+    for there in list(sys.modules.values()):
+        file = getattr(there, "__file__", None)
+        if isinstance(file, str) and os.path.exists(file) and path.samefile(file):
+            return there
+    sys.path.append(str(path.parent.absolute()))
+    name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"hooks_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, path
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return module
+
+
+# ---------------------------------------------------------------- fingerprints
+
+
+def hooks_fingerprint(hooks: Iterable[Hook]) -> str:
+    """Of the files of several functions; "" where there is none."""
+    codes = {hook.setting: code_fingerprint(hook.spec, hook.plugins) for hook in hooks}
+    return hashlib.sha256(json.dumps(codes).encode()).hexdigest()[:16] if codes else ""
+
+
+def code_fingerprint(spec: str | None, plugins: Sequence[str] = ()) -> str:
+    """Of the file in which a function is looked for, or, of one that is registered, of all plugins, without importing
+    anything; "" where there is none."""
+    if spec is not None and plugins and not _SPEC.fullmatch(spec):
+        paths = [_file_of(f"{plugin}:any") for plugin in plugins]
+        content = b"".join(b"" if path is None else path.read_bytes() for path in paths)
+        return hashlib.sha256(content).hexdigest()[:16]
+    path = _file_of(spec)
+    return "" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def is_same_function(there: str | None, here: str | None, code_there: str = "") -> bool:
+    """Whether two spellings (a module or a file, a relative or an absolute path) name one function: of the same file,
+    which may have changed since, or of files of the same content. `code_there` is the fingerprint that was noted of
+    the first."""
+    names = [found["name"] for spec in (there, here) if (found := _SPEC.fullmatch(spec or ""))]
+    if there == here or len(names) < 2 or names[0] != names[1]:
+        return there == here
+    files = _file_of(there), _file_of(here)
+    if files[0] is not None and files[1] is not None and files[0].samefile(files[1]):
+        return True
+    return (code_there or code_fingerprint(there)) == code_fingerprint(here) != ""
+
+
+def _file_of(spec: str | None) -> Path | None:
+    found = _SPEC.fullmatch(spec or "")
+    if found is None:
+        return None
+    path = Path(found["file"] or _module_file(found["module"]) or "")
+    return path if path.is_file() else None
+
+
+def _module_file(module: str) -> str | None:
+    folders: list[str] | None = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
+    names, file = module.split("."), None
+    for depth in range(1, len(names) + 1):
+        found = PathFinder.find_spec(".".join(names[:depth]), folders)
+        if found is None:
+            return None
+        file, folders = found.origin, found.submodule_search_locations
+    return file
+
+
+# ---------------------------------------------------------------- the check, in a process of its own
+
+
+def function_problem(function: str | Hook) -> str | None:
+    """Why a function cannot be loaded, checked in a separate process; None if it can."""
+    hook = as_hook(function)
+    return _problem_of([hook.kind, hook.spec, hook.setting, *hook.plugins], hook.setting, hook.spec)
+
+
+def plugin_problem(plugin: str) -> str | None:
+    """Likewise why a plugin cannot be imported."""
+    return _problem_of(["plugin", plugin], "run.plugins", plugin)
+
+
+def _problem_of(arguments: Sequence[str], setting: str, spec: str) -> str | None:
+    # A file, not a pipe: what the module has started may hold the pipe open for ever.
+    with tempfile.TemporaryFile() as errors:
+        check = subprocess.Popen(
+            [sys.executable, "-m", "rlmath.workers.hooks", *arguments],
+            env=worker_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+        )
+        try:
+            status = check.wait(CHECK_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"{setting}: importing {spec!r} took more than {CHECK_SECONDS} s"
+        finally:  # with what the module has started
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(check.pid, signal.SIGKILL)
+            check.wait()
+        errors.seek(0, os.SEEK_END)
+        errors.seek(max(0, errors.tell() - 10_000))
+        text = errors.read().decode("utf-8", "replace")
+    last = (text.strip().splitlines() or ["no message"])[-1]
+    if status == 0:
+        ended = f"{setting}: importing {spec!r} ended the process; guard its program by __name__"
+        return None if last == CAN_BE_LOADED else ended
+    is_ours = last.startswith((setting, "run.plugins"))
+    return last if is_ours else f"{setting}: importing {spec!r} failed ({last})"
+
+
+def worker_environment() -> dict[str, str]:
+    """The environment of reward workers: this package and the current folder can be imported."""
+    source = str(Path(rlmath.__file__).parent.parent)
+    path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")]), os.getcwd()])
+    return {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def main() -> int:
+    """0 with CAN_BE_LOADED on stderr, or 2 with the reason there."""
+    kind, spec, *more = sys.argv[1:]
+    try:
+        if kind == "plugin":
+            import_plugin(spec)
+        else:
+            load(Hook(kind, spec, more[0] if more else f"hooks.{kind}", tuple(more[1:])))
+    except ValueError as error:
+        print(" ".join(str(error).split()), file=sys.stderr, flush=True)
+        return 2
+    print(f"\n{CAN_BE_LOADED}", file=sys.stderr, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    # What registers functions imports this module by its name, of which there must be one.
+    # At once: threads of the user's module may run for ever.
+    os._exit(importlib.import_module("rlmath.workers.hooks").main())

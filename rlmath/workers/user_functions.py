@@ -1,0 +1,151 @@
+"""Functions of the user's, of the kinds of `rlmath.workers.hooks`, called in worker processes.
+
+    UserFunction (this process) -> VerifierPool of one worker -> the function
+
+A call that hangs, fills memory, ends its process or leaves others costs that call alone, as with reward functions. The
+functions of rewards and scorers are called by `RewardManager`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+
+from rlmath.algorithms.types import ScoredGroup
+from rlmath.config.schema import Config
+from rlmath.workers.custom_function import HookResult
+from rlmath.workers.hooks import Hook, hook_of
+from rlmath.workers.worker_pool import VerifierPool
+
+CALL_SECONDS = 60.0
+"""Time limit of one call, by the clock."""
+METRIC_SECONDS = 10.0
+"""The same of a metric: the other ranks may wait for rank 0 meanwhile."""
+ALL_SECONDS = 600.0
+"""Of all calls of a step together, such as those of a selection for every group: the ranks wait for them."""
+AT_ONCE = 1000
+"""Calls that wait for the worker at a time: as much of their arguments is held."""
+
+
+class UserFunctionError(Exception):
+    """A function of the user's that a step needs failed. Raised on all ranks alike, before anything is learned of the
+    step."""
+
+
+class UserFunction:
+    """One function with its worker. Its text is the setting's value."""
+
+    def __init__(self, hook: Hook, seconds: float = CALL_SECONDS) -> None:
+        """Returns at once. `seconds` is the time limit of a call."""
+        self.hook = hook
+        self._seconds = seconds
+        self._pool = VerifierPool(1, seconds, function=hook)
+        self.was_late = False
+        """Whether the last call took too long."""
+
+    def __str__(self) -> str:
+        return self.hook.spec
+
+    def map(self, calls: Iterable[Sequence[Any]]) -> Iterator[HookResult]:
+        """The result of each call, by its arguments. ValueError where the function cannot be loaded."""
+        calls = iter(calls)
+        try:
+            while some := list(itertools.islice(calls, AT_ONCE)):
+                yield from self._pool.results([self._pool.call_hook(arguments) for arguments in some])
+        except RuntimeError as error:
+            raise ValueError(f"{self.hook.setting} {self}: {error}") from None
+
+    def values(self, calls: Iterable[Sequence[Any]]) -> list[Any]:
+        """What the function returns for each call, one after the other. UserFunctionError at the first on which it
+        fails, and where all take more than ALL_SECONDS."""
+        values, started = [], time.monotonic()
+        for arguments in calls:
+            result = next(self.map([arguments]))
+            self.was_late = result.failure == "timeout"
+            if result.failure is not None:
+                raise UserFunctionError(f"{self.hook.setting} {self} failed: {self.reason(result)}")
+            values.append(result.value)
+            if time.monotonic() - started > ALL_SECONDS:
+                raise UserFunctionError(
+                    f"{self.hook.setting} {self} failed: its calls of a step took more than {ALL_SECONDS:g} s"
+                )
+        return values
+
+    def call(self, *arguments: Any) -> Any:
+        """What the function returns. UserFunctionError where it fails."""
+        return self.values([arguments])[0]
+
+    def reason(self, result: HookResult) -> str:
+        """Why a call failed, in words."""
+        return f"it took more than {self._seconds:g} s" if result.failure == "timeout" else result.message
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextmanager
+def word_or_function(hook: Hook | None, word: str) -> Iterator[str | UserFunction]:
+    """The function that a setting names, with its worker until the end; the setting's word where it names none."""
+    if hook is None:
+        yield word
+    else:
+        with UserFunction(hook) as function:
+            yield function
+
+
+# ---------------------------------------------------------------- what a run's settings name
+
+
+def form_hook(config: Config) -> Hook | None:
+    return hook_of("data_form", "data.format", config.data.format, config.run.plugins)
+
+
+def template_hook(config: Config, validation: bool = False) -> Hook | None:
+    """Of `data.template`, or of what validation has."""
+    own = config.validation.template if validation else None
+    setting = "data.template" if own is None else "validation.template"
+    return hook_of("template", setting, own or config.data.template, config.run.plugins)
+
+
+def advantage_hook(config: Config) -> Hook | None:
+    return hook_of("advantage", "algorithm.advantage", config.algorithm.advantage, config.run.plugins)
+
+
+def selection_hook(config: Config) -> Hook | None:
+    value = config.selection.dynamic_sampling
+    return hook_of("selection", "selection.dynamic_sampling", value, config.run.plugins)
+
+
+def scorer_hook(config: Config) -> Hook | None:
+    return hook_of("scorer", "validation.scorer", config.validation.scorer, config.run.plugins)
+
+
+def metric_hooks(config: Config) -> dict[str, Hook]:
+    """By the metric's name."""
+    found = {}
+    for entry in config.telemetry.metrics:
+        name, equals, spec = entry.partition("=")
+        setting, plugins = f"telemetry.metrics: {name}", tuple(config.run.plugins)
+        found[name] = Hook("metric", spec if equals else name, setting, plugins)
+    return found
+
+
+def group_for_hooks(group: ScoredGroup) -> dict[str, Any]:
+    """The fields of a `hooks.Group`."""
+    return {
+        "row": group.prompt.row,
+        "texts": [one.text for one in group.completions],
+        "tokens": [len(one.token_ids) for one in group.completions],
+        "rewards": group.rewards,
+        "correct": [score.correct for score in group.scores],
+        "truncated": [one.finish_reason == "length" for one in group.completions],
+    }

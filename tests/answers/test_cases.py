@@ -1,0 +1,116 @@
+"""The labelled cases: every one is verified as its label says, and no class worse than by math-verify."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rlmath.answers.verifier import verify
+
+
+def read_cases(name: str) -> list[dict]:
+    return [
+        json.loads(line) for line in (Path(__file__).parent / name).read_text(encoding="utf-8").splitlines()
+    ]
+
+
+LIBRARY_SECONDS = 5.0
+ROWS = read_cases("cases.jsonl")
+BLIND = read_cases("cases_blind.jsonl")
+"""Written by others who had seen neither code nor cases; the verifier was at 97.9% of the first half and 92.1% of the
+second when it first saw them; of the third part it was at 89.0%, with no wrong answer taken for right. Of the fourth
+it was at 90.0%, and at 95.7% after a revision that had not seen it. The fifth had 300 rows: 96.0%, and 96.7% after a
+revision that had not seen it, with no wrong answer taken for right; the four of them without a box, which the default
+of `reward.answer_from` refuses, are left out here. Of the sixth it was at 95.3%, with no wrong answer taken for right;
+two of its 300 rows, without a box, are left out. The seventh had 300 rows: 97.0%, and 98.7% after a revision that had
+not seen it; the eighth, with references drawn from published benchmarks, 94.3% and 94.7%; of neither was a wrong answer
+taken for right."""
+
+
+class OutOfTime(BaseException):
+    """No handler of math-verify's catches it."""
+
+
+@contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """OutOfTime inside, after so much CPU time; the timer by the clock is pytest-timeout's."""
+
+    def stop(*_: object) -> None:
+        raise OutOfTime
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def library_agrees(row: dict) -> bool:
+    """Whether math-verify alone verifies a case as it is labelled, in the time that the verifier gives it: it searches
+    for the primes of a tower of powers for ever."""
+    from math_verify import parse
+    from math_verify import verify as equal
+
+    golds = [solution if "\\boxed" in solution else f"${solution}$" for solution in row["solutions"]]
+    try:
+        with cpu_limit(LIBRARY_SECONDS):
+            answer = parse(row["completion"], parsing_timeout=None)
+            correct = any(
+                equal(parse(gold, parsing_timeout=None), answer, timeout_seconds=None) for gold in golds
+            )
+    except OutOfTime:
+        return False
+    return correct == row["correct"]
+
+
+def test_the_set_is_large_spread_and_its_ids_are_unique():
+    assert len(ROWS) >= 400
+    assert len({row["id"] for row in ROWS}) == len(ROWS)
+    assert all(row["why"] for row in ROWS)
+    classes = Counter(row["class"] for row in ROWS)
+    assert len(classes) >= 30
+    assert min(classes.values()) >= 8
+    assert 0.25 < sum(row["correct"] for row in ROWS) / len(ROWS) < 0.75
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["id"])
+def test_the_verifier_agrees_with_the_label(row):
+    verdict = verify(row["completion"], row["solutions"], row["task"])
+    assert verdict.correct is row["correct"], (verdict, row["why"])
+    assert verdict.verdict not in ("error", "timeout")
+
+
+def test_cases_written_without_sight_of_the_verifier():
+    """What it gets wrong there are habits it does not know, never a wrong answer that it takes for right."""
+    wrong = [
+        row for row in BLIND if verify(row["completion"], row["solutions"]).correct is not row["correct"]
+    ]
+    assert len(wrong) <= 0.01 * len(BLIND)
+    assert [row["id"] for row in wrong if not row["correct"]] == []
+
+
+@pytest.mark.full
+def test_no_class_is_verified_worse_than_by_math_verify_alone():
+    logging.disable(logging.CRITICAL)
+    try:
+        theirs = Counter(row["class"] for row in ROWS if library_agrees(row))
+    finally:
+        logging.disable(logging.NOTSET)
+    ours = Counter(
+        row["class"]
+        for row in ROWS
+        if verify(row["completion"], row["solutions"], row["task"]).correct is row["correct"]
+    )
+    worse = {kind: (ours[kind], theirs[kind]) for kind in theirs if ours[kind] < theirs[kind]}
+    assert worse == {}
+    assert sum(ours.values()) >= 0.995 * len(ROWS)
+    assert sum(ours.values()) > sum(theirs.values())

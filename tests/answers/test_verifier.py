@@ -1,0 +1,144 @@
+"""Both halves of the verifier, its rules, and what it must never load or run. Labelled cases are in test_cases."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rlmath.answers.verifier import (
+    MAX_ANSWER_CHARS,
+    Rules,
+    Verdict,
+    check_tasks,
+    gold_answer,
+    verify,
+    verify_by_string,
+)
+
+LOOSE = Rules(protocol=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "solutions", "expected"),
+    [
+        ("no box", ["1"], Verdict(False, "", "no_answer")),
+        ("\\boxed{ }", ["1"], Verdict(False, "", "no_answer")),
+        ("\\boxed{ 132 }", ["\\boxed{132}"], Verdict(True, "132", "string")),
+        ("\\boxed{$x+1$}", ["$\\boxed{x+1}$"], Verdict(True, "$x+1$", "string")),
+        ("\\boxed{a \n b}", ["a b"], Verdict(True, "a \n b", "string")),
+        ("\\boxed{3}", ["1", "3"], Verdict(True, "3", "string")),
+        ("\\boxed{0.50}", ["\\boxed{.5}"], Verdict(True, "0.50", "number")),
+        ("\\boxed{\\dfrac{2}{4}}", ["1/2"], Verdict(True, "\\dfrac{2}{4}", "number")),
+        ("\\boxed{1,234}", ["1234"], Verdict(True, "1,234", "number")),
+        ("\\boxed{007}", ["7."], Verdict(True, "007", "number")),
+        ("\\boxed{-0}", ["0"], Verdict(True, "-0", "number")),
+        ("\\boxed{131}", ["\\boxed{132}"], Verdict(False, "131", "number")),
+        ("\\boxed{B}", ["\\text{(C)}"], Verdict(False, "B", "choice")),
+        ("\\boxed{(C) 12}", ["C"], Verdict(True, "(C) 12", "choice")),
+        ("\\boxed{The Ellipse}", ["\\text{ellipse}"], Verdict(True, "The Ellipse", "string")),
+        ("\\boxed{" + "9" * 999 + "}", ["9" * 998], Verdict(False, "9" * 999, "number")),
+        ("\\boxed{" + "9" * 1001 + "}", ["9" * 1001], Verdict(False, "9" * MAX_ANSWER_CHARS, "too_long")),
+    ],
+)
+def test_cheap_decisions_need_no_worker(text, solutions, expected):
+    assert verify(text, solutions, "math") == expected
+
+
+def test_the_cheap_half_leaves_what_needs_a_parser():
+    assert verify_by_string("\\sqrt{4}", ["2"]) is None
+    assert verify_by_string("5", ["4", "x+1"]) is None
+    assert verify_by_string("1,234", ["1235"]) is None  # it may be a list
+
+
+def test_the_grammar_decides_the_rest():
+    assert verify("\\boxed{(x+1)^2}", ["x^2+2x+1"], "math") == Verdict(True, "(x+1)^2", "symbolic")
+    assert verify("\\boxed{\\frac{1}{}}", ["0.5"], "math") == Verdict(False, "\\frac{1}{}", "symbolic")
+
+
+def test_math_verify_decides_what_the_grammar_does_not_read():
+    integral = ["\\int_0^1 2x\\,dx"]
+    assert verify("\\boxed{1}", integral, "math").correct
+    assert not verify("\\boxed{2}", integral, "math").correct
+
+
+def test_what_is_left_to_be_worked_out_is_no_answer():
+    assert not verify("\\boxed{\\int_0^1 2x\\,dx}", ["1"], "math").correct
+    assert not verify("\\boxed{\\lim_{x\\to 0}\\frac{\\sin x}{x}}", ["1"], "math").correct
+    assert verify("\\boxed{\\int_0^1 2x\\,dx = 1}", ["1"], "math").correct
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("\\pi", "3.14"),
+        ("\\frac{1}{3}", "0.33"),
+        ("\\frac{1}{3}", "0.3333"),
+        ("100", "100.001"),
+        ("0.5", "50"),
+        ("50", "0.5"),
+        ("\\sqrt{2}", "1.4142"),
+    ],
+)
+def test_the_protocol_is_loose_where_the_default_is_strict(gold, answer):
+    assert not verify(f"\\boxed{{{answer}}}", [gold], "math").correct
+    assert verify(f"\\boxed{{{answer}}}", [gold], "math", LOOSE).correct
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"), [("\\pi", "3.2"), ("100", "101"), ("0.5", "0.6"), ("1", "2"), ("\\pi", "3")]
+)
+def test_the_protocol_still_tells_other_numbers_apart(gold, answer):
+    assert not verify(f"\\boxed{{{answer}}}", [gold], "math", LOOSE).correct
+
+
+@pytest.mark.parametrize(
+    ("text", "answer_from", "extracted"),
+    [
+        ("So the answer is 42.", "boxed", ""),
+        ("So the answer is 42.", "phrase", "42"),
+        ("So the final answer is: $\\frac{1}{2}$.\nDone", "phrase", "$\\frac{1}{2}$"),
+        ("The answer is 3.5 and", "phrase", "3.5 and"),
+        ("First 17, then 42", "phrase", ""),
+        ("First 17, then 42", "number", "42"),
+        ("It costs -1,234.5 dollars", "number", "-1,234.5"),
+        ("The answer is 7, since 9 > 8.", "number", "7, since 9 > 8"),
+        ("the answer is 42, or \\boxed{43}", "number", "43"),
+        ("<think>the answer is 42</think>", "number", ""),
+    ],
+)
+def test_base_models_may_answer_without_a_box(text, answer_from, extracted):
+    assert verify(text, ["0"], "math", Rules(answer_from)).extracted == extracted
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [("\\boxed{5}", "5"), ("5", "5"), ("so \\boxed{\\frac12}.", "\\frac12"), ("a box of 3", "a box of 3")],
+)
+def test_reference_answers_may_come_in_a_box(gold, answer):
+    assert gold_answer(gold) == answer
+
+
+def test_rows_of_an_unsupported_task_are_refused():
+    check_tasks(["math", "math"])
+    with pytest.raises(ValueError, match="task 'code', which cannot be verified"):
+        check_tasks(["math", "code"])
+
+
+def test_the_cheap_half_loads_neither_sympy_nor_torch():
+    code = (
+        "import sys; from rlmath.workers.worker_pool import VerifierPool; from rlmath.answers.verifier import verify;"
+        "verify('\\\\boxed{1}', ['1'], 'math');"
+        "print({'sympy', 'torch', 'math_verify', 'mpmath'} & set(sys.modules))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
+    assert result.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("gold", ["9" * 5000, "\\frac{" + "9" * 5000 + "}{3}", "9" * 30_000])
+def test_a_monstrous_reference_answer_stops_nobody(gold):
+    assert verify("\\boxed{7}", [gold, "8"], "math").verdict in ("number", "symbolic")
+    assert verify("\\boxed{\\sqrt{49}}", [gold, "7"], "math").correct

@@ -1,0 +1,73 @@
+"""A model small enough to count by hand, and where it runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rlmath.config.load import load_config
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config, DataConfig, ModelConfig, PolicyConfig, RolloutConfig, RunConfig
+from rlmath.models.hf_config import required_shape
+from rlmath.planning.memory_estimate import Target, mesh_of
+from rlmath.planning.memory_fit import planned_target
+from rlmath.planning.planner.lengths import Batch, Lengths
+from rlmath.planning.planner.machines import Cluster, Machine, machine_of
+from rlmath.planning.planner.published import RECIPES
+from rlmath.planning.planner.step import batch_of
+from rlmath.planning.planner.training import Training
+from rlmath.planning.planner.work import DEFAULTS, Coefficients
+
+TINY = ModelShape(
+    architecture="Qwen2ForCausalLM",
+    num_layers=4,
+    hidden_size=8,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=4,
+    ffn_size=16,
+    vocab_size=32,
+    tied_embeddings=False,
+    max_positions=64,
+    rope_theta=1e4,
+    rms_norm_eps=1e-6,
+    attention_bias=True,
+    torch_dtype="bfloat16",
+)
+LAYER_FLOPS = 2 * (4 * 8 * 8 + 3 * 8 * 16)
+"""Of one token forwards: four square matrices of attention, three of the feed-forward network."""
+HEAD_FLOPS = 2 * 8 * 32
+PAIR_FLOPS = 4 * 4 * 8 / 2
+"""Of attention forwards, times the square of a sequence's length: 4 x layers x query size, half of it masked."""
+GPU = Target("cuda", "H100-80GB", 79 * 2**30, local_layers=False)
+MACHINE = Machine("test", "cuda", flops=1e3, memory=1e3, node=1e2, network=10.0, host=10.0)
+ALIKE = Lengths(median=10.0, spread=0.02, longest=16)
+"""Completions of almost exactly 10 tokens."""
+BATCH = Batch(sequences=8, group=2, prompt_tokens=6.0, lengths=ALIKE)
+CONFIG = Config(
+    run=RunConfig(output_dir="o"),
+    model=ModelConfig(path="m"),
+    data=DataConfig(train_path="t", prompts_per_step=4, max_prompt_tokens=16),
+    policy=PolicyConfig(max_tokens_per_microbatch=33),
+    rollout=RolloutConfig(group_size=2, max_new_tokens=16, max_num_seqs=4),
+)
+
+
+def with_ranks(config: Config, **parallel: int) -> Config:
+    return replace(config, parallel=replace(config.parallel, **parallel))
+
+
+def training(config: Config, ranks: int, nodes: int = 1, batch: Batch = BATCH) -> Training:
+    cluster = Cluster(MACHINE, nodes, ranks // nodes)
+    return Training(config, TINY, mesh_of(config, ranks, 0), GPU, cluster, batch)
+
+
+def recipe(name: str, *overrides: str) -> Config:
+    """One of configs/areal."""
+    return load_config([RECIPES / name], list(overrides))
+
+
+def on_nodes(config: Config, nodes: int) -> tuple[ModelShape, Target, Cluster, Batch, Coefficients]:
+    """What the planner needs beside a recipe, on so many nodes of 8 GPUs of its kind."""
+    shape, _ = required_shape(config.model.path)
+    target = planned_target(config)
+    return shape, target, Cluster(machine_of(config, target), nodes, 8), batch_of(config), DEFAULTS["cuda"]

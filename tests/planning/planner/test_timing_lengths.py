@@ -1,0 +1,47 @@
+"""Lengths of completions: the moments against a plain sum over many quantiles, and the log that the spread is from."""
+
+import pytest
+
+from rlmath.planning.planner.lengths import SPREAD, Batch, Lengths, lengths_measured, lengths_with_mean
+from rlmath.planning.planner.published import LOGGED
+
+
+@pytest.mark.parametrize(
+    ("median", "spread", "longest"), [(6700, 0.78, 16384), (50, 1.5, 100), (20, 0.1, 32)]
+)
+def test_moments_are_those_of_the_quantiles(median: float, spread: float, longest: int):
+    lengths, n = Lengths(median, spread, longest), 20000
+    quantiles = [lengths.at((i + 0.5) / n) for i in range(n)]
+    assert lengths.moment(1) == pytest.approx(sum(quantiles) / n, rel=2e-3)
+    assert lengths.moment(2) == pytest.approx(sum(q * q for q in quantiles) / n, rel=2e-3)
+    assert lengths.truncated == pytest.approx(sum(q == longest for q in quantiles) / n, abs=2e-4)
+
+
+@pytest.mark.parametrize("mean", [1, 31.5, 8000, 16384])
+def test_the_mean_is_the_one_that_was_asked_for(mean: float):
+    assert lengths_with_mean(mean, 16384).mean == pytest.approx(mean, rel=1e-3)
+
+
+@pytest.mark.parametrize("mean", [0.5, 101, float("nan")])
+def test_a_mean_that_no_completions_have_is_refused(mean: float):
+    with pytest.raises(ValueError, match="needed: from 1 to the longest, 100"):
+        lengths_with_mean(mean, 100)
+
+
+def test_the_spread_is_that_of_the_log():
+    mean = LOGGED.mean_sequence - LOGGED.mean_prompt
+    found = lengths_measured(mean, LOGGED.longest, LOGGED.truncated)
+    assert found.spread == pytest.approx(SPREAD, abs=0.01)
+    assert found.mean == pytest.approx(mean, rel=1e-3) and found.truncated == pytest.approx(0.1238, rel=1e-2)
+
+
+def test_completions_that_are_never_cut_off_have_a_small_spread():
+    found = lengths_measured(22.0, 32, 0.0)
+    assert found.truncated <= 1.1e-4 and found.mean == pytest.approx(22, rel=1e-3) and found.spread < 0.2
+
+
+def test_tokens_and_squares_of_a_batch():
+    batch = Batch(4, 2, 6.0, Lengths(10.0, 0.001, 16))
+    assert batch.tokens == pytest.approx(4 * 16, rel=1e-4) and batch.squares == pytest.approx(
+        4 * 16**2, rel=1e-4
+    )

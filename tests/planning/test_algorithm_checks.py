@@ -1,0 +1,467 @@
+"""What is told of the settings of algorithm and selection before a run starts."""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+
+from rlmath.algorithms.advantages import AdvantageKind
+from rlmath.algorithms.dynamic_sampling import Contrast
+from rlmath.algorithms.importance_sampling import CorrectionLevel
+from rlmath.algorithms.kl import KLKind
+from rlmath.algorithms.losses import LossKind, NormalisationKind
+from rlmath.config.help import all_settings
+from rlmath.config.load import load_config
+from rlmath.distributed.memory import total_bytes
+from rlmath.planning.checks import (
+    algorithm_problems,
+    algorithm_warnings,
+    config_warnings,
+    host_memory_problems,
+    run_problems,
+)
+from rlmath.planning.memory_fit import GIB
+from rlmath.planning.reward_checks import reward_problems
+from rlmath.rollout.flight_rules import flight_rules
+
+PATHS = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
+
+
+def problems(*overrides: str) -> list[str]:
+    return list(algorithm_problems(load_config([], [*PATHS, *overrides])))
+
+
+def notes(*overrides: str) -> list[str]:
+    return list(algorithm_warnings(load_config([], [*PATHS, *overrides])))
+
+
+def test_the_defaults_have_no_problem():
+    assert problems() == [] and notes() == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.group_size=1", "algorithm.advantage=ppo", "data.prompts_per_step=4"],
+        ["rollout.group_size=1", "algorithm.advantage=gae", "data.prompts_per_step=4"],
+        ["algorithm.importance_correction=sequence", "algorithm.importance_cap=2"],
+        ["algorithm.importance_mask_geometric_low=0.9", "algorithm.importance_mask_geometric_high=1.1"],
+        ["algorithm.importance_correction=token", "algorithm.importance_mask_binary_kl=0.1"],
+        ["data.prompts_per_step=2", "rollout.group_size=2", "algorithm.n_minibatches=4"],
+        ["selection.min_completion_tokens=5", "selection.max_completion_tokens=5"],
+        ["selection.dynamic_sampling=accuracy", "selection.max_extra_prompts=100"],
+        ["algorithm.loss=gspo", "algorithm.clip_ratio=3e-4", "algorithm.n_minibatches=2"],
+        ["algorithm.dual_clip=3", "algorithm.recompute_logprobs=false"],
+        ["algorithm.kl_in=reward", "algorithm.kl_coef=0.1", "algorithm.advantage=ppo"],
+    ],
+)
+def test_runs_that_can_start(overrides: list[str]):
+    assert problems(*overrides) == [] and notes(*overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            ["rollout.group_size=1"],
+            'rollout.group_size is 1; algorithm.advantage="grpo" compares the completions of a group and needs at '
+            'least 2. Raise it, or set algorithm.advantage to "ppo" or "gae".',
+        ),
+        (
+            ["algorithm.importance_correction=token", "algorithm.recompute_logprobs=false"],
+            "Set algorithm.recompute_logprobs=true, or the former to null.",
+        ),
+        (
+            ["algorithm.importance_mask_binary_kl=0.1", "algorithm.recompute_logprobs=false"],
+            "algorithm.importance_mask_binary_kl: compared are recomputed log-probs with the engine's",
+        ),
+        (
+            ["data.prompts_per_step=2", "rollout.group_size=2", "algorithm.n_minibatches=5"],
+            "gives 4 samples a step, which cannot fill 5 minibatches",
+        ),
+        (
+            [
+                "rollout.group_size=1",
+                "algorithm.advantage=ppo",
+                "selection.dynamic_sampling=reward",
+                "data.prompts_per_step=4",
+            ],
+            "a completion alone has none",
+        ),
+        (
+            ["rollout.max_new_tokens=10", "selection.min_completion_tokens=11"],
+            "selection.min_completion_tokens is 11, above rollout.max_new_tokens 10",
+        ),
+        (
+            ["selection.min_completion_tokens=9", "selection.max_completion_tokens=8"],
+            "selection.max_completion_tokens is 8, below selection.min_completion_tokens 9",
+        ),
+        (
+            ["rollout.min_new_tokens=9", "selection.max_completion_tokens=8"],
+            "or rollout.min_new_tokens 9: every completion would be left out. Raise it.",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_together(overrides: list[str], told: str):
+    (problem,) = problems(*overrides)
+    assert told in problem
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["algorithm.importance_cap=2"], "importance_cap: no effect without"),
+        (["algorithm.importance_mask_low=0.5"], "importance_mask_low: no effect without"),
+        (
+            ["algorithm.loss=cispo", "algorithm.dual_clip=3", "algorithm.epochs=2"],
+            'no effect with algorithm.loss="cispo"',
+        ),
+        (
+            ["algorithm.loss=cispo", "algorithm.clip_ratio_high=0.3"],
+            "algorithm.loss, algorithm.clip_ratio_high: no effect, since one minibatch a step",
+        ),
+        (["algorithm.loss=gspo", "algorithm.epochs=2"], "clip_ratio=0.2 hardly ever clips the mean ratio"),
+        (
+            [
+                "algorithm.importance_correction=token",
+                "algorithm.importance_cap=5",
+                "algorithm.importance_mask_high=2",
+            ],
+            "importance_cap=5 has no effect: importance_mask_high=2 is not above it",
+        ),
+        (["algorithm.kl_in=reward", "algorithm.kl_coef=0.1"], 'algorithm.advantage="grpo" divides by'),
+        (
+            [
+                "selection.dynamic_sampling=accuracy",
+                "selection.max_extra_prompts=9",
+                "reward.function=own:reward",
+            ],
+            'return "correct", or take selection.dynamic_sampling=reward',
+        ),
+        (["selection.dynamic_sampling=reward"], "samples none in their place"),
+        (["algorithm.kl_in=reward"], "no effect with algorithm.kl_coef=0"),
+        (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "an expected gradient of 0"),
+        (["selection.max_extra_prompts=4"], "no effect without selection.dynamic_sampling"),
+        (
+            ["selection.drop_truncated=true", "reward.mask_no_eos_with_zero=true"],
+            "no effect with selection.drop_truncated=true",
+        ),
+    ],
+)
+def test_settings_without_effect_are_named(overrides: list[str], told: str):
+    (note,) = notes(*overrides)
+    assert told in note
+
+
+@pytest.mark.parametrize(
+    ("key", "kinds"),
+    [
+        ("algorithm.advantage", typing.Literal[AdvantageKind, "gae"]),  # by the critic, token by token
+        ("algorithm.loss", LossKind),
+        ("algorithm.loss_normalisation", NormalisationKind),
+        ("algorithm.importance_correction", CorrectionLevel),
+        ("algorithm.kl_estimator", KLKind),
+        ("selection.dynamic_sampling", Contrast),
+    ],
+)
+def test_the_words_of_the_settings_are_those_of_the_code(key: str, kinds: object):
+    assert all_settings()[key].words == typing.get_args(kinds)
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong"),
+    [
+        ("dual_clip", 1.0),
+        ("importance_mask_low", 1.0),
+        ("importance_mask_high", 1.0),
+        ("importance_mask_geometric_low", 1.0),
+        ("importance_mask_geometric_high", 1.0),
+        ("importance_mask_binary_kl", 0.0),
+        ("early_stop_ratio", 1.0),
+    ],
+)
+def test_bounds_lie_on_the_right_side_of_one(key: str, wrong: float):
+    assert all_settings()[f"algorithm.{key}"].problem(wrong)
+
+
+# ---------------------------------------------------------------- partial rollouts
+
+CARRY = ["rollout.tail=carry", "algorithm.importance_correction=token", "algorithm.importance_mask_high=5"]
+
+
+def carry_problems(*overrides: str) -> list[str]:
+    return [one for one in run_problems(load_config([], [*PATHS, *overrides]), 1, None) if "rollout." in one]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        CARRY,
+        [*CARRY[:2], "algorithm.importance_cap=2"],
+        [*CARRY, "data.prompts_per_step=4", "rollout.max_groups_in_flight=12", "rollout.max_staleness=2"],
+        [*CARRY, "data.prompts_per_step=4", "rollout.max_groups_in_flight=4", "rollout.slice_tokens=100"],
+        ["rollout.tail=carry", "rollout.max_staleness=0"],
+        ["rollout.tail=defer", "algorithm.recompute_logprobs=false"],
+        ["rollout.tail=carry", "rollout.max_staleness=0", "algorithm.recompute_logprobs=false"],
+        ["rollout.tail=carry", "rollout.max_staleness=2", "algorithm.recompute_logprobs=false"],
+    ],
+)
+def test_partial_rollouts_that_can_start(overrides: list[str]) -> None:
+    assert carry_problems(*overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (CARRY[:1], "algorithm.importance_mask_high=5 (or algorithm.importance_cap)"),
+        (CARRY[:2], "the ratio to recomputed log-probs leaves that uncorrected"),
+        ([CARRY[0], CARRY[2]], "algorithm.importance_correction=token"),
+        (
+            [*CARRY, "data.prompts_per_step=4", "rollout.max_groups_in_flight=9"],
+            "rollout.max_groups_in_flight is 9; needed: from data.prompts_per_step, 4,",
+        ),
+        (
+            [*CARRY, "data.prompts_per_step=4", "rollout.max_groups_in_flight=3"],
+            "4 x 2 = 8, since more could not all be learned in time",
+        ),
+    ],
+)
+def test_partial_rollouts_that_would_be_wrong(overrides: list[str], told: str) -> None:
+    assert any(told in problem for problem in carry_problems(*overrides))
+
+
+def test_settings_of_partial_rollouts_without_effect_are_told() -> None:
+    def told(*overrides: str) -> list[str]:
+        found = config_warnings(load_config([], [*PATHS, *overrides]))
+        return [one for one in found if "rollout." in one]
+
+    assert told() == told(*CARRY, "rollout.slice_tokens=100") == []
+    assert told("rollout.slice_tokens=100", "rollout.max_staleness=3") == [
+        'rollout.max_staleness, rollout.slice_tokens: no effect with rollout.tail="wait".'
+    ]
+    assert told("rollout.tail=defer", "rollout.slice_tokens=100") == []
+    assert told("rollout.tail=defer", "rollout.max_staleness=3", "rollout.max_groups_in_flight=200") == [
+        'rollout.max_staleness, rollout.max_groups_in_flight: no effect with rollout.tail="defer".'
+    ]
+    assert "a step has short groups only" in told("rollout.tail=defer", "algorithm.advantage=reinforce++")[0]
+    assert "with rollout.max_staleness=1" in told("rollout.tail=defer", "algorithm.advantage=ppo")[0]
+    for advantage in ("ppo", "reinforce++"):
+        uneven = told(*CARRY, f"algorithm.advantage={advantage}", "rollout.max_staleness=2")
+        assert len(uneven) == 1 and "rollout.max_staleness=2 some steps have more of the short" in uneven[0]
+        assert told(*CARRY, f"algorithm.advantage={advantage}") == []
+    assert told(*CARRY, "rollout.max_staleness=2") == []
+    assert (
+        "nothing is deferred"
+        in told("rollout.tail=defer", "rollout.max_new_tokens=64", "rollout.slice_tokens=64")[0]
+    )
+    assert "carries nothing" in told(*CARRY, "rollout.max_staleness=0")[0]
+    clipped = told("rollout.tail=carry", "rollout.max_staleness=2", "algorithm.recompute_logprobs=false")
+    assert "the loss clips the ratio to the versions that sampled the tokens" in clipped[0]
+    assert told(*CARRY, "rollout.max_new_tokens=64", "rollout.slice_tokens=64") == [], (
+        "a step samples for two"
+    )
+
+
+# ---------------------------------------------------------------- engines on ranks of their own
+
+OWN_RANKS = ["rollout.ranks=1", *CARRY[1:]]
+
+
+def own_problems(*overrides: str) -> list[str]:
+    return run_problems(load_config([], [*PATHS, *overrides]), 2, None)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        OWN_RANKS,
+        [
+            *OWN_RANKS[:2],
+            "algorithm.importance_cap=2",
+            "rollout.on_new_weights=keep",
+            "rollout.max_staleness=8",
+        ],
+        ["rollout.ranks=1", "rollout.max_staleness=0"],
+        ["rollout.ranks=1", "rollout.max_staleness=4", "algorithm.recompute_logprobs=false"],
+        ["rollout.ranks=1", "rollout.max_staleness=0", "rollout.on_new_weights=finish", "sync.probe_every=2"],
+    ],
+)
+def test_asynchronous_runs_that_can_start(overrides: list[str]) -> None:
+    assert own_problems(*overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            OWN_RANKS[:1],
+            "rollout.ranks is 1 and rollout.max_staleness 1: older versions of the policy sample a part",
+        ),
+        ([*OWN_RANKS[:1], "rollout.on_new_weights=finish"], "algorithm.importance_correction=token"),
+        (OWN_RANKS[:2], "algorithm.importance_mask_high=5 (or algorithm.importance_cap)"),
+        (
+            [*OWN_RANKS, "rollout.tail=carry"],
+            'rollout.tail is "carry" and rollout.ranks 1: engines on ranks of their',
+        ),
+        ([*OWN_RANKS, "rollout.tail=defer"], "Set rollout.tail=wait, or rollout.ranks=0."),
+        (
+            [*OWN_RANKS, "sync.checksum_every=5"],
+            "Set sync.checksum_every=0; sync.probe_every compares log-probs",
+        ),
+        ([*OWN_RANKS, "parallel.tensor=2"], "does not divide the 1 rank that trains"),
+        (["rollout.ranks=2"], "none is left to train"),
+        (
+            [*OWN_RANKS, "rollout.max_concurrent_sequences=7", "rollout.group_size=8"],
+            "an engine begins whole groups. Set it to 8 or more.",
+        ),
+    ],
+)
+def test_asynchronous_runs_that_would_be_wrong(overrides: list[str], told: str) -> None:
+    assert any(told in problem for problem in own_problems(*overrides))
+
+
+def test_settings_without_effect_beside_or_without_ranks_of_the_engines_are_told() -> None:
+    def told(*overrides: str) -> list[str]:
+        found = config_warnings(load_config([], [*PATHS, *overrides]))
+        return [one for one in found if "rollout." in one]
+
+    assert (
+        told(*OWN_RANKS) == told(*OWN_RANKS, "rollout.max_staleness=3", "rollout.on_new_weights=keep") == []
+    )
+    assert told("rollout.on_new_weights=keep", "rollout.max_concurrent_sequences=8") == [
+        "rollout.on_new_weights, rollout.max_concurrent_sequences: no effect with rollout.ranks=0."
+    ]
+    few = load_config([], [*PATHS, *OWN_RANKS, "rollout.max_groups_in_flight=1", "data.prompts_per_step=4"])
+    assert flight_rules(few).max_groups == 8, "or the run would wait for ever"
+    assert told(*OWN_RANKS, "rollout.slice_tokens=100", "rollout.max_groups_in_flight=300") == [
+        'rollout.slice_tokens, rollout.max_groups_in_flight: no effect with rollout.tail="wait".'
+    ]
+    no_turns = told(*OWN_RANKS, "memory.offload_gradients=false", "memory.offload_parameters=true")
+    assert no_turns == [
+        "memory.offload_gradients, memory.offload_parameters: no effect with rollout.ranks=1, since no engine takes "
+        "turns with training on the same memory."
+    ]
+    assert told(*OWN_RANKS, "memory.offload_reference=true", "algorithm.kl_coef=0.1") == []
+    assert (
+        "nothing is being sampled"
+        in told("rollout.ranks=1", "rollout.max_staleness=0", "rollout.on_new_weights=keep")[0]
+    )
+
+
+def test_only_ranks_with_an_engine_need_a_cache_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(rank: int, *overrides: str) -> list[str]:
+        for name, value in {"RANK": rank, "LOCAL_RANK": rank % 4}.items():
+            monkeypatch.setenv(name, str(value))
+        config = load_config([], [*PATHS, f"rollout.cpu_kv_cache_gib={cache}", *overrides])
+        return list(host_memory_problems(config))
+
+    # two nodes of four ranks; 0.3 of the memory for one cache: three fit, four do not
+    cache = 0.3 * total_bytes() / GIB
+    monkeypatch.setattr("rlmath.planning.checks.available_bytes", total_bytes)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert "for each of the 4 ranks" in told(0)[0] and "for each of the 4 ranks" in told(5)[0]
+    assert told(1, "rollout.ranks=3") == told(5, "rollout.ranks=3") == told(2, "rollout.ranks=4") == []
+    assert "for each of the 4 ranks" in told(6, "rollout.ranks=4")[0]
+    assert "for each of the 4 ranks" in told(4, "rollout.ranks=6")[0] and told(0, "rollout.ranks=6") == []
+    cache = 1.1 * total_bytes() / GIB
+    assert told(0, "rollout.ranks=4") == [] and "Lower it" in told(4, "rollout.ranks=1")[0]
+
+
+# ---------------------------------------------------------------- several rewards
+
+LIST = ["reward.rewards=[correctness,length]", "reward.combine=gdpo"]
+
+
+def reward_told(*overrides: str) -> list[str]:
+    return list(reward_problems(load_config([], [*PATHS, *overrides])))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        LIST,
+        [
+            "reward.rewards=[correctness,format,length]",
+            "reward.weights=[1,0.2,-1]",
+            "algorithm.advantage=rloo",
+        ],
+        [
+            "reward.rewards=['mine=no.such:f']",
+            "reward.mask_no_eos_with_zero=true",
+            "reward.overlong_buffer=8",
+        ],
+        [*LIST, "algorithm.kl_coef=0.1"],
+        [*LIST, "algorithm.kl_in=reward"],
+    ],
+)
+def test_rewards_that_a_run_can_have(overrides: list[str]):
+    assert reward_told(*overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["reward.combine=gdpo"], "reward.combine is for the rewards of reward.rewards, which is empty"),
+        (["reward.weights=[1]"], "reward.weights is for the rewards"),
+        (
+            ["reward.rewards=[correctness,lenght]"],
+            "reward.rewards has 'lenght'; needed: correctness, format, length",
+        ),
+        (["reward.rewards=[correctness,'Own=m:f']"], "before = stands a name"),
+        (["reward.rewards=[correctness,'length=m:f']"], "before = stands a name"),
+        (
+            ["reward.rewards=[correctness,'verdict=m:f']"],
+            "none of correctness, format, length, correct, boxed",
+        ),
+        (["reward.rewards=[correctness,'own=']"], "after it a function"),
+        (["reward.rewards=[correctness,correctness]"], "reward.rewards has 'correctness' more than once"),
+        (["reward.rewards=[format,length]"], "neither correctness nor a function of yours"),
+        (["reward.rewards=[correctness,length]", "reward.weights=[1]"], "has 1 numbers for the 2 rewards"),
+        (["reward.rewards=[correctness,length]", "reward.weights=[0,0]"], "reward.weights are all 0"),
+        (
+            ["reward.rewards=[correctness]", "reward.function=m:f"],
+            'as "mine=m:f", and set reward.function=null',
+        ),
+        (
+            ["reward.rewards=[" + ",".join(f"'f{n}=m:f'" for n in range(9)) + "]"],
+            "has 9 functions; at most 8",
+        ),
+        ([*LIST, "algorithm.advantage=rloo"], 'Set algorithm.advantage="grpo", or reward.combine=sum'),
+        ([*LIST, "algorithm.kl_in=reward", "algorithm.kl_coef=0.1"], 'Set algorithm.kl_in="loss"'),
+        ([*LIST, "reward.mask_no_eos_with_zero=true"], "reward.mask_no_eos_with_zero changes the sum"),
+        ([*LIST, "reward.overlong_buffer=8"], "reward.overlong_buffer changes the sum"),
+    ],
+)
+def test_rewards_that_do_not_fit_together(overrides: list[str], told: str):
+    (problem,) = reward_told(*overrides)
+    assert told in problem
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            ["reward.rewards=[correctness]", "reward.function_failure=-1"],
+            "reward.function_failure has no effect with reward.rewards",
+        ),
+        (["reward.rewards=[mine=a.b:c]", "reward.scheme=mix"], "reward.rewards does not list it"),
+        ([*LIST, "reward.output_scaling=2"], "reward.output_scaling changes the reward that is logged alone"),
+        ([*LIST, "reward.output_bias=0.5"], "reward.output_bias changes the reward that is logged alone"),
+    ],
+)
+def test_what_has_no_effect_beside_several_rewards_is_noted(overrides: list[str], told: str):
+    (note,) = notes(*overrides)
+    assert told in note
+    by_accuracy = ("selection.dynamic_sampling=accuracy", "selection.max_extra_prompts=9")
+    (note,) = notes("reward.rewards=['mine=m:f']", *by_accuracy)
+    assert '"accuracy" with reward.rewards: mine: an answer counts as right' in note
+    assert notes("reward.rewards=[correctness,'mine=m:f']", *by_accuracy) == []
+
+
+def test_every_function_of_the_list_is_looked_for():
+    config = load_config([], [*PATHS, "reward.rewards=['a=math:sqrt','b=json:dumbs','c=no_such_module:f']"])
+    told = [one for one in run_problems(config, 1, None) if "reward." in one]
+    assert len(told) == 2 and "'json' has no function 'dumbs'" in told[0] and "no_such_module" in told[1]

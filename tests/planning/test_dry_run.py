@@ -1,0 +1,613 @@
+"""launch/train_grpo.py --dry-run: what it refuses, and with which words; what it prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from launch.train_grpo import main
+from rlmath.checkpoint.directory import Progress, open_partial, publish, write_progress
+from rlmath.checkpoint.hf.headers import read_header
+from rlmath.config.load import load_config, save_config
+from rlmath.config.run_files import CHECKPOINTS_FOLDER
+from rlmath.config.schema import Config, SaveConfig
+from rlmath.distributed.memory import total_bytes
+from rlmath.planning.checks import check_config
+from rlmath.planning.dry_run import kept_checkpoints
+from rlmath.run.recovery.resume import model_fingerprint
+from tests import programs
+from tests.terminal import on_terminal
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+SMALL_R1 = "areal/1.5b_n1.yaml"
+V2 = "simplerl/v2.yaml"
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """600 problems in AReaL-boba's form, the last one of 57 characters, the others of 9."""
+    file = tmp_path_factory.mktemp("data") / "boba.jsonl"
+    problems = [f"Add {n:03}+1" for n in range(599)] + [
+        "Add 1 to the number that comes before six hundred, please"
+    ]
+    lines = [
+        json.dumps({"prompt": text, "task": "math", "query_id": f"q{n}", "solutions": ["\\boxed{1}"]})
+        for n, text in enumerate(problems)
+    ]
+    file.write_text("\n".join(lines), encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def dry(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Exit status, stdout and stderr of a dry run of a recipe with those rows."""
+
+    def run(name: str, *arguments: str) -> tuple[int, str, str]:
+        common = [f"data.train_path={rows}", "data.format=boba", f"run.output_dir={tmp_path / 'run'}"]
+        status = main(["--config", str(CONFIGS / name), "--dry-run", *common, *arguments])
+        told = capsys.readouterr()
+        return status, told.out, told.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def bare_model(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """config.json and tokenizer of a tiny model with 256 positions, without weights."""
+    folder = tmp_path_factory.mktemp("bare") / "model"
+    shutil.copytree(tied_model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder
+
+
+TINY = (
+    "data.prompts_per_step=100",
+    "data.max_prompt_tokens=32",
+    "rollout.max_new_tokens=64",
+    "policy.max_tokens_per_microbatch=256",
+    "parallel.data=2",
+    "memory.gpu=null",
+    "run.device=cpu",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "reasons"),
+    [
+        (
+            SMALL_R1,
+            (*TINY, "reward.function=math:sqrt"),
+            [
+                "reward.function math:sqrt fails on the first row of the training data ('q0')",
+                "TypeError: math.sqrt",
+            ],
+        ),
+        (
+            SMALL_R1,
+            ["parallel.tensor=3", "parallel.data=null", "--ranks", "24"],
+            ["parallel.tensor is 3; it must divide the model's 2 key-value heads", "Possible: 1, 2."],
+        ),
+        (
+            V2,
+            ["rollout.max_new_tokens=4744"],
+            ["256 + 4744 = 5000; the model has 4096 positions", "Lower the sum by 904"],
+        ),
+        (
+            SMALL_R1,
+            ["stages.steps=[2,2]", "stages.max_new_tokens=[1024,200000]"],
+            ["the model has 131072 positions", "200000"],
+        ),
+        (SMALL_R1, ["data.train_path=/nowhere/boba.jsonl"], ['there is no file "/nowhere/boba.jsonl"']),
+        (
+            SMALL_R1,
+            ["model.path=/nowhere/DeepSeek-R1-Distil-Qwen-1.5B"],
+            ["there is no folder", 'Did you mean "DeepSeek-R1-Distill-Qwen-1.5B"?'],
+        ),
+        (
+            SMALL_R1,
+            ["--ranks", "16"],
+            ["parallel.data is 8;", "makes 8 ranks, and this run has 16", "parallel.data=null"],
+        ),
+        (SMALL_R1, ["--ranks", "0"], ["--ranks is 0; needed: at least 1."]),
+        (
+            SMALL_R1,
+            ["data.prompts_per_step=601"],
+            ["data.prompts_per_step is 601, but only 600 prompts are left"],
+        ),
+        (SMALL_R1, ["optimizer.warmup_steps=20"], ["the run has 20 optimizer steps", "lower it"]),
+        (SMALL_R1, ["memory.gpu=A100-40GB"], ["A100-40GB has 39.40 GiB", "Lower rollout.memory_share"]),
+        (SMALL_R1, ["reward.scheme=mix", "reward.format_penalty=1"], ["reward.format_penalty is 1"]),
+        (SMALL_R1, ["rollout.group_size=1", "algorithm.advantage=grpo"], ["needs at least 2"]),
+        (SMALL_R1, ["run.output_dir=~/run"], ['run.output_dir "~/run": needed: a path, written in full']),
+        (SMALL_R1, ["data.format=bobba"], ['data.format is "bobba"', 'Did you mean "boba"?']),
+        (SMALL_R1, ["data.train_weights=[.inf]"], ["data.train_weights is [inf]; needed: above 0"]),
+        (SMALL_R1, ["data.train_path=" + "x" * 400], ["data.train_path has a name of 400 bytes"]),
+        (SMALL_R1, ["model.path=" + "x" * 400], ["model.path has a name of 400 bytes"]),
+        (SMALL_R1, ["run.sead=1"], ['unknown key "run.sead", did you mean "run.seed"?']),
+    ],
+)
+def test_what_could_not_start_is_refused_with_its_reason(
+    dry, name: str, arguments: list[str], reasons: list[str]
+):
+    status, out, err = dry(name, *arguments)
+    assert (status, out) == (2, "")
+    assert [reason for reason in reasons if reason not in err] == []
+
+
+def test_stages_that_do_not_go_together_are_the_one_problem(dry):
+    status, _, err = dry(SMALL_R1, "stages.steps=[1]", "stages.max_new_tokens=[64,128]")
+    assert status == 2 and "1 problem with this run:" in err and "Make them equally long." in err
+
+
+def test_all_problems_are_told_together(dry):
+    status, _, err = dry(
+        V2,
+        "parallel=d2t3p1",
+        "rollout.max_new_tokens=4744",
+        "data.prompts_per_step=700",
+        "run.output_dir=~/run",
+        "optimizer.lr=-1",
+    )
+    assert status == 2 and err.splitlines()[0].endswith("problems with this run:")
+    told = (
+        "parallel.tensor is 3",
+        "5000",
+        "data.prompts_per_step is 700",
+        "written in full",
+        "optimizer.lr is -1",
+    )
+    assert [reason for reason in told if reason not in err] == []
+
+
+def test_solutions_that_are_not_beside_areal_v01s_prompts_are_missed(dry, tmp_path: Path):
+    prompts = tmp_path / "prompts_for_r1_distilled.jsonl"
+    prompts.write_text('{"prompt": "Add 1+1", "query_id": "q1"}\n', encoding="utf-8")
+    status, _, err = dry("areal/v0.1_1.5b_stages.yaml", f"data.train_path={prompts}", "data.format=areal_v01")
+    assert status == 2 and "id2info.json" in err
+
+
+def test_only_config_json_is_needed_of_the_model(dry, bare_model: Path, tmp_path: Path):
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(bare_model / "config.json", alone)
+    status, out, err = dry(SMALL_R1, f"model.path={alone}", *TINY)
+    assert (status, err) == (0, "")
+    assert "600 rows" in out and "lengths were not checked" in out and "published shape" not in out
+    assert "a start needs more of the model:" in out and "neither model.safetensors" in out
+
+
+def cut_weights(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 100)
+
+
+def take_out_a_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+
+
+def change_a_shape(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = np.zeros((7,), np.float32)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def take_out_the_tokenizer(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+def name_a_shard_that_is_not_there(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    names = dict.fromkeys(
+        read_header(folder / "model-00001-of-00002.safetensors"), "model-00001-of-00002.safetensors"
+    )
+    names["lm_head.weight"] = "model-00002-of-00002.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "reasons"),
+    [
+        (cut_weights, ['model.safetensors" is not a whole safetensors file', "Copy or download it again"]),
+        (take_out_a_tensor, ["1 of 50 tensors are not in the weights: model.layers.1.mlp.up_proj.weight"]),
+        (change_a_shape, ["model.norm.weight has shape (7,), config.json makes it (128,)"]),
+        (take_out_the_tokenizer, ["has no tokenizer: neither tokenizer.json", "Copy the tokenizer files"]),
+        (
+            name_a_shard_that_is_not_there,
+            ["1 are not there: model-00002-of-00002.safetensors", "download them"],
+        ),
+    ],
+)
+def test_a_broken_model_is_refused_as_by_a_start(
+    dry, tied_model: Path, rows: Path, tmp_path: Path, break_it, reasons: list[str]
+):
+    folder = tmp_path / "model"
+    shutil.copytree(tied_model, folder)
+    model = (f"model.path={folder}", *TINY)
+    assert dry(SMALL_R1, *model)[0] == 0
+    break_it(folder)
+    status, out, err = dry(SMALL_R1, *model)
+    assert (status, out) == (2, "") and err.startswith("1 problem with this run:")
+    assert [reason for reason in reasons if reason not in err] == [] and str(folder) in err
+    data = (f"data.train_path={rows}", f"run.output_dir={tmp_path / 'run'}")
+    with pytest.raises(ValueError) as started:
+        check_config(load_config([CONFIGS / SMALL_R1], [*data, *model]), 2)
+    assert str(started.value) == err.removesuffix("\n")
+
+
+def test_a_reward_function_that_cannot_be_imported_is_one_problem(dry, bare_model: Path):
+    status, _, err = dry(SMALL_R1, *TINY, f"model.path={bare_model}", "reward.function=no_such:reward")
+    assert status == 2 and err.startswith("1 problem with this run:") and len(err.splitlines()) == 2
+
+
+def test_a_reward_function_that_takes_too_long_is_worth_knowing(dry, bare_model: Path, tmp_path: Path):
+    (tmp_path / "hangs.py").write_text("import time\ndef reward(*_):\n    time.sleep(600)\n")
+    own = (f"reward.function={tmp_path / 'hangs.py'}:reward", "reward.timeout_seconds=0.5")
+    status, out, _ = dry(SMALL_R1, *TINY, f"model.path={bare_model}", *own)
+    assert status == 0
+    assert (
+        "  - reward.function took more than reward.timeout_seconds=0.5" in out.partition("Worth knowing:")[2]
+    )
+
+
+def test_a_gpu_that_is_named_twice_is_one_problem(dry, bare_model: Path):
+    settings = (*TINY, f"model.path={bare_model}", "run.device=auto")
+    status, _, err = dry(SMALL_R1, *settings, "memory.gpu=H100-80GB", "memory.gpu_gib=80")
+    assert status == 2 and err.splitlines() == [
+        "1 problem with this run:",
+        '  - memory.gpu is "H100-80GB" and memory.gpu_gib is 80; give one of the two. Set the other to null.',
+    ]
+
+
+def test_a_gpu_that_is_not_here(dry, bare_model: Path, monkeypatch: pytest.MonkeyPatch):
+    """Refused as by a start, or a plan for another machine where its GPU is named."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    settings = (*TINY, f"model.path={bare_model}", "run.device=cuda")
+    status, _, err = dry(SMALL_R1, *settings)
+    assert status == 2 and "torch finds no CUDA device" in err and "name it by memory.gpu" in err
+    status, out, _ = dry(SMALL_R1, *settings, "memory.gpu=H100-80GB")
+    assert status == 0 and "a start on this machine would be refused: run.device is" in out
+
+
+def test_lines_for_a_terminal_are_wrapped_between_words(dry, bare_model: Path, rows: Path, tmp_path: Path):
+    told = dry(SMALL_R1, *TINY, f"model.path={bare_model}")[1]
+    arguments = ["--config", str(CONFIGS / SMALL_R1), "--dry-run", *TINY, f"model.path={bare_model}"]
+    data = [f"data.train_path={rows}", "data.format=boba", f"run.output_dir={tmp_path / 'run'}"]
+    program = f"from launch.train_grpo import main; main({[*arguments, *data]!r})"
+    shown = on_terminal(program, 80).replace("\r\n", "\n")
+    long = [line for line in shown.splitlines() if len(line) > 80 and str(tmp_path.parent) not in line]
+    assert not long and max(map(len, told.splitlines())) > 80
+    without_seconds = [re.sub(r"\d\.\d s|[\d.]+ GiB free", "", text).split() for text in (shown, told)]
+    assert without_seconds[0] == without_seconds[1]
+
+
+def test_a_name_of_the_hub_is_no_folder(dry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("Qwen/Qwen2.5-0.5B", "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"):
+        status, _, err = dry(SMALL_R1, f"model.path={name}")
+        assert status == 2 and err.startswith("1 problem with this run:")
+        assert f'"hf download {name} --local-dir models/{name.split("/")[1]}"' in err
+    status, out, _ = dry(SMALL_R1, "model.path=models/DeepSeek-R1-Distill-Qwen-1.5B")
+    assert status == 0 and out.rstrip().endswith("A start needs the whole model, which is not here.")
+
+
+def test_a_kv_cache_larger_than_the_machine_is_refused(dry, tied_model: Path):
+    cpu = (f"model.path={tied_model}", *TINY, "memory.gpu=null")
+    status, _, err = dry(SMALL_R1, *cpu, "rollout.cpu_kv_cache_gib=5000")
+    assert status == 2 and "rollout.cpu_kv_cache_gib is 5000; this machine has" in err
+    share = total_bytes() / 2**30 / 100
+    many = ("parallel.data=200", "data.prompts_per_step=200", f"rollout.cpu_kv_cache_gib={share:.3f}")
+    status, out, err = dry(SMALL_R1, *cpu, *many)
+    assert (status, err) == (0, "") and "the KV caches of 200 ranks" in out.partition("Worth knowing:")[2]
+
+
+def test_the_data_are_looked_at(dry, tied_model: Path, tmp_path: Path):
+    sums = [{"question": f"{n}+1?", "answer": str(n + 1)} for n in range(200)]
+    sums[1]["answer"] = sums[2]["answer"] = "see solution"
+    file = tmp_path / "sums.jsonl"
+    file.write_text("\n".join(map(json.dumps, sums)))
+    own = (
+        f"model.path={tied_model}",
+        *TINY,
+        "data.format=auto",
+        f"data.train_path={file}",
+        "data.template=raw",
+    )
+    held = ("validation.every_steps=2", f"validation.paths=[{file}]")
+    status, out, _ = dry(SMALL_R1, *own, *held)
+    plan, _, told = out.partition("Worth knowing:")
+    assert status == 0 and "A prompt as the model reads it: '0' of" in plan and "  | 0+1?\n" in plan
+    assert '200 of the 200 problems of validation "sums" are trained on, too' in told
+    found = "2: the reference says that the answer is elsewhere ('1': 'see solution', '2': 'see solution')\n"
+    assert told.count(found) == 2, "of training, and of validation"
+
+
+def test_with_a_tokenizer_prompts_are_filtered_by_their_tokens(dry, bare_model: Path, rows: Path):
+    status, out, _ = dry(SMALL_R1, f"model.path={bare_model}", *TINY)
+    assert status == 0 and "lengths were not checked" not in out
+    assert "600 read, 599 kept, 1 dropped" in out
+    assert "Steps: 25 in all, 5 an epoch (5 epochs)" in out
+
+
+def test_a_warning_where_filters_drop_much(dry, bare_model: Path):
+    tight = ("telemetry.warn_dropped=0.001",)
+    status, out, _ = dry(SMALL_R1, f"model.path={bare_model}", *TINY, *tight)
+    assert status == 0 and "telemetry.warn_dropped" in out.partition("Worth knowing:")[2]
+
+
+def test_the_plan_of_a_recipe(dry):
+    status, out, err = dry(SMALL_R1)
+    assert (status, err) == (0, "")
+    sequences, tokens = 512 * 16, 512 * 16 * (1024 + 27648)
+    for line in (
+        "Model: /storage/models/DeepSeek-R1-Distill-Qwen-1.5B, 1.78 B parameters, 28 layers, 131072 positions",
+        "Layout: 8 ranks, TP1 x PP1 x DP8, 8 engines of TP1",
+        f"Step: 512 prompts x 16 completions = {sequences:,} sequences",
+        "4 minibatches x 1 epoch over them: 4 updates a step, 20 in all at most",
+        f"at most {tokens:,} tokens a step",
+        "Steps: 5 in all, 1 an epoch (5 epochs)",
+        "on H800-80GB, may fill 72.94 GiB:",
+        "a checkpoint is 23.2 GiB, the exported model 3.3",
+        "5 checkpoints to keep, each with its exported model",
+    ):
+        assert line in out
+    phases = [line.strip().partition(":")[0] for line in out.splitlines() if " GiB (" in line]
+    assert phases == ["sync", "generate", "logprobs", "update"]
+
+
+def test_the_plan_of_a_critic_on_32_gpus(dry):
+    """A 7B critic beside a 7B policy does not fit as the recipe has it, and does where it is offloaded."""
+    critic = [
+        "--config",
+        str(CONFIGS / "algorithms" / "critic.yaml"),
+        "--ranks",
+        "32",
+        "memory.gpu=H100-80GB",
+    ]
+    status, _, told = dry("areal/7b_n4.yaml", *critic)
+    assert status == 2 and 'in the phase "generate"' in told and "Set memory.offload_critic=true." in told
+    status, out, told = dry("areal/7b_n4.yaml", *critic, "memory.offload_critic=true")
+    assert status == 0, told
+    assert "a critic of 7.07 B parameters learns from the same minibatches, in the first 3 steps alone" in out
+    (line,) = (line for line in out.splitlines() if line.startswith("  critic: "))
+    assert "critic_gradients 13.17" in line and "critic_optimizer 2.47" in line
+
+
+def test_stages_have_lines_of_their_own(dry, rows: Path):
+    stages = ("stages.steps=[3,4]", "stages.max_new_tokens=[100,27648]")
+    status, out, _ = dry(SMALL_R1, *stages)
+    assert status == 0 and "Steps: 7 in all, 1 an epoch (7 epochs)" in out
+    assert "Stage 1 of 2: steps 1 to 3" in out and "Stage 2 of 2: steps 4 to 7" in out
+    assert f"at most {512 * 16 * 1124:,} tokens a step" in out
+    assert f"at most {512 * 16 * 28672:,} tokens a step" in out
+    assert "the models of 2 stages" in out
+
+
+def test_partial_rollouts_are_told(dry):
+    loss = "algorithm.recompute_logprobs=true", "algorithm.importance_correction=token"
+    carry = ("rollout.tail=carry", *loss, "algorithm.importance_cap=2")
+    status, out, err = dry(SMALL_R1, *carry, "rollout.max_staleness=3")
+    assert status == 0, err
+    told = "partial rollouts: slices of 6,912 tokens, at most 2,048 groups in flight, learned from within 3 steps"
+    assert told in " ".join(out.split())
+    # 2,048 groups x 16 completions x 27,648 tokens x 8 bytes: 6.75 GiB; 512 groups fewer between steps.
+    size = "at most 6.8 GiB of host memory on every rank that trains, and 5.1 between steps: 8 bytes a token"
+    assert size in " ".join(out.split())
+    assert "with the groups in flight a checkpoint has at most 5.1 GiB more" in out
+    assert "each of their tokens weighs more" in " ".join(out.split())
+    for calm in ("algorithm.loss_normalisation=constant", "rollout.max_staleness=0"):
+        assert "each of their tokens" not in " ".join(dry(SMALL_R1, *carry, calm)[1].split())
+    stages = ("stages.steps=[3,4]", "stages.max_new_tokens=[100,27648]")
+    status, out, err = dry(SMALL_R1, *carry, *stages)
+    assert status == 0, err
+    assert "slices of 50, 13,824 tokens" in " ".join(out.split())
+    assert "at most 3.4 GiB of host memory on every rank that trains, and 1.7 between steps" in " ".join(
+        out.split()
+    )
+    more = dry(SMALL_R1, *carry, "selection.dynamic_sampling=reward", "selection.max_extra_prompts=64")[1]
+    assert "at most 3.6 GiB of host memory on every rank that trains, and 1.7 between steps" in " ".join(
+        more.split()
+    )
+    assert "partial rollouts" not in dry(SMALL_R1)[1] and "groups in flight" not in dry(SMALL_R1)[1]
+
+
+def test_groups_in_flight_count_for_the_disk(dry):
+    """Three checkpoints at most, each with 512 groups x 16 completions x 27,648 tokens x 8 bytes: 1.6875 GiB."""
+    loss = ("algorithm.recompute_logprobs=true", "algorithm.importance_correction=token")
+    both = (*loss, "algorithm.importance_cap=2", "save.save_freq_epochs=null", "save.save_freq_steps=null")
+
+    def needed(*overrides: str) -> float:
+        out = dry(SMALL_R1, *both, "save.keep_last=2", *overrides)[1]
+        return float(re.findall(r"needed at most ([\d.,]+) GiB", out)[0].replace(",", ""))
+
+    assert needed("rollout.tail=carry") - needed() == pytest.approx(3 * 1.6875, abs=0.11)
+    assert needed("rollout.tail=defer") == needed()
+
+
+ASYNC = (
+    "parallel=d2t2+d4",
+    "algorithm.recompute_logprobs=true",
+    "algorithm.importance_correction=token",
+    "algorithm.importance_cap=2",
+)
+
+
+def test_asynchronous_runs_are_told(dry):
+    status, out, err = dry(
+        SMALL_R1, *ASYNC, "rollout.max_staleness=2", "rollout.max_concurrent_sequences=100"
+    )
+    assert status == 0, err
+    # 3 x 512 groups x 16 completions x 27,648 tokens x 8 bytes: 5.0625 GiB.
+    size = "at most 5.1 GiB of host memory on every rank that trains, and 3.4 between steps"
+    assert size in " ".join(out.split())
+    told = " ".join(out.split())
+    assert (
+        "Layout: 8 ranks, TP1 x PP1 x DP4, 2 engines of TP2 on ranks of their own ranks 0-3 train, ranks 4-7"
+        in told
+    )
+    assert "after v steps at most (2 + v + 1) x 512 groups have been begun" in told
+    assert "1,536 before the first step, 512 more after each" in told
+    assert "whose first token is at most 2 steps old" in told
+    assert "being sampled are continued with the KV cache computed again" in told
+    assert (
+        "at most 100 at a time in each of 2 engines, 200 in all; the groups" in told and "most 24,576" in told
+    )
+    assert (
+        "Planned memory of rank 0 (pipeline stage 0)" in out and "Planned memory of engine rank 4 on" in out
+    )
+    assert "nothing else is on the GPUs of engines" in told
+    assert "nothing else is on the GPUs" not in dry(SMALL_R1, *ASYNC, "rollout.memory_share=0.9")[1]
+    told = " ".join(dry(SMALL_R1, *ASYNC, "rollout.on_new_weights=finish")[1].split())
+    assert "being sampled are finished under the old ones first" in told
+    alone = dry(SMALL_R1, *ASYNC[:1], "rollout.max_staleness=0")
+    assert (
+        alone[0] == 0
+        and "a step's own weights sample all of it" in alone[1]
+        and "new weights:" not in alone[1]
+    )
+    colocated = dry(SMALL_R1)[1]
+    assert (
+        "asynchronous:" not in colocated
+        and "engine rank" not in colocated
+        and "train, ranks" not in colocated
+    )
+
+
+def test_of_engines_with_ranks_of_their_own_only_these_have_caches(dry, bare_model: Path):
+    cache = f"rollout.cpu_kv_cache_gib={0.6 * total_bytes() / 2**30}"
+    words = (
+        f"model.path={bare_model}",
+        *TINY,
+        "run.total_epochs=2",
+        cache,
+        "parallel=d1+d3",
+        "rollout.max_staleness=0",
+    )
+    status, out, err = dry(V2, *words)
+    assert status == 0, err
+    assert "the KV caches of" not in out
+    assert "the KV caches of 2 ranks" in dry(V2, *words, "parallel=d2+d3")[1]
+
+
+def test_ranks_that_do_not_fit_both_roles_are_refused(dry):
+    status, _, err = dry(SMALL_R1, *ASYNC, "--ranks", "9")
+    assert status == 2 and "to train this run has 5, beside rollout.ranks 4. Start 8, or" in err
+    status, _, err = dry(SMALL_R1, *ASYNC, "--ranks", "4")
+    assert status == 2 and "none is left to train" in err
+    status, _, err = dry(SMALL_R1, "parallel=d2+d4+d2")
+    assert status == 2 and "2 plus signs" in err
+
+
+def test_tail_batching_and_its_bias_are_told(dry):
+    status, out, err = dry(SMALL_R1, "rollout.tail=defer")
+    assert status == 0, err
+    told = " ".join(out.split())
+    assert "tail batching: groups with a completion of more than 13,824 tokens are sampled anew" in told
+    assert "Bias: as far as the weights change in between" in told and "each of which weighs more" in told
+    constant = dry(SMALL_R1, "rollout.tail=defer", "algorithm.loss_normalisation=constant")[1]
+    assert "tail batching" in constant and "weighs more" not in constant
+    assert "tail batching" not in dry(SMALL_R1)[1]
+
+
+def test_ranks_come_from_the_launcher_where_the_layout_leaves_them_open(dry, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    _, out, _ = dry(SMALL_R1, "parallel.data=null")
+    assert "Layout: 4 ranks" in out
+    _, out, _ = dry(SMALL_R1, "parallel.data=null", "--ranks", "16")
+    assert "Layout: 16 ranks" in out
+    _, out, _ = dry(SMALL_R1)
+    assert "Layout: 8 ranks" in out and "the least" not in out
+
+
+def test_epochs_that_end_before_the_steps_are_worth_knowing(dry, bare_model: Path):
+    """599 prompts, 100 a step."""
+    words = (f"model.path={bare_model}", *TINY, "run.total_epochs=2")
+    status, out, err = dry(V2, *words, "run.total_steps=13")
+    assert status == 0, err
+    assert "run.total_steps is 13, and the run ends after 10 steps" in out and "run.total_epochs=3." in out
+    assert "the run ends after" not in dry(V2, *words, "run.total_steps=10")[1]
+
+
+def test_without_a_number_of_ranks_the_least_are_planned(
+    dry, bare_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    status, out, err = dry(
+        SMALL_R1, f"model.path={bare_model}", *TINY, "parallel.data=null", "parallel.tensor=2"
+    )
+    assert status == 0 and "Layout: 2 ranks" in out and "the least for this layout; --ranks N" in out, err
+
+
+def test_the_folder_of_another_run_is_refused_and_left_as_it_is(dry, tmp_path: Path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "notes.txt").write_text("mine", encoding="utf-8")
+    status, _, err = dry(SMALL_R1, f"run.output_dir={other}")
+    assert status == 2 and "it is not empty (notes.txt)" in err
+    assert [path.name for path in other.iterdir()] == ["notes.txt"]
+
+
+def test_what_a_start_refuses_to_resume_a_dry_run_refuses(dry, tied_model: Path, tmp_path: Path) -> None:
+    """A run that became shorter, another model, other prompts; and what is resumed is told."""
+    words = (f"model.path={tied_model}", *TINY)
+    output, status = tmp_path / "run", dry(SMALL_R1, *words)[0]
+    assert status == 0
+    config = load_config([CONFIGS / SMALL_R1], [f"run.output_dir={output}", "data.train_path=t", *words])
+
+    def checkpoint(step: int, data: str) -> None:
+        partial, model = open_partial(output / CHECKPOINTS_FOLDER, step), model_fingerprint(tied_model)
+        libraries, versions = ("torch",), {"torch": "2"}
+        progress = Progress(step, 0, 24, 6, 3, "TP1", 1, ("exp_avg",), libraries, model, data, versions)
+        write_progress(partial, progress)
+        save_config(config, partial / "config.yaml")
+        (partial / "state" / ".metadata").write_text("index")
+        publish(partial, step, False, {})
+
+    checkpoint(8, "another")
+    save_config(config, output / "config.yaml")
+    _, _, err = dry(SMALL_R1, *words, "run.total_steps=4")
+    assert err.startswith("1 problem with this run:") and err.count("cannot resume from") == 1
+    assert "8 steps are done there, the run has 4 now" in err and "the model that" not in err
+    there = re.search(r"the prompts have changed \(fingerprint another there, (\w+) of", err)
+    assert there is not None
+    checkpoint(9, there[1])
+    shutil.rmtree(output / CHECKPOINTS_FOLDER / "step-000008")
+    status, out, err = dry(SMALL_R1, *words)
+    assert status == 0 and "Resumes: after step 9" in out, err
+
+
+def test_ranks_are_no_setting_of_a_start(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["--config", str(CONFIGS / SMALL_R1), "--ranks", "8"])
+    assert ended.value.code == 2 and "--ranks is for --dry-run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("save", "kept"),
+    [
+        (SaveConfig(), 0),
+        (SaveConfig(save_freq_steps=4), 3),
+        (SaveConfig(save_freq_epochs=1), 2),
+        (SaveConfig(save_freq_steps=4, save_freq_epochs=1), 4),  # after steps 4, 6, 8 and 12
+        (SaveConfig(save_freq_steps=4, keep_models=2), 2),
+    ],
+)
+def test_checkpoints_that_are_kept(save: SaveConfig, kept: int):
+    assert kept_checkpoints(Config(save=save), total_steps=12, steps_per_epoch=6) == kept
+
+
+def test_the_program_ends_with_its_status(rows: Path, tmp_path: Path):
+    recipe = ("launch/train_grpo.py", "--config", f"configs/{SMALL_R1}", "--dry-run", "parallel.tensor=3")
+    settings = (f"data.train_path={rows}", f"run.output_dir={tmp_path / 'run'}")
+    refused = programs.run(*recipe, *settings, expect=2)
+    assert "2 key-value heads" in refused.stderr and "Traceback" not in refused.stderr
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,400 @@
+"""What is refused because it cannot fit a GPU, and the advice that goes with it."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from rlmath.config.schema import (
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    MemoryConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PolicyConfig,
+    RolloutConfig,
+    RunConfig,
+)
+from rlmath.planning.checks import check_config
+from rlmath.planning.memory_estimate import largest, mesh_of, plan_ranks
+from rlmath.planning.memory_fit import (
+    fit_problems,
+    measured_line,
+    planned_target,
+    start_up_lines,
+    usable_bytes,
+)
+from tests.planning.test_memory_estimate import CPU, GIB, H100, ONE_LAYER, QWEN_7B, config
+
+
+def fitting() -> Config:
+    """8 ranks of TP4 with a long budget on H100: recomputed, it fits."""
+    return config(
+        parallel=ParallelConfig(tensor=4, sequence=True),
+        policy=PolicyConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+        memory=MemoryConfig(gpu="H100-80GB", offload_optimizer=True),
+    )
+
+
+def test_what_fits_is_not_refused():
+    assert fit_problems(fitting(), QWEN_7B, 8) == []
+
+
+def test_on_cpu_nothing_is_refused_without_a_named_gpu():
+    assert planned_target(config()) == CPU
+    assert fit_problems(config(), QWEN_7B, 1) == []
+    assert fit_problems(config(memory=MemoryConfig(gpu_gib=1.0)), QWEN_7B, 1)
+
+
+class Nvml(types.ModuleType):
+    """NVIDIA's library on a machine with two GPUs, of 40 and 80 GiB."""
+
+    class NVMLError(Exception):
+        pass
+
+    sizes = (40, 80)
+    uuids = ("GPU-a", "GPU-b")
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlShutdown(self) -> None: ...
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        if uuid not in self.uuids:
+            raise self.NVMLError("Not Found")
+        return self.uuids.index(uuid)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> types.SimpleNamespace:
+        return types.SimpleNamespace(total=self.sizes[handle] * GIB)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine with GPUs, as far as torch and NVML tell."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml("pynvml"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return monkeypatch
+
+
+AUTO = RunConfig(device="auto")
+
+
+@pytest.mark.parametrize(
+    ("visible", "gib"), [(None, 40), ("0,1", 40), ("1", 80), ("GPU-b,GPU-a", 80), ("", 40)]
+)
+def test_the_gpu_that_is_there_is_the_first_visible_one(
+    on_gpu: pytest.MonkeyPatch, visible: str | None, gib: int
+):
+    if visible is not None:
+        on_gpu.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert planned_target(config(run=AUTO)).total_bytes == gib * GIB
+
+
+@pytest.mark.parametrize(
+    ("memory", "gib", "name"),
+    [
+        (MemoryConfig(gpu="H100-80GB"), 40, "the GPU that is there (smaller than H100-80GB)"),
+        (MemoryConfig(gpu_gib=60.0), 40, "the GPU that is there (smaller than memory.gpu_gib=60)"),
+        (MemoryConfig(gpu_gib=30.0), 30, "the GPU as named (the one that is there has 40.00 GiB)"),
+    ],
+)
+def test_of_the_gpu_named_and_the_one_that_is_there_the_smaller_is_planned_for(
+    on_gpu: pytest.MonkeyPatch, memory: MemoryConfig, gib: int, name: str
+):
+    target = planned_target(config(run=AUTO, memory=memory))
+    assert (target.total_bytes, target.name) == (gib * GIB, name)
+    # A run on CPU does not use the GPU: it is planned for another machine.
+    elsewhere = planned_target(config(memory=MemoryConfig(gpu="H100-80GB")))
+    assert elsewhere == H100
+
+
+def test_a_gpu_whose_memory_cannot_be_read_must_be_named(on_gpu: pytest.MonkeyPatch):
+    on_gpu.setenv("CUDA_VISIBLE_DEVICES", "GPU-c")
+    with pytest.raises(ValueError, match=r'by NVML, with "GPU-c" first in CUDA_VISIBLE_DEVICES: Not Found'):
+        planned_target(config(run=AUTO))
+    on_gpu.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(ValueError, match=r"package nvidia-ml-py\. Name the GPU by memory.gpu"):
+        planned_target(config(run=AUTO))
+    target = planned_target(config(run=AUTO, memory=MemoryConfig(gpu_gib=30.0)))
+    assert target.total_bytes == 30 * GIB and "without the package nvidia-ml-py" in target.name
+
+
+def test_the_figures_and_the_key_of_the_largest_part_are_told():
+    settings = fitting()
+    # 18,944 x 3 / 4 and more elements of 65,536 tokens in 28 layers: far above 80 GiB without recomputation.
+    settings = replace(settings, policy=PolicyConfig(max_tokens_per_microbatch=65536))
+    (problem,) = fit_problems(settings, QWEN_7B, 8)
+    assert 'phase "update"' in problem and "H100-80GB has 79.10 GiB" in problem
+    assert "(activations 71.53," in problem
+    assert "policy.recompute_granularity=full" in problem
+
+
+def test_what_the_driver_counts_is_told_beside_the_plan():
+    head, *phases = start_up_lines(fitting(), QWEN_7B, 8)
+    planned = {name.strip(): text.split()[0] for name, text in (line.split(": ") for line in phases)}
+    worst = max(planned, key=lambda name: float(planned[name]))
+    assert "rank 0" in head and float(planned[worst]) > 20
+    assert measured_line(
+        fitting(), QWEN_7B, mesh_of(fitting(), 8, 0), "grpo", int(60.25 * GIB), int(69.5 * GIB)
+    ) == (
+        f"GPU memory of rank 0 until the end of its first step: torch held 60.25 GiB at most, planned {planned[worst]} "
+        f"({worst}); now, with the engine asleep if there is one, the driver counts 69.50 GiB"
+    )
+
+
+def with_setting(settings: Config, key: str, value: object) -> Config:
+    section, name = key.split(".")
+    return replace(settings, **{section: replace(getattr(settings, section), **{name: value})})
+
+
+def advice(problem: str) -> list[str]:
+    """The sentences that say what to change."""
+    return re.findall(r"(?:Set|Lower|Raise|Start) [a-z].*?\.(?= [A-Z]|$)", problem)
+
+
+def taken(settings: Config, sentence: str) -> tuple[Config, int]:
+    """The settings after the advice, and how many times as many ranks they take. Of "this or that" it is this; what is
+    raised is doubled, and what is lowered becomes the least that is told, or nine tenths."""
+    for key, value in re.findall(r"([a-z_]+\.[a-z_]+)=([a-z0-9]+)", sentence):
+        settings = with_setting(settings, key, yaml.safe_load(value))
+    if share := re.search(r"rollout.memory_share to ([0-9.]*[0-9])", sentence):
+        settings = with_setting(settings, "rollout.memory_share", float(share[1]))
+    if sentence.startswith("Start"):
+        return settings, 2
+    for verb, key in re.findall(r"(?<!or )\b([Rr]aise|[Ll]ower) ([a-z_]+\.[a-z_]+)", sentence):
+        value = getattr(getattr(settings, key.split(".")[0]), key.split(".")[1])
+        if verb in ("Raise", "raise"):
+            settings = with_setting(settings, key, 2 * value)
+            continue
+        least = re.search(r"at least (?:the longest sequence, )?([0-9.]*[0-9])", sentence)
+        lowered = float(least[1]) if least else 0.9 * (value or 16384)
+        settings = with_setting(settings, key, lowered if isinstance(value, float) else int(lowered))
+    return settings, 2 if "Raise parallel." in sentence or "Raise rollout.tensor" in sentence else 1
+
+
+def smaller_after(settings: Config, ranks: int, problem: str) -> list[str]:
+    """The advice of a problem, each part of which was followed and found to make the phase smaller."""
+    found = re.search(r'pipeline stage (\d+)\) .* in the phase "(\w+)"', problem)
+    assert found is not None
+    stage, phase = int(found[1]), found[2]
+    target = planned_target(settings)
+    before = plan_ranks(settings, QWEN_7B, ranks, target)[stage].held(phase)
+    for sentence in advice(problem):
+        changed, times = taken(settings, sentence)
+        after = plan_ranks(changed, QWEN_7B, times * ranks, target)[stage].held(phase)
+        assert after < before, f"{sentence} {problem}"
+    return advice(problem)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"memory": MemoryConfig(gpu_gib=30.0)}, "Set memory.offload_optimizer=true."),
+        (
+            {"rollout": RolloutConfig(memory_share=0.95)},
+            "Lower rollout.memory_share (now 0.95, at least 0.24).",
+        ),
+        (
+            {"rollout": RolloutConfig(memory_share=0.95, max_num_batched_tokens=256)},
+            "Set memory.offload_parameters=true.",
+        ),
+        (
+            {
+                "optimizer": OptimizerConfig(distributed=False),
+                "memory": MemoryConfig(gpu_gib=34.0, offload_optimizer=True),
+            },
+            "Set optimizer.distributed=true.",
+        ),
+    ],
+)
+def test_the_advice_makes_the_phase_smaller(changed: dict[str, object], told: str):
+    settings = replace(fitting(), **changed)  # type: ignore[arg-type]
+    problems = [problem for problem in fit_problems(settings, QWEN_7B, 8) if "in the phase" in problem]
+    assert told in [sentence for problem in problems for sentence in smaller_after(settings, 8, problem)]
+
+
+@pytest.mark.parametrize("gpu_gib", [4.0, 16.0, 24.0, 40.0, 60.0])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
+def test_no_advice_is_in_vain(gpu_gib: float, offload: bool, share: float):
+    """Whatever is refused, each part of its advice makes the phase smaller."""
+    memory = MemoryConfig(offload, offload, offload, offload, gpu_gib=gpu_gib)
+    for layout in (
+        ParallelConfig(),
+        ParallelConfig(tensor=4),
+        ParallelConfig(tensor=2, sequence=True, pipeline=2),
+    ):
+        for policy in (PolicyConfig(), PolicyConfig(32768), fitting().policy):
+            settings = config(
+                memory=memory,
+                parallel=layout,
+                policy=policy,
+                rollout=RolloutConfig(memory_share=share),
+                optimizer=OptimizerConfig(distributed=offload),
+                algorithm=AlgorithmConfig(kl_coef=0.1),
+            )
+            ranks = layout.tensor * layout.pipeline
+            for problem in fit_problems(settings, QWEN_7B, ranks):
+                if "in the phase" in problem:
+                    assert smaller_after(settings, ranks, problem), problem
+
+
+def test_an_engine_without_room_for_one_sequence_is_refused():
+    settings = replace(fitting(), rollout=RolloutConfig(memory_share=0.2))
+    (problem,) = fit_problems(settings, QWEN_7B, 8)
+    # 15.8 GiB for 14.2 of weights and a workspace: 17,408 tokens of 14 KiB and more do not fit.
+    assert problem.startswith("rollout.memory_share is 0.2, 15.82 GiB of the 79.10")
+    raised = replace(settings, rollout=RolloutConfig(memory_share=0.26))
+    assert fit_problems(raised, QWEN_7B, 8) == []
+
+
+def test_a_share_is_only_raised_as_far_as_the_gpu_has_one():
+    """Qwen2.5-72B has 135.4 GiB of weights: 1.7 times an H100, and on 2 ranks still 0.95 with what comes beside."""
+    large = replace(QWEN_7B, num_layers=80, hidden_size=8192, num_heads=64, num_kv_heads=8, ffn_size=29568)
+    problem = fit_problems(fitting(), large, 4)[0]
+    assert problem.endswith(
+        "Set rollout.tensor_parallel=4 (now 1), and rollout.memory_share to 0.49 or a little more."
+    )
+    more = fit_problems(fitting(), large, 6)[0]
+    assert "Set rollout.tensor_parallel=4 (now 1), start a multiple of 4 ranks, and" in more
+    taken_up = with_setting(fitting(), "rollout.tensor_parallel", 4)
+    refused = with_setting(taken_up, "rollout.memory_share", 0.48)
+    assert "Raise it to 0.49 or more" in fit_problems(refused, large, 4)[0]
+    enough = fit_problems(with_setting(taken_up, "rollout.memory_share", 0.49), large, 4)
+    assert not any(problem.startswith("rollout.memory_share") for problem in enough)
+
+
+def test_where_no_split_of_the_engine_helps_that_is_told():
+    settings = config(memory=MemoryConfig(gpu_gib=4.0))
+    assert "no rollout.tensor_parallel makes the engine fit" in fit_problems(settings, QWEN_7B, 1)[0]
+
+
+def test_a_small_model_on_a_small_gpu_needs_no_graphs_and_a_smaller_share():
+    """Of 0.84 GiB, CUDA graphs alone would take 1: no share and no split of the engine helps."""
+    settings = config(memory=MemoryConfig(gpu_gib=4.0), policy=PolicyConfig(17408))
+    problem = next(p for p in fit_problems(settings, ONE_LAYER, 1) if '"generate"' in p)
+    # Workspace 8192 x 960 x 2 bytes and 0.5 MiB of logits; 17,424 tokens of 256 bytes: 19.7 MiB of 4096.
+    assert "Set rollout.cuda_graphs=false and rollout.memory_share to 0.01 or a little more." in problem
+    changed = with_setting(settings, "rollout.cuda_graphs", False)
+    told = fit_problems(with_setting(changed, "rollout.memory_share", 0.01), ONE_LAYER, 1)
+    assert not any("generate" in problem or "memory_share" in problem for problem in told)
+
+
+@pytest.mark.parametrize("gpu_gib", [1.0, 2.0])
+def test_a_gpu_smaller_than_the_reserve_is_told_as_such(gpu_gib: float):
+    (problem,) = fit_problems(config(memory=MemoryConfig(gpu_gib=gpu_gib)), ONE_LAYER, 1)
+    assert problem.startswith(
+        f"memory: the GPU has {gpu_gib:.2f} GiB, no more than the 3 GiB and 4% that stay"
+    )
+
+
+def test_a_gpu_is_named_by_one_key():
+    (problem,) = fit_problems(config(memory=MemoryConfig(gpu="H100-80GB", gpu_gib=3.0)), QWEN_7B, 1)
+    assert problem.startswith('memory.gpu is "H100-80GB" and memory.gpu_gib is 3; give one')
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_starts(untied_model: Path, tmp_path: Path):
+    data = tmp_path / "train.jsonl"
+    data.write_text("{}\n", encoding="utf-8")
+    settings = Config(
+        run=RunConfig(output_dir=str(tmp_path / "run"), device="cpu"),
+        model=ModelConfig(path=str(untied_model)),
+        data=DataConfig(train_path=str(data), max_prompt_tokens=32),
+        rollout=RolloutConfig(max_new_tokens=64),
+        memory=MemoryConfig(gpu_gib=2.5),
+    )
+    with pytest.raises(ValueError, match="the GPU has 2"):
+        check_config(settings, world_size=1)
+    assert check_config(replace(settings, memory=MemoryConfig(gpu_gib=16.0)), world_size=1).num_layers == 4
+
+
+def test_the_start_tells_every_phase_of_the_largest_rank():
+    settings = replace(fitting(), parallel=ParallelConfig(tensor=4, sequence=True, pipeline=2))
+    head, *lines = start_up_lines(settings, QWEN_7B, 8)
+    plans = plan_ranks(settings, QWEN_7B, 8, planned_target(settings))
+    plan, phase = largest(plans)
+    assert f"rank {plan.rank} (pipeline stage {plan.stage}) on H100-80GB" in head
+    assert [line.split(":")[0].strip() for line in lines] == list(plan.phases)
+    told = lines[list(plan.phases).index(phase)]
+    assert f"{plan.held(phase) / GIB:.2f} GiB" in told
+    # 4% and 3 GiB of 79.1 stay free.
+    assert usable_bytes(H100) == pytest.approx((79.1 * 0.96 - 3) * GIB, rel=1e-6)
+
+
+# ---------------------------------------------------------------- engines on ranks of their own
+
+
+def own_ranks(ranks: int, engine: int = 4, **rollout: object) -> Config:
+    """`fitting` with engines on ranks of their own."""
+    return replace(fitting(), rollout=RolloutConfig(ranks=ranks, tensor_parallel=engine, **rollout))  # type: ignore[arg-type]
+
+
+def test_both_kinds_of_ranks_are_told_at_the_start():
+    lines = start_up_lines(own_ranks(4), QWEN_7B, 12)
+    assert [line for line in lines if not line.startswith(" ")] == [
+        "Planned memory of rank 0 (pipeline stage 0) on H100-80GB, may fill 72.94 GiB:",
+        "Planned memory of engine rank 8 on H100-80GB, may fill 72.94 GiB:",
+    ]
+    phases = [line.split(":")[0].strip() for line in lines if line.startswith(" ")]
+    assert phases == [
+        "logprobs",
+        "update",
+        "beside, in the host's memory",
+        "generate",
+        "beside, in the host's memory",
+    ]
+    assert "kv_cache" in lines[5] and "kv_cache" not in lines[1] + lines[2]
+    # a quarter of 14.19 GiB, and two buckets
+    assert lines[3] == "  beside, in the host's memory: 3.67 GiB (published_weights 3.55, sync_buffers 0.12)"
+    assert lines[6] == "  beside, in the host's memory: 0.12 GiB (sync_buffers 0.12)"
+
+
+def test_what_fits_on_ranks_of_either_kind_is_not_refused():
+    assert fit_problems(own_ranks(4), QWEN_7B, 12) == []
+
+
+def test_an_engine_rank_that_would_take_too_much_is_named():
+    (problem,) = fit_problems(own_ranks(4, memory_share=0.97), QWEN_7B, 12)
+    assert problem.startswith("memory: engine rank 8 needs 76.73 GiB (kv_cache ")
+    assert 'in the phase "generate"' in problem and "Lower rollout.memory_share (now 0.97" in problem
+    assert "offload" not in problem and "parallel." not in problem
+
+
+def test_a_training_rank_that_holds_too_much_is_advised_of_what_helps_it_alone():
+    settings = replace(own_ranks(4), policy=PolicyConfig(max_tokens_per_microbatch=65536))
+    (problem,) = fit_problems(settings, QWEN_7B, 12)
+    assert "rank 0 (pipeline stage 0) needs" in problem and 'phase "update"' in problem
+    assert "policy.recompute_granularity=full" in problem
+    assert "rollout." not in problem and "offload" not in problem
+    # a model that tensor parallelism cannot split: twice as many ranks that train, which leaves the engine its own
+    one_head, alone = replace(QWEN_7B, num_kv_heads=1), ParallelConfig()
+    policy = replace(fitting().policy, max_tokens_per_microbatch=17408)
+    small = replace(own_ranks(1, engine=1), memory=MemoryConfig(gpu_gib=60.0), parallel=alone, policy=policy)
+    (problem,) = [one for one in fit_problems(small, one_head, 2) if 'phase "update"' in one]
+    assert "Start more ranks that train, which share the optimizer." in problem
+    assert "Raise parallel.pipeline (now 1)." in problem
+
+
+def test_the_share_of_an_engine_of_its_own_is_advised_with_its_ranks():
+    large = replace(QWEN_7B, num_layers=80, hidden_size=8192, num_heads=64, num_kv_heads=8, ffn_size=29568)
+    (problem,) = [
+        one for one in fit_problems(own_ranks(3, engine=1), large, 11) if one.startswith("rollout.")
+    ]
+    assert "Set rollout.tensor_parallel=4 (now 1), rollout.ranks to a multiple of 4 (now 3), and" in problem
+    (problem,) = [
+        one for one in fit_problems(own_ranks(4, engine=1), large, 12) if one.startswith("rollout.")
+    ]
+    assert "Set rollout.tensor_parallel=4 (now 1), and rollout.memory_share to" in problem

@@ -1,0 +1,155 @@
+"""Which settings a supervised run has, and what is told before it starts."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlmath.config.help import all_settings
+from rlmath.config.load import load_config
+from rlmath.config.schema import Config, MemoryConfig, RolloutConfig
+from rlmath.planning.checks import check_config, config_warnings, only_used, used_keys
+from rlmath.planning.dry_run import count_sequences
+from rlmath.planning.memory_estimate import Target, mesh_of, plan_ranks
+from rlmath.planning.memory_fit import GIB, fit_problems, start_up_lines
+from rlmath.planning.parallelism import planned_ranks
+from tests.tiny_models import shape_of
+
+POSITIONS = 256
+CPU = Target("cpu", "CPU", None, local_layers=True)
+
+
+@pytest.fixture
+def place(untied_model: Path, tmp_path: Path) -> list[str]:
+    """Overrides on which nothing is wrong."""
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    return [
+        f"run.output_dir={tmp_path}/out",
+        "run.device=cpu",
+        f"model.path={untied_model}",
+        f"data.train_path={tmp_path}/train.jsonl",
+        f"sft.max_sequence_tokens={POSITIONS}",
+        f"policy.max_tokens_per_microbatch={POSITIONS}",
+    ]
+
+
+def problems(place: list[str], *overrides: str, world_size: int = 4) -> str:
+    with pytest.raises(ValueError, match="with this run") as told:
+        check_config(load_config([], [*place, *overrides]), world_size, "sft")
+    return str(told.value)
+
+
+def test_settings_without_effect_are_set_back_and_named() -> None:
+    given = Config(rollout=RolloutConfig(group_size=3, temperature=0.5), memory=MemoryConfig(gpu_gib=80.0))
+    config, unused = only_used(given)
+    assert unused == ["rollout.group_size", "rollout.temperature"]
+    assert config == replace(given, rollout=RolloutConfig())
+    assert only_used(config) == (config, [])
+    assert config_warnings(config, unused)[0].endswith("training: rollout.group_size, rollout.temperature.")
+    assert config_warnings(config, []) == []
+
+
+def test_every_setting_of_its_own_section_is_used() -> None:
+    used = used_keys()
+    assert set(used) < set(all_settings())
+    assert {key for key in all_settings() if key.startswith(("sft.", "save.", "optimizer."))} <= set(used)
+    assert not any(key.startswith(("rollout.", "reward.", "critic.", "teacher.", "stages.")) for key in used)
+    of_algorithm = {key for key in used if key.startswith("algorithm.")}
+    assert of_algorithm == {"algorithm.rollback", "algorithm.rollback_lr_factor"}
+
+
+def test_nothing_is_wrong_with_a_good_run(place: list[str], untied_model: Path) -> None:
+    shape = check_config(load_config([], [*place, "parallel.tensor=2", "parallel.pipeline=2"]), 4, "sft")
+    assert shape == shape_of(untied_model)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            ("sft.max_sequence_tokens=257", "policy.max_tokens_per_microbatch=300"),
+            "the model has 256 positions",
+        ),
+        (
+            ("policy.max_tokens_per_microbatch=255",),
+            "a sequence of sft.max_sequence_tokens=256 tokens must fit",
+        ),
+        (("sft.held_out_share=1.0",), "sft.held_out_share is 1.0; needed:"),
+        (("sft.held_out_path=/nowhere/x.jsonl",), 'sft.held_out_path: there is no file "/nowhere/x.jsonl"'),
+        (
+            ("data.more_train_paths=[/nowhere/y.jsonl]",),
+            'data.more_train_paths: there is no file "/nowhere/y.jsonl"',
+        ),
+        (("parallel.tensor=3",), "does not divide the 4 ranks"),
+        (("parallel.tensor=4",), "parallel.tensor is 4"),
+        (("parallel.pipeline=4", "parallel.virtual_pipeline=2"), "parallel.virtual_pipeline is 2"),
+        (("optimizer.min_lr=1",), "optimizer.min_lr is 1.0, above optimizer.lr"),
+        (("policy.recompute_granularity=full",), "policy.recompute_method is null"),
+        (("model.path=/nowhere",), 'there is no folder "/nowhere"'),
+    ],
+)
+def test_what_cannot_run_is_told(place: list[str], overrides: tuple[str, ...], told: str) -> None:
+    assert told in problems(place, *overrides)
+
+
+def test_all_problems_are_told_at_once(place: list[str]) -> None:
+    wrong = (
+        "sft.max_sequence_tokens=300",
+        "optimizer.kind=sdg",
+        "parallel.tensor=3",
+        "data.train_path=/nowhere/x",
+    )
+    found = problems(place, *wrong)
+    for override in wrong:
+        assert f"  - {override.partition('=')[0]}" in found
+
+
+@pytest.mark.parametrize(
+    ("has_tokenizer", "cause"),
+    [(True, "transformers is not installed, which reads the tokenizer of"), (False, "has no tokenizer here")],
+)
+def test_sequences_that_cannot_be_counted_are_told_with_the_cause(
+    place: list[str],
+    untied_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_tokenizer: bool,
+    cause: str,
+) -> None:
+    shape = shape_of(untied_model)
+    config = load_config([], [*place, f"model.path={tmp_path}"])
+    if has_tokenizer:
+        (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match=f"cannot be counted: .*{cause}.*rlmath install cpu"):
+        count_sequences(config, shape)
+
+
+def test_memory_is_that_of_training_alone(place: list[str], untied_model: Path) -> None:
+    """A GPU's plan has no engine and no reference in it; one that is too small is refused with what to change."""
+    config, shape = load_config([], place), shape_of(untied_model)
+    target = Target("cuda", "a GPU", 4 * GIB, local_layers=False)
+    (plan,), (whole,) = plan_ranks(config, shape, 1, target, "sft"), plan_ranks(config, shape, 1, target)
+    assert list(plan.phases) == ["update"] and "engine_workspace" not in plan.phases["update"]
+    assert plan.held("update") == whole.held("update") - whole.phases["update"].get("engine_workspace", 0)
+    assert "parameters" in plan.phases["update"] and start_up_lines(config, shape, 1, "sft")[0].startswith(
+        "Planned memory"
+    )
+    assert fit_problems(config, shape, 1, "sft") == []
+    huge = ["sft.max_sequence_tokens=200", "policy.max_tokens_per_microbatch=9000000", "memory.gpu_gib=8"]
+    assert "Lower policy.max_tokens_per_microbatch (now 9000000" in problems(place, *huge)
+
+
+def test_all_ranks_of_a_supervised_run_train_whatever_its_engines_would_have(place: list[str]) -> None:
+    given = load_config([], [*place, "parallel=d2t2+d4"])
+    config, unused = only_used(given)
+    assert unused == ["rollout.ranks", "rollout.tensor_parallel"]
+    assert (planned_ranks(given, None), planned_ranks(config, None)) == (8, 4)
+    check_config(config, 4, "sft")
+    assert mesh_of(config, 4, 3).data == 4
+    (plan,) = plan_ranks(config, shape_of(Path(config.model.path)), 4, CPU, "sft")
+    assert list(plan.phases) == ["update"] and "published_weights" not in plan.phases["update"]
+    assert "engine rank" not in " ".join(start_up_lines(config, shape_of(Path(config.model.path)), 4, "sft"))

@@ -1,0 +1,260 @@
+"""Captures of steps: what is written is read again, and what is damaged is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from array import array
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup, Segment
+from rlmath.checkpoint.directory import MANIFEST
+from rlmath.cli.train import replay as replay_command
+from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE
+from rlmath.replay.capture import (
+    CAPTURE_FILE,
+    GROUPS_FILE,
+    PROJECTIONS,
+    TOKENS_FILE,
+    Capture,
+    CapturedMinibatch,
+    CapturedUpdate,
+    WeightSketch,
+    distance,
+    read_capture,
+    write_capture,
+)
+from rlmath.replay.recorder import project
+from rlmath.replay.replay import find_capture, find_state
+from rlmath.replay.replay_step import compare
+
+
+def group(name: str, *completions: tuple[int, ...]) -> ScoredGroup:
+    prompt = Prompt(name, f"{name}=\x1b[2J\ud800", (5, 6, 7), ("\\\\boxed{1}",), "math", '{"n": 1}')
+    made = [
+        Completion(
+            g,
+            array("i", tokens),
+            array("f", [-0.1 * (t + 1) for t in range(len(tokens))]),
+            "so \\\\boxed{1}",
+            "stop",
+            4,
+            (Segment(len(tokens), 4, 1),),
+        )
+        for g, tokens in enumerate(completions)
+    ]
+    return ScoredGroup(prompt, tuple(made), tuple(Score(5.0, True, "1", "number") for _ in made))
+
+
+def a_capture() -> Capture:
+    sketch = WeightSketch("ab", {"w": [1.0] * PROJECTIONS})
+    minibatch = CapturedMinibatch(
+        {"loss": -1.5, "tokens": 4.0, "grad_norm": math.inf, "mismatch_max": 0.5}, None
+    )
+    update = CapturedUpdate([minibatch], [], [[0.5, -0.5], [1.0]], sketch)
+    return Capture(
+        step=1,
+        reason="a test",
+        settings_yaml="run:\n  seed: 1\n",
+        total_steps=3,
+        length_stage=0,
+        sampling_seed=7,
+        rollbacks=0,
+        layout="TP1 x PP1 x DP1",
+        world_size=1,
+        groups=[group("a", (1, 2), (3,)), group("b", (4,), (8, 9, 9))],
+        chosen=[(0, 1), (1,)],
+        update=update,
+        weights_before=sketch,
+        versions={"torch": "2"},
+    )
+
+
+def written(place: Path) -> Path:
+    folder = write_capture(place, a_capture())
+    assert folder is not None
+    return folder
+
+
+def test_a_capture_is_read_as_it_was_written(tmp_path: Path) -> None:
+    capture, folder = a_capture(), written(tmp_path)
+    assert folder == tmp_path / "captures" / "step-000002"
+    assert read_capture(folder) == capture
+    assert [len(one.completions) for one in capture.learned] == [2, 1]
+    text = (folder / GROUPS_FILE).read_text(encoding="ascii")
+    assert "\x1b" not in text and json.loads(text.splitlines()[0])["completions"][0]["score"]["reward"] == 5.0
+
+
+def test_a_capture_takes_the_place_of_an_older_one_only(tmp_path: Path) -> None:
+    folder = written(tmp_path)
+    before = (folder / CAPTURE_FILE).stat()
+    assert write_capture(tmp_path, a_capture(), since=before.st_mtime - 1) is None
+    assert (folder / CAPTURE_FILE).stat().st_ino == before.st_ino
+    assert write_capture(tmp_path, a_capture(), since=before.st_mtime + 1) == folder
+    assert (folder / CAPTURE_FILE).stat().st_ino != before.st_ino
+    assert [one.name for one in folder.parent.iterdir()] == [folder.name]
+
+
+def test_only_one_of_many_ranks_writes(tmp_path: Path) -> None:
+    (tmp_path / "captures" / "step-000002.partial").mkdir(parents=True)
+    assert write_capture(tmp_path, a_capture()) is None
+    assert [one.name for one in (tmp_path / "captures").iterdir()] == ["step-000002.partial"]
+
+
+def test_a_disk_that_refuses_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "captures").write_text("a file in the place of the folder")
+    with pytest.raises(OSError):
+        write_capture(tmp_path, a_capture())
+
+
+def edit_header(folder: Path, **values: object) -> None:
+    row = json.loads((folder / CAPTURE_FILE).read_text())
+    (folder / CAPTURE_FILE).write_text(json.dumps(row | values))
+
+
+def edit_groups(folder: Path, old: str, new: str) -> None:
+    text = (folder / GROUPS_FILE).read_text()
+    assert old in text
+    (folder / GROUPS_FILE).write_text(text.replace(old, new, 1))
+
+
+def edit_tokens(folder: Path, **tensors: np.ndarray) -> None:
+    save_file(load_file(folder / TOKENS_FILE) | tensors, folder / TOKENS_FILE)
+
+
+def fifo(folder: Path) -> None:
+    (folder / GROUPS_FILE).unlink()
+    os.mkfifo(folder / GROUPS_FILE)
+
+
+DAMAGES = {
+    "later version": (lambda f: edit_header(f, version=2), "form is version 2; needed: 1"),
+    "negative step": (lambda f: edit_header(f, step=-1), "-1 is no count"),
+    "huge number": (lambda f: edit_header(f, world_size=10.5), "10.5 is no count"),
+    "other advantages": (lambda f: edit_header(f, own_advantages=[[1.0]]), "of other completions"),
+    "no update": (lambda f: edit_header(f, update={"minibatches": 3}), "damaged"),
+    "projections": (
+        lambda f: edit_header(f, weights_before={"digest": "", "projections": {"w": [1]}}),
+        "projections",
+    ),
+    "no JSON": (lambda f: (f / GROUPS_FILE).write_text("{"), "damaged"),
+    "deep JSON": (lambda f: (f / GROUPS_FILE).write_text("[" * 100_000), "damaged"),
+    "too few tokens": (
+        lambda f: edit_tokens(f, tokens=np.zeros(3, np.int32), logprobs=np.zeros(3, np.float32)),
+        "missing",
+    ),
+    "no first step": (lambda f: edit_header(f, step=0), "counts from 1"),
+    "advantages of the update": (
+        lambda f: edit_header(
+            f, update={"minibatches": [], "critic_minibatches": [], "advantages": [], "weights_after": None}
+        ),
+        "the update has advantages of other completions",
+    ),
+    "log-prob": (lambda f: edit_tokens(f, logprobs=np.full(7, np.nan, np.float32)), "log-prob is not finite"),
+    "a FIFO": (fifo, "FIFO"),
+    "too many tokens": (lambda f: edit_tokens(f, prompt_tokens=np.zeros(9, np.int32)), "too many tokens"),
+    "other type": (lambda f: edit_tokens(f, tokens=np.zeros(7, np.int64)), "another form"),
+    "no tensors": (lambda f: (f / TOKENS_FILE).write_bytes(b"\x80\x04"), "damaged"),
+    "long segment": (lambda f: edit_groups(f, "[[2, 4, 1]]", "[[99999999999999999999, 4, 1]]"), "missing"),
+    "another ending": (lambda f: edit_groups(f, '"stop"', '"sto"'), "ends by"),
+    "unknown sample": (lambda f: edit_groups(f, '"learned": [0, 1]', '"learned": [0, 2]'), "learned from"),
+    "score": (lambda f: edit_groups(f, '"reward": 5.0', '"reward": NaN'), "not finite"),
+    "no settings": (lambda f: (f / "config.yaml").unlink(), "config.yaml"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_capture_is_refused(tmp_path: Path, name: str) -> None:
+    folder = written(tmp_path)
+    damage, message = DAMAGES[name]
+    damage(folder)
+    with pytest.raises(ValueError, match=message):
+        read_capture(folder)
+
+
+def test_captures_and_states_that_are_not_there_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no capture"):
+        find_capture(tmp_path, None)
+    folder = written(tmp_path)
+    assert find_capture(tmp_path, None) == find_capture(tmp_path, 2) == find_capture(folder, None) == folder
+    with pytest.raises(ValueError, match="no capture of step 3; it has step-000002"):
+        find_capture(tmp_path, 3)
+    with pytest.raises(ValueError, match=r"checkpoints/step-000001.*--state FOLDER"):
+        find_state(folder, read_capture(folder), None)
+    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-000001" / MANIFEST).write_text("{}")
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        find_state(folder, read_capture(folder), None)
+
+
+def test_a_machine_that_is_too_small_for_the_runs_ranks_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_capture(tmp_path, replace(a_capture(), world_size=4096))
+    assert replay_command([str(tmp_path)]) == MISTAKE
+    assert "the run had 4096 ranks, and this machine has" in capsys.readouterr().err
+
+
+def test_projections_estimate_the_distance_of_models() -> None:
+    draw = torch.Generator().manual_seed(3)
+    one = {name: torch.randn(size, generator=draw) for name, size in (("a", 4000), ("b", 300))}
+    other = {name: tensor + 0.01 * torch.randn(len(tensor), generator=draw) for name, tensor in one.items()}
+    sketches = [WeightSketch("", {n: project(t) for n, t in model.items()}) for model in (one, other)]
+    true = math.sqrt(sum(float((one[n].double() - other[n].double()).square().sum()) for n in one))
+    # The estimate of K = 8 projections of two tensors has a relative standard deviation below 1 / sqrt(8).
+    assert distance(*sketches) == pytest.approx(true, rel=0.75)
+    assert distance(sketches[0], sketches[0]) == 0
+    moved = one | {"b": one["b"].clone()}
+    moved["b"][7] += 2**-18
+    step = float(moved["b"][7].double() - one["b"][7].double())
+    again = WeightSketch("", {name: project(tensor) for name, tensor in moved.items()})
+    assert distance(sketches[0], again) == pytest.approx(abs(step), rel=1e-6)
+    signs = [project(torch.eye(100)[place]) for place in range(100)]
+    assert {value for row in signs for value in row} == {1.0, -1.0}
+    assert abs(np.mean(signs)) < 4 / math.sqrt(100 * PROJECTIONS)
+    assert len({tuple(row) for row in np.array(signs).T.tolist()}) == PROJECTIONS
+    with pytest.raises(ValueError, match="different tensors"):
+        distance(sketches[0], WeightSketch("", {"a": [0.0] * PROJECTIONS}))
+
+
+def test_a_comparison_counts_every_number() -> None:
+    capture = a_capture()
+    assert capture.update is not None
+    same = compare(capture, WeightSketch("ab", {"w": [0.0] * PROJECTIONS}), capture.update)
+    assert same.start == "equal" and same.bit_equal and same.same(0.0)
+
+    def changed(**numbers: float) -> CapturedUpdate:
+        (one,) = capture.update.minibatches  # pyright: ignore[reportOptionalMemberAccess]
+        again = CapturedMinibatch(one.numbers | numbers, one.discarded)
+        return CapturedUpdate([again], [], capture.update.advantages)  # pyright: ignore[reportOptionalMemberAccess]
+
+    before = WeightSketch("ab", {"w": [0.0] * PROJECTIONS})
+    found = compare(capture, before, changed(loss=-1.5 + 4e-4))  # of 4 tokens
+    assert not found.bit_equal
+    assert found.same(1.01e-4) and not found.same(0.99e-4)
+    assert not compare(capture, before, changed(grad_norm=1.0)).same(1.0)
+    assert compare(capture, before, changed(mismatch_max=0.6)).same(1e-4)
+    assert not compare(capture, before, changed(mismatch_max=0.6)).same(0.0)
+    assert not compare(capture, before, changed(tokens=math.nan)).same(1.0)
+    others = compare(capture, WeightSketch("cd", before.projections), capture.update)
+    assert others.start == "other" and not others.same(1.0)
+    after = WeightSketch("ef", {"w": [1.0 + 1e-3] * PROJECTIONS})  # the update moved by 1, of all projections
+    assert compare(capture, before, replace(capture.update, weights_after=after)).weights == pytest.approx(
+        1e-3, rel=2e-3
+    )
+    assert not compare(capture, before, replace(capture.update, weights_after=after)).same(0.9e-3)
+    assert compare(capture, before, replace(capture.update, weights_after=after)).same(1.1e-3)
+    lost = WeightSketch("gh", {"w": [math.nan] * PROJECTIONS})
+    assert not compare(capture, before, replace(capture.update, weights_after=lost)).same(1.0)
+    advantages = replace(capture.update, advantages=[[0.5, -0.5], [1.5]])
+    assert not compare(capture, before, advantages).same(0.3)
+    assert compare(capture, before, advantages).same(0.34)
+    fewer = CapturedUpdate([], [], capture.update.advantages)
+    assert compare(capture, before, fewer).mistakes == ("minibatches: 1 captured, 0 replayed",)

@@ -1,0 +1,591 @@
+"""From which checkpoint a run goes on, and when it refuses to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+import torch.distributed as dist
+
+from rlmath.algorithms.partial_rollouts import Flight, GroupInFlight
+from rlmath.algorithms.types import (
+    Completion,
+    PartialCompletion,
+    Prompt,
+    Score,
+    ScoredCompletion,
+    Segment,
+)
+from rlmath.checkpoint.directory import Progress, open_partial, publish, read_progress, write_progress
+from rlmath.checkpoint.flight import FLIGHT, write_flight
+from rlmath.config.help import setting_values
+from rlmath.config.load import config_as_yaml, load_config
+from rlmath.config.schema import Config, RewardConfig
+from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
+from rlmath.run.recovery.checkpoint_choice import choose_checkpoint
+from rlmath.run.recovery.resume import (
+    MAY_CHANGE,
+    Origin,
+    data_fingerprint,
+    find_recovery,
+    learning_hooks,
+    model_fingerprint,
+    refused_changes,
+    reward_fingerprint,
+)
+from rlmath.run.recovery.rollback import RollbackRecord, write_rollbacks
+from rlmath.run.run_dir import check_output_folder
+from rlmath.workers.hooks import code_fingerprint, hooks_fingerprint
+from tests.disks import an_ordinary_user
+
+DECOUPLED = (
+    "rollout.tail=carry",
+    "algorithm.importance_correction=token",
+    "algorithm.importance_mask_high=5",
+)
+ORIGIN = Origin("model-1", "data-1")
+TOTAL = 20
+"""Steps of the run."""
+PROGRESS = Progress(
+    3,
+    0,
+    24,
+    6,
+    3,
+    "TP1",
+    1,
+    ("exp_avg",),
+    ("torch",),
+    "model-1",
+    "data-1",
+    {"torch": "2"},
+    cpu_sampler=CPU_SAMPLER_VERSION,
+)
+
+
+def make_config(folder: Path, *overrides: str) -> Config:
+    return load_config(
+        [], [f"run.output_dir={folder}", "model.path=m", "data.train_path=t.jsonl", *overrides]
+    )
+
+
+def checkpoint(
+    folder: Path,
+    step: int,
+    config: Config | None = None,
+    reward: str | None = None,
+    changed: Mapping[str, int | str | None] = MappingProxyType({}),
+) -> Path:
+    """`changed` are values of its progress; None: one that is not there."""
+    partial = open_partial(folder / "checkpoints", step)
+    write_progress(partial, replace(PROGRESS, step=step))
+    values = json.loads((partial / "progress.json").read_text()) | changed | {"reward_fingerprint": reward}
+    known = {name: value for name, value in values.items() if value is not None}
+    (partial / "progress.json").write_text(json.dumps(known))
+    (partial / "config.yaml").write_text(config_as_yaml(config or make_config(folder)))
+    (partial / "state" / ".metadata").write_text("index")
+    return publish(partial, step, False, {}).folder
+
+
+def found_steps(config: Config, origin: Origin = ORIGIN) -> list[int]:
+    recovery = find_recovery(config, origin, TOTAL)
+    return [] if recovery is None else [one.step for one, _ in recovery.candidates]
+
+
+def test_auto_takes_the_newest_and_disabled_none(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 3)
+    checkpoint(tmp_path, 12)
+    assert found_steps(make_config(tmp_path)) == [12, 3]
+    assert found_steps(make_config(tmp_path, "run.recover_mode=resume")) == [12, 3]
+    assert found_steps(make_config(tmp_path, "run.recover_mode=disabled")) == []
+
+
+def test_the_rollbacks_of_another_run_are_told_before_the_start(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 12, changed={"rollback_steps": [4], "rollback_draw_steps": [6]})
+    assert found_steps(make_config(tmp_path)) == [12]
+    write_rollbacks(tmp_path, [RollbackRecord(8, 9)])
+    with pytest.raises(ValueError, match=r"steps \[8\], the checkpoint of step 12 those to \[4\]"):
+        found_steps(make_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("made_by", "told"),
+    [({}, 0), ({"cpu_sampler": 1}, 1), ({"cpu_sampler": 1, "syncs": 0}, 0), ({"cpu_sampler": None}, 1)],
+    ids=["this", "another", "another without engines", "one that did not write it"],
+)
+def test_a_checkpoint_of_another_sampler_is_told_on_cpu(
+    tmp_path: Path, made_by: dict[str, int | None], told: int
+) -> None:
+    checkpoint(tmp_path, 3, changed=made_by)
+    recovery = find_recovery(make_config(tmp_path, "run.device=cpu"), ORIGIN, TOTAL)
+    assert recovery is not None and len(recovery.warnings) == told
+    assert all("drew other tokens from the same seeds" in warning for warning in recovery.warnings)
+
+
+def test_changed_code_of_the_reward_function_is_told_and_not_refused(tmp_path: Path) -> None:
+    """A checkpoint from before there were fingerprints says nothing of it."""
+    checkpoint(tmp_path, 3)
+    config = make_config(tmp_path)
+
+    def warnings(origin: Origin) -> tuple[str, ...]:
+        recovery = find_recovery(config, origin, TOTAL)
+        assert recovery is not None
+        return recovery.warnings
+
+    assert warnings(replace(ORIGIN, reward="code-2")) == ()
+    checkpoint(tmp_path, 5, reward="code-1")
+    assert warnings(replace(ORIGIN, reward="code-1")) == ()
+    (told,) = warnings(replace(ORIGIN, reward="code-2"))
+    assert "has changed since the checkpoint of step 5 (fingerprint code-1 there, code-2 now)" in told
+
+
+def test_another_spelling_of_the_same_reward_function_is_no_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative or an absolute path, a module or its file, a copy elsewhere; not another function or other code."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def steps(*_):\n    return 1.0\n")
+    (tmp_path / "copy.py").write_text("def steps(*_):\n    return 1.0\n")
+    (tmp_path / "other.py").write_text("def steps(*_):\n    return 2.0\n")
+    code = code_fingerprint("mine.py:steps")
+    run = tmp_path / "run"
+
+    def found(spelling: str) -> tuple[str, ...]:
+        now = make_config(run, f"reward.function={spelling}")
+        recovery = find_recovery(now, replace(ORIGIN, reward=code_fingerprint(spelling)), TOTAL)
+        assert recovery is not None
+        check_output_folder(run, now)
+        return recovery.warnings
+
+    then = make_config(run, "reward.function=mine.py:steps")
+    checkpoint(run, 3, then, reward=code)
+    (run / "config.yaml").write_text(config_as_yaml(then))
+    for spelling in ("mine.py:steps", f"{tmp_path}/mine.py:steps", "mine:steps", "copy.py:steps"):
+        assert found(spelling) == ()
+    for other in ("other.py:steps", "mine.py:others", "math:steps"):
+        with pytest.raises(ValueError, match=f"reward.function: mine.py:steps there, {other} now"):
+            found(other)
+    (tmp_path / "mine.py").write_text("def steps(*_):\n    return 3.0\n")
+    (told,) = found(f"{tmp_path}/mine.py:steps")
+    assert "has changed since the checkpoint of step 3" in told
+
+
+def test_selection_and_advantages_of_the_users_are_kept_by_a_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another function is refused, another spelling is none, and other code is told; so is that of a plugin."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text("def best(*_): ...\ndef last(*_): ...\n")
+    key = "algorithm.advantage"
+
+    def origin(config: Config) -> Origin:
+        return replace(ORIGIN, hooks=hooks_fingerprint(learning_hooks(config)))
+
+    def saved(run: Path, *settings: str) -> None:
+        then = make_config(run, *settings)
+        checkpoint(run, 3, then, changed={"hooks_fingerprint": origin(then).hooks})
+
+    def warnings(run: Path, *settings: str) -> tuple[str, ...]:
+        config = make_config(run, *settings)
+        recovery = find_recovery(config, origin(config), TOTAL)
+        assert recovery is not None
+        return recovery.warnings
+
+    one, registered = tmp_path / "one", tmp_path / "registered"
+    saved(one, f"{key}=own.py:best")
+    assert warnings(one, f"{key}=own.py:best") == warnings(one, f"{key}={tmp_path}/own.py:best") == ()
+    for other in ("own.py:last", "grpo"):
+        with pytest.raises(ValueError, match=f"{key}: own.py:best there, {other} now"):
+            warnings(one, f"{key}={other}")
+    saved(registered, f"{key}=best", "run.plugins=[own.py]")
+    for plugin in ("own.py", f"{tmp_path}/own.py"):
+        assert warnings(registered, f"{key}=best", f"run.plugins=[{plugin}]") == ()
+    (tmp_path / "own.py").write_text("def best(*_):\n    return 1\n")
+    (told,) = warnings(one, f"{key}=own.py:best")
+    assert told.startswith(f"{key}=own.py:best: the code has changed since the checkpoint of step 3")
+    assert len(warnings(registered, f"{key}=best", "run.plugins=[own.py]")) == 1
+
+
+def test_without_a_checkpoint_auto_starts_and_resume_refuses(tmp_path: Path) -> None:
+    assert find_recovery(make_config(tmp_path), ORIGIN, TOTAL) is None
+    with pytest.raises(ValueError, match="has no checkpoint to resume from"):
+        find_recovery(make_config(tmp_path, "run.recover_mode=resume"), ORIGIN, TOTAL)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "progress.json", "config.yaml"])
+def test_a_damaged_newest_is_passed_over_and_told(tmp_path: Path, name: str) -> None:
+    checkpoint(tmp_path, 3)
+    newest = checkpoint(tmp_path, 5)
+    (newest / name).write_text("{")
+    recovery = find_recovery(make_config(tmp_path), ORIGIN, TOTAL)
+    assert recovery is not None and [one.step for one, _ in recovery.candidates] == [3]
+    assert "step-000005 is damaged and is skipped" in recovery.notes[0]
+
+
+@pytest.mark.parametrize("mode", ["auto", "resume"])
+def test_where_all_are_damaged_nothing_starts_anew_unasked(tmp_path: Path, mode: str) -> None:
+    (checkpoint(tmp_path, 5) / "progress.json").unlink()
+    with pytest.raises(
+        ValueError, match=r"no checkpoint in .* is whole: the checkpoint .*step-000005 is damaged"
+    ):
+        find_recovery(make_config(tmp_path, f"run.recover_mode={mode}"), ORIGIN, TOTAL)
+
+
+def unmounted(path: Path) -> None:
+    path.symlink_to("/mnt/not-mounted/checkpoints")
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def plain_file(path: Path) -> None:
+    path.write_text("")
+
+
+@pytest.mark.parametrize("mode", ["auto", "resume"])
+@pytest.mark.parametrize("name", ["", "checkpoints", "checkpoints/step-000007"])
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (
+            unmounted,
+            'a link to "/mnt/not-mounted/checkpoints", where nothing is (a disk that is not mounted?)',
+        ),
+        (loop, "which cannot be followed (Too many levels of symbolic links)"),
+        (plain_file, "is not a folder"),
+    ],
+)
+def test_what_cannot_be_looked_at_is_not_absent(
+    tmp_path: Path, mode: str, name: str, make: Callable[[Path], None], told: str
+) -> None:
+    output = tmp_path / "run"
+    place = output / name
+    if name.endswith("7"):
+        checkpoint(output, 3)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    make(place)
+    with pytest.raises(ValueError, match="what the run can resume from cannot be known") as error:
+        find_recovery(make_config(output, f"run.recover_mode={mode}"), ORIGIN, TOTAL)
+    assert f'"{place}" is' in str(error.value) and told in str(error.value)
+    assert "Mount the disk, correct the link" in str(error.value) and place.lstat()
+    assert find_recovery(make_config(output, "run.recover_mode=disabled"), ORIGIN, TOTAL) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "/step-000005", *(f"/step-000005/{x}" for x in ("manifest.json", "progress.json", "config.yaml"))],
+)
+def test_without_permission_nothing_older_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for step in (3, 5):
+        checkpoint(tmp_path, step)
+    path = Path(f"checkpoints{name}")
+    (tmp_path / path).chmod(0)
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)  # the folders above are this user's alone
+    with an_ordinary_user(), pytest.raises(ValueError, match=rf'"{path}.*\(Permission denied\)'):
+        find_recovery(make_config(Path()), ORIGIN, TOTAL)
+
+
+def test_a_digit_that_changed_in_the_settings_is_damage_and_no_other_run(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 3)
+    path = checkpoint(tmp_path, 5) / "config.yaml"
+    path.write_text(path.read_text().replace("group_size: 16", "group_size: 12"))
+    assert found_steps(make_config(tmp_path)) == [3]
+
+
+def test_a_run_that_became_shorter_than_what_is_done_is_refused(tmp_path: Path) -> None:
+    checkpoint(tmp_path, TOTAL)
+    assert found_steps(make_config(tmp_path)) == [TOTAL]
+    with pytest.raises(ValueError, match="20 steps are done there, the run has 19 now") as error:
+        find_recovery(make_config(tmp_path), ORIGIN, TOTAL - 1)
+    first, *problems, advice = str(error.value).splitlines()
+    assert first == f"The run cannot resume from {tmp_path}/checkpoints/step-000020:" and len(problems) == 1
+    assert advice.startswith("To start from the beginning, give another run.output_dir")
+
+
+def test_on_one_rank_the_newest_whole_one_is_chosen_and_without_any_it_ends(tmp_path: Path) -> None:
+    for step in (3, 5):
+        checkpoint(tmp_path, step)
+    config = make_config(tmp_path)
+    with process_group(tmp_path):
+        chosen = choose_checkpoint(find_recovery(config, ORIGIN, TOTAL))
+        assert chosen is not None and chosen[0].step == 5
+        recovery = find_recovery(config, ORIGIN, TOTAL)
+        flip(tmp_path / "checkpoints" / "step-000005" / "state" / ".metadata")
+        chosen = choose_checkpoint(recovery)
+        assert chosen is not None and chosen[0].step == 3
+        (tmp_path / "checkpoints" / "step-000003" / "state" / ".metadata").unlink()
+        with pytest.raises(
+            ValueError, match=r"no checkpoint is whole: .*step-000005.*step-000003 is damaged"
+        ):
+            choose_checkpoint(recovery)
+
+
+def test_only_rank_0_warns_of_what_all_ranks_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint(tmp_path, 3, reward="code-1")
+    recovery = find_recovery(make_config(tmp_path), replace(ORIGIN, reward="code-2"), TOTAL)
+    with process_group(tmp_path):
+        for rank, times in (("1", 0), ("0", 1)):
+            monkeypatch.setenv("RANK", rank)
+            choose_checkpoint(recovery)
+            assert caplog.text.count("has changed since the checkpoint of step 3") == times
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+@contextmanager
+def process_group(place: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{place}/store", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("data.prompts_per_step=64", "data.prompts_per_step: 128 there, 64 now"),
+        ("rollout.group_size=4", "rollout.group_size: 16 there, 4 now"),
+        ("optimizer.lr=1e-5", "optimizer.lr: 1e-06 there, 1e-05 now"),
+        ("run.seed=2", "run.seed: 1 there, 2 now"),
+        ("reward.scheme=mix", "reward.scheme: correctness there, mix now"),
+        ("reward.rewards=[correctness,format]", "reward.rewards: "),
+    ],
+)
+def test_what_makes_it_another_run_is_refused_by_name(tmp_path: Path, override: str, told: str) -> None:
+    checkpoint(tmp_path, 3)
+    with pytest.raises(ValueError, match=told):
+        find_recovery(make_config(tmp_path, override), ORIGIN, TOTAL)
+
+
+def test_another_model_and_other_prompts_are_refused_and_their_paths_are_not(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 3)
+    moved = make_config(
+        tmp_path, "model.path=elsewhere", "data.train_path=elsewhere.jsonl", "data.more_train_paths=[x]"
+    )
+    assert found_steps(moved) == [3]
+    with pytest.raises(ValueError, match="the model that the run started from has changed"):
+        find_recovery(moved, replace(ORIGIN, model="model-2"), TOTAL)
+    with pytest.raises(ValueError, match="the prompts have changed"):
+        find_recovery(moved, replace(ORIGIN, data="data-2"), TOTAL)
+
+
+def test_layout_length_and_what_is_kept_may_change(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 3)
+    other = ("parallel.tensor=2", "rollout.tensor_parallel=2", "run.total_steps=9", "save.ckpt_freq_steps=1")
+    other += ("policy.transformer_impl=local", "optimizer.overlap_grad_reduce=true")
+    assert found_steps(make_config(tmp_path, *other)) == [3]
+
+
+def test_every_entry_of_the_list_is_a_setting() -> None:
+    keys = list(setting_values(make_config(Path("x"))))
+    for entry in MAY_CHANGE:
+        assert any(key.startswith(entry) if entry.endswith(".") else key == entry for key in keys), entry
+
+
+def test_a_setting_whose_name_only_begins_like_one_that_may_change_is_refused() -> None:
+    then, now = (
+        make_config(Path("x")),
+        make_config(Path("x"), "reward.timeout_seconds=7", "optimizer.kind=sgd"),
+    )
+    assert refused_changes(then, now) == ["optimizer.kind: adam there, sgd now"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": -1},
+        {"step": "3"},
+        {"updates": None},
+        {"optimizer_tensors": 3},
+        {"epoch": True},
+        {"optimizer_tensors": "exp_avg"},
+        {"versions": []},
+        {"layout": 5},
+    ],
+)
+def test_a_progress_of_the_wrong_kind_is_told(tmp_path: Path, change: dict[str, object]) -> None:
+    write_progress(tmp_path, PROGRESS)
+    assert read_progress(tmp_path) == PROGRESS
+    path = tmp_path / "progress.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=r"progress.json cannot be read"):
+        read_progress(tmp_path)
+
+
+def test_fingerprints_tell_contents_and_not_places(tmp_path: Path) -> None:
+    for name, weights in (("a", b"1" * 100), ("b", b"1" * 100), ("c", b"1" * 99 + b"2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_bytes(weights)
+    a, b, c = (model_fingerprint(tmp_path / name) for name in "abc")
+    assert a == b != c
+    prompts = [Prompt("1", "x", (1, 2), ("3",), "math"), Prompt("2", "y", (4,), ("5",), "math")]
+    assert data_fingerprint(prompts) == data_fingerprint(list(prompts))
+    assert data_fingerprint(prompts) != data_fingerprint(prompts[::-1])
+    assert data_fingerprint(prompts) != data_fingerprint([prompts[0], replace(prompts[1], solutions=("6",))])
+
+
+STAGED = ("stages.steps=[2,4,6]", "stages.max_new_tokens=[8,16,24]")
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        ("stages.steps=[2,4,9]", "stages.max_new_tokens=[8,16,32]"),
+        ("stages.steps=[2,4,6,8]", "stages.max_new_tokens=[8,16,24,32]"),
+        ("stages.steps=[2,4]", "stages.max_new_tokens=[8,16]"),
+        (*STAGED, "stages.max_tokens_per_microbatch=[100,100,100]", "rollout.max_new_tokens=5"),
+        (*STAGED, "validation.every_steps=2"),
+    ],
+)
+def test_stages_that_have_not_begun_may_change(tmp_path: Path, now: tuple[str, ...]) -> None:
+    then = make_config(tmp_path, *STAGED)
+    for done in (3, 6):
+        assert refused_changes(then, make_config(tmp_path, *now), done) == []
+    checkpoint(tmp_path, 3, then)
+    assert found_steps(make_config(tmp_path, *now)) == [3]
+
+
+@pytest.mark.parametrize(
+    ("now", "told"),
+    [
+        (
+            ("stages.steps=[2,5,6]", "stages.max_new_tokens=[8,16,24]"),
+            "stages: stage 2, which has begun, is 4 steps of at most 16 new tokens there, 5 steps of at most 16 new "
+            "tokens now",
+        ),
+        (
+            ("stages.steps=[2,4,6]", "stages.max_new_tokens=[9,16,24]"),
+            "stages: stage 1, which has begun, is 2 steps of at most 8 new tokens there",
+        ),
+        (("stages.steps=[12]", "stages.max_new_tokens=[8]"), "stage 2, which has begun, is 4 steps"),
+        (
+            (),
+            "stage 1, which has begun, is 2 steps of at most 8 new tokens there, all steps of at most 16384",
+        ),
+    ],
+)
+def test_stages_that_have_begun_are_kept_and_named(tmp_path: Path, now: tuple[str, ...], told: str) -> None:
+    checkpoint(tmp_path, 3, make_config(tmp_path, *STAGED))
+    with pytest.raises(ValueError, match="cannot resume from") as error:
+        find_recovery(make_config(tmp_path, *now), ORIGIN, TOTAL)
+    assert told in str(error.value)
+
+
+def test_a_run_may_get_stages_when_the_first_is_what_it_was(tmp_path: Path) -> None:
+    plain = make_config(tmp_path, "rollout.max_new_tokens=8", "run.total_steps=3")
+    staged = make_config(tmp_path, "stages.steps=[3,4]", "stages.max_new_tokens=[8,16]")
+    assert refused_changes(plain, staged, 3) == []
+    assert refused_changes(staged, plain, 3) == []
+    (told,) = refused_changes(plain, staged, 4)
+    assert "stage 1, which has begun" in told
+    told = refused_changes(staged, plain, 4)
+    assert "stage 2, which has begun, is 4 steps of at most 16 new tokens there, none now" in told[-1]
+    longer = make_config(tmp_path, "stages.steps=[3,4]", "stages.max_new_tokens=[9,16]")
+    assert len(refused_changes(plain, longer, 3)) == 1
+    assert refused_changes(plain, make_config(tmp_path, "rollout.max_new_tokens=9"), 3) == [
+        "rollout.max_new_tokens: 8 there, 9 now"
+    ]
+
+
+def with_flight(folder: Path, config: Config, groups: list[GroupInFlight], reward: str) -> None:
+    """A checkpoint of step 3 with these groups in flight."""
+    partial = open_partial(folder / "checkpoints", 3)
+    write_progress(partial, replace(PROGRESS, step=3, reward_fingerprint=reward))
+    (partial / "config.yaml").write_text(config_as_yaml(config))
+    (partial / "state" / ".metadata").write_text("index")
+    (partial / FLIGHT).write_bytes(write_flight(Flight(groups, next_draw=20)))
+    publish(partial, 3, False, {})
+
+
+def test_a_stage_that_is_too_short_for_the_groups_in_flight_is_refused_before_the_start(
+    tmp_path: Path,
+) -> None:
+    """Five groups: three are not finished, one is complete, and one is complete and dropped, as both are right. Steps
+    learn from two."""
+    settings = ("data.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=8", *DECOUPLED)
+    dynamic = (*settings, "selection.dynamic_sampling=accuracy")
+    open_ = PartialCompletion((5, 6), (-1.0, -1.0), (Segment(2, 1, 2),))
+
+    def done(right: bool) -> ScoredCompletion:
+        completion = Completion(0, (5,), (-1.0,), "", "stop", 1, (Segment(1, 1, 2),))
+        return ScoredCompletion(completion, Score(float(right), right, "", "string"))
+
+    samples = [(open_, open_), (done(True), open_), (open_, open_)]
+    samples += [(done(True), done(False)), (done(True), done(True))]
+    groups = [GroupInFlight(draw, 1, both) for draw, both in enumerate(samples)]
+    with_flight(tmp_path / "dynamic", make_config(tmp_path / "dynamic", *dynamic), groups, "code-1")
+    with_flight(tmp_path / "all", make_config(tmp_path / "all", *settings), groups, "code-1")
+
+    def steps(name: str, given: tuple[str, ...], ends: str, reward: str = "code-1") -> list[int]:
+        lengths = "[8,16]" if "," in ends else "[8]"
+        stages = f"stages.steps=[{ends}]", f"stages.max_new_tokens={lengths}"
+        config = make_config(tmp_path / name, *given, *stages)
+        return found_steps(config, replace(ORIGIN, reward=reward))
+
+    assert steps("dynamic", dynamic, "5,4") == [3], "four groups, two steps"
+    with pytest.raises(
+        ValueError, match=r"has 4 groups in flight, which need 2 steps of .*=2 groups; the st"
+    ):
+        steps("dynamic", dynamic, "4,4")
+    assert steps("all", settings, "6,4") == [3]
+    for name, given in (("all", settings), ("dynamic", dynamic)):
+        # Where the reward function has changed nothing is complete that has a score.
+        with pytest.raises(ValueError, match=r"stage 1 ends after step 5, .* 5 groups .* after step 6 or la"):
+            steps(name, given, "5,4", reward="code-1" if name == "all" else "code-2")
+    assert steps("all", settings, "4") == [3], "the last stage may leave some, with a warning"
+
+
+def test_without_a_checkpoint_all_stages_are_compared(tmp_path: Path) -> None:
+    then = make_config(tmp_path, *STAGED)
+    now = make_config(tmp_path, "stages.steps=[2,4,7]", "stages.max_new_tokens=[8,16,24]")
+    (told,) = refused_changes(then, now)
+    assert told.startswith("stages: stage 3 is 6 steps of at most 24 new tokens there, 7 steps")
+
+
+def test_the_split_of_ranks_may_change_but_not_whether_engines_have_their_own(tmp_path: Path) -> None:
+    colocated, own = make_config(tmp_path), make_config(tmp_path, "rollout.ranks=2")
+    more = make_config(
+        tmp_path, "rollout.ranks=4", "rollout.max_concurrent_sequences=8", "rollout.tensor_parallel=2"
+    )
+    assert refused_changes(own, more) == []
+    assert refused_changes(colocated, own) == ["rollout.ranks: 0 there, 2 now"]
+    assert refused_changes(own, colocated) == ["rollout.ranks: 2 there, 0 now"]
+    older = make_config(tmp_path, "rollout.ranks=2", "rollout.max_staleness=3", "rollout.on_new_weights=keep")
+    assert refused_changes(own, older) == [
+        "rollout.max_staleness: 1 there, 3 now",
+        "rollout.on_new_weights: recompute there, keep now",
+    ]
+    assert len(refused_changes(colocated, older)) == len(refused_changes(older, colocated)) == 3
+    unused = make_config(tmp_path, "rollout.max_staleness=3", "rollout.on_new_weights=keep")
+    assert refused_changes(colocated, unused) == []
+
+
+def test_the_files_of_all_listed_functions_are_what_a_run_is_made_of(tmp_path: Path) -> None:
+    for name in ("one.py", "two.py"):
+        (tmp_path / name).write_text("def f(completion, solutions, row):\n    return 1.0\n")
+    first, second = (f"{name}={tmp_path}/{name}.py:f" for name in ("one", "two"))
+    reward = RewardConfig(rewards=["correctness", first, second])
+    before = reward_fingerprint(reward)
+    assert before and reward_fingerprint(replace(reward, rewards=["correctness", first])) != before
+    (tmp_path / "two.py").write_text("def f(completion, solutions, row):\n    return 2.0\n")
+    assert reward_fingerprint(reward) != before
+    assert reward_fingerprint(RewardConfig(rewards=["correctness"])) == ""
+    function = f"{tmp_path}/one.py:f"
+    assert reward_fingerprint(RewardConfig(function=function)) == code_fingerprint(function) != ""

@@ -1,0 +1,365 @@
+"""Nodes are compared by what they say; a difference is told with its hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlmath.config.hub import HubFailedError
+from rlmath.config.load import load_config
+from rlmath.distributed import process
+from rlmath.distributed.device_kind import CUDA_DEFAULTS
+from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE, read_exit_status
+from rlmath.distributed.ranks import RankReport, check_launcher_numbers
+from rlmath.distributed.rendezvous import MissingRanksError, Route, prefer_for_gloo, route_to
+from rlmath.run import startup
+from rlmath.run.startup import (
+    CLOCK_SECONDS,
+    _compare_nodes,
+    _fact_of,
+    _without_secrets,
+    clock_warnings,
+    differences,
+    labelled,
+    log_mistake,
+    node_lines,
+    prepare_grpo,
+    prepare_sft,
+    record_exit,
+)
+from tests.programs import run
+
+
+def said(facts: dict[str, str], nodes: int = 3, ranks_per_node: int = 2, **changes: dict[str, str]):
+    """What the ranks of some nodes say; `changes` are facts of single hosts."""
+    words = {}
+    for rank in range(nodes * ranks_per_node):
+        node, local_rank = divmod(rank, ranks_per_node)
+        mine = facts | changes.get(f"host{node}", {}) if local_rank == 0 else {}
+        words[rank] = RankReport(f"host{node}", node, facts=mine, address=f"10.0.0.{node} (eth{node})")
+    return words
+
+
+def test_equal_nodes_are_in_order_and_are_told_with_ranks_and_addresses() -> None:
+    words = said({"torch": "2.13.0"})
+    assert _compare_nodes(words).error is None
+    assert node_lines(words) == [
+        "3 nodes, 6 ranks:",
+        "  host0: ranks 0-1, 10.0.0.0 (eth0)",
+        "  host1: ranks 2-3, 10.0.0.1 (eth1)",
+        "  host2: ranks 4-5, 10.0.0.2 (eth2)",
+    ]
+    assert len(node_lines(said({}, nodes=64, ranks_per_node=8))) == 18
+    assert node_lines(said({}, nodes=1)) == []
+
+
+def test_every_difference_is_told_with_its_hosts_in_one_error() -> None:
+    facts = {"torch": "2.13.0", "rlmath's code (hash)": "aa", "run.seed": "1"}
+    words = said(facts, host1={"torch": "2.12.0"}, host2={"rlmath's code (hash)": "bb", "run.seed": "2"})
+    decision = _compare_nodes(words)
+    assert decision.is_mistake
+    assert (decision.error or "").splitlines() == [
+        "The nodes differ, and must be alike in:",
+        "  torch: 2.12.0 on host1; 2.13.0 on host0, host2",
+        "  rlmath's code (hash): bb on host2; aa on host0, host1",
+        "  run.seed: 2 on host2; 1 on host0, host1",
+    ]
+
+
+def test_what_only_some_nodes_have_is_a_difference() -> None:
+    facts = {"a": {"torch": "2", "run.seed": "3"}, "b": {"torch": "2", "transformer-engine": "2.9"}}
+    assert list(differences(facts)) == [
+        "run.seed: 3 on a; its default on b",
+        "transformer-engine: not there on a; 2.9 on b",
+    ]
+
+
+def test_long_values_and_many_nodes_are_cut() -> None:
+    nodes = {f"node{i:03d}": {"model.path": f"{'x' * 1000}{i}" if i else "y"} for i in range(128)}
+    (line,) = differences(nodes)
+    assert len(line) < 16 * 250
+
+
+def test_nodes_with_one_name_are_told_apart_by_their_numbers() -> None:
+    words = {0: RankReport("same", 0), 1: RankReport("same", 1), 2: RankReport("other", 2)}
+    assert list(labelled(words)) == ["same (node 0)", "same (node 1)", "other"]
+
+
+def test_ranks_that_read_other_prompts_than_rank_0_are_told() -> None:
+    """Also on one node, whose ranks a function of the user's may give something else."""
+    words = {rank: RankReport("host0", 0, facts={"torch": "2"} if rank == 0 else {}) for rank in range(4)}
+    assert _compare_nodes(words).error is None
+    read = {rank: replace(word, data="b" if rank in (1, 3) else "a") for rank, word in words.items()}
+    decision = _compare_nodes(read)
+    assert decision.is_mistake and "ranks 1, 3 read other prompts than rank 0" in (decision.error or "")
+    assert _compare_nodes({rank: replace(word, data="a") for rank, word in words.items()}).error is None
+
+
+def test_a_first_node_whose_name_means_itself_is_told_unless_all_nodes_are_one_machine() -> None:
+    words = said({"torch": "2"})
+    words[0] = RankReport("host0", 0, facts={"torch": "2"}, address="127.0.1.1 (lo)")
+    told = _compare_nodes(words).error or ""
+    assert "127.0.1.1 (lo) on host0" in told and "GLOO_SOCKET_IFNAME" in told
+    chosen = RankReport("host0", 0, facts={"torch": "2"}, address="127.0.1.1 (lo), gloo over eth0")
+    assert _compare_nodes(words | {0: chosen}).error is None
+    everywhere = {
+        rank: RankReport(word.host, word.node, facts=word.facts, address="127.0.0.1 (lo)")
+        for rank, word in words.items()
+    }
+    assert _compare_nodes(everywhere).error is None
+
+
+def test_clocks_within_the_bound_are_no_warning() -> None:
+    assert clock_warnings([("a", 50.0), ("b", 50.0 + CLOCK_SECONDS)]) == []
+    assert clock_warnings([]) == []
+    (told,) = clock_warnings([("a", 50.0), ("b", 50.0 - 2 * CLOCK_SECONDS), ("c", 50.0)])
+    assert "differ from that of a: b by -4.0 s." in told
+
+
+def test_gloo_listens_where_others_come_in_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "set, so that it is taken back")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    prefer_for_gloo(Route("127.0.0.1", "lo"))
+    prefer_for_gloo(None)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    prefer_for_gloo(Route("10.0.0.7", "ens5"))
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ens5"
+    prefer_for_gloo(Route("10.0.0.7", "eth0"))
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ens5"
+
+
+def test_the_way_to_a_host_is_found_without_sending_anything() -> None:
+    route = route_to("127.0.0.1")
+    assert route is not None and route.is_loopback and str(route) == "127.0.0.1 (lo)"
+    assert route_to("no-such-host.invalid") is None
+
+
+def test_the_hash_of_the_code_changes_with_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "somecode"
+    (package / "sub").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(process, "PACKAGES", ("somecode",))
+    hashes = [process.code_hash()]
+    for content in ("x = 1\n", "x = 2\n"):
+        (package / "sub" / "a.py").write_text(content)
+        hashes.append(process.code_hash())
+    (package / "sub" / "a.py").rename(package / "sub" / "b.py")
+    hashes.append(process.code_hash())
+    assert len(set(hashes)) == 4
+
+
+def test_the_environment_that_is_set_on_gpus_is_documented() -> None:
+    page = Path(__file__).resolve().parents[2].joinpath("docs", "clusters.md").read_text()
+    for name, value in CUDA_DEFAULTS.items():
+        assert f"| `{name}` | {value} |" in page
+
+
+def test_nodes_compare_settings_from_the_environment_without_their_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = [
+        "run.output_dir=o",
+        "model.path=m",
+        "data.train_path=t",
+        "reward.function=${oc.env:RLMATH_TEST_SECRET}",
+    ]
+    said_of = {}
+    for host, secret in (("a", "first-value"), ("b", "first-value"), ("c", "other-value")):
+        monkeypatch.setenv("RLMATH_TEST_SECRET", secret)
+        value = load_config([], given).reward.function
+        said_of[host] = {"reward.function": _fact_of("reward.function", value)}
+    (line,) = differences(said_of)
+    assert "on c; " in line and "on a, b" in line and "value from the environment" in line
+    assert not any(secret in line for secret in ("first-value", "other-value"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("no project private-team"),
+        json.JSONDecodeError("no project private-team", "{", 0),
+        UnicodeDecodeError("utf-8", b"x", 0, 1, "no project private-team"),
+        FileNotFoundError(2, "No such file", "private-team"),
+        UnicodeEncodeError("ascii", "private-team", 0, 1, "no project private-team"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_of_any_kind_is_told_without_secrets(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setenv("RLMATH_TEST_TEAM", "private-team")
+    given = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
+    load_config([], [*given, "telemetry.wandb_project=${oc.env:RLMATH_TEST_TEAM}"])
+    told = _without_secrets(error)
+    assert "${oc.env:RLMATH_TEST_TEAM}" in str(told) and "private-team" not in str(told)
+    assert isinstance(told, OSError) == isinstance(error, OSError)
+    assert isinstance(told, ValueError) == isinstance(error, ValueError)
+
+
+@pytest.mark.parametrize("kind", [ValueError, HubFailedError, MissingRanksError])
+def test_torchruns_report_has_no_secrets(
+    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = tmp_path / "attempt_0" / "0" / "error.json"
+    report.parent.mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("RLMATH_TEST_TEAM", "private-team")
+    given = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
+    load_config([], [*given, "telemetry.wandb_project=${oc.env:RLMATH_TEST_TEAM}"])
+    log_mistake(kind("hf://private-team/model: the hub was not done"))
+    told = json.loads(report.read_text(encoding="utf-8"))["message"]["message"]
+    assert told == "hf://${oc.env:RLMATH_TEST_TEAM}/model: the hub was not done"
+    assert caplog.messages == [told]
+
+
+def test_the_exit_status_keeps_the_list_of_mistakes(tmp_path: Path) -> None:
+    """Bounded, and without what moves a terminal's cursor; of another failure the first line."""
+    record_exit(tmp_path, MISTAKE, "2 problems with this run:\n  - a\x1b[2J\n  - b")
+    assert read_exit_status(tmp_path).message == "2 problems with this run:\n  - a\\x1b[2J\n  - b"
+    record_exit(tmp_path, MISTAKE, "x" * 5000)
+    assert read_exit_status(tmp_path).message == "x" * 2000 + " [...]"
+    record_exit(tmp_path, FAILURE, "lost\nits stack")
+    assert read_exit_status(tmp_path).message == "lost"
+
+
+@pytest.mark.parametrize("program", ["train_grpo.py", "train_sft.py"])
+def test_a_start_without_torchrun_is_refused(made_arithmetic: Path, tmp_path: Path, program: str) -> None:
+    """Before anything is started or written; after other mistakes, of which it may be the cause."""
+    base, data = made_arithmetic / "base", made_arithmetic / "data"
+    rows = data / ("worked.jsonl" if program == "train_sft.py" else "heldout.jsonl")
+    config = "configs/demo_sft.yaml" if program == "train_sft.py" else "configs/demo.yaml"
+    words = (
+        "--config",
+        config,
+        f"run.output_dir={tmp_path}/o",
+        f"model.path={base}",
+        f"data.train_path={rows}",
+    )
+    for layout, mistakes in (("parallel.tensor=1", 0), ("parallel.tensor=2", 1)):
+        console = run(f"launch/{program}", *words, layout, expect=2).stderr
+        assert console.count("started without torchrun: RANK, WORLD_SIZE") == 1
+        assert f"N launch/{program}" in console and console.count("does not divide the 1 ranks") == mistakes
+        assert "Traceback" not in console and not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "name", "value"),
+    [
+        ("train_grpo.py", "RANK", "x"),
+        ("train_grpo.py --bogus", "RANK", "x"),
+        ("train_grpo.py", "WORLD_SIZE", "abc"),
+        ("train_grpo.py --dry-run", "WORLD_SIZE", "0"),
+        ("train_grpo.py --dry-run", "RANK", "x"),
+        ("evaluate.py", "RANK", "-1"),
+    ],
+)
+def test_a_launcher_variable_that_is_no_number_is_named(
+    tmp_path: Path, program: str, name: str, value: str
+) -> None:
+    words = (f"run.output_dir={tmp_path}/o", "model.path=m", "data.train_path=t")
+    if program == "evaluate.py":
+        words = ("--model", "m", "--benchmarks", "b", "--data-dir", "d", "--output", f"{tmp_path}/o")
+    launcher = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    file, *options = program.split()
+    told = run(f"launch/{file}", *options, *words, expect=2, variables=launcher | {name: value}).stderr
+    assert f'the environment variable {name} is "{value}"; needed: a whole number' in told
+    assert "Traceback" not in told and not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [
+        ("RANK", "1.5", 0),
+        ("LOCAL_RANK", "", 0),
+        ("GROUP_RANK", "one", 0),
+        ("LOCAL_WORLD_SIZE", "0", 1),
+        ("MASTER_PORT", "29500/tcp", 0),
+    ],
+)
+def test_every_number_of_the_launcher_is_checked(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, least: int
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(
+        ValueError, match=f'variable {name} is "{value}"; needed: a whole number from {least}'
+    ):
+        check_launcher_numbers()
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "printed"),
+    [
+        (["--help"], 0, ["Train with GRPO.", "--config FILE", "algorithm.clip_ratio"]),
+        (["--seed", "3"], 2, ["unrecognized arguments: --seed"]),
+        (["--ranks", "8"], 2, ["--ranks is for --dry-run"]),
+    ],
+)
+def test_only_rank_0_prints_help_and_a_mistake_of_the_command_line(
+    words: list[str],
+    status: int,
+    printed: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(startup, "OTHER_RANKS_WAIT_SECONDS", 0.0)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as ended:
+            startup.read_command_line("Train with GRPO.", words)
+        assert ended.value.code == status
+        console = "".join(capsys.readouterr())
+        assert console == "" if rank == "1" else all(text in console for text in printed)
+
+
+# ---------------------------------------------------------------- what a start tells of the data
+
+
+def test_a_start_shows_a_prompt_and_what_is_odd_about_the_data(
+    tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
+    rows[2]["answer"] = "see solution"
+    file = tmp_path / "sums.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    small = (
+        "data.prompts_per_step=4",
+        "data.template=raw",
+        "data.max_prompt_tokens=64",
+        "rollout.max_new_tokens=16",
+    )
+    paths = (f"model.path={tied_model}", f"data.train_path={file}", f"run.output_dir={tmp_path / 'run'}")
+    held = ("validation.every_steps=1", f"validation.paths=[{file}]")
+    config = load_config([], [*paths, *small, *held, "run.device=cpu"])
+    prepared = prepare_grpo(config)
+    told = "\n".join((*prepared.lines, *prepared.warnings))
+    assert "A prompt as the model reads it: '0' of" in told and "\n  | 0+1=\n" in told
+    assert '8 of the 8 problems of validation "sums" are trained on, too' in told
+    assert "1 of 8 training prompts have no usable reference" in told
+    assert "1: the reference says that the answer is elsewhere ('2': 'see solution')" in told
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    other = prepare_grpo(config)
+    assert "A prompt as the model reads it" not in "\n".join(other.lines) and other.warnings == ()
+
+
+def test_a_supervised_start_shows_what_is_learned(tied_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "sft.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": f"{n}+1=", "completion": "2"}) for n in range(8)))
+    paths = (f"model.path={tied_model}", f"data.train_path={file}", f"run.output_dir={tmp_path / 'run'}")
+    small = (
+        "data.prompts_per_step=4",
+        "sft.max_sequence_tokens=64",
+        "run.device=cpu",
+        f"sft.held_out_path={file}",
+    )
+    prepared = prepare_sft(load_config([], [*paths, *small]))
+    told = "\n".join((*prepared.lines, *prepared.warnings))
+    assert "6 tokens, 0 of them unknown; the 4 of the prompt are not learned:\n  | 0+1=\n" in told
+    assert "8 of the 8 held-out sequences have a prompt that is trained on, too" in told

@@ -1,0 +1,304 @@
+from __future__ import annotations
+
+import errno
+import functools
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlmath.config.run_files import LOG_FILE
+from rlmath.config.schema import SaveConfig
+from rlmath.run.recovery.save_schedule import saves_due
+from rlmath.telemetry.console import (
+    COLUMNS,
+    Progress,
+    RemainingTime,
+    count_due,
+    long_step_line,
+    step_line,
+    wrapped,
+)
+from tests.terminal import on_terminal, shown_lines
+
+THIRD_OF_38 = Progress(
+    epoch=1,
+    total_epochs=2,
+    step=3,
+    steps_per_epoch=19,
+    global_step=3,
+    total_steps=38,
+    step_seconds=1.2344,
+    total_seconds=6.0,
+    remaining_seconds=70.0,
+)
+METRICS = {
+    "task_reward": -0.29968,
+    "rollout/accuracy": 0.25,
+    "rollout/response_length": 7907.8955,
+    "avg_seq_len": 8000.5,
+    "no_eos_ratio": 0.122802,
+    "actor_loss": 1e-6,
+}
+
+
+def test_the_line_in_the_file_has_the_fields_of_the_areal_documents():
+    assert long_step_line(THIRD_OF_38, METRICS) == (
+        "Epoch 1/2 step 3/19 (global step 3) finishes. #End to end# execution time: *1.234*s. "
+        "Total time consumption: 6.000s. Estimated remaining time: 70.000s. "
+        "task_reward: -0.2997 avg_seq_len: 8000.5 no_eos_ratio: 0.1228"
+    )
+
+
+def test_the_line_in_the_file_tells_what_is_carried_sampled_again_and_idle():
+    metrics = {
+        "rollout/discarded_tokens": 5.0,
+        "rollout/prefilled_again_tokens": 1200.0,
+        "rollout/carried_tokens": 1_234_567.0,
+        "rollout/staleness": 0.5,
+        "rollout/idle_share": 0.0625,
+        "rollout/tail_share": 0.25,
+        "tokens_per_second/learned": 2916.04,
+    }
+    assert long_step_line(THIRD_OF_38, metrics).endswith(
+        "70.000s. tokens_per_second/learned: 2916.0 rollout/tail_share: 0.250 rollout/idle_share: 0.062 "
+        "rollout/staleness: 0.500 rollout/carried_tokens: 1234567 rollout/prefilled_again_tokens: 1200 "
+        "rollout/discarded_tokens: 5"
+    )
+
+
+def test_a_metric_that_is_not_a_number_is_said_and_a_missing_one_left_out():
+    assert long_step_line(THIRD_OF_38, {"task_reward": math.nan}).endswith("s. task_reward: nan")
+    assert step_line(THIRD_OF_38, {"task_reward": math.nan}) == "step  3/38 reward nan 1.23s left 1:10"
+
+
+def test_the_line_on_the_console_has_what_matters_first():
+    line = "step  3/38 reward -0.300 acc 0.250 len 7908 cut 0.12 1.23s left 1:10"
+    assert step_line(THIRD_OF_38, METRICS) == line
+
+
+def test_the_line_on_the_console_fits_whatever_the_numbers_are():
+    """Metrics are left out before it gets too long: the last ones first, never the time that is left."""
+    long = Progress(9, 9, 9, 9, 99_999, 100_000, 86_399.0, 1e9, remaining_seconds=35_999.0)
+    metrics = METRICS | {"task_reward": -12_345.678, "train/loss": 123.45678, "held_out/loss": 123.45678}
+    line = step_line(long, metrics)
+    assert len("00:00:00 ") + len(line) <= COLUMNS and "cut" not in line and "len" not in line
+    assert line.startswith("step  99999/100000 reward -12345.678 acc 0.250 ") and line.endswith(
+        "86399s left 9:59:59"
+    )
+
+
+def test_the_first_step_does_not_count_for_the_time_that_is_left_once_there_is_another():
+    remaining = RemainingTime(total_steps=20)
+    remaining.add(40.0, 0.0)
+    assert remaining.seconds(1) == 19 * 40.0
+    remaining.add(4.0, 0.0)
+    remaining.add(2.0, 0.0)
+    assert remaining.seconds(3) == 17 * 2.0, "of two the shorter one: the second may still warm up"
+    remaining.add(3.0, 0.0)
+    assert remaining.seconds(4) == 16 * 3.0, "the median"
+
+
+def test_a_slow_save_after_the_second_step_does_not_count_for_every_step_that_is_left():
+    """The first recovery point is made after step 2; with one every 8 steps, two are to come before step 20."""
+    due = functools.partial(saves_due, SaveConfig(ckpt_freq_secs=None, ckpt_freq_steps=8), 100)
+    remaining = RemainingTime(20, saves=due)
+    remaining.add(40.0, 0.0)
+    remaining.add(2.5, 0.0)
+    assert remaining.seconds(2) == 18 * 2.5, "what a save takes is not known yet"
+    remaining.add(8.0, 0.0, 6.0)
+    assert remaining.seconds(3) == 17 * 2.0 + 2 * 6.0
+
+
+def test_validations_are_counted_apart_and_for_as_often_as_they_are_still_made():
+    """Step 1 began with the validation of the model as it came; those after 5, 10, 15 and 20 steps are to come."""
+    remaining = RemainingTime(20, lambda done: count_due(done, 20, 5))
+    remaining.add(70.0, 30.0)
+    remaining.add(2.0, 0.0)
+    remaining.add(2.0, 0.0)
+    assert remaining.seconds(3) == 17 * 2.0 + 4 * 30.0
+    remaining.add(2.0, 0.0)
+    remaining.add(2.0, 0.0)
+    assert remaining.seconds(5) == 15 * 2.0 + 4 * 30.0, "that of step 5 is made when step 6 begins"
+    remaining.add(12.0, 10.0)
+    assert remaining.seconds(6) == 14 * 2.0 + 3 * 20.0
+
+
+def test_a_resumed_run_begins_with_the_pace_of_the_start_before():
+    remaining = RemainingTime(10)
+    for seconds in (50.0, 3.0, 3.0, 3.0):
+        remaining.add_earlier(seconds, 0.0)
+    remaining.add(60.0, 0.0)
+    assert remaining.seconds(5) == 5 * 3.0
+    remaining.add(1.0, 0.0)
+    assert remaining.seconds(6) == 4 * 1.0, "its own, which may run on another layout"
+
+
+def test_long_lines_are_wrapped_between_words_and_paths_stay_whole():
+    path = "/a/very/long/" + "path/" * 20
+    text = f"12:00:00 WARNING: The file {path} cannot be read, and the run continues without it.\n  as it was"
+    lines = wrapped(text, 60).split("\n")
+    assert f"  {path}" in lines and lines[-1] == "  as it was"
+    assert all(len(line) <= 60 for line in lines if path not in line)
+    assert " ".join(line.strip() for line in lines) == " ".join(text.split())
+
+
+def logged(rank: int) -> str:
+    code = (
+        f"import logging; from rlmath.telemetry.console import setup_logging; setup_logging({rank});"
+        "logging.getLogger('rlmath').info('own news'); logging.getLogger('rlmath').warning('own warning');"
+        "logging.getLogger('vllm.engine').info('vllm news'); logging.getLogger('megatron.core').info('mc news');"
+        "logging.getLogger('vllm.engine').error('vllm error')"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stderr
+
+
+def test_rank_0_tells_its_news_and_libraries_only_warn():
+    text = logged(0)
+    assert re.search(r"^\d\d:\d\d:\d\d own news$", text, re.MULTILINE)
+    assert re.search(r"^\d\d:\d\d:\d\d WARNING: own warning$", text, re.MULTILINE)
+    assert re.search(r"^\d\d:\d\d:\d\d ERROR: vllm error$", text, re.MULTILINE)
+    assert "vllm news" not in text
+    assert "mc news" not in text
+
+
+def test_other_ranks_only_warn_and_say_who_they_are():
+    text = logged(3)
+    assert "own news" not in text
+    assert "rank 3 WARNING: own warning\n" in text
+
+
+LOGS = """
+import logging, sys
+from rlmath.telemetry import console
+console.setup_logging(0)
+log = logging.getLogger("rlmath.somewhere")
+log.info("before there is a file")
+console.open_log_file(sys.argv[1])
+log.debug("for the file \x1b[31malone")
+logging.getLogger("another").debug("of a library")
+log.info("news of many words " * 8)
+"""
+
+
+def write_logs(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", LOGS, str(folder)]
+    return subprocess.run(command, env=os.environ, capture_output=True, text=True, check=True)
+
+
+def test_the_log_file_has_all_lines_with_date_and_level_and_no_control_characters(tmp_path: Path):
+    for _ in range(2):
+        done = write_logs(tmp_path)
+    assert "before there is a file" in done.stderr and "alone" not in done.stderr
+    assert f"news of many words {'news of many words ' * 7}\n" in done.stderr, "no line of a log is wrapped"
+    lines = (tmp_path / LOG_FILE).read_text().splitlines()
+    assert [re.sub(r"^\d{8}-\d\d:\d\d:\d\d\.\d{3} ", "", line)[:30].rstrip() for line in lines] == 2 * [
+        "INFO: before there is a file",
+        r"DEBUG: for the file \x1b[31malone"[:30],
+        "INFO: news of many words news o"[:30].rstrip(),
+    ]
+
+
+def test_a_log_file_that_the_disk_refuses_is_told_once(tmp_path: Path):
+    """Whatever is written to /dev/full is refused."""
+    (tmp_path / LOG_FILE).symlink_to("/dev/full")
+    done = write_logs(tmp_path)
+    assert done.stderr.count(os.strerror(errno.ENOSPC)) == 1 and "Traceback" not in done.stderr
+    assert done.stderr.count("before there is a file") == 1 and "news of many words" in done.stderr
+
+
+BAR_AND_LINES = """
+import logging, sys
+from tqdm import tqdm
+from rlmath.telemetry.console import setup_logging
+setup_logging(0)
+with tqdm(total=10, desc="step 4/20", leave=False, mininterval=0) as bar:
+    for n in range(10):
+        bar.update()
+        if n == 5:
+            logging.getLogger("rlmath").warning("a warning of many words " * 6)
+logging.getLogger("rlmath").info("the end")
+"""
+
+
+@pytest.mark.parametrize("columns", [80, 50])
+def test_lines_on_a_terminal_fit_and_do_not_mix_with_a_bar(columns: int):
+    written = on_terminal(BAR_AND_LINES, columns)
+    assert "step 4/20:" in written and "\x1b" not in written
+    lines = [line for line in shown_lines(written) if line]
+    assert all(len(line) <= columns for line in lines)
+    assert (
+        " ".join(line.strip() for line in lines[:-1])[9:]
+        == f"WARNING: {'a warning of many words ' * 6}".rstrip()
+    )
+    assert lines[-1].endswith("the end") and len(lines) > 2
+
+
+LINE_OVER_A_BAR = """
+import logging, sys
+from rlmath.telemetry.console import setup_logging
+setup_logging(1)
+sys.__stdout__.write("step 4/20:  50%|" + 50 * "#" + "|")
+sys.__stdout__.flush()
+logging.getLogger("rlmath").warning("a warning")
+"""
+
+
+def test_the_line_of_another_rank_takes_the_place_of_the_bar_of_the_first():
+    line, end = shown_lines(on_terminal(LINE_OVER_A_BAR, 80))
+    assert re.fullmatch(r"\d\d:\d\d:\d\d rank 1 WARNING: a warning", line) and end == ""
+
+
+ENDS_WITH_A_BAR = """
+import logging, os
+from tqdm import tqdm
+from rlmath.telemetry.console import setup_logging
+setup_logging(0)
+bar = tqdm(total=10, desc="step 4/20", leave=False)
+logging.getLogger("rlmath").warning("the last line")
+logging.shutdown()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    "end", ["stop_on_signal(Path(sys.argv[1])); os.kill(os.getpid(), 2); time.sleep(60)", "end_broken()"]
+)
+def test_no_bar_is_drawn_below_the_last_line(tmp_path: Path, end: str):
+    """Of an evaluation that Ctrl-C stops, and of a program that failed."""
+    program = f"""
+import os, sys, time
+from pathlib import Path
+from tqdm import tqdm
+from rlmath.evals.command import stop_on_signal
+from rlmath.run.startup import end_broken, set_up_rank_logging
+sys.argv = ["", {str(tmp_path)!r}]
+set_up_rank_logging()
+bar = tqdm(total=10, desc="evaluation", leave=False)
+try:
+    raise OSError("broken")
+except OSError:
+    {end}
+"""
+    written = on_terminal(program, 80, 75 if "signal" in end else 1)
+    before, last, after = written.partition("the same" if "signal" in end else "OSError: broken")
+    assert "evaluation:" in before and last and "evaluation:" not in after
+
+
+def test_no_bar_stays_on_the_terminal_when_a_program_ends():
+    line, end = shown_lines(on_terminal(ENDS_WITH_A_BAR, 80))
+    assert line.endswith("WARNING: the last line") and end == ""
+
+
+def test_several_rewards_are_in_the_lines_of_a_step() -> None:
+    metrics = {"task_reward": 1.5, "reward/steps": 0.25, "reward/steps/failures": 0.0, "reward/boxed": 1.0}
+    assert step_line(THIRD_OF_38, metrics) == "step  3/38 reward 1.500 steps 0.25 1.23s left 1:10"
+    assert long_step_line(THIRD_OF_38, metrics).endswith("s. task_reward: 1.5000 reward/steps: 0.2500")

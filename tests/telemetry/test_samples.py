@@ -1,0 +1,213 @@
+import json
+import math
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugin_util import markdown_to_safe_html
+
+from rlmath.algorithms.types import Completion, Prompt, RewardFailure, Score, ScoredGroup, Segment
+from rlmath.config.terminal import visible
+from rlmath.telemetry.console import code_block, shortened
+from rlmath.telemetry.metrics_writer import MetricsWriter
+from rlmath.telemetry.samples import SampleWriter, completion_facts, group_markdown
+
+
+def group(prompt_id: str = "q1", text: str = "so \\boxed{132}") -> ScoredGroup:
+    return ScoredGroup(
+        Prompt(prompt_id, "47+85=", (1, 2), ("\\boxed{132}",), "math"),
+        (
+            Completion(
+                0,
+                (3, 4, 5),
+                (-0.1, -0.2, -0.3),
+                text,
+                "stop",
+                7,
+                (Segment(1, 6, 2), Segment(1, 7, 3), Segment(1, 7, 4)),
+            ),
+            Completion(1, (3,), (-0.5,), "hm", "length", 7),
+        ),
+        (Score(5.0, True, "132", "string", True), Score(-5.0, False, "", "no_answer")),
+    )
+
+
+def write(tmp_path, groups, advantages, groups_per_step=2, tensorboard=False, step=1):
+    metrics_writer = MetricsWriter(str(tmp_path), tensorboard)
+    SampleWriter(str(tmp_path), groups_per_step).write(step, groups, advantages, metrics_writer)
+    metrics_writer.close()
+
+
+def test_a_row_holds_a_group_whole(tmp_path):
+    write(tmp_path, [group()], [[1.0, -1.0]])
+    (line,) = (tmp_path / "samples" / "step-000001.jsonl").read_text().splitlines()
+    assert json.loads(line) == {
+        "prompt_id": "q1",
+        "prompt": "47+85=",
+        "solutions": ["\\boxed{132}"],
+        "completions": [
+            {
+                "reward": 5.0,
+                "advantage": 1.0,
+                "correct": True,
+                "verdict": "string",
+                "extracted": "132",
+                "boxed": True,
+                "length": 3,
+                "finish_reason": "stop",
+                "policy_version": 7,
+                "segments": [[1, 6], [2, 7]],
+                "text": "so \\boxed{132}",
+            },
+            {
+                "reward": -5.0,
+                "advantage": -1.0,
+                "correct": False,
+                "verdict": "no_answer",
+                "extracted": "",
+                "boxed": False,
+                "length": 1,
+                "finish_reason": "length",
+                "policy_version": 7,
+                "segments": [],
+                "text": "hm",
+            },
+        ],
+    }
+
+
+def test_a_completion_tells_where_other_weights_continued_it(tmp_path):
+    write(tmp_path, [group()], [[1.0, -1.0]])
+    (line,) = (tmp_path / "samples" / "step-000001.jsonl").read_text().splitlines()
+    first, second = map(completion_facts, json.loads(line)["completions"])
+    assert "3 tokens (1 of version 6 + 2 of version 7), stop" in first
+    assert "1 tokens, length" in second
+
+
+def test_only_the_first_groups_of_a_step_are_kept(tmp_path):
+    groups = [group(f"q{number}") for number in range(5)]
+    write(tmp_path, groups, [[0.0, 0.0]] * 5, groups_per_step=2, step=12)
+    rows = [
+        json.loads(line) for line in (tmp_path / "samples" / "step-000012.jsonl").read_text().splitlines()
+    ]
+    assert [row["prompt_id"] for row in rows] == ["q0", "q1"]
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step-000012.jsonl"]
+
+
+def test_a_group_that_could_not_be_judged_is_kept_whatever_its_place(tmp_path):
+    late = ScoredGroup(group("late").prompt, group().completions, (Score(-5.0, False, "x", "timeout"),) * 2)
+    path = SampleWriter(str(tmp_path), 0).write_failure(3, [group("q0"), late], [[0.0, 0.0]] * 2)
+    assert path == tmp_path / "samples" / "failure-000003.jsonl"
+    (line,) = path.read_text().splitlines()
+    assert json.loads(line)["prompt_id"] == "late"
+
+
+def test_no_groups_wanted_writes_nothing(tmp_path):
+    write(tmp_path, [group()], [[0.0, 0.0]], groups_per_step=0)
+    assert not (tmp_path / "samples").exists()
+
+
+def test_a_step_written_again_is_replaced(tmp_path):
+    write(tmp_path, [group("old"), group("old too")], [[0.0, 0.0]] * 2)
+    write(tmp_path, [group("new")], [[0.0, 0.0]])
+    (line,) = (tmp_path / "samples" / "step-000001.jsonl").read_text().splitlines()
+    assert json.loads(line)["prompt_id"] == "new"
+
+
+@pytest.mark.parametrize(
+    "nasty", ["\x1b[2J\x1b]0;pwned\x07", "\ud800", "\u202eabc", "\x00\r\x9b31m\u2028", "汉字"]
+)
+def test_the_file_is_plain_ascii_and_gives_the_text_back(tmp_path, nasty):
+    write(tmp_path, [group(text=nasty)], [[0.0, 0.0]])
+    raw = (tmp_path / "samples" / "step-000001.jsonl").read_bytes()
+    assert all(byte == 10 or 32 <= byte < 127 for byte in raw)
+    assert json.loads(raw)["completions"][0]["text"] == nasty
+
+
+def test_an_advantage_that_is_not_finite_does_not_break_the_file(tmp_path):
+    write(tmp_path, [group()], [[math.nan, math.inf]])
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    row = json.loads((tmp_path / "samples" / "step-000001.jsonl").read_text(), parse_constant=refuse)
+    assert [completion["advantage"] for completion in row["completions"]] == ["NaN", "Infinity"]
+    assert "advantage +nan" in group_markdown(row)
+
+
+@pytest.mark.parametrize(
+    "nasty",
+    [
+        "```\n<script>alert(1)</script>\n# heading\n```",
+        "</code></pre><img src=x onerror=alert(1)>",
+        "- a\n\n**bold** [link](javascript:alert(1))\n\n    | t | u |\n",
+        "\n\n# heading",
+    ],
+)
+def test_in_tensorboard_the_models_markup_is_only_text(nasty):
+    row = {"prompt": nasty, "solutions": ["1"], "completions": []}
+    html = markdown_to_safe_html(group_markdown(row))
+    outside = html.split("<pre><code>")[0] + html.split("</code></pre>")[-1]
+    assert html.count("<pre><code>") == html.count("</code></pre>") == 2
+    for tag in ("<script", "<img", "<h1", "<a ", "<table", "<strong>bold", "<li"):
+        assert tag not in html
+    assert "heading" not in outside
+
+
+def test_tensorboard_has_a_text_per_group(tmp_path):
+    write(
+        tmp_path,
+        [group("a"), group("b", text="x\x1b[0m" + "y" * 10_000)],
+        [[1.0, -1.0]] * 2,
+        tensorboard=True,
+    )
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (text,) = events.Tensors("samples/group_2/text_summary")
+    shown = text.tensor_proto.string_val[0].decode()
+    assert (
+        "reward +5, advantage +1.000, right (string), 3 tokens (1 of version 6 + 2 of version 7), stop"
+        in shown
+    )
+    assert "\\x1b[0m" in shown
+    assert "\x1b" not in shown
+    assert "[... 7005 characters left out ...]" in shown
+
+
+def test_visible_escapes_what_moves_the_cursor_or_hides():
+    assert visible("a\tb\nπ") == "a\tb\nπ"
+    assert visible("\r\x1b[1m\x7f\x9b\u200b\u202e\u2028\ud800\U000e0041") == (
+        "\\x0d\\x1b[1m\\x7f\\x9b\\u200b\\u202e\\u2028\\ud800\\U000e0041"
+    )
+
+
+def test_shortened_keeps_both_ends():
+    assert shortened("abcdef", 6) == "abcdef"
+    assert shortened("abcdefg", 4) == "ab\n[... 3 characters left out ...]\nfg"
+
+
+def test_a_code_block_indents_every_line():
+    assert code_block("a\n\n\tb") == "    a\n    \n        b"
+
+
+def test_several_rewards_have_their_names_and_why_one_failed(tmp_path):
+    right = Score(1.2, True, "132", "string", parts=(1.0, 0.2, 3.0))
+    failed = Score(
+        -1.0,
+        False,
+        "7",
+        "number",
+        parts=(-1.0, 0.0, None),
+        failures=(RewardFailure("own", "error", "KeyError\x1b"),),
+    )
+    scored = ScoredGroup(group().prompt, group().completions, (right, failed))
+    writer = SampleWriter(str(tmp_path), 1, ["correctness", "length", "own"])
+    writer.write(1, [scored], [[1.0, -1.0]], MetricsWriter(str(tmp_path), False))
+    path = writer.write_failure(2, [group(), scored], [[1.0, -1.0]] * 2)
+    for file in (tmp_path / "samples" / "step-000001.jsonl", path):
+        (row,) = map(json.loads, file.read_text().splitlines())
+        one, other = row["completions"]
+        assert one["rewards"] == {"correctness": 1.0, "length": 0.2, "own": 3.0} and one["failures"] == {}
+        assert other["rewards"] == {"correctness": -1.0, "length": 0.0, "own": None}
+        assert other["failures"] == {"own": "error: KeyError\x1b"}
+    facts = completion_facts(other)
+    assert facts.startswith("reward -1 (correctness -1, length +0, own failed), advantage -1.000, wrong")

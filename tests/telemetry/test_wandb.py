@@ -1,0 +1,251 @@
+"""The offline log is read back from its own file; what disturbs W&B's process is a program of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+import struct
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlmath.config.schema import Config, RunConfig, TelemetryConfig
+from rlmath.telemetry.metrics_writer import open_metrics, read_metrics
+from rlmath.telemetry.wandb import run_id
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs rlmath[wandb]")
+
+PROGRAM = """
+    import dataclasses, logging, os, sys, time
+    import psutil
+    from rlmath.config.schema import Config, RunConfig, TelemetryConfig
+    from rlmath.telemetry import wandb
+    from rlmath.telemetry.metrics_writer import open_metrics
+
+    logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.INFO)
+    wandb.FINISH_SECONDS = 3.0
+    telemetry = TelemetryConfig(tensorboard=False, wandb="offline")
+    config = dataclasses.replace(Config(), run=RunConfig(output_dir=sys.argv[1]), telemetry=telemetry)
+
+    def service():
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            for child in psutil.Process().children():
+                if child.is_running() and child.name() == wandb.SERVICE:
+                    return child
+            time.sleep(0.2)
+        raise SystemExit("W&B's process did not start")
+
+    def log_file_of(text):
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            for path in __import__("pathlib").Path(sys.argv[1]).glob("wandb/*/*.wandb"):
+                if text in path.read_bytes():
+                    return
+            time.sleep(0.2)
+        raise SystemExit(f"{text} is not in W&B's file")
+
+    writer = open_metrics(config)
+    for step in (1, 2):
+        writer.write(step, {"task_reward": step / 2})
+    child = service()
+    log_file_of(b"task_reward")
+"""
+
+
+def config_of(folder: Path, **telemetry: object) -> Config:
+    settings = TelemetryConfig(**{"tensorboard": False, "wandb": "offline", **telemetry})
+    return dataclasses.replace(Config(), run=RunConfig(output_dir=str(folder)), telemetry=settings)
+
+
+def program(folder: Path, then: str) -> subprocess.CompletedProcess:
+    source = textwrap.dedent(PROGRAM) + textwrap.dedent(then)
+    return subprocess.run(
+        [sys.executable, "-c", source, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def records(path: Path):
+    """The records of a .wandb file: a 7-byte head, then a LevelDB log of 32 KiB blocks whose pieces have 7-byte heads
+    (crc, length, and whether it is a whole record, or the first, middle or last part of one)."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, record = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            parsed = wandb_internal_pb2.Record()
+            parsed.ParseFromString(record)
+            yield parsed
+            record = b""
+
+
+def wandb_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("wandb/offline-run-*/*.wandb"))
+
+
+def history(path: Path) -> list[dict]:
+    """The rows of a file, as W&B has them."""
+    rows = []
+    for record in records(path):
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            rows.append(
+                {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+            )
+    return rows
+
+
+def service_processes_of(folder: Path) -> list[psutil.Process]:
+    return [
+        process
+        for process in psutil.process_iter(["name", "environ"])
+        if process.info["name"] == "wandb-core"
+        and (process.info["environ"] or {}).get("RLMATH_TEST") == str(folder)
+    ]
+
+
+def test_offline_files_have_the_numbers_of_metrics_jsonl_and_the_config(tmp_path: Path):
+    writer = open_metrics(config_of(tmp_path / "first", wandb_project="sums"))
+    for step in range(1, 4):
+        writer.write(step, {"task_reward": step / 3, "train/entropy_loss": 0.1 * step, "n_seqs": 8.0})
+    writer.write_validation(3, {"validation/aime24/accuracy": 0.25})
+    writer.write(4, {"task_reward": math.nan, "train/entropy_loss": 1e-30})
+    writer.close()
+    (path,) = wandb_files(tmp_path / "first")
+    ours, theirs = read_metrics(str(tmp_path / "first")), history(path)
+    ours[2]["validation/aime24/accuracy"] = 0.25
+    assert [row["_step"] for row in theirs] == [1, 2, 3, 4]
+    for mine, row in zip(ours, theirs, strict=True):
+        kept = {name: float(value) for name, value in row.items() if not name.startswith("_")}
+        mine.pop("step")
+        assert kept == pytest.approx(mine, nan_ok=True, rel=0, abs=0)
+    (run,) = [record.run for record in records(path) if record.WhichOneof("record_type") == "run"]
+    assert (run.run_id, run.project, run.display_name) == (run_id(tmp_path / "first"), "sums", "first")
+    sent = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert sent["optimizer"]["lr"] == Config().optimizer.lr and sent["telemetry"]["wandb_project"] == "sums"
+
+
+def test_a_run_that_goes_on_is_the_same_run_to_wandb(tmp_path: Path):
+    for first_step in (1, 3):
+        writer = open_metrics(config_of(tmp_path, wandb_name="mine"), first_step)
+        for step in (first_step, first_step + 1):
+            writer.write(step, {"task_reward": float(step)})
+        writer.close()
+        time.sleep(1.1)  # its folders are named by the second
+    one, two = wandb_files(tmp_path)
+    assert {path.stem for path in (one, two)} == {f"run-{run_id(tmp_path)}"}
+    assert [(row["_step"], row["task_reward"]) for row in history(one) + history(two)] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 3.0),
+        (4, 4.0),
+    ]
+
+
+def test_nothing_but_numbers_and_settings_is_written(tmp_path: Path):
+    writer = open_metrics(config_of(tmp_path))
+    writer.write(1, {"task_reward": 1.0})
+    print("a line of the console")
+    writer.close()
+    kinds = {record.WhichOneof("record_type") for path in wandb_files(tmp_path) for record in records(path)}
+    assert not kinds & {"output", "output_raw", "stats", "artifact", "environment", "files"}
+    names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert not names & {"wandb-metadata.json", "requirements.txt", "output.log", "diff.patch"}
+    assert not (tmp_path / "wandb" / "latest-run").exists()
+
+
+def test_off_does_not_even_import_wandb(tmp_path: Path):
+    source = (
+        "import sys, rlmath.telemetry.metrics_writer as m, rlmath.config.schema as c, dataclasses as d\n"
+        "config = d.replace(c.Config(), run=c.RunConfig(output_dir=sys.argv[1]),"
+        " telemetry=c.TelemetryConfig(tensorboard=False))\n"
+        "w = m.open_metrics(config); w.write(1, {'a': 1.0}); w.close()\n"
+        "assert 'wandb' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", source, str(tmp_path)], check=True, timeout=60)
+    assert not (tmp_path / "wandb").exists()
+
+
+def test_its_process_ends_with_a_run_that_breaks_off_and_the_file_can_be_read(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("RLMATH_TEST", str(tmp_path))
+    done = program(tmp_path, "os._exit(7)")
+    assert done.returncode == 7, done.stdout
+    deadline = time.monotonic() + 20
+    while service_processes_of(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert service_processes_of(tmp_path) == []
+    (path,) = wandb_files(tmp_path)
+    assert history(path)[0]["task_reward"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "trouble", ["child.kill(); child.wait(10)", "child.suspend()"], ids=["killed", "hangs"]
+)
+def test_a_process_that_fails_costs_wandb_alone_and_is_told_once(tmp_path: Path, trouble: str):
+    then = f"""
+        {trouble}
+        started = time.monotonic()
+        for step in (3, 4, 5):
+            writer.write(step, {{"task_reward": 0.0}})
+            time.sleep(0.3)
+        assert time.monotonic() - started < 5, "the run waited"
+        writer.close()
+        print("the run is done")
+    """
+    done = program(tmp_path, then)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("Weights & Biases is off from here") == 1, done.stdout
+    assert "the run is done" in done.stdout and "Traceback" not in done.stdout
+    assert [row["step"] for row in read_metrics(str(tmp_path))] == [1, 2, 3, 4, 5]
+
+
+def test_a_folder_that_wandb_cannot_write_into_is_told_once(tmp_path: Path, caplog):
+    config = config_of(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "wandb").write_text("a file where the folder should be")
+    writer = open_metrics(config)
+    for step in (1, 2):
+        writer.write(step, {"task_reward": 1.0})
+    writer.close()
+    assert len([r for r in caplog.records if "Weights & Biases is off" in r.getMessage()]) == 1
+    assert len(read_metrics(str(tmp_path / "run"))) == 2
+
+
+def test_the_signals_stay_the_runs_own(tmp_path: Path):
+    then = """
+        import signal
+        got = []
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            assert signal.getsignal(number) == signal.SIG_DFL
+            signal.signal(number, lambda number, frame: got.append(number))
+        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wandb._quiet_settings()["stop_fn"]()  # the stop button of its pages
+        time.sleep(0.1)
+        writer.write(3, {"task_reward": 1.5})
+        writer.close()
+        assert got == [signal.SIGUSR1, signal.SIGTERM], got
+        print("both signals came")
+    """
+    done = program(tmp_path, then)
+    assert done.returncode == 0 and "both signals came" in done.stdout, done.stdout
+    assert len(history(wandb_files(tmp_path)[0])) == 3

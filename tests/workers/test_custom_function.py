@@ -1,0 +1,345 @@
+"""Reward functions of a user's, run by real workers."""
+
+import contextlib
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlmath.workers.custom_function import checked_result
+from rlmath.workers.fork_server_client import MAX_PRINTED_LINES
+from rlmath.workers.hooks import code_fingerprint, function_problem, load_function
+from rlmath.workers.worker_pool import VerifierPool
+
+SOURCE = """
+import os, sys, threading, time
+
+def by_length(completion, solutions, row):
+    return -abs(len(completion) - int(solutions[0])), {"level": row["level"], "id": len(row["query_id"])}
+
+def plain(completion, solutions, row):
+    return len(completion)
+
+def broken(completion, solutions, row):
+    return 1 / len(completion)
+
+def not_a_number(completion, solutions, row):
+    return float("nan")
+
+def no_reward(completion, solutions, row):
+    return None
+
+def slow(completion, solutions, row):
+    while completion == "slow":
+        time.sleep(0.01)
+    return 1.0
+
+def naps(completion, solutions, row):
+    time.sleep(0.1)
+    return float(completion), {"pid": os.getpid()}
+
+lock = threading.Lock()
+
+def keeps_the_lock(completion, solutions, row):
+    lock.acquire()
+    return 1.0
+
+loaded = []
+
+def slow_to_load(completion, solutions, row):
+    if not loaded:
+        time.sleep(0.8)
+    loaded.append(completion)
+    return float(len(loaded))
+
+def echo(completion, solutions, row):
+    return 1.0, {row["name"]: 2.0}
+
+def huge(completion, solutions, row):
+    return (float(completion), {"size": 1e308})
+
+def leaves(completion, solutions, row):
+    raise SystemExit("no licence")
+
+def greedy(completion, solutions, row):
+    return float(len(bytearray(2**34)))
+
+def deep(completion, solutions, row):
+    return helper(row)
+
+def helper(row):
+    return row["levle"]
+
+def talks(completion, solutions, row):
+    print("\\x1b[2Jseen", completion)
+    for number in range(int(completion)):
+        print("line", number)
+    sys.stderr.write("no end of line")
+    return 1.0
+
+NUMBER = 5
+"""
+ROW = {"query_id": "q17", "level": 3}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with my_rewards.py in it."""
+    (tmp_path / "my_rewards.py").write_text(SOURCE)
+    (tmp_path / "breaks.py").write_text("raise RuntimeError('no licence')")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_number_and_metrics_come_back(folder):
+    with VerifierPool(1, 30.0, function="my_rewards:by_length") as pool:
+        said = pool.call("four", ["6"], ROW).result(60)
+    assert (said.reward, said.metrics, said.failure) == (-2.0, (("level", 3.0), ("id", 3.0)), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "completion", "message"),
+    [
+        ("broken", "", "ZeroDivisionError: division by zero"),
+        ("not_a_number", "x", "it returned nan"),
+        ("no_reward", "x", "TypeError"),
+        ("greedy", "x", "MemoryError"),
+        ("leaves", "x", "SystemExit: no licence"),
+        ("huge", "1e308", "the reward must be a number from -1e+30 to 1e+30; it returned (1e+308,"),
+        ("huge", "-inf", "the reward must be a number from -1e+30 to 1e+30"),
+    ],
+)
+def test_what_is_no_reward_is_a_failure(folder, name, completion, message):
+    with VerifierPool(1, 30.0, function=f"my_rewards:{name}") as pool:
+        said = pool.call(completion, ["6"], ROW).result(60)
+    assert said.failure == "error"
+    assert message in said.message
+
+
+def test_a_failure_has_the_last_lines_of_its_traceback(folder):
+    with VerifierPool(1, 30.0, function="my_rewards:deep") as pool:
+        first, *trace = pool.call("x", [], ROW).result(60).message.splitlines()
+    assert first == "KeyError: 'levle'"
+    assert [line.strip() for line in trace if "File" in line] == [
+        f'File "{folder}/my_rewards.py", line {SOURCE[: SOURCE.index(text)].count(chr(10)) + 1}, in {name}'
+        for text, name in (("return helper", "deep"), ('return row["levle"]', "helper"))
+    ]
+
+
+def test_what_a_function_prints_is_logged_bounded_and_without_control_characters(folder, caplog):
+    caplog.set_level("INFO")
+    with VerifierPool(1, 30.0, function="my_rewards:talks") as pool:
+        assert pool.call("1", [], ROW).result(60).reward == 1.0
+        assert pool.call("100", [], ROW).result(60).reward == 1.0
+    told = [record.getMessage() for record in caplog.records if "prints" in record.getMessage()]
+    assert told[:3] == [
+        "reward.function prints: \\x1b[2Jseen 1",
+        "reward.function prints: line 0",
+        "reward.function prints: no end of line\\x1b[2Jseen 100",
+    ]
+    assert len(told) == MAX_PRINTED_LINES + 1
+    assert told[-1].startswith(
+        f"reward.function prints: {104 - MAX_PRINTED_LINES} more lines, which are left out"
+    )
+
+
+def test_a_function_that_prints_without_end_is_ended_by_its_limit(folder, caplog):
+    caplog.set_level("INFO")
+    (folder / "chatty.py").write_text("def reward(*_):\n    while True:\n        print('x' * 1000)\n")
+    with VerifierPool(1, 1.0, function="chatty:reward") as pool:
+        assert pool.call("x", [], ROW).result(60).failure == "timeout"
+    assert len(caplog.records) <= MAX_PRINTED_LINES + 1
+
+
+def test_a_file_can_be_named_and_finds_the_modules_beside_it(folder, tmp_path_factory, monkeypatch):
+    (folder / "mine").mkdir()
+    (folder / "mine" / "beside.py").write_text("WEIGHT = 3.0\n")
+    (folder / "mine" / "json.py").write_text(
+        "from beside import WEIGHT\ndef steps(completion, solutions, row):\n    return WEIGHT\n"
+    )
+    for spec in ("mine/json.py:steps", f"{folder}/mine/json.py:steps"):
+        assert function_problem(spec) is None
+        with VerifierPool(1, 30.0, function=spec) as pool:
+            assert pool.call("x", [], ROW).result(60).reward == 3.0
+    assert "has no function 'step'" in function_problem("mine/json.py:step")
+    assert "mine/jsn.py" in function_problem("mine/jsn.py:steps")
+
+
+def test_the_fingerprint_is_that_of_the_functions_file_and_imports_nothing(folder):
+    (folder / "package").mkdir()
+    (folder / "package" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (folder / "package" / "inner.py").write_text("def f(): ...\n")
+    before = code_fingerprint("package.inner:f")
+    assert len(before) == 16 and before == code_fingerprint("package/inner.py:f")
+    assert code_fingerprint("my_rewards:plain") not in ("", before)
+    (folder / "package" / "inner.py").write_text("def f(): return 1\n")
+    assert code_fingerprint("package.inner:f") != before
+    assert [code_fingerprint(spec) for spec in (None, "no_such:f", "no.py:f", "breaks.at:f", "nonsense")] == [
+        ""
+    ] * 5
+    assert "package" not in sys.modules
+
+
+def test_names_are_checked_as_values_are(folder):
+    asked = {
+        "\ud800": False,
+        "\x1b[2J": False,
+        "a\nb": False,
+        "": False,
+        " ": False,
+        "x" * 101: False,
+        "\u202ex": False,
+    }
+    asked |= {"x" * 100: True, "Länge in Wörtern": True, "a/b": True, "字": True}
+    with VerifierPool(1, 30.0, function="my_rewards:echo") as pool:
+        futures = {name: pool.call("x", [], {"name": name}) for name in asked}
+        said = {name: future.result(60) for name, future in futures.items()}
+    for name, is_good in asked.items():
+        assert said[name].metrics == (((name, 2.0),) if is_good else ())
+        assert is_good or "must be 1 to 100 printable characters" in said[name].message
+        assert said[name].message.isprintable()
+
+
+def test_finite_numbers_stay_what_they_are(folder):
+    with VerifierPool(1, 30.0, function="my_rewards:huge") as pool:
+        said = pool.call("-1e30", [], ROW).result(60)
+    assert (said.reward, said.metrics) == (-1e30, (("size", 1e308),))
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {},
+        {"failure": "kept", "message": "", "reward": 1.0, "metrics": []},
+        {"failure": None, "message": "", "reward": float("nan"), "metrics": []},
+        {"failure": None, "message": "", "reward": 1.0, "metrics": [["\ud800", 1.0]]},
+        {"failure": None, "message": "", "reward": 1.0, "metrics": [[1, 1.0]]},
+        {"failure": None, "message": "", "reward": 1.0, "metrics": {"a": 1.0}},
+        {"failure": None, "message": "", "reward": [1.0], "metrics": []},
+    ],
+)
+def test_a_reply_that_no_function_gives_is_none(reply):
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        checked_result(reply)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_slow_answers_wait_for_each_other_and_none_times_out(folder, workers):
+    """Of 0.1 s each they take several limits, on no more workers than were asked for."""
+    asked = range(30 * workers)
+    with VerifierPool(workers, 1.2, function="my_rewards:naps") as pool:
+        results = pool.results([pool.call(str(number), [], ROW) for number in asked])
+    assert [(one.reward, one.failure) for one in results] == [(float(number), None) for number in asked]
+    assert max(one.queue_seconds for one in results) > 2 * 1.2
+    assert len({dict(one.metrics)["pid"] for one in results}) == workers
+
+
+def test_a_hanging_answer_costs_no_answer_that_waits(folder):
+    asked = ["slow" if number % 6 == 3 else str(number) for number in range(24)]
+    with VerifierPool(2, 1.0, function="my_rewards:slow") as pool:
+        results = pool.results([pool.call(text, [], ROW) for text in asked])
+    assert [one.failure for one in results] == ["timeout" if text == "slow" else None for text in asked]
+
+
+def test_an_answer_that_hangs_because_of_one_before_it_is_scored_again(folder):
+    """The first one takes a lock and keeps it."""
+    with VerifierPool(1, 1.0, function="my_rewards:keeps_the_lock") as pool:
+        results = pool.results([pool.call("x", [], ROW) for _ in range(3)])
+    assert [one.reward for one in results] == [1.0] * 3
+
+
+def test_a_worker_stays_after_a_slow_answer(folder):
+    """What the function has loaded with its first answer is there for the next ones."""
+    with VerifierPool(1, 4.0, function="my_rewards:slow_to_load") as pool:
+        results = pool.results([pool.call("x", [], ROW) for _ in range(4)])
+    assert [one.reward for one in results] == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_function_that_hangs_costs_its_limit_only(folder):
+    with VerifierPool(1, 1.0, function="my_rewards:slow") as pool:
+        assert pool.call("quick", [], ROW).result(60).reward == 1.0
+        started = time.monotonic()
+        slow, quick = pool.call("slow", [], ROW), pool.call("quick", [], ROW)
+        assert quick.result(60).reward == 1.0
+        assert slow.result(60).failure == "timeout"
+        assert time.monotonic() - started < 5.0
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("my_rewards.plain", 'needed: "package.module:name"'),
+        ("my_reward:plain", "importing 'my_reward' failed (ModuleNotFoundError"),
+        ("my_rewards:plan", "'my_rewards' has no function 'plan'. Did you mean \"plain\""),
+        ("my_rewards:NUMBER", "'my_rewards' has no function 'NUMBER'"),
+        ("breaks:plain", "importing 'breaks' failed (RuntimeError: no licence)"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_refused_with_the_reason(folder, spec, reason):
+    problem = function_problem(spec)
+    assert problem is not None
+    assert problem.startswith("reward.function") and reason in problem
+    with VerifierPool(1, 5.0, function=spec) as pool, pytest.raises(RuntimeError, match=r"reward\.function"):
+        pool.call("x", [], ROW).result(60)
+
+
+def test_a_wrong_file_name_and_a_line_that_is_no_python_are_named(folder):
+    (folder / "wrong.py").write_text("def plain(text)\n    return 1\n")
+    problem = function_problem("my_reward.py:plain") or ""
+    assert problem == 'reward.function: there is no file "my_reward.py". There is "my_rewards.py".'
+    assert "line 1): def plain(text))" in (function_problem("wrong.py:plain") or "")
+
+
+def test_one_that_can_be_loaded_is_not(folder):
+    assert function_problem("my_rewards:plain") is None
+
+
+@pytest.mark.parametrize("ending", ["sys.exit()", "sys.exit(0)", "os._exit(0)"])
+def test_a_program_that_ends_while_it_is_imported_cannot_be_loaded(folder, ending):
+    (folder / "program.py").write_text(f"import os, sys\n{SOURCE}\n{ending}")
+    problem = function_problem("program:plain")
+    assert problem is not None and problem.startswith("reward.function: importing 'program")
+
+
+def test_what_a_module_starts_does_not_hold_the_check_up(folder):
+    """A thread that is no daemon, and a process that inherits the streams."""
+    started = "import subprocess, threading, time\nthreading.Thread(target=time.sleep, args=(120,)).start()\n"
+    started += "open('pid', 'w').write(str(subprocess.Popen(['sleep', '120']).pid))\n"
+    (folder / "starts.py").write_text(started + SOURCE)
+    before = time.monotonic()
+    assert function_problem("starts:plain") is None
+    assert time.monotonic() - before < 60
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has been killed; init may take a moment to reap it
+        while psutil.Process(int((folder / "pid").read_text())).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() - before < 60
+            time.sleep(0.1)
+
+
+def test_a_module_that_ignores_the_ends_of_its_children_is_served(folder, caplog):
+    source = (
+        "import os, signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\ndef dies(*_):\n    os._exit(3)\n"
+    )
+    (folder / "ignores.py").write_text(source)
+    with VerifierPool(1, 30.0, function="ignores:dies") as pool:
+        messages = [pool.call("x", [], ROW).result(60).message for _ in range(4)]
+    assert messages == ["its worker ended (exit code 3)"] * 4
+    assert "another one is started" not in caplog.text
+
+
+def test_the_check_does_not_import_into_this_process(folder):
+    assert function_problem("breaks:plain")
+    assert "breaks" not in sys.modules
+
+
+def test_the_command_says_what_is_wrong(folder):
+    command = [sys.executable, "-m", "rlmath.workers.hooks", "reward", "json:dumbs"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 2
+    assert "'json' has no function 'dumbs'" in found.stderr
+
+
+def test_library_functions_can_be_named():
+    assert load_function("json:dumps") is not None

@@ -1,0 +1,385 @@
+"""Reward functions that damage what they run in: each may spoil its own answer, no other, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlmath.answers.verifier import STRICT
+from rlmath.workers import worker_pool
+from rlmath.workers.fork_server import MAX_PROCESSES, WorkerSettings, framed
+from rlmath.workers.hooks import Hook, worker_environment
+from rlmath.workers.worker_pool import MAX_SERVER_DEATHS, MEMORY_BYTES, VerifierPool
+from tests.workers.test_worker_pool import children, the_server, wait_until
+
+NAP = f"599.{os.getpid()}1"
+"""Seconds that the functions' children sleep, by which those of this session are found."""
+
+MARK = "RLMATH_TEST_HOSTILE"
+"""Environment variable of the pools of these tests and all that descends from them."""
+
+SOURCE = f"""
+import mmap, os, signal, subprocess, sys, threading, time
+
+hoard = []
+
+def reward(completion, solutions, row):
+    name, _, text = completion.partition(" ")
+    if name in globals():
+        globals()[name](text)
+    return float(len(completion)), {{"pid": os.getpid()}}
+
+def write_everywhere(content):
+    for fd in range(256):
+        try:
+            os.write(fd, content)
+        except OSError:
+            pass
+
+def garbage(text):
+    write_everywhere(b"what is this?\\n" * 100)
+
+def huge_length(text):
+    write_everywhere(b"\\x7f\\xff\\xff\\xff" + b"x" * 1000)
+
+def wrong_number(text):
+    reply = b'{{"id": 1, "reward": 9.0, "metrics": [], "failure": null, "message": ""}}'
+    write_everywhere(len(reply).to_bytes(4) + reply)
+
+def deep(text):
+    write_everywhere((200000).to_bytes(4) + b"[" * 200000)
+
+def late_garbage(text):
+    threading.Timer(0.1, garbage, [""]).start()
+
+def close_all(text):
+    os.closerange(0, 256)
+
+def leave_alarm(text):
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGUSR2]).start()
+
+def wait(text):
+    time.sleep(float(text))
+
+def wait_for(path):
+    end = time.monotonic() + 60
+    while not os.path.exists(path) and time.monotonic() < end:
+        time.sleep(0.005)
+
+def no_memory(text):
+    raise MemoryError("there is never enough")
+
+def kill_parent(text):
+    os.kill(os.getppid(), 9)
+    time.sleep(60)
+
+def kill_group(text):
+    os.killpg(0, 9)
+
+def leave(text):
+    sys.exit(3)
+
+def nap():
+    return subprocess.Popen(["sleep", "{NAP}"])
+
+def eight(text):
+    for _ in range(8):
+        nap()
+
+def daemon(text):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execvp("sleep", ["sleep", "{NAP}"])
+        os._exit(0)
+    os.wait()
+
+def late_subprocess(text):
+    try:
+        subprocess.run("sleep {NAP} & sleep {NAP}", shell=True, timeout=0.2)
+    except subprocess.TimeoutExpired:
+        pass
+
+def hang_with_children(text):
+    eight("")
+    time.sleep(1000)
+
+def terminate(text):
+    child = nap()
+    child.terminate()
+    assert child.wait(10) == -signal.SIGTERM
+
+def hold(text):
+    code = "import time; held = bytearray(b'x') * (150 * 2**20); time.sleep(60)"
+    for child in [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]:
+        child.wait()
+
+def bomb(text):
+    worker = os.getpid()
+    for _ in range(8):  # 256 processes, which end by themselves
+        if os.fork() == 0 and text:
+            os.setsid()
+    time.sleep(20)
+    if os.getpid() != worker:
+        os._exit(0)
+
+def leak(text):
+    hoard.append(mmap.mmap(-1, 600 * 2**20))  # not touched, which would take time
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Iterator[Path]:
+    """The current folder, with hostile_rewards.py in it. What is started from now on carries MARK."""
+    place = tmp_path_factory.mktemp("hostile")
+    (place / "hostile_rewards.py").write_text(SOURCE)
+    before = os.getcwd()
+    os.chdir(place)
+    os.environ[MARK] = NAP
+    yield place
+    del os.environ[MARK]
+    os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def pool(folder) -> Iterator[VerifierPool]:
+    """Of one worker, so that every answer follows another in it."""
+    with VerifierPool(1, 30.0, function="hostile_rewards:reward") as shared:
+        yield shared
+
+
+def ask(pool: VerifierPool, *completions: str) -> list:
+    futures = [pool.call(completion, [], {}) for completion in completions]
+    return [future.result(120) for future in futures]
+
+
+def naps() -> list[int]:
+    """The functions' children that run."""
+    return those_with("cmdline", NAP)
+
+
+def those_with(file: str, text: str) -> list[int]:
+    """The processes whose file in /proc has this between two zero bytes; those that have ended have nothing there."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):
+                if text.encode() in (entry / file).read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+    return found
+
+
+def failures_among_others(said: list, hostile: int) -> list:
+    return [one for index, one in enumerate(said) if index != hostile and one.failure is not None]
+
+
+@pytest.mark.parametrize(
+    "name", ["garbage", "huge_length", "wrong_number", "deep", "close_all", "kill_group", "leave"]
+)
+def test_who_breaks_the_channel_breaks_its_own_answer_only(pool, name):
+    servers = children(os.getpid())
+    said = ask(pool, "one", "three", f"{name} now", "eleven", "fourteen")
+    assert children(os.getpid()) == servers
+    assert said[2].failure == "error"
+    assert said[2].message
+    assert [one.reward for one in said[:2] + said[3:]] == [3.0, 5.0, 6.0, 8.0]
+
+
+@pytest.mark.parametrize("name", ["late_garbage", "leave_alarm"])
+def test_what_an_answer_leaves_behind_does_not_break_the_next(pool, name):
+    said = ask(pool, f"{name} now", "wait 0.5", "seven")
+    assert [one.reward for one in said] == [len(f"{name} now"), 8.0, 5.0]
+    assert not [one.message for one in said if one.failure]
+
+
+def test_memory_that_earlier_answers_hold_does_not_fail_the_next(pool):
+    said = ask(pool, *["leak now"] * 9)
+    assert [one.reward for one in said] == [8.0] * 9
+
+
+def test_an_answer_for_a_fresh_worker_costs_the_other_workers_nothing(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_pool, "STUCK_SECONDS", 60.0)
+
+    def workers_of(pool: VerifierPool, gate: Path) -> set[int]:
+        asked = [pool.call(f"wait_for {gate}", [], {}) for _ in range(6)]
+        wait_until(lambda: all(one.running() for one in asked))
+        gate.touch()
+        return {int(dict(one.result(60).metrics)["pid"]) for one in asked}
+
+    with VerifierPool(6, 60.0, function="hostile_rewards:reward") as pool:
+        first = workers_of(pool, tmp_path / "first")
+        assert len(first) == 6
+        assert "there is never enough" in ask(pool, "no_memory now")[0].message
+        assert len(first & workers_of(pool, tmp_path / "second")) == 5
+
+
+@pytest.mark.parametrize("name", ["eight", "daemon", "late_subprocess"])
+def test_processes_end_with_the_answer_that_started_them(pool, name):
+    said = ask(pool, f"{name} now", "seven")
+    assert [one.failure for one in said] == [None, None]
+    wait_until(lambda: not naps())
+
+
+def test_a_child_can_be_terminated(pool):
+    assert ask(pool, "terminate now")[0].failure is None
+
+
+def test_processes_end_with_the_time_limit_and_with_the_pool(folder):
+    with VerifierPool(1, 1.5, function="hostile_rewards:reward") as pool:
+        assert ask(pool, "hang_with_children now")[0].failure == "timeout"
+        wait_until(lambda: not naps())
+        asked = pool.call("hang_with_children now", [], {})
+        wait_until(lambda: len(naps()) == 8)
+    assert not naps()
+    assert asked.exception(10)
+
+
+def test_processes_end_with_a_trainer_that_is_killed(folder):
+    code = (
+        "import sys; from rlmath.workers.worker_pool import VerifierPool\n"
+        "pool = VerifierPool(1, 60.0, function='hostile_rewards:reward')\n"
+        "pool.call('hang_with_children now', [], {}); sys.stdin.read()"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, start_new_session=True
+    ) as parent:
+        wait_until(lambda: len(naps()) == 8, 60.0)
+        os.killpg(parent.pid, signal.SIGKILL)
+    wait_until(lambda: not naps())
+
+
+@pytest.mark.parametrize("end", ["its messages unread", "it does not receive"])
+def test_processes_end_when_the_pool_disappears(folder, end):
+    """The first makes the fork server's next receive fail, the second its next send."""
+    settings = WorkerSettings(
+        MEMORY_BYTES, 60.0, STRICT, Hook("reward", "hostile_rewards:reward", "reward.function")
+    )
+    control, its_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel, its_channel = socket.socketpair()
+    arguments = [str(its_control.fileno()), str(os.getpid()), settings.as_json()]
+    with control, channel, its_channel, its_control:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "rlmath.workers.fork_server", *arguments],
+            pass_fds=[its_control.fileno()],
+            env=worker_environment(),
+        )
+        its_control.close()
+        assert control.recv(64) == b"ready"
+        socket.send_fds(control, [b"fork"], [its_channel.fileno()])
+        assert control.recv(64).startswith(b"forked ")
+        request = {"id": 1, "completion": "hang_with_children now", "solutions": [], "row": {}}
+        channel.sendall(framed(request))
+        wait_until(lambda: len(naps()) == 8)
+        if end == "it does not receive":
+            control.shutdown(socket.SHUT_RD)
+        socket.send_fds(control, [b"fork"], [its_channel.fileno()])
+        if end == "its messages unread":
+            wait_until(lambda: select.select([control], [], [], 0)[0])
+        control.close()
+        assert server.wait(20) == 0
+    assert not naps()
+
+
+def test_processes_end_with_a_fork_server_that_is_killed_while_the_pool_closes(folder):
+    before = set(children(os.getpid()))
+    pool = VerifierPool(1, 60.0, function="hostile_rewards:reward")
+    asked = pool.call("hang_with_children now", [], {})
+    wait_until(lambda: len(naps()) == 8)
+    server = the_server(before)
+    os.kill(server, signal.SIGSTOP)
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    assert asked.exception(20)  # from here on the pool asks the fork server for nothing
+    os.kill(server, signal.SIGKILL)
+    closing.join()
+    assert not naps()
+
+
+def test_the_memory_limit_is_that_of_all_processes_together(folder):
+    with VerifierPool(1, 30.0, memory_bytes=400 * 2**20, function="hostile_rewards:reward") as pool:
+        said = ask(pool, "three", "hold now", "seven")
+    assert "together held more memory" in said[1].message
+    assert not failures_among_others(said, 1)
+
+
+@pytest.mark.parametrize("sessions", ["", "apart"])
+def test_a_fork_bomb_ends_with_its_answer(pool, sessions):
+    ask(pool, "three")
+    before = len(those_with("environ", f"{MARK}={NAP}"))
+    said = ask(pool, "three", f"bomb {sessions}", "seven")
+    assert f"more than {MAX_PROCESSES} processes" in said[1].message
+    assert not failures_among_others(said, 1)
+    wait_until(lambda: len(those_with("environ", f"{MARK}={NAP}")) <= before)
+
+
+def test_a_fork_server_that_is_killed_in_the_middle_of_a_batch_changes_no_result(folder, tmp_path):
+    gates = [tmp_path / str(number) for number in range(3)]
+    texts = [f"wait_for {gate}" if n == 9 else f"wait 0.0{n % 10}" for gate in gates for n in range(20)]
+    before, killed = set(children(os.getpid())), []
+    with VerifierPool(2, 60.0, function="hostile_rewards:reward") as pool:
+        futures = [pool.call(text, [], {}) for text in texts]
+        for number, gate in enumerate(gates):
+            wait_until(futures[20 * number + 9].running, 60.0)
+            killed.append(the_server(before, *killed))
+            os.kill(killed[-1], signal.SIGKILL)
+            the_server(before, *killed)
+            gate.touch()
+        said = [future.result(60) for future in futures]
+    assert [one.reward for one in said] == [float(len(text)) for text in texts]
+
+
+def test_every_process_below_the_fork_server_is_killed_and_no_result_changes(folder, tmp_path, caplog):
+    before, ended = set(children(os.getpid())), []
+    with VerifierPool(2, 60.0, function="hostile_rewards:reward") as pool:
+        assert ask(pool, "seven")[0].reward == 5.0
+        for number in range(3):
+            gate = tmp_path / str(number)
+            futures = [pool.call(f"wait_for {gate}", [], {}) for _ in range(5)]
+            wait_until(futures[0].running)
+            ended.append(the_server(before, *ended))
+            for victim in children(ended[-1]):
+                with contextlib.suppress(ProcessLookupError):  # they end with each other
+                    os.kill(victim, signal.SIGKILL)
+            the_server(before, *ended)
+            gate.touch()
+            assert [future.result(60).reward for future in futures] == [len(f"wait_for {gate}")] * 5
+    assert caplog.text.count("another one is started") == 3
+    assert "Traceback" not in caplog.text
+
+
+def test_an_answer_that_kills_the_fork_server_fails_alone(folder, caplog):
+    with VerifierPool(2, 30.0, function="hostile_rewards:reward") as pool:
+        said = ask(pool, "wait 0.3", "kill_parent now", "wait 0.2", "seven")
+    assert f"ended {MAX_SERVER_DEATHS} times" in said[1].message
+    assert [said[index].reward for index in (0, 2, 3)] == [8.0, 8.0, 5.0]
+    assert "another one is started" in caplog.text
+
+
+def test_children_of_a_killed_fork_server_end_too(folder):
+    before = set(children(os.getpid()))
+    with VerifierPool(1, 60.0, function="hostile_rewards:reward") as pool:
+        pool.call("hang_with_children now", [], {})
+        wait_until(lambda: len(naps()) == 8)
+        first = set(naps())
+        os.kill(the_server(before), signal.SIGKILL)
+        wait_until(lambda: not first & set(naps()))
+
+
+def test_a_fork_server_that_cannot_start_is_an_error_in_words(folder):
+    (folder / "ends_at_import.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    with VerifierPool(1, 5.0, function="ends_at_import:reward") as pool:
+        asked = pool.call("x", [], {})
+        with pytest.raises(RuntimeError, match=r"ended 3 times before it was ready; the last.*signal 9"):
+            asked.result(60)

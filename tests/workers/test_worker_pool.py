@@ -1,0 +1,364 @@
+"""The pool with real workers. Equal questions are asked once, so hanging ones differ."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rlmath.answers.verifier import Verdict, verify_by_string
+from rlmath.workers import fork_server, fork_server_client
+from rlmath.workers.process_tree import cpu_seconds
+from rlmath.workers.worker_pool import VerifierPool
+from tests.answers.attacks import boxed, hanging
+
+
+def hang(number: int = 0) -> str:
+    return boxed(hanging(number))
+
+
+HANG = hang()
+HALF = ("\\boxed{\\frac{1}{2}+0}", "\\int_0^1 3x^2 dx")
+"""The second is there so that math-verify is asked."""
+
+
+def children(parent: int) -> list[int]:
+    """Process ids of the live direct children; a process that is only waiting to be reaped does not count."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                state, ppid = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if int(ppid) == parent and state != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def the_server(before: set[int], *ended: int) -> int:
+    """The fork server of the one pool that was started after `before`, once it is another than those that `ended`."""
+    found: set[int] = set()
+
+    def is_there() -> bool:
+        found.clear()
+        found.update(set(children(os.getpid())) - before - set(ended))
+        return len(found) == 1
+
+    wait_until(is_there, 60.0)
+    return found.pop()
+
+
+@contextmanager
+def lone_pool(timeout_seconds: float) -> Iterator[tuple[VerifierPool, int]]:
+    """A pool of one worker, and its fork server's process id."""
+    before = set(children(os.getpid()))
+    with VerifierPool(workers=1, timeout_seconds=timeout_seconds) as single:
+        (fork_server,) = set(children(os.getpid())) - before
+        yield single, fork_server
+
+
+@pytest.fixture(scope="module")
+def single():
+    with lone_pool(timeout_seconds=60.0) as pool_and_fork_server:
+        yield pool_and_fork_server
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with VerifierPool(workers=2, timeout_seconds=1.5) as shared:
+        warm(shared)
+        yield shared
+
+
+def warm(pool: VerifierPool) -> None:
+    """Wait until both workers have imported the verifier and verified a wrong answer, the first of which takes
+    most of a second; on a busy machine that alone may take a limit."""
+    both = ("\\boxed{0.71}", "\\boxed{0.72}")
+
+    def verified() -> bool:
+        asked = [pool.submit(text, HALF, "math") for text in both]
+        return all(future.result(60).verdict == "symbolic" for future in asked)
+
+    wait_until(verified, 60.0)
+
+
+def test_cheap_answers_are_there_at_once(pool):
+    future = pool.submit("\\boxed{5}", ("6",), "math")
+    assert future.done()
+    assert future.result() == Verdict(False, "5", "number")
+    assert pool.submit("nothing", ("6",), "math").result() == Verdict(False, "", "no_answer")
+
+
+def test_the_rest_is_decided_by_a_worker(pool):
+    assert pool.submit("\\boxed{ 0.5 }", HALF, "math").result(60) == Verdict(True, "0.5", "symbolic")
+    assert pool.submit("\\boxed{0.6}", HALF, "math").result(60) == Verdict(False, "0.6", "symbolic")
+
+
+def test_strange_characters_reach_the_worker(pool):
+    text = "\u221a\u202e(\u0663)"
+    verdict = pool.submit(f"\\boxed{{{text}}}", HALF, "math").result(60)
+    assert (verdict.correct, verdict.extracted, verdict.verdict) == (False, text, "symbolic")
+    assert pool.submit("\\boxed{\x00\ud800}", HALF, "math").result() == Verdict(False, "\x00\ud800", "string")
+
+
+def test_a_stuck_check_times_out_and_delays_nobody_else(pool):
+    finished = []
+    stuck = pool.submit(HANG, HALF, "math")
+    stuck.add_done_callback(lambda _: finished.append("stuck"))
+    others = [pool.submit(f"\\boxed{{\\frac{{{n}}}{{{2 * n}}}}}", HALF, "math") for n in range(1, 31)]
+    for other in others:
+        other.add_done_callback(lambda _: finished.append("other"))
+    assert all(other.result(60) == Verdict(True, other.result().extracted, "symbolic") for other in others)
+    assert stuck.result(60) == Verdict(False, HANG[7:-1], "timeout")
+    assert finished.count("other") == 30
+    assert finished[-1] == "stuck"
+
+
+def test_every_worker_stuck_and_the_next_answers_are_right(pool):
+    stuck = [pool.submit(hang(n), HALF, "math") for n in range(2)]
+    after = pool.submit("\\boxed{0.5}", HALF, "math")
+    assert after.result(60).correct
+    assert [future.result(60).verdict for future in stuck] == ["timeout", "timeout"]
+
+
+def test_a_crashed_worker_costs_its_own_answer_only(single):
+    pool, fork_server = single
+    crashed = pool.submit(HANG, HALF, "math")
+    waiting = pool.submit("\\boxed{0.5}", HALF, "math")
+    wait_until(crashed.running)
+    os.kill(children(fork_server)[0], signal.SIGSEGV)
+    assert crashed.result(60) == Verdict(False, HANG[7:-1], "error")
+    assert waiting.result(60).correct
+
+
+def test_a_dead_idle_worker_is_replaced(single):
+    pool, fork_server = single
+    assert pool.submit("\\boxed{0.5}", HALF, "math").result(60).correct
+    (worker,) = children(fork_server)
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: children(fork_server) not in ([], [worker]))
+    assert pool.submit("\\boxed{0.5}", HALF, "math").result(60).correct
+
+
+def test_workers_have_a_memory_limit_and_no_core_files(single):
+    pool, fork_server = single
+    assert (
+        not pool.submit("\\boxed{0.67}", HALF, "math").result(60).correct
+    )  # not known yet: a worker is ready
+    limits = Path(f"/proc/{children(fork_server)[0]}/limits").read_text().splitlines()
+    values = {line[:26].strip(): line[26:].split()[0] for line in limits}
+    assert values["Max address space"] == str(2 * 2**30)
+    assert values["Max core file size"] == "0"
+    assert values["Max file size"] == "0"
+
+
+def test_equal_questions_are_asked_once(pool):
+    first, second = (pool.submit("\\boxed{\\frac{3}{6}}", HALF, "math") for _ in range(2))
+    assert first is second
+    assert first.result(60).correct
+    assert pool.submit("\\boxed{\\frac{3}{6}}", HALF, "math") is first
+
+
+def test_a_check_that_failed_is_asked_anew(pool):
+    assert pool.submit(hang(7), HALF, "math").result(60).verdict == "timeout"
+    again = pool.submit(hang(7), HALF, "math")
+    assert not again.done()
+    assert again.result(60).verdict == "timeout"
+
+
+def test_an_answer_that_waited_longer_than_its_limit_is_judged():
+    progress = []
+    with VerifierPool(workers=1, timeout_seconds=1.0) as pool:
+        asked = [pool.submit(hang(n), HALF, "math") for n in range(7)]
+        asked.append(pool.submit("\\boxed{\\frac{4}{8}}", HALF, "math"))
+        results = pool.results(asked, lambda: progress.append(1))
+    assert [result.verdict for result in results] == ["timeout"] * 7 + ["symbolic"]
+    assert results[-1].correct and results[-1].queue_seconds > 1.0
+    assert len(progress) > 1
+
+
+FIRST_ANSWER = ("\\boxed{\\frac{4}{7}}", ("\\int_0^1 x^{4} dx",))
+FIRST_ANSWER_ALONE = f"""
+import time
+from rlmath.answers.verifier import verify
+
+before = time.process_time()
+verify(*{FIRST_ANSWER!r})
+print(time.process_time() - before)
+"""
+
+
+def first_answer_seconds() -> float:
+    """CPU time that the first worker of a pool takes for the first answer."""
+    with lone_pool(timeout_seconds=60.0) as (pool, fork_server):
+        wait_until(lambda: children(fork_server))
+        (worker,) = children(fork_server)
+        before = cpu_seconds(worker)
+        answer = pool.submit(*FIRST_ANSWER, "math").result(60)
+        assert (answer.correct, answer.verdict) == (False, "symbolic")
+        assert children(fork_server) == [worker]
+        return cpu_seconds(worker) - before
+
+
+def test_the_first_answer_for_math_verify_is_judged_by_a_worker_that_is_warm():
+    """A process of its own loads math-verify and fills sympy's caches for it. That took most of a second, and
+    a worker that was forked from a warm server a tenth of it; half decides, and a busy machine has three tries."""
+    alone = subprocess.run(
+        [sys.executable, "-c", FIRST_ANSWER_ALONE], capture_output=True, text=True, check=True
+    )
+    assert any(0 < first_answer_seconds() < float(alone.stdout) / 2 for _ in range(3))
+
+
+def test_a_check_that_gets_no_processor_is_not_late():
+    """By the clock it takes several limits, on its processor none."""
+    with lone_pool(timeout_seconds=0.5) as (pool, server):
+        assert pool.submit("\\boxed{0.61}", HALF, "math").result(60).verdict == "symbolic"
+        (worker,) = children(server)
+        os.kill(worker, signal.SIGSTOP)
+        asked = pool.submit("\\boxed{0.62}", HALF, "math")
+        wait_until(asked.running)
+        time.sleep(1.5)
+        assert not asked.done()
+        os.kill(worker, signal.SIGCONT)
+        assert asked.result(60).verdict == "symbolic"
+
+
+def test_a_check_that_never_gets_a_processor_ends(monkeypatch):
+    monkeypatch.setattr(fork_server, "WALL_FACTOR", 2)
+    with lone_pool(timeout_seconds=0.3) as (pool, server):
+        assert pool.submit("\\boxed{0.61}", HALF, "math").result(60).verdict == "symbolic"
+        os.kill(children(server)[0], signal.SIGSTOP)
+        started = time.monotonic()
+        assert pool.submit("\\boxed{0.62}", HALF, "math").result(60).verdict == "timeout"
+        assert time.monotonic() - started >= 0.6
+
+
+def test_stuck_workers_get_help_and_the_help_leaves():
+    with lone_pool(timeout_seconds=60.0) as (pool, fork_server):
+        stuck = pool.submit(HANG, HALF, "math")
+        wait_until(stuck.running)
+        for number in range(1, 51):
+            assert (
+                pool.submit(f"\\boxed{{\\frac{{{number}}}{{{2 * number}}}}}", HALF, "math").result(30).correct
+            )
+        assert not stuck.done()
+        assert len(children(fork_server)) == 2
+
+
+def test_closing_ends_every_process_and_cancels_what_waits():
+    with lone_pool(timeout_seconds=60.0) as (pool, fork_server):
+        futures = [pool.submit(hang(n), HALF, "math") for n in range(3)]
+        wait_until(futures[0].running)
+        family = [fork_server, *children(fork_server)]
+    with pytest.raises(RuntimeError, match="closed"):
+        futures[0].result(0)
+    assert futures[1].cancelled()
+    assert futures[2].cancelled()
+    wait_until(lambda: not any(map(is_alive, family)))
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit("\\boxed{0.5}", HALF, "math")
+
+
+def test_workers_die_with_a_parent_that_is_killed():
+    code = (
+        "import sys; from rlmath.workers.worker_pool import VerifierPool; pool = VerifierPool(2, 60.0)\n"
+        f"futures = [pool.submit(text, {HALF!r}, 'math') for text in {[hang(1), hang(2)]!r}]\n"
+        "while not all(f.running() for f in futures): pass\n"
+        "print('busy', flush=True); sys.stdin.read()"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, text=True, **pipes) as parent:
+        assert parent.stdout.readline() == "busy\n"
+        fork_server = children(parent.pid)
+        family = fork_server + children(fork_server[0])
+        assert len(family) >= 3, "the server, both workers, and one more where these are busy for long"
+        parent.kill()
+    wait_until(lambda: not any(map(is_alive, family)), seconds=10.0)
+
+
+def test_a_fork_server_that_is_killed_is_replaced(caplog):
+    before = set(children(os.getpid()))
+    with lone_pool(timeout_seconds=60.0) as (pool, fork_server):
+        running = pool.submit(HANG, HALF, "math")
+        waiting = pool.submit("\\boxed{0.5}", HALF, "math")
+        wait_until(running.running)
+        family = [fork_server, *children(fork_server)]
+        os.kill(fork_server, signal.SIGKILL)
+        assert waiting.result(60).correct  # beside the one that hangs again
+        wait_until(lambda: not any(map(is_alive, family)))
+        assert not running.done()
+        assert len(set(children(os.getpid())) - before) == 1
+    assert f"process {fork_server}, ended by signal 9" in caplog.text
+
+
+def test_a_worker_that_is_killed_from_outside_costs_no_answer(single):
+    pool, fork_server = single
+    running = pool.submit("\\boxed{0.75}", ("\\int_0^1 \\int_0^1 \\int_0^1 (x+y+z) dx dy dz",), "math")
+    wait_until(running.running)
+    for worker in children(fork_server):
+        os.kill(worker, signal.SIGKILL)
+    assert running.result(60).verdict == "symbolic"
+
+
+def test_fork_servers_that_end_again_and_again_are_an_error_in_words(monkeypatch):
+    monkeypatch.setattr(fork_server_client, "MAX_SERVER_STARTS", 3)
+    before, killed = set(children(os.getpid())), []
+    with VerifierPool(1, 60.0) as pool:
+        for number in range(3):
+            killed.append(the_server(before, *killed))
+            assert pool.submit(f"\\boxed{{0.6{number}}}", HALF, "math").result(60).verdict == "symbolic"
+            lost = pool.submit(hang(number), HALF, "math") if number == 2 else None
+            os.kill(killed[-1], signal.SIGKILL)
+        with pytest.raises(
+            RuntimeError, match=r"dead .it was started 3 times within 10 minutes; the last.*signal 9"
+        ):
+            lost.result(60)
+        with pytest.raises(RuntimeError, match="was started 3 times"):
+            pool.submit("\\boxed{0.5}", HALF, "math")
+        assert pool.submit("\\boxed{5}", ("5",), "math").result().correct
+
+
+def test_many_solutions_are_compared_in_a_worker_under_its_limit(pool):
+    wrong = tuple(f"\\frac{{{n}}}{{7}} + {n}" for n in range(1, 1000))
+    right = [pool.submit(f"\\boxed{{{answer}}}", (*wrong, "1/2"), "math") for answer in ("0.5", "1/2", "2/4")]
+    assert [future.result(60).correct for future in right] == [True, True, True]
+    many = tuple(f"\\sqrt{{{n}}}+x" for n in range(200_000))
+    started = time.thread_time()
+    assert verify_by_string("0.7", many) is None
+    compared = time.thread_time() - started
+    huge = pool.submit("\\boxed{0.7}", many, "math")
+    assert time.thread_time() - started < 1.5 * compared
+    assert huge.result(60).verdict == "timeout"
+
+
+def test_the_longest_limit_of_the_settings_can_be_given():
+    VerifierPool(workers=1, timeout_seconds=3600.0).close()
+
+
+def test_limits_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match=r"reward\.workers is 0"):
+        VerifierPool(workers=0, timeout_seconds=5.0)
+    for seconds in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"reward\.timeout_seconds"):
+            VerifierPool(workers=1, timeout_seconds=seconds)
