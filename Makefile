@@ -20,7 +20,7 @@ STARTED := $(shell date +%s)
 ARGS ?=
 
 # What pyright checks: the code that is free of Megatron and vLLM.
-PURE = rlmath/config rlmath/algorithms rlmath/data rlmath/rewards
+PURE = rlmath/config rlmath/algorithms rlmath/answers rlmath/data rlmath/rewards rlmath/workers
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

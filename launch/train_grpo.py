@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
 import sys
 
-from rlmath.trainer.__main__ import train_grpo as main
+from rlmath.run.program import train_grpo as main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,7 @@
 """rlmath: reinforcement learning of mathematical reasoning, one SPMD program on Megatron-Core and vLLM.
 
-`verify`, `load_config`, `Config`, `train` and `Run` are its public names (`rlmath.cli.api`); they are stable.
+`verify`, `load_config`, `Config`, `train` and `Run` are its public names (`rlmath.cli.api`), and `hooks` the module
+(`rlmath.workers.hooks`) that files of the user's functions import; they are stable.
 """
 
 import importlib
@@ -21,8 +22,10 @@ __all__ = ["Config", "Run", "__version__", "load_config", "train", "verify"]
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, imported when they are first asked for: a rank has no use for them. Who asks has a program of
-    his own, whose libraries may use the network."""
+    """The public names, imported when they are first asked for: a rank has no use for them. Who asks for another than
+    `hooks` has a program of his own, whose libraries may use the network."""
+    if name == "hooks":
+        return importlib.import_module("rlmath.workers.hooks")
     if name in __all__:
         if os.environ.pop("RLMATH_SET_OFFLINE", None):
             del os.environ["HF_HUB_OFFLINE"]

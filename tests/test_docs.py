@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
@@ -141,3 +142,25 @@ def test_settings_that_the_documents_name_are_there() -> None:
                 shortened = key.endswith("_") and any(one.startswith(key) for one in keys[section])
                 wrong += [] if shortened or key in keys[section] else [f"{page.name}: {code}"]
     assert wrong == [] and count > 500
+
+
+@pytest.mark.parametrize("name", ["README.md"])
+def test_the_reward_function_that_a_page_shows_compares_whole_answers(name: str) -> None:
+    """As a user copies it: the solution 5 is not paid with 15 or 50, whether the file has it in a box or not."""
+    source = next(
+        token.content
+        for token in tokens_of(REPOSITORY / name)
+        if token.type == "fence" and token.info == "python" and "def " in token.content
+    )
+    names: dict[str, Any] = {}
+    exec(source, names)
+    function = names["short"]
+
+    def reward(completion: str, solution: str) -> float:
+        found = function(completion, [solution], {})
+        return found[0] if isinstance(found, tuple) else found
+
+    for solution in ("5", r"\boxed{5}"):
+        right = reward("2+3\n" r"so \boxed{5}", solution)
+        for wrong in (r"2+3\boxed{15}", r"2+3\boxed{50}", "it is 5", r"\boxed{5}, no: \boxed{6}", ""):
+            assert reward(wrong, solution) < right

@@ -14,7 +14,7 @@ from rlmath.config import hub
 from rlmath.config.load import load_config
 from rlmath.evals.plan import Plan, check_settings
 from rlmath.evals.runner import _plan_after_rendezvous
-from rlmath.trainer import __main__ as trainer
+from rlmath.run import program
 from tests.hub_server import TOKEN, Hub, hub_server
 from tests.programs import TRAIN, run, small_run, torchrun_command
 from tests.selection import matrix
@@ -158,7 +158,7 @@ def test_a_hub_that_fails_is_no_mistake(
     assert ended["status"] == 1 and "status 503" in ended["message"]
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert trainer.main(["grpo", "--dry-run", *overrides(place, tmp_path / "other")]) == 1
+    assert program.main(["grpo", "--dry-run", *overrides(place, tmp_path / "other")]) == 1
     assert "it answers with status 503" in capsys.readouterr().err
     assert convert.main(["to-megatron", "--output", f"{tmp_path}/out", "--hf", "hf://org/base"]) == 1
     told = capsys.readouterr().err

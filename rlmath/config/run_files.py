@@ -1,7 +1,13 @@
 """What the folder of a run, `run.output_dir`, holds: names of its files and folders, for what writes and what reads
-them."""
+them, and how a file is written so that no reader sees half of it."""
 
 from __future__ import annotations
+
+import os
+import re
+import secrets
+from contextlib import suppress
+from pathlib import Path
 
 CONFIG_FILE = "config.yaml"
 """All settings of the run."""
@@ -37,3 +43,30 @@ BEST_FOLDER = "best_model"
 """The model with the best validation so far, in the same form."""
 MODELS_FOLDER = "models"
 """Models of kept checkpoints, and of stages, in the same form."""
+
+UNFINISHED = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
+"""The name of a file that `write_whole` has not finished."""
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Replace a file's content (text in UTF-8) in one step: a reader sees the old file or the whole new one, which is
+    on the disk when this returns. Makes the folder. OSError where the disk refuses; then nothing is left over."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with scratch.open("xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    except BaseException:
+        with suppress(OSError):
+            scratch.unlink()
+        raise
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what `write_whole` of a process that was killed has left in a folder, if it is there."""
+    for path in folder.glob(".*.tmp"):
+        if UNFINISHED.fullmatch(path.name) and path.is_file():
+            path.unlink()

@@ -24,7 +24,7 @@ from rlmath.answers.string_match import gold_answer
 from rlmath.answers.verifier import FAILURES, Rules, Verdict, usable_solutions, verify_by_string
 from rlmath.config.schema import RewardConfig
 from rlmath.config.terminal import excerpt, visible
-from rlmath.data.files import grouped
+from rlmath.data.rows import grouped
 from rlmath.data.sft_sequences import SequenceReport, WrittenSequence
 from rlmath.data.tokenizer import characters_without_token, unknown_token_ids, without_template
 from rlmath.rewards.reward_manager import open_pool

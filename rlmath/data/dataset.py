@@ -21,9 +21,11 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, DataConfig
 from rlmath.data import loader
 from rlmath.data.audit import DataAudit, audit_prompts, audit_sequences, prompt_lines, sequence_lines
-from rlmath.data.curriculum import read_history
-from rlmath.data.files import CHARACTERS_PER_TOKEN, UnusableRow, unusable_lines
+from rlmath.data.files import CHARACTERS_PER_TOKEN
 from rlmath.data.formats import read_prompts
+from rlmath.data.order import PromptOrder, shares_of
+from rlmath.data.prompt_curriculum import read_history
+from rlmath.data.rows import UnusableRow, unusable_lines
 from rlmath.data.sft_sequences import SequenceReport, WrittenSequence, load_sequences, split_held_out
 from rlmath.data.tokenizer import (
     drop_special_token_rows,
@@ -45,7 +47,7 @@ class PromptFiles:
 
     prompts: list[Prompt]
     """Of all files, one behind the other."""
-    order: loader.PromptOrder
+    order: PromptOrder
     total_steps: int
     """Steps of the whole run."""
     reports: tuple[loader.FilterReport, ...]
@@ -98,7 +100,7 @@ class SftInputs:
     sequences: list[WrittenSequence]
     held_out: list[WrittenSequence]
     """Only evaluated on; empty where nothing is evaluated."""
-    order: loader.PromptOrder
+    order: PromptOrder
     """Of `sequences`."""
     total_steps: int
     """Steps of the whole run."""
@@ -148,7 +150,7 @@ def load_prompt_files(config: Config, tokenizer: PreTrainedTokenizerFast | None)
     return PromptFiles(prompts, order, total_steps, reports, history, history_line)
 
 
-def _prompt_steps(config: Config, counts: Sequence[int]) -> tuple[loader.PromptOrder, int]:
+def _prompt_steps(config: Config, counts: Sequence[int]) -> tuple[PromptOrder, int]:
     """The order of use, and the steps of the run. ValueError where the prompts are too few."""
     order = order_of(config, counts)
     total_steps = length_curriculum.planned_steps(config, order.steps_per_epoch)
@@ -225,11 +227,11 @@ def train_paths(data: DataConfig) -> list[str]:
     return paths
 
 
-def order_of(config: Config, counts: Sequence[int]) -> loader.PromptOrder:
+def order_of(config: Config, counts: Sequence[int]) -> PromptOrder:
     """The order of use of files that have so many prompts or sequences left."""
     data = config.data
-    shares = loader.shares_of(counts, data.train_weights)
-    return loader.PromptOrder(sum(counts), data.prompts_per_step, config.run.seed, data.shuffle, shares)
+    shares = shares_of(counts, data.train_weights)
+    return PromptOrder(sum(counts), data.prompts_per_step, config.run.seed, data.shuffle, shares)
 
 
 def check_vocabulary(

@@ -1,7 +1,7 @@
 """Rows of prompt files as they lie on disk: JSON lines, parquet, Arrow, and the folders of downloaded data sets.
 
-The records of rows stand first, then the choice of a folder's files, then the reader of JSON lines; that of parquet
-and Arrow is in `tables`. What a row's columns mean is in `formats`.
+The choice of a folder's files stands first, then the reader of JSON lines; the reader of parquet and Arrow is in
+`tables`. What a row's columns mean is in `formats`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import importlib.util
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import IO
 
 from rlmath.config.files import open_regular, parse_json, read_json_object
 from rlmath.config.help import nearest_path
+from rlmath.data.rows import START_CHARS, RawRow
 
 MAX_LINE_BYTES = 8 * 2**20
 """Longest line that is read (bytes), and longest text of a column; the longest row of boba_106k is far below."""
@@ -33,7 +33,6 @@ _SHARD = re.compile(r"(?P<name>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})(?:-[0-
 """train-00000-of-00002.parquet; with a hash behind where it was uploaded before 2024."""
 _NUMBERED = re.compile(r"\d{4,}\.\w+")
 """0000.parquet, 0001.parquet: the shards of the split that is named by their folder."""
-START_CHARS = 60
 _ONE_A_LINE = "; jq -c '.[]' writes an array's objects one per line"
 _OTHER_KINDS = {
     b"version https://git-lfs": "is a pointer of Git LFS, not the file itself; run git lfs pull in its folder",
@@ -46,118 +45,6 @@ _OTHER_KINDS = {
     b"\xfe\xff": "is text in UTF-16; save it as UTF-8",
 }
 """How files begin that users take for prompts, and the message for each."""
-
-
-class RowError(ValueError):
-    """Why a row cannot be used."""
-
-
-@dataclass(frozen=True)
-class RawRow:
-    """A row as it lies in its file, before its form is known."""
-
-    where: str
-    """Such as "train.jsonl, line 17", counted from 1."""
-    number: int
-    """Counted from 1 over all files of a folder."""
-    columns: dict | None
-    """None where it cannot be read at all."""
-    reason: str = ""
-    """Why not."""
-    start: str = ""
-
-
-@dataclass(frozen=True)
-class PromptRow:
-    """One problem of a file.
-
-    >>> PromptRow("Compute 1+1.", "math", "q-1", ("\\\\boxed{2}",)).solutions
-    ('\\\\boxed{2}',)
-    """
-
-    prompt: str
-    """The problem; the text that the model continues, template included, where `whole`."""
-    task: str
-    """How its answer is checked: "math", or "choice" for a letter of the question's options."""
-    query_id: str
-    """Unique in the file."""
-    solutions: tuple[str, ...]
-    """At least one reference answer."""
-    more_json: str = "{}"
-    """The row's further columns, a JSON object."""
-    whole: bool = True
-    """Whether `prompt` is what the model continues, as it stands."""
-    messages: tuple[tuple[str, str], ...] = ()
-    """(role, content) of the chat that the file has, where it is no whole prompt."""
-
-
-@dataclass(frozen=True)
-class UnusableRow:
-    """A row that is left out."""
-
-    where: str
-    """Such as "train.jsonl, line 17" or "train.parquet, row 17", counted from 1."""
-    reason: str
-    start: str
-    """Its first characters."""
-
-
-@dataclass(frozen=True)
-class PromptFile:
-    """What a file or folder of prompts holds."""
-
-    form: str
-    """A word of data.format."""
-    rows: list[PromptRow]
-    unusable: list[UnusableRow]
-    repeated: int = 0
-    """Rows, left out, that repeat an earlier one."""
-
-    @property
-    def unusable_share(self) -> float:
-        """Of all rows (0 to 1)."""
-        return len(self.unusable) / max(1, len(self.rows) + self.repeated + len(self.unusable))
-
-
-def grouped(reasons: Iterable[tuple[str, str]], most: int = 3) -> list[str]:
-    """(reason, example) by kinds of reason, the most frequent first: "23: a reason (the first examples)". Reasons are
-    of one kind where they differ in numbers, quotations and brackets only; the first is named.
-
-    >>> grouped([("2 tokens", "line 1"), ("blank", "line 4"), ("5 tokens", "line 7")])
-    ['2: 2 tokens (line 1, line 7)', '1: blank (line 4)']
-    """
-    kinds: dict[str, list[tuple[str, str]]] = {}
-    for reason, example in reasons:
-        kind = re.sub(r"'[^']*'|\"[^\"]*\"|\([^()]*\)|\d+", "", reason)
-        kinds.setdefault(kind, []).append((reason, example))
-    by_size = sorted(kinds.values(), key=len, reverse=True)
-    lines = []
-    for found in by_size[:most]:
-        more = ", ..." if len(found) > most else ""
-        lines.append(
-            f"{len(found)}: {found[0][0]} ({', '.join(example for _, example in found[:most])}{more})"
-        )
-    if others := sum(map(len, by_size[most:])):
-        lines.append(f"{others} for other reasons")
-    return lines
-
-
-def unusable_lines(path: str, unusable: Iterable[UnusableRow]) -> list[str]:
-    """What is wrong with a file's rows that are left out, by kinds of reason."""
-    return grouped((row.reason, row.where.removeprefix(f"{path}, ")) for row in unusable)
-
-
-def short(value: object, limit: int = 60) -> str:
-    """A value's type and first characters, whatever it is and however large.
-
-    >>> short(17)
-    "int '17'"
-    """
-    try:
-        text = str(value)[:limit]
-    except (ValueError, RecursionError):  # an integer of too many digits, a list that is too deep
-        text = "..."
-    return f"{type(value).__name__} {text!r}"
 
 
 # ---------------------------------------------------------------- files and folders
@@ -261,17 +148,10 @@ def _one_split(folder: Path, files: list[Path]) -> list[Path]:
 def raw_rows(path: str) -> Iterator[RawRow]:
     """All rows of a file or of a data set's folder, without blank lines. ValueError for a file that cannot be read."""
     place = existing_place(path)
-    files = files_of_folder(place) if place.is_dir() else [place]
-    rows = chain.from_iterable(map(_rows_of_file, files))
-    for number, (where, columns, reason, start) in enumerate(rows, start=1):
-        yield RawRow(where, number, columns, reason, start)
+    return chain.from_iterable(map(_rows_of_file, files_of_folder(place) if place.is_dir() else [place]))
 
 
-Row = tuple[str, dict | None, str, str]
-"""where, columns, reason, start."""
-
-
-def _rows_of_file(file: Path) -> Iterator[Row]:
+def _rows_of_file(file: Path) -> Iterator[RawRow]:
     try:
         with open_regular(file) as stream:
             magic = stream.read(max(map(len, _OTHER_KINDS)))
@@ -318,7 +198,7 @@ def _raise_if_csv(file: Path, stream: IO[bytes]) -> None:
     )
 
 
-def _json_rows(file: Path) -> Iterator[Row]:
+def _json_rows(file: Path) -> Iterator[RawRow]:
     with open_regular(file) as stream:
         _raise_if_csv(file, stream)
         for number, line in enumerate(_lines(stream), start=1):
@@ -327,9 +207,9 @@ def _json_rows(file: Path) -> Iterator[Row]:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if line is None:
                 reason = f"longer than {MAX_LINE_BYTES // 2**20} MiB; one JSON object per line is needed"
-                yield where, None, reason, ""
+                yield RawRow(where, None, reason)
             elif line.strip():
-                yield (where, *_parse(line))
+                yield _parsed(where, line)
 
 
 def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:
@@ -343,18 +223,18 @@ def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:
         yield None
 
 
-def _parse(line: bytes) -> tuple[dict | None, str, str]:
+def _parsed(where: str, line: bytes) -> RawRow:
     start = line[: 4 * START_CHARS].decode("utf-8", "replace").strip()[:START_CHARS]
     if start == "[":
-        return None, f"the beginning of a JSON array{_ONE_A_LINE}", start
+        return RawRow(where, None, f"the beginning of a JSON array{_ONE_A_LINE}", start)
     try:
         row = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         wrong = f"not UTF-8 (byte {error.start} is {line[error.start]:#04x}); save the file as UTF-8"
-        return None, wrong, start
+        return RawRow(where, None, wrong, start)
     except ValueError as error:
-        return None, f"not JSON ({error})", start
+        return RawRow(where, None, f"not JSON ({error})", start)
     if type(row) is not dict:
         hint = _ONE_A_LINE if type(row) is list else ""
-        return None, f"a JSON {type(row).__name__}, where a JSON object is needed{hint}", start
-    return row, "", start
+        return RawRow(where, None, f"a JSON {type(row).__name__}, where a JSON object is needed{hint}", start)
+    return RawRow(where, row, start=start)

@@ -23,19 +23,8 @@ from pathlib import Path
 from rlmath.answers.extraction import extract_boxed
 from rlmath.answers.verifier import MAX_SOLUTIONS, TASKS
 from rlmath.config.files import read_json_object
-from rlmath.data.files import (
-    CHARACTERS_PER_TOKEN,
-    MAX_LINE_BYTES,
-    MAX_TEXT_CHARACTERS,
-    PromptFile,
-    PromptRow,
-    RawRow,
-    RowError,
-    UnusableRow,
-    raw_rows,
-    short,
-    unusable_lines,
-)
+from rlmath.data.files import CHARACTERS_PER_TOKEN, MAX_LINE_BYTES, MAX_TEXT_CHARACTERS, raw_rows
+from rlmath.data.rows import PromptFile, PromptRow, RawRow, RowError, UnusableRow, short, unusable_lines
 from rlmath.data.tokenizer import has_template
 from rlmath.workers.user_functions import UserFunction
 
@@ -370,7 +359,7 @@ _PROBLEM_KEYS = ("prompt", "solutions", "query_id", "task")
 
 def _own_rows(function: UserFunction, raw: Iterable[RawRow]) -> Iterator[tuple[RawRow, PromptRow | RowError]]:
     """What a data form of the user's makes of the rows."""
-    late = 0
+    late = before = 0
     for some in _batches(raw):
         found: list[PromptRow | RowError | None] = [None] * len(some)
         calls: dict[int, tuple[dict]] = {}
@@ -392,12 +381,13 @@ def _own_rows(function: UserFunction, raw: Iterable[RawRow]) -> Iterator[tuple[R
             try:
                 if result.failure is not None:
                     raise RowError(f"{function.hook.setting} {function} failed: {function.reason(result)}")
-                found[place] = _own_row(function, result.value, calls[place][0], some[place].number)
+                found[place] = _own_row(function, result.value, calls[place][0], before + place + 1)
             except RowError as error:
                 found[place] = error
         for one, row in zip(some, found, strict=True):
             assert row is not None
             yield one, row
+        before += len(some)
 
 
 def _batches(raw: Iterable[RawRow]) -> Iterator[list[RawRow]]:
@@ -510,11 +500,11 @@ def _checked_form(path: str, form: str, first: list[RawRow]) -> Form:
 
 
 def _rows_of(read: Reader, raw: Iterable[RawRow]) -> Iterator[tuple[RawRow, PromptRow | RowError]]:
-    for one in raw:
+    for number, one in enumerate(raw, start=1):
         try:
             if one.columns is None:
                 raise RowError(one.reason)
-            yield one, read(one.columns, one.number)
+            yield one, read(one.columns, number)
         except RowError as error:
             yield one, error
         except RecursionError:

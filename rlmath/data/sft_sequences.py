@@ -21,18 +21,10 @@ from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Sample
 from rlmath.config.run_files import UNUSABLE_ROWS_FILE
-from rlmath.data.files import (
-    CHARACTERS_PER_TOKEN,
-    PromptRow,
-    RawRow,
-    RowError,
-    UnusableRow,
-    raw_rows,
-    short,
-    unusable_lines,
-)
+from rlmath.data.files import CHARACTERS_PER_TOKEN, raw_rows
 from rlmath.data.formats import check_length, checked_text
-from rlmath.data.loader import permutation
+from rlmath.data.order import permutation
+from rlmath.data.rows import PromptRow, RawRow, RowError, UnusableRow, short, unusable_lines
 from rlmath.data.tokenizer import prompt_tokens, rendered, token_ids_of
 from rlmath.workers.user_functions import UserFunction
 

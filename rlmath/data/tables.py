@@ -9,14 +9,14 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
-from rlmath.data.files import START_CHARS, Row
+from rlmath.data.rows import START_CHARS, RawRow
 
 _BATCH_ROWS = 256
 _MAX_BATCH_BYTES = 2**30
 """A batch of rows that takes more memory is refused (bytes)."""
 
 
-def table_rows(file: Path, is_parquet: bool) -> Iterator[Row]:
+def table_rows(file: Path, is_parquet: bool) -> Iterator[RawRow]:
     """All rows of a parquet file, or of one of Arrow's. ValueError for a file that is neither, or damaged."""
     number, batches = 0, _parquet_batches(file) if is_parquet else _arrow_batches(file)
     try:
@@ -29,7 +29,7 @@ def table_rows(file: Path, is_parquet: bool) -> Iterator[Row]:
             for columns, reason in _columns_of(batch):
                 number += 1
                 start = "" if columns is None else _start(columns)
-                yield f"{file}, row {number}", columns, reason, start
+                yield RawRow(f"{file}, row {number}", columns, reason, start)
     except (pa.ArrowException, UnicodeError, OSError, EOFError, MemoryError) as error:
         kind = file.suffix.lstrip(".") or "data"
         raise ValueError(

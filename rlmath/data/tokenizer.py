@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlmath.config.files import read_json_object
-from rlmath.data.files import MAX_LINE_BYTES, PromptFile, PromptRow, UnusableRow
+from rlmath.data.files import MAX_LINE_BYTES
+from rlmath.data.rows import PromptFile, PromptRow, UnusableRow
 from rlmath.workers.user_functions import UserFunction
 
 if TYPE_CHECKING:

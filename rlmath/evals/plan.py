@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmath.config.help import all_settings, raise_problems
+from rlmath.config.run_files import write_whole
 from rlmath.config.schema import Range, Template
 from rlmath.evals.pass_at_k import MOST_SAMPLES
 from rlmath.rollout.sampling import request_seed
@@ -125,9 +126,7 @@ def check_settings(folder: Path, common: Mapping[str, Any], sampled: Mapping[str
             "Give another --output, or the same model and settings."
         )
     content = {"common": dict(common), "sampled": dict(sampled) if sampled else earlier.get("sampled")}
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, json.dumps(content, indent=2) + "\n")
 
 
 def _has_completions(folder: Path) -> bool:

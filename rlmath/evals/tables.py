@@ -24,6 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rlmath.config.run_files import write_whole
 from rlmath.config.terminal import visible
 from rlmath.evals.results import BenchmarkResult
 
@@ -153,20 +154,14 @@ def write_results(folder: Path, settings: Mapping[str, Any], results: Sequence[B
             for result in results
         },
     }
-    _write(folder / RESULTS, json.dumps(content, indent=1) + "\n")
+    write_whole(folder / RESULTS, json.dumps(content, indent=1) + "\n")
     lines = "".join(f"    {name}: {visible(str(value))}\n" for name, value in settings.items())
     tables = (markdown_table(table) for table in (first_table(results), second_table(results)))
-    _write(folder / "results.md", "\n\n".join(["# Evaluation", lines, *tables]) + "\n")
+    write_whole(folder / "results.md", "\n\n".join(["# Evaluation", lines, *tables]) + "\n")
     rows = [row_of(result) for result in results]
     names = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    _write(folder / "results.csv", text.getvalue())
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    write_whole(folder / "results.csv", text.getvalue())

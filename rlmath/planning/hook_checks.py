@@ -1,5 +1,5 @@
-"""Functions of the user's (`rlmath.workers.hooks`), checked before a run starts: whether they can be loaded and called, and
-what they return for what is made up."""
+"""Functions of the user's (`rlmath.workers.hooks`), checked before a run starts: whether they can be loaded and
+called, and what they return for what is made up."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from rlmath.config.run_files import CAPTURES_FOLDER, CHECKPOINTS_FOLDER, CONFIG_
 from rlmath.config.schema import Config, RolloutConfig, TelemetryConfig, ValidationConfig
 from rlmath.config.terminal import escape_terminal
 from rlmath.data.dataset import Inputs
-from rlmath.data.loader import PromptOrder
+from rlmath.data.order import PromptOrder
 from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
 from rlmath.distributed.ranks import environment_world_size
 from rlmath.planning.checks import check_replay

@@ -18,6 +18,7 @@ from rlmath.algorithms.types import ScoredGroup
 from rlmath.checkpoint.convert.convert import megatron_to_hf
 from rlmath.checkpoint.hf.weights import read_metadata_files
 from rlmath.config import length_curriculum as curriculum
+from rlmath.config.run_files import write_whole
 from rlmath.data.dataset import Inputs
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.device import Device, open_device
@@ -39,7 +40,7 @@ from rlmath.run.loop import join_run, restore
 from rlmath.run.recovery.checkpoint_choice import choose_checkpoint
 from rlmath.run.recovery.resume import CheckpointToResume, Recovery
 from rlmath.run.startup import PreparedRun
-from rlmath.telemetry.metrics_writer import json_number, write_whole
+from rlmath.telemetry.metrics_writer import json_number
 from rlmath.telemetry.reporter import StepRecord
 from rlmath.trainer.metrics import UpdateRecord
 from rlmath.trainer.policy_update import PolicyTrainer

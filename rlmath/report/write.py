@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Sequence
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 
-from rlmath.config.run_files import REPORT_FILE
+from rlmath.config.run_files import REPORT_FILE, write_whole
 from rlmath.report.page import build_page
 from rlmath.report.run_folder import read_runs
 
@@ -30,16 +28,8 @@ def write_report(folders: Sequence[str | Path], output: Path | None = None) -> P
     plotly_js = read_plotly()
     runs = read_runs(folders)
     path = Path(folders[0]) / REPORT_FILE if output is None else output
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = build_page(runs, plotly_js, datetime.now())
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with scratch.open("x", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-        os.replace(scratch, path)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
+    write_whole(path, text.encode("utf-8", errors="backslashreplace"))
     return path
 
 

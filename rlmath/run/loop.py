@@ -28,7 +28,8 @@ from rlmath.config.help import all_settings, as_yaml_word
 from rlmath.config.load import config_as_yaml, shown_values
 from rlmath.config.run_files import CONFIG_FILE, LOG_FILE, ROLLBACKS_FILE
 from rlmath.config.schema import AlgorithmConfig, Config
-from rlmath.data.loader import Rollback, write_report
+from rlmath.data.loader import write_report
+from rlmath.data.order import Rollback
 from rlmath.distributed import process
 from rlmath.distributed.bridge import Bridge, open_worlds
 from rlmath.distributed.collectives import all_gather_objects, broadcast_from_rank_zero

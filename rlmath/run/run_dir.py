@@ -45,12 +45,13 @@ from rlmath.config.run_files import (
     ROLLBACKS_FILE,
     STACKS_FOLDER,
     SUMMARY_FILE,
+    UNFINISHED,
     VALIDATION_FILE,
 )
 from rlmath.config.schema import Config
 from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.run.recovery.resume import refused_changes
-from rlmath.telemetry.metrics_writer import keep_metrics, unfinished_file
+from rlmath.telemetry.metrics_writer import keep_metrics
 from rlmath.telemetry.samples import keep_samples
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ _OWN_FILES = (METRICS_FILE, VALIDATION_FILE, SUMMARY_FILE, LOG_FILE, ROLLBACKS_F
 """What a run reads again, or writes over."""
 _NO_OBSTACLE = (LOCK_FILE, EXIT_STATUS_FILE, exit_codes.RESERVED_NAME, STACKS_FOLDER)
 """What a start that broke early leaves."""
-_SCRATCH = re.compile(rf"\.{re.escape(CONFIG_FILE)}\..*\.tmp|{exit_codes.SCRATCH.pattern}")
+_SCRATCH = re.compile(f"{UNFINISHED.pattern}|{exit_codes.SCRATCH.pattern}")
 
 
 def stage_folder(output_dir: str | Path, number: int) -> Path:
@@ -101,7 +102,7 @@ def claim_run_folder(output_dir: str | Path, config: Config, steps_done: int | N
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for scratch in folder.iterdir():
-            if _SCRATCH.fullmatch(scratch.name):
+            if _SCRATCH.fullmatch(scratch.name) and scratch.is_file():
                 scratch.unlink()
         remove_partial(folder / CHECKPOINTS_FOLDER)
         remove_partial(folder / MODELS_FOLDER)
@@ -242,10 +243,6 @@ def take_back(folder: Path, steps_done: int) -> None:
     for model in (folder / MODELS_FOLDER).glob("step-" + "[0-9]" * 6):
         if int(model.name.removeprefix("step-")) > steps_done:
             remove(model)
-    for name in (METRICS_FILE, VALIDATION_FILE, SUMMARY_FILE, ROLLBACKS_FILE):
-        unfinished = unfinished_file(folder / name)
-        if unfinished.is_file():
-            unfinished.unlink()
     rows = keep_metrics(folder, steps_done)
     if rows < steps_done:
         logger.warning(

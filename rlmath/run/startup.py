@@ -10,7 +10,6 @@ ranks end with the same error where they differ.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import io
 import logging
 import os
@@ -27,9 +26,9 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch.distributed as dist
 
 from rlmath.config.help import as_yaml_word, setting_values
-from rlmath.config.hub import HubFailedError, as_hub_ids
+from rlmath.config.hub import HubFailedError
 from rlmath.config.length_curriculum import fewer_steps_warnings, late_steps_warnings, length_stage_lines
-from rlmath.config.load import is_reference, make_parser, without_secrets
+from rlmath.config.load import make_parser, shown_values
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, RunConfig
 from rlmath.config.terminal import visible
@@ -255,7 +254,7 @@ def start(
                 if environment_rank() == 0:
                     prepared = _take_folder(prepared, stack)
             except (ValueError, OSError) as found:
-                error = _with_launcher_mistake(_without_secrets(found))
+                error = _with_launcher_mistake(found)
                 several = rendezvous is not None and rendezvous.rank_info.several_nodes
                 if rendezvous is not None and several and not isinstance(found, SharedMistakeError):
                     meet_with_mistake(rendezvous, error, start_timeout)
@@ -344,15 +343,6 @@ def _take_folder(prepared: PreparedRun[Any], stack: ExitStack) -> PreparedRun[An
     return replace(prepared, recovery=recovery)
 
 
-def _without_secrets(error: ValueError | OSError) -> ValueError | OSError:
-    """The error, or where it has the value of an environment variable one with the variable's name. Classes such as
-    UnicodeDecodeError cannot be made of a text alone."""
-    text = without_secrets(str(error))
-    if text == str(error):
-        return error
-    return ValueError(text) if isinstance(error, ValueError) else OSError(text)
-
-
 # ---------------------------------------------------------------- how a program ends
 
 
@@ -364,7 +354,7 @@ def record_exit(output_dir: str | Path | None, status: int, message: str) -> Non
     with suppress(ValueError, OSError):
         if Path(output_dir).is_dir():
             with sole_user(output_dir):
-                text = visible(without_secrets(message))
+                text = visible(message)
                 if status != exit_codes.MISTAKE:
                     text = text.partition("\n")[0]
                 cut = (
@@ -375,9 +365,8 @@ def record_exit(output_dir: str | Path | None, status: int, message: str) -> Non
 
 def log_mistake(error: Exception) -> None:
     """The first rank of each node logs first, and is in torchrun's report: it ends the others as soon as one has ended.
-    What only another rank sees is logged after a wait. Both have the names of environment variables in place of their
-    values."""
-    message = without_secrets(str(error))
+    What only another rank sees is logged after a wait."""
+    message = str(error)
     _let_first_rank_end(message, show=lambda: logger.error("%s", message))
 
 
@@ -443,22 +432,13 @@ def facts_of(prepared: PreparedRun[Any]) -> dict[str, str]:
     }
     if prepared.validation and (scorer := scorer_hook(prepared.config)) is not None:
         origin["validation.scorer (contents)"] = hooks_fingerprint([scorer])
-    values, defaults = setting_values(prepared.config), setting_values(Config())
+    values, defaults = shown_values(prepared.config), setting_values(Config())
     critic = prepared.config.critic.path if prepared.config.algorithm.advantage == "gae" else None
     for name, path in (("teacher", prepared.config.teacher.path), ("critic", critic)):
         if path is not None:
             origin[f"{name}.path (contents)"] = model_fingerprint(path)
-    settings = {key: _fact_of(key, value) for key, value in values.items() if value != defaults[key]}
+    settings = {key: as_yaml_word(value) for key, value in values.items() if value != defaults[key]}
     return environment_facts() | origin | settings
-
-
-def _fact_of(key: str, value: Any) -> str:
-    """A setting to compare. Of one from the environment the nodes compare 16 bits of a
-    hash, from which it cannot be found."""
-    if not is_reference(key, value):
-        return as_yaml_word(as_hub_ids(value))
-    digest = hashlib.sha256(f"{key}={as_yaml_word(value)}".encode("utf-8", "surrogatepass")).hexdigest()
-    return f"a value from the environment with the check digits {digest[:4]}"
 
 
 def environment_facts() -> dict[str, str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlmath.config.load import shown_sections
-from rlmath.config.run_files import METRICS_FILE, TENSORBOARD_FOLDER, VALIDATION_FILE
+from rlmath.config.run_files import METRICS_FILE, TENSORBOARD_FOLDER, VALIDATION_FILE, write_whole
 from rlmath.config.schema import Config
 from rlmath.telemetry.wandb import WandbLog
 
@@ -89,27 +89,6 @@ class Unwritten:
             more = f"; {self.lost[what]} were lost" if self.lost[what] else ""
             logger.info("%s can be written again%s", what, more)
         return True
-
-
-def write_whole(path: Path, content: str) -> None:
-    """Replace a file's content (UTF-8) in one step. OSError where the disk refuses; nothing is left over then."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = unfinished_file(path)
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except OSError:
-        with suppress(OSError):
-            unfinished.unlink()
-        raise
-
-
-def unfinished_file(path: Path) -> Path:
-    """What `write_whole` of a process that was killed leaves."""
-    return path.with_suffix(".tmp")
 
 
 class _RowFile:

@@ -18,7 +18,7 @@ from typing import Any
 
 from rlmath.algorithms.types import GROUP_ADVANTAGES, ScoredGroup
 from rlmath.config.length_curriculum import has_length_stages, length_stages, validates
-from rlmath.config.run_files import METRICS_FILE, SUMMARY_FILE
+from rlmath.config.run_files import METRICS_FILE, SUMMARY_FILE, write_whole
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, SftInputs
 from rlmath.models.learner import MinibatchResult
@@ -35,7 +35,7 @@ from rlmath.telemetry.console import (
     long_step_line,
     step_line,
 )
-from rlmath.telemetry.metrics_writer import Unwritten, open_metrics, read_metrics, write_whole
+from rlmath.telemetry.metrics_writer import Unwritten, open_metrics, read_metrics
 from rlmath.telemetry.samples import SampleWriter, samples_file
 
 logger = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlmath.answers.verifier import FAILURES
-from rlmath.config.run_files import SAMPLES_FOLDER
+from rlmath.config.run_files import SAMPLES_FOLDER, remove_unfinished, write_whole
 from rlmath.config.terminal import visible
 from rlmath.telemetry.console import code_block, shortened
-from rlmath.telemetry.metrics_writer import MetricsWriter, json_number, write_whole
+from rlmath.telemetry.metrics_writer import MetricsWriter, json_number
 
 if TYPE_CHECKING:  # importing it imports torch, which the tool that shows samples does not need
     from rlmath.algorithms.types import Score, ScoredGroup
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 MAX_SHOWN_CHARS = 3000
 """Most characters of one text that go to TensorBoard; the file has all of it."""
 
-_OWN_NAME = re.compile(r"(?:step|failure)-(?P<step>\d{6,})\.(?P<ending>jsonl|tmp)", re.ASCII)
+_OWN_NAME = re.compile(r"(?:step|failure)-(?P<step>\d{6,})\.jsonl", re.ASCII)
 
 
 def samples_file(output_dir: str, step: int, kind: str = "step") -> Path:
@@ -34,14 +34,11 @@ def samples_file(output_dir: str, step: int, kind: str = "step") -> Path:
 def keep_samples(output_dir: str | Path, last_step: int) -> None:
     """Remove the samples of steps after `last_step`, for a run that resumes from there, and unfinished files. Other
     files stay."""
-    removed = 0
-    for path in (Path(output_dir) / SAMPLES_FOLDER).glob("*"):
+    removed, folder = 0, Path(output_dir) / SAMPLES_FOLDER
+    remove_unfinished(folder)
+    for path in folder.glob("*"):
         name = _OWN_NAME.fullmatch(path.name)
-        if name is None or not path.is_file():
-            continue
-        if name["ending"] == "tmp":
-            path.unlink()
-        elif int(name["step"]) > last_step:
+        if name is not None and path.is_file() and int(name["step"]) > last_step:
             path.unlink()
             removed += 1
     if removed:

@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+from rlmath.config.run_files import write_whole
 from rlmath.config.schema import TelemetryConfig
 
 logger = logging.getLogger(__name__)
@@ -148,10 +149,7 @@ def run_id(output_dir: str | Path) -> str:
     """The id by which W&B recognises the folder's run when it is resumed, made and kept there when there is none."""
     path = Path(output_dir) / WANDB_FOLDER / "run_id.txt"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".tmp")
-        unfinished.write_text(secrets.token_hex(4) + "\n", encoding="ascii")
-        os.replace(unfinished, path)
+        write_whole(path, secrets.token_hex(4) + "\n")
     return path.read_text(encoding="ascii").strip()
 
 

@@ -25,9 +25,10 @@ from rlmath.algorithms.types import ScoredGroup
 from rlmath.checkpoint.directory import CRITIC_CONFIG, Progress
 from rlmath.config import length_curriculum as curriculum
 from rlmath.config.length_curriculum import LengthStage
+from rlmath.config.run_files import write_whole
 from rlmath.config.schema import Config
-from rlmath.data.curriculum import HISTORY
 from rlmath.data.dataset import Inputs
+from rlmath.data.prompt_curriculum import HISTORY
 from rlmath.distributed.bridge import Bridge
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
@@ -37,7 +38,6 @@ from rlmath.rewards.several_rewards import functions_of, summed_rewards
 from rlmath.run.loop import Interrupted
 from rlmath.run.recovery.checkpointing import Checkpointer
 from rlmath.run.startup import PreparedRun
-from rlmath.telemetry.metrics_writer import write_whole
 from rlmath.telemetry.reporter import StepRecord, ValidationResult
 from rlmath.trainer.metrics import (
     UpdateRecord,
@@ -244,7 +244,7 @@ class GrpoTrainer(PolicyTrainer):
                 logger.info("%s", line)
             path = Path(self.config.run.output_dir) / HISTORY
             try:
-                write_whole(path, curriculum.file().decode())
+                write_whole(path, curriculum.file())
             except OSError as error:
                 logger.warning("%s cannot be written: %s", path, error)
         return {"history": curriculum.summary()}

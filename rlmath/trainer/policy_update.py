@@ -32,7 +32,7 @@ from rlmath.config import length_curriculum as curriculum
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, critic_epochs, most_critic_updates, most_updates
-from rlmath.data.loader import Rollback
+from rlmath.data.order import Rollback
 from rlmath.data.packing import MicroBatch, pack
 from rlmath.data.seqlen_balancing import plan_minibatches, training_cost
 from rlmath.distributed.mesh import Mesh

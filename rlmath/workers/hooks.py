@@ -46,8 +46,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NotRequired, Protocol, TypedDict, TypeVar
 
-import rlmath
 from rlmath.config.help import all_settings, nearest_path, nearest_word
+from rlmath.config.shipped_files import PACKAGE
 
 REWARD_WORDS = ("correctness", "format", "length")
 """Entries of `reward.rewards` that are no functions of the user's."""
@@ -413,7 +413,7 @@ def _problem_of(arguments: Sequence[str], setting: str, spec: str) -> str | None
 
 def worker_environment() -> dict[str, str]:
     """The environment of reward workers: this package and the current folder can be imported."""
-    source = str(Path(rlmath.__file__).parent.parent)
+    source = str(PACKAGE.parent)
     path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")]), os.getcwd()])
     return {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
 

@@ -168,7 +168,7 @@ def test_references_that_no_answer_equals(model: Path, tmp_path: Path, answer: s
 
 
 def test_good_references_are_not_named(tmp_path: Path) -> None:
-    cases = Path(__file__).parents[1] / "rewards" / "cases.jsonl"
+    cases = Path(__file__).parents[1] / "answers" / "cases.jsonl"
     rows = [json.loads(line) for line in cases.read_text(encoding="utf-8").splitlines()]
     answers = sorted({row["solutions"][0] for row in rows if row["correct"]})
     path = questions(tmp_path / "a.jsonl", [(f"Problem {n}", answer) for n, answer in enumerate(answers)])

@@ -19,7 +19,7 @@ from rlmath.config.schema import (
     ValidationConfig,
 )
 from rlmath.data.dataset import load_inputs, load_validation
-from rlmath.data.loader import Share
+from rlmath.data.order import Share
 from tests.tiny_models import shape_of
 
 

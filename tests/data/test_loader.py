@@ -7,16 +7,15 @@ from transformers import PreTrainedTokenizerFast
 
 from rlmath.algorithms.types import Prompt
 from rlmath.data import loader
-from rlmath.data.files import UnusableRow, unusable_lines
 from rlmath.data.loader import (
     DroppedPrompt,
     FilterReport,
-    PromptOrder,
     dropped_share,
     load_prompts,
-    permutation,
     write_report,
 )
+from rlmath.data.order import PromptOrder, Share, permutation
+from rlmath.data.rows import UnusableRow, unusable_lines
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +134,7 @@ def test_draws_are_the_places_of_all_steps_one_behind_the_other():
         step, index, before = order.drawn(draw)
         assert step == draw // 3 and order.batch(step)[1][draw % 3] == index and before == 0
     # The second file's prompt comes twice an epoch, and here twice in a step.
-    twice = PromptOrder(2, 3, seed=1, shuffle=False, shares=(loader.Share(1, 1.0), loader.Share(1, 2.0)))
+    twice = PromptOrder(2, 3, seed=1, shuffle=False, shares=(Share(1, 1.0), Share(1, 2.0)))
     assert [twice.drawn(draw) for draw in range(3)] == [(0, 0, 0), (0, 1, 0), (0, 1, 1)]
 
 

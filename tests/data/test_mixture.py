@@ -7,14 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlmath.algorithms.types import Prompt
-from rlmath.data.loader import (
-    PromptOrder,
-    Share,
-    check_weights,
-    epoch_order,
-    weighted_permutation,
-    with_unique_names,
-)
+from rlmath.data.loader import check_weights, with_unique_names
+from rlmath.data.order import PromptOrder, Share, epoch_order, weighted_permutation
 
 SHARES = st.lists(
     st.builds(Share, st.integers(1, 30), st.sampled_from([0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0])),

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from rlmath.data import tokenizer as tokenizer_module
-from rlmath.data.files import PromptFile, PromptRow
+from rlmath.data.rows import PromptFile, PromptRow
 from rlmath.data.tokenizer import drop_special_token_rows, has_template, render
 
 ROW = PromptRow("What is {1}+1?", "math", "q", ("2",), whole=False)

@@ -16,7 +16,7 @@ from torch import Tensor
 from rlmath.algorithms.types import Sample, ScoredGroup
 from rlmath.config.schema import AlgorithmConfig, Config, OptimizerConfig
 from rlmath.data.dataset import SftInputs
-from rlmath.data.loader import PromptOrder
+from rlmath.data.order import PromptOrder
 from rlmath.data.seqlen_balancing import training_cost
 from rlmath.distributed.device import Device, init_process_group, open_device
 from rlmath.distributed.fault_tolerance.preemption import SIGNALS

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rlmath.config.schema import Config, DataConfig, SftConfig
-from rlmath.data.loader import PromptOrder
+from rlmath.data.order import PromptOrder
 from rlmath.data.sft_sequences import WrittenSequence
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh

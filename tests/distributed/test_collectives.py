@@ -12,8 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from rlmath.distributed.collectives import gathered_bytes
 from rlmath.distributed.device import FULLY_CONNECTED_RANKS, Device, init_process_group, open_device
 from tests.distributed import gather_cases
+from tests.distributed.counting_store import gloo_start
 from tests.distributed.rank_pool import RankPool
-from tools.scale_messages import gloo_start
 
 
 @pytest.mark.distributed
@@ -43,12 +43,12 @@ def test_ranks_that_connect_when_they_talk_do_all_that_others_do(ranks: RankPool
 
 
 def test_a_group_that_connects_when_needed_asks_the_store_once_a_rank() -> None:
-    all_connected = [gloo_start(n, connect_all=True)["gloo_start_requests"] for n in (4, 8, 16)]
-    when_needed = [gloo_start(n, connect_all=False) for n in (4, 8, 16)]
+    all_connected = [gloo_start(n, connect_all=True)[0] for n in (4, 8, 16)]
+    requests, sizes = zip(*[gloo_start(n, connect_all=False) for n in (4, 8, 16)], strict=True)
     # Each rank writes one key, and waits for and reads those of all.
     assert all_connected == [n * (1 + 2 * n) for n in (4, 8, 16)]
-    assert [figures["gloo_start_requests"] for figures in when_needed] == [4, 8, 16]
-    assert when_needed[2]["gloo_start_bytes"] < 4.1 * when_needed[0]["gloo_start_bytes"]
+    assert requests == (4, 8, 16)
+    assert sizes[2] < 4.1 * sizes[0]
 
 
 @pytest.mark.parametrize(("world_size", "told"), [(FULLY_CONNECTED_RANKS, None), (512, "1")])

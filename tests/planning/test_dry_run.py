@@ -26,7 +26,7 @@ from rlmath.run.recovery.resume import model_fingerprint
 from tests import programs
 from tests.terminal import on_terminal
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SMALL_R1 = "areal/1.5b_n1.yaml"
 V2 = "simplerl/v2.yaml"
 

@@ -17,7 +17,7 @@ from rlmath.checkpoint.directory import (
 )
 from rlmath.config.run_files import ROLLBACKS_FILE
 from rlmath.config.schema import AlgorithmConfig, Config, RolloutConfig, SaveConfig
-from rlmath.data.loader import PromptOrder, Rollback, seed_after, shares_of
+from rlmath.data.order import PromptOrder, Rollback, seed_after, shares_of
 from rlmath.planning.checks import config_warnings, run_problems
 from rlmath.run.divergence import NO_STEP, DivergedError, DivergenceCheck, RewardRule, best_rewards
 from rlmath.run.loop import reward_rule

@@ -15,7 +15,6 @@ from typing import Any, Literal, NoReturn
 
 import torch.distributed as dist
 
-from rlmath.config.load import without_secrets
 from rlmath.config.run_files import EXIT_STATUS_FILE
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, report_to_torchrun, write_exit_status
 from rlmath.distributed.process import innermost_call, stacks_path, write_stacks
@@ -133,9 +132,8 @@ def store_lost(where: str, reason: str, reporter: int) -> Failure:
 
 
 def first_line(error: BaseException) -> str:
-    """ "ValueError: the first line of its text", without what settings took from the environment. The kernel's word for
-    a full disk names none: shared memory is one."""
-    text = without_secrets(str(error)).strip().split("\n")[0]
+    """ "ValueError: the first line of its text". The kernel's word for a full disk names none: shared memory is one."""
+    text = str(error).strip().split("\n")[0]
     if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
         text += "; no file is named: look for a full disk with df and df -i, among them /dev/shm"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -19,9 +19,8 @@ from pathlib import Path
 
 from rlmath.checkpoint.directory import Progress
 from rlmath.config.files import parse_json, read_regular
-from rlmath.config.run_files import ROLLBACKS_FILE
-from rlmath.data.loader import Rollback
-from rlmath.telemetry.metrics_writer import write_whole
+from rlmath.config.run_files import ROLLBACKS_FILE, write_whole
+from rlmath.data.order import Rollback
 
 VERSION = 1
 _MOST_BYTES = 2**20

@@ -34,8 +34,8 @@ from rlmath.algorithms.types import PartialCompletion, Prompt, ScoredCompletion
 from rlmath.checkpoint.flight import FLIGHT, write_flight
 from rlmath.config.length_curriculum import LengthStage
 from rlmath.config.schema import Config
-from rlmath.data.curriculum import HISTORY
 from rlmath.data.dataset import Inputs
+from rlmath.data.prompt_curriculum import HISTORY
 from rlmath.distributed.bridge import Mailbox
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.mesh import Mesh

@@ -36,8 +36,8 @@ from rlmath.config.length_curriculum import (
     length_stages,
 )
 from rlmath.config.schema import Config, RewardConfig, RolloutConfig, SelectionConfig
-from rlmath.data.curriculum import HISTORY, Curriculum, rules_of
 from rlmath.data.dataset import Inputs
+from rlmath.data.prompt_curriculum import HISTORY, PromptCurriculum, rules_of
 from rlmath.planning.length_curriculum import in_flight_problem
 from rlmath.rewards.several_rewards import compared_rewards
 from rlmath.rollout.collector import Collector, Work, completion_text
@@ -89,7 +89,7 @@ class StepRollouts(Protocol):
         checkpoint's file is damaged."""
 
     @property
-    def curriculum(self) -> Curriculum:
+    def curriculum(self) -> PromptCurriculum:
         """What draws the prompts, and counts how often they are solved."""
 
     @property
@@ -97,13 +97,13 @@ class StepRollouts(Protocol):
         """Draws of the run so far."""
 
 
-def open_curriculum(config: Config, inputs: Inputs) -> Curriculum:
+def open_curriculum(config: Config, inputs: Inputs) -> PromptCurriculum:
     """That of the settings, with the pass rates of `data.history_path`."""
     ids = [prompt.prompt_id for prompt in inputs.prompts]
-    return Curriculum(inputs.order, ids, rules_of(config.data), inputs.history)
+    return PromptCurriculum(inputs.order, ids, rules_of(config.data), inputs.history)
 
 
-def resume_curriculum(curriculum: Curriculum, folder: Path) -> None:
+def resume_curriculum(curriculum: PromptCurriculum, folder: Path) -> None:
     """Continue with the history in a checkpoint's folder; older ones have none, and begin without. ValueError where it
     is damaged."""
     try:

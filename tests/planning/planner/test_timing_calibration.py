@@ -83,7 +83,7 @@ def write_run(folder: Path, config: Config, ranks: int, steps: int = 6) -> Path:
 
 
 def test_the_switch_is_what_the_reporter_adds_up():
-    reporter = Path(__file__).resolve().parents[2] / "rlmath" / "trainer" / "reporter.py"
+    reporter = Path(__file__).resolve().parents[3] / "rlmath" / "telemetry" / "reporter.py"
     (told,) = [
         ast.literal_eval(node.value)
         for node in ast.parse(reporter.read_text(encoding="utf-8")).body

@@ -37,7 +37,7 @@ from rlmath.algorithms.prompt_history import BUCKETS, Counts, CurriculumRules, P
 from rlmath.algorithms.types import ScoredGroup
 from rlmath.config.files import open_regular, parse_json
 from rlmath.config.schema import DataConfig
-from rlmath.data.loader import PromptOrder
+from rlmath.data.order import Draw, PromptOrder, Reseed
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +88,9 @@ class DrawState:
     floor_draws: int = 0
     """Draws so far that took a prompt from the queue since it was its turn."""
     filled_draws: int = 0
-    """Likewise since a whole pass had no other prompt left."""
-    reseeds: list[tuple[int, int]] = field(default_factory=list)
-    """(place, rollbacks) from which on the base order is another one."""
+    """Draws so far that took a prompt from the queue since a whole pass had no other prompt left."""
+    reseeds: list[Reseed] = field(default_factory=list)
+    """Places from which on the base order is another one."""
 
     def copy(self) -> DrawState:
         return replace(
@@ -102,12 +102,13 @@ class DrawState:
         )
 
 
-class Curriculum:
+class PromptCurriculum:
     """Draws prompts, and counts how often they are solved. All ranks call it alike.
 
     >>> order = PromptOrder(n_prompts=4, prompts_per_step=2, seed=1, shuffle=False)
     >>> history = PromptHistory(4, {0: ((8, 8),)})
-    >>> curriculum = Curriculum(order, ["a", "b", "c", "d"], CurriculumRules("band", high=0.9, floor=0.25), history)
+    >>> rules = CurriculumRules("band", high=0.9, floor=0.25)
+    >>> curriculum = PromptCurriculum(order, ["a", "b", "c", "d"], rules, history)
     >>> [curriculum.begin(step).batch(step) for step in (0, 1)]
     [[1, 2], [3, 0]]
     """
@@ -147,13 +148,13 @@ class Curriculum:
 
     # ------------------------------------------------------------ drawing
 
-    def begin(self, step: int) -> Curriculum:
+    def begin(self, step: int) -> PromptCurriculum:
         """Step `step` begins. What it draws is forgotten if it fails before `commit`."""
         self._after = self._state.copy()
-        known = max((number for _, number in self._after.reseeds), default=0)
+        known = max((one.rollback for one in self._after.reseeds), default=0)
         for rollback in self._order.rollbacks:
             if rollback.step <= step and rollback.number > known:
-                self._after.reseeds.append((self._after.cursor, rollback.number))
+                self._after.reseeds.append(Reseed(self._after.cursor, rollback.number))
         return self
 
     def batch(self, step: int) -> list[int]:
@@ -174,14 +175,14 @@ class Curriculum:
         yield from (index for index in others if index not in self._verdicts)
         yield from (index for index in others if index in self._verdicts)
 
-    def drawn(self, draw: int) -> tuple[int, int, int]:
-        """As `PromptOrder.drawn`. Draws that are new are made, one after the other."""
+    def drawn(self, draw: int) -> Draw:
+        """A place of all steps' prompts, counted from 0 over the whole run. New draws are made one after the other."""
         if not self.draws_by_rates:
             return self._order.drawn(draw)
         state = self._after
         while state.next_draw <= draw:
             self._draw(state)
-        return draw // self._order.prompts_per_step, *state.in_flight[draw]
+        return Draw(draw // self._order.prompts_per_step, *state.in_flight[draw])
 
     def _draw(self, state: DrawState) -> None:
         if state.next_draw % self._order.prompts_per_step == 0:
@@ -300,6 +301,7 @@ class Curriculum:
             header["draws"] = asdict(self._state) | {
                 "queue": list(self._state.queue),
                 "in_flight": [[draw, *one] for draw, one in self._state.in_flight.items()],
+                "reseeds": [[one.place, one.rollback] for one in self._state.reseeds],
             }
         rows = (
             {"query_id": self._ids[index], "groups": groups}
@@ -365,7 +367,7 @@ class Curriculum:
         in_flight = {_count(draw): (index, _count(times)) for draw, index, times in row["in_flight"]}
         if any(draw >= numbers["next_draw"] for draw in in_flight):
             raise ValueError("draws are out of order")
-        reseeds = [(_count(place), _count(number)) for place, number in row["reseeds"]]
+        reseeds = [Reseed(_count(place), _count(number)) for place, number in row["reseeds"]]
         return DrawState(
             **numbers,
             batch=list(row["batch"]),

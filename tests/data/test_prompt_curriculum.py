@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from rlmath.algorithms.prompt_history import CurriculumRules, PromptHistory
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
-from rlmath.data.curriculum import Curriculum, is_floor_draw, read_history
-from rlmath.data.loader import PromptOrder, Rollback, shares_of
+from rlmath.data.order import PromptOrder, Rollback, shares_of
+from rlmath.data.prompt_curriculum import PromptCurriculum, is_floor_draw, read_history
 
 BAND = CurriculumRules("band", low=0.25, high=0.75, floor=0.25)
 WRONG, RIGHT = (0, 8), (8, 8)
@@ -35,11 +35,11 @@ def curriculum(
     known: dict[int, tuple[int, int]] | None = None,
     shuffle: bool = False,
     weights: Sequence[float] = (),
-) -> Curriculum:
+) -> PromptCurriculum:
     """`known`: what an earlier run sampled of prompts, as (right, sampled)."""
     order = PromptOrder(n_prompts, per_step, 1, shuffle, shares_of([n_prompts], weights))
     groups = {index: (counts,) for index, counts in (known or {}).items()}
-    return Curriculum(order, names(n_prompts), rules, PromptHistory(4, groups))
+    return PromptCurriculum(order, names(n_prompts), rules, PromptHistory(4, groups))
 
 
 @cache
@@ -50,7 +50,7 @@ def group(index: int, correct: int, sampled: int = 8) -> ScoredGroup:
 
 
 def make_steps(
-    one: Curriculum, steps: range, correct_of: Callable[[int, int], int], extra: int = 0
+    one: PromptCurriculum, steps: range, correct_of: Callable[[int, int], int], extra: int = 0
 ) -> list[list[int]]:
     """What steps draw, of which `correct_of(step, prompt)` of 8 completions are right; with so many `extra` prompts."""
     drawn = []
@@ -232,7 +232,7 @@ def test_the_floor_has_its_share_of_the_draws(floor: float, draws: int) -> None:
 
 def test_a_curriculum_goes_on_in_another_order_after_a_rollback_and_loses_no_prompt_of_the_pass() -> None:
     order = PromptOrder(40, 4, 1, True)
-    one = Curriculum(order, names(40), BAND, PromptHistory(4))
+    one = PromptCurriculum(order, names(40), BAND, PromptHistory(4))
     before = make_steps(one, range(3), lambda step, index: 4)
     saved = one.file()
     as_planned = make_steps(one, range(3, 10), lambda step, index: 4)
@@ -242,7 +242,7 @@ def test_a_curriculum_goes_on_in_another_order_after_a_rollback_and_loses_no_pro
     assert anew != as_planned and order.seed_at(2) == 1 != order.seed_at(3)
     flat = [[index for step in part for index in step] for part in (before, as_planned, anew)]
     assert sorted(flat[0] + flat[1]) == sorted(flat[0] + flat[2]) == list(range(40))
-    resumed = Curriculum(order, names(40), BAND, PromptHistory(4))
+    resumed = PromptCurriculum(order, names(40), BAND, PromptHistory(4))
     resumed.resume(one.file())
     assert make_steps(resumed, range(10, 14), lambda s, i: 4) == make_steps(
         one, range(10, 14), lambda s, i: 4

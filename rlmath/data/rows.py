@@ -1,0 +1,120 @@
+"""Rows of prompt files, as they are read and as they are used, and why others are left out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+START_CHARS = 60
+"""Characters of a row that are shown where it cannot be used."""
+
+
+class RowError(ValueError):
+    """Why a row cannot be used."""
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """A row as it lies in its file, before its form is known."""
+
+    where: str
+    """Such as "train.jsonl, line 17", counted from 1."""
+    columns: dict | None
+    """None where it cannot be read at all."""
+    reason: str = ""
+    """Why not."""
+    start: str = ""
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One problem of a file.
+
+    >>> PromptRow("Compute 1+1.", "math", "q-1", ("\\\\boxed{2}",)).solutions
+    ('\\\\boxed{2}',)
+    """
+
+    prompt: str
+    """The problem; the text that the model continues, template included, where `whole`."""
+    task: str
+    """How its answer is checked: "math", or "choice" for a letter of the question's options."""
+    query_id: str
+    """Unique in the file."""
+    solutions: tuple[str, ...]
+    """At least one reference answer."""
+    more_json: str = "{}"
+    """The row's further columns, a JSON object."""
+    whole: bool = True
+    """Whether `prompt` is what the model continues, as it stands."""
+    messages: tuple[tuple[str, str], ...] = ()
+    """(role, content) of the chat that the file has, where it is no whole prompt."""
+
+
+@dataclass(frozen=True)
+class UnusableRow:
+    """A row that is left out."""
+
+    where: str
+    """Such as "train.jsonl, line 17" or "train.parquet, row 17", counted from 1."""
+    reason: str
+    start: str
+    """Its first characters."""
+
+
+@dataclass(frozen=True)
+class PromptFile:
+    """What a file or folder of prompts holds."""
+
+    form: str
+    """A word of data.format."""
+    rows: list[PromptRow]
+    unusable: list[UnusableRow]
+    repeated: int = 0
+    """Rows, left out, that repeat an earlier one."""
+
+    @property
+    def unusable_share(self) -> float:
+        """Of all rows (0 to 1)."""
+        return len(self.unusable) / max(1, len(self.rows) + self.repeated + len(self.unusable))
+
+
+def grouped(reasons: Iterable[tuple[str, str]], most: int = 3) -> list[str]:
+    """(reason, example) by kinds of reason, the most frequent first: "23: a reason (the first examples)". Reasons are
+    of one kind where they differ in numbers, quotations and brackets only; the first is named.
+
+    >>> grouped([("2 tokens", "line 1"), ("blank", "line 4"), ("5 tokens", "line 7")])
+    ['2: 2 tokens (line 1, line 7)', '1: blank (line 4)']
+    """
+    kinds: dict[str, list[tuple[str, str]]] = {}
+    for reason, example in reasons:
+        kind = re.sub(r"'[^']*'|\"[^\"]*\"|\([^()]*\)|\d+", "", reason)
+        kinds.setdefault(kind, []).append((reason, example))
+    by_size = sorted(kinds.values(), key=len, reverse=True)
+    lines = []
+    for found in by_size[:most]:
+        more = ", ..." if len(found) > most else ""
+        lines.append(
+            f"{len(found)}: {found[0][0]} ({', '.join(example for _, example in found[:most])}{more})"
+        )
+    if others := sum(map(len, by_size[most:])):
+        lines.append(f"{others} for other reasons")
+    return lines
+
+
+def unusable_lines(path: str, unusable: Iterable[UnusableRow]) -> list[str]:
+    """What is wrong with a file's rows that are left out, by kinds of reason."""
+    return grouped((row.reason, row.where.removeprefix(f"{path}, ")) for row in unusable)
+
+
+def short(value: object, limit: int = 60) -> str:
+    """A value's type and first characters, whatever it is and however large.
+
+    >>> short(17)
+    "int '17'"
+    """
+    try:
+        text = str(value)[:limit]
+    except (ValueError, RecursionError):  # an integer of too many digits, a list that is too deep
+        text = "..."
+    return f"{type(value).__name__} {text!r}"

@@ -1,0 +1,71 @@
+"""Train a model: what `torchrun -m rlmath.trainer`, `launch/train_grpo.py` and `launch/train_sft.py` run on every rank.
+
+torchrun --nproc-per-node=N -m rlmath.trainer [grpo | sft] --config x.yaml key.sub=value ...
+torchrun --nproc-per-node=N -m rlmath.trainer replay RUN --step 10
+python -m rlmath.trainer [grpo | sft] --config x.yaml --dry-run
+
+The steps are in rlmath/trainer/grpo.py and rlmath/trainer/sft.py, replays in rlmath/replay/replay.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from rlmath.config.load import load_config
+from rlmath.config.terminal import escape_terminal
+from rlmath.planning.checks import used_keys
+from rlmath.run.startup import Program, prepare_grpo, prepare_sft, read_command_line, start
+
+PROGRAMS = ("grpo", "sft")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """One of `rlmath.distributed.fault_tolerance.exit_codes`."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["replay"]:
+        from rlmath.replay.replay import main as replay
+
+        return replay(words[1:])
+    program = words.pop(0) if words and words[0] in PROGRAMS else PROGRAMS[0]
+    return train_sft(words) if program == "sft" else train_grpo(words)
+
+
+def train_grpo(argv: Sequence[str] | None = None) -> int:
+    """As `main`."""
+    escape_terminal()
+    given = read_command_line("Train a model with GRPO.", argv)
+    if given.dry_run:
+        # Imported only now: a start has no use for it.
+        from rlmath.planning.dry_run import dry_run
+
+        return dry_run(given.config, given.overrides, given.ranks)
+    return start(lambda: load_config(given.config, given.overrides), prepare_grpo, load_grpo)
+
+
+def train_sft(argv: Sequence[str] | None = None) -> int:
+    """As `main`."""
+    escape_terminal()
+    description = "Train a model on written solutions (supervised, cross-entropy on completions)."
+    given = read_command_line(description, argv, used_keys())
+    if given.dry_run:
+        from rlmath.planning.dry_run import dry_run
+
+        return dry_run(given.config, given.overrides, given.ranks, "sft")
+    return start(lambda: load_config(given.config, given.overrides), prepare_sft, load_sft)
+
+
+def load_grpo() -> Program:
+    # Imported only now: a mistake is reported before Megatron and vLLM are loaded.
+    from rlmath.run.loop import run_training
+    from rlmath.trainer.grpo import GrpoTrainer
+
+    return partial(run_training, GrpoTrainer)
+
+
+def load_sft() -> Program:
+    from rlmath.run.loop import run_training
+    from rlmath.trainer.sft import SftTrainer
+
+    return partial(run_training, SftTrainer)
