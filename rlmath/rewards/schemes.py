@@ -56,7 +56,7 @@ class Scheme:
     def reward(self, raw: float, verified: bool, length: int, limit: int, truncated: bool) -> float:
         """The reward of a completion of `length` tokens, of at most `limit`.
 
-        `raw` is what `raw_reward` gives, what a function of the user's returned, or a weighted sum; `verified`: see `scale`.
+        `raw` is what `raw_reward` or the user's function gives, or a weighted sum; `verified` is as in `scale`.
         """
         if truncated and self.mask_no_eos_with_zero:
             return 0.0
