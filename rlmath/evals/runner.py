@@ -189,7 +189,7 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: VerifierPool, device: Dev
     if repaired:
         logger.info("Removed the unfinished last line of %d files, left by a run that was stopped", repaired)
     missing = [one for benchmark in benchmarks for one in _missing(benchmark, plan, lengths)]
-    for warning in reference_warnings(benchmarks, pool) if verified else ():
+    for warning in reference_warnings(benchmarks) if verified else ():
         logger.warning("%s", warning)
     _log_work(benchmarks, lengths, plan, sum(len(one.indices) for one in missing))
     return _Prepared(model, benchmarks, lengths, missing)
