@@ -3,8 +3,7 @@
 torchrun ... launch/train_grpo.py ... run.output_dir=FOLDER || python launch/exit_status.py FOLDER
 
 FOLDER is run.output_dir, or --output of an evaluation. 0 finished, 1 failed, 2 mistake in the settings, 75 saved and
-stopped, 76 not saved in time, 77 diverged. With --clear the status of an earlier run is removed instead. Needs nothing
-but Python.
+stopped, 76 not saved in time, 77 diverged. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -13,28 +12,14 @@ import argparse
 import sys
 
 from rlmath.config.terminal import escape_terminal
-from rlmath.distributed.fault_tolerance.exit_codes import (
-    MEANINGS,
-    MISTAKE,
-    clear_exit_status,
-    read_exit_status,
-)
+from rlmath.distributed.fault_tolerance.exit_codes import MEANINGS, read_exit_status
 
 
 def main() -> int:
     escape_terminal()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", metavar="FOLDER", help="what the run writes into")
-    parser.add_argument("--clear", action="store_true", help="remove the status of an earlier run")
-    given = parser.parse_args()
-    if given.clear:
-        try:
-            clear_exit_status(given.folder)
-        except OSError as error:
-            print(f"{given.folder} cannot be written: {error}", file=sys.stderr)
-            return MISTAKE
-        return 0
-    found = read_exit_status(given.folder)
+    found = read_exit_status(parser.parse_args().folder)
     print(f"status {found.status} ({MEANINGS[found.status]}): {found.message}")
     return found.status
 

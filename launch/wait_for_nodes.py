@@ -21,7 +21,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from rlmath.config.terminal import escape_terminal
-from rlmath.distributed.signed_store import SignedStore, environment_secret
+from rlmath.distributed.run_store import RunStore
 
 STORE_NAME = "rlmath/nodes"
 HOST_NAME = re.compile(r"[\w.-]{1,253}", re.ASCII)
@@ -34,20 +34,28 @@ SLACK_SECONDS = 15.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     escape_terminal()
-    given = parse(argv)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--nnodes", type=int, required=True, help="how many nodes there must be")
+    parser.add_argument("--endpoint", required=True, help="HEAD:PORT, a port of the first node that is free")
+    parser.add_argument("--nodes", default="", help="their names as `hostname` says, with commas between")
+    parser.add_argument("--seconds", type=float, default=600.0, help="how long to wait (default 600)")
+    given = parser.parse_args(argv)
     host, _, port = given.endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        print(
-            f"--endpoint is {given.endpoint!r}; needed: HEAD:PORT, for example node01:29399", file=sys.stderr
-        )
-        return 2
+        parser.error(f"--endpoint is {given.endpoint!r}; needed: HEAD:PORT, for example node01:29399")
+    own = socket.gethostname()
     try:
         if is_mine(host):
-            error = count_nodes(int(port), given.nnodes, given.seconds, expected_names(given.nodes))
+            store = dist.TCPStore("0.0.0.0", int(port), is_master=True, wait_for_workers=False)
+            error = count_nodes(store, own, given.nnodes, given.seconds, given.nodes.split(","))
         else:
-            error = report_to(host, int(port), given.seconds)
+            wait = timedelta(seconds=given.seconds + SLACK_SECONDS)
+            store = dist.TCPStore(host, int(port), is_master=False, timeout=wait, wait_for_workers=False)
+            error = report_to(store, own, given.seconds + SLACK_SECONDS)
     except (RuntimeError, OSError) as broken:
-        error = f"{socket.gethostname()} does not reach {given.endpoint}: {str(broken).splitlines()[0]}"
+        error = f"{own} does not reach {given.endpoint}: {str(broken).splitlines()[0]}"
     if error:
         print(error, file=sys.stderr)
     return 1 if error else 0
@@ -64,17 +72,12 @@ def is_mine(host: str) -> bool:
     return True
 
 
-def expected_names(nodes: str) -> list[str]:
-    return [name for name in nodes.split(",") if name]
-
-
-def count_nodes(port: int, wanted: int, seconds: float, names: Sequence[str]) -> str:
-    """Runs on the first node; returns which nodes are missing, "" where all are there."""
-    store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
-    signed, own = SignedStore(store, STORE_NAME, environment_secret()), socket.gethostname()
+def count_nodes(store: dist.TCPStore, own: str, wanted: int, seconds: float, names: Sequence[str]) -> str:
+    """Runs on the first node, whose name is `own`; returns which nodes are missing, "" where all are there."""
+    values = RunStore(store, STORE_NAME)
     started, next_log, here = time.monotonic(), FIRST_LOG_SECONDS, [own]
     while len(here) < wanted:
-        here += [name for name in hosts_here(store, signed) if name not in here]
+        here += [name for name in hosts_here(store, values) if name not in here]
         passed = time.monotonic() - started
         if passed >= seconds:
             break
@@ -85,58 +88,43 @@ def count_nodes(port: int, wanted: int, seconds: float, names: Sequence[str]) ->
     error = missing_text(here, wanted, names) if len(here) < wanted else ""
     error = f"the nodes are not all there after {seconds:.0f} s: {error}" if error else ""
     readers, deadline = [f"left/{name}" for name in here[1:]], time.monotonic() + READ_SECONDS
-    while True:
-        signed.set("end", error)
-        if len(signed.get_all(readers)) == len(readers) or time.monotonic() >= deadline:
-            return error
+    values.set("end", error)
+    while len(values.get_all(readers)) < len(readers) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
+    return error
 
 
-def hosts_here(store: dist.Store, signed: SignedStore) -> list[str]:
+def hosts_here(store: dist.Store, values: RunStore) -> list[str]:
     """Names of the other hosts, each once: a node that was restarted is one node."""
     found = [key.removeprefix(f"{STORE_NAME}/host/") for key in store.list_keys() if "/host/" in key]
     hosts = sorted(name for name in found if HOST_NAME.fullmatch(name))
-    return [name for name in hosts if signed.get(f"host/{name}") == name]
+    return [name for name in hosts if values.get(f"host/{name}") == name]
 
 
 def missing_text(here: Sequence[str], wanted: int, names: Sequence[str]) -> str:
     """
     >>> missing_text(["a", "c"], 4, ["a", "b", "c", "d"])
     '2 of 4 nodes are here; missing: b, d'
-    >>> missing_text(["a", "c"], 4, [])
+    >>> missing_text(["a", "c"], 4, [""])
     '2 of 4 nodes are here (a, c); --nodes would name the 2 that are missing'
     """
-    missing = [name for name in names if name not in here]
+    missing = [name for name in names if name and name not in here]
     if missing:
         return f"{len(here)} of {wanted} nodes are here; missing: {', '.join(missing)}"
     text = f"{len(here)} of {wanted} nodes are here ({', '.join(here)})"
     return f"{text}; --nodes would name the {wanted - len(here)} that are missing"
 
 
-def report_to(host: str, port: int, seconds: float) -> str:
+def report_to(store: dist.TCPStore, own: str, seconds: float) -> str:
     """Runs on the other nodes; returns the first node's result."""
-    wait = timedelta(seconds=seconds + SLACK_SECONDS)
-    store = dist.TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False)
-    signed, own = SignedStore(store, STORE_NAME, environment_secret()), socket.gethostname()
-    deadline = time.monotonic() + seconds + SLACK_SECONDS
+    values, deadline = RunStore(store, STORE_NAME), time.monotonic() + seconds
     while time.monotonic() < deadline:
-        signed.set(f"host/{own}", own)  # again every time: a stranger may have written over it
-        if isinstance(error := signed.get("end"), str):
-            signed.set(f"left/{own}", own)
+        values.set(f"host/{own}", own)
+        if isinstance(error := values.get("end"), str):
+            values.set(f"left/{own}", own)
             return error
         time.sleep(POLL_SECONDS)
-    return f"{own} got no answer from {host}:{port} within {seconds + SLACK_SECONDS:.0f} s"
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--nnodes", type=int, required=True, help="how many nodes there must be")
-    parser.add_argument("--endpoint", required=True, help="HEAD:PORT, a port of the first node that is free")
-    parser.add_argument("--nodes", default="", help="their names as `hostname` says, with commas between")
-    parser.add_argument("--seconds", type=float, default=600.0, help="how long to wait (default 600)")
-    return parser.parse_args(argv)
+    return f"{own} got no answer from {store.host}:{store.port} within {seconds:.0f} s"
 
 
 if __name__ == "__main__":

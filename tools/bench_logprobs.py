@@ -7,8 +7,7 @@ backward of both, with gradients through log-probs and entropy, and through the 
 on CPU, bfloat16 on CUDA. Every case runs in a process of its own. --chunk-mib: also with
 other sizes of the chunks that `logprobs.py` works in, to choose its `CHUNK_BYTES`. Memory is what the first pass needs
 at its peak beyond the logits themselves (resident memory on CPU, torch's allocator on CUDA); seconds are medians of
-later passes. Prints one JSON object per figure: {"bench", "case", "metric", "value", "unit", "baseline", "ratio"};
-`ratio` above 1 means ours is better.
+later passes. Prints figures (tools/figures.py).
 """
 
 # Shape legend: T packed tokens, V vocabulary.
@@ -22,13 +21,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlmath.models.logprobs import CHUNK_BYTES, MinTokensMask, next_logprobs, shift_to_tokens
+from tools.figures import print_figure
 
 VOCABULARY = 151_936
 TEMPERATURE = 0.8
@@ -161,18 +164,10 @@ def in_own_process(
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def report(case: str, metric: str, unit: str, mine: float, theirs: float, digits: int) -> None:
-    """One JSON line; less is better."""
-    line = {
-        "bench": "logprobs",
-        "case": case,
-        "metric": metric,
-        "value": round(mine, digits),
-        "unit": unit,
-        "baseline": f"plain torch: {theirs:.{digits}f} {unit}",
-        "ratio": round(theirs / mine, 3),
-    }
-    print(json.dumps(line), flush=True)
+def report(case: str, metric: str, unit: str, mine: float, theirs: float) -> None:
+    """Less is better."""
+    told = f"plain torch: {theirs:.4g} {unit}"
+    print_figure("logprobs", case, metric, mine, unit, baseline=told, ratio=theirs / mine)
 
 
 def bench(device: str, gradients: str, tokens: int, chunks_mib: Sequence[int]) -> None:
@@ -181,11 +176,9 @@ def bench(device: str, gradients: str, tokens: int, chunks_mib: Sequence[int]) -
     for mib in chunks_mib:
         mine = in_own_process("ours", gradients, device, tokens, mib * 2**20)
         case = f"{device}, {tokens} tokens, gradient through {GRADIENTS[gradients]}, chunks of {mib} MiB"
-        report(
-            case, "peak_extra_memory", "MiB", mine["extra_bytes"] / 2**20, theirs["extra_bytes"] / 2**20, 1
-        )
+        report(case, "peak_extra_memory", "MiB", mine["extra_bytes"] / 2**20, theirs["extra_bytes"] / 2**20)
         for metric in ("forward_seconds", "backward_seconds", "seconds"):
-            report(case, metric, "s", mine[metric], theirs[metric], 4)
+            report(case, metric, "s", mine[metric], theirs[metric])
 
 
 def main(arguments: list[str] | None = None) -> None:

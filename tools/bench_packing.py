@@ -2,8 +2,7 @@
 
     python tools/bench_packing.py [--quick]
 
-Prints one JSON object per figure and baseline: {"bench", "case", "metric", "value", "unit", "baseline", "ratio"};
-`ratio` above 1 means ours is better. Every figure is that of the worst minibatch of all draws:
+Prints figures (tools/figures.py), each that of the worst minibatch of all draws:
 
 - microbatches_over_bound: micro-batches per rank, divided by ceil(tokens / budget / ranks);
 - flops_imbalance: (most - least) / mean of the ranks' FLOPs, forward and backward pass of DeepSeek-R1-Distill-Qwen-1.5B
@@ -29,16 +28,20 @@ cut and the mean of all is 7,900 tokens with the prompt. Limits are 16k, 24k and
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rlmath.config.model_shape import ModelShape
 from rlmath.data.seqlen_balancing import cut_minibatches, plan_minibatches, training_cost
+from tools.figures import print_figure
 
 MEAN_TOKENS = 7900.0
 PROMPT_MEAN, PROMPT_SIGMA, PROMPT_LIMIT = 106.0, 0.5, 1024
@@ -232,27 +235,13 @@ def plan_seconds(case: Case, repeats: int) -> float:
 # ---------------------------------------------------------------- output
 
 
-def report(
-    case: str, metric: str, value: float, unit: str, baseline: str | None = None, ratio: float | None = None
-) -> None:
-    line = {
-        "bench": "packing",
-        "case": case,
-        "metric": metric,
-        "value": round(value, 4),
-        "unit": unit,
-        "baseline": baseline,
-        "ratio": ratio and round(ratio, 3),
-    }
-    print(json.dumps(line), flush=True)
-
-
 def report_case(case: Case, by_way: dict[str, Figures]) -> None:
     for metric, unit in UNITS.items():
         value = getattr(by_way["ours"], metric)
         for name in ("padding", "first-fit"):
             theirs = getattr(by_way[name], metric)
-            report(str(case), metric, value, unit, f"{name}: {theirs:.4f}", theirs / max(value, 0.01))
+            told, ratio = f"{name}: {theirs:.4f}", theirs / max(value, 0.01)
+            print_figure("packing", str(case), metric, value, unit, baseline=told, ratio=ratio)
 
 
 def make_cases(quick: bool) -> list[Case]:
@@ -280,10 +269,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     seconds = []
     for case in cases:
         seconds.append(plan_seconds(case, repeats=1 if quick else 5))
-        report(f"{case}, {TIMED_SAMPLES} samples", "plan_seconds", seconds[-1], "s")
+        print_figure("packing", f"{case}, {TIMED_SAMPLES} samples", "plan_seconds", seconds[-1], "s")
     for metric, unit in UNITS.items():
-        report("worst of all", metric, getattr(worst(results), metric), unit)
-    report("worst of all", "plan_seconds", max(seconds), "s")
+        print_figure("packing", "worst of all", metric, getattr(worst(results), metric), unit)
+    print_figure("packing", "worst of all", "plan_seconds", max(seconds), "s")
 
 
 if __name__ == "__main__":

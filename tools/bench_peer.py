@@ -15,10 +15,9 @@ the best of them `--rounds` times in all, in turns with the other side's.
 - P3: the demo's base model, 64 x 8, at most 32 new tokens, 4 optimizer steps
 - P4: 100M parameters, 4 x 8, random lengths of mean 256 and at most 1,024, one optimizer step
 
-Prints one JSON object per figure: {"bench", "case", "metric", "value", "unit", "baseline", "ratio"}; `ratio` above 1
-means ours is better. Seconds of a step are medians over all measured steps of a side's best setting; realised lengths
-are reported, ours also where TRL's run was stopped. A run that is not done within `--limit` seconds is stopped; TRL's
-step then took "more than" the longest of its steps, the one that was stopped among them.
+Prints figures (tools/figures.py). Seconds of a step are medians over all measured steps of a side's best setting;
+realised lengths are reported, ours also where TRL's run was stopped. A run that is not done within `--limit` seconds
+is stopped; TRL's step then took "more than" the longest of its steps, the one that was stopped among them.
 
 `--learning N` measures what P3 learns instead: both sides make 50 steps with N seeds, a learning rate of 1e-4 and the
 same Adam, from one base model. A figure is the accuracy of what they sample, mean over seeds and five steps; its line
@@ -50,6 +49,7 @@ from rlmath.cli import demo
 from rlmath.cli.make_tiny_model import make_tokenizer
 from rlmath.config.run_files import METRICS_FILE
 from rlmath.config.terminal import escape_terminal
+from tools.figures import print_figure
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RANKS = 2
@@ -156,15 +156,8 @@ def prepare(place: Path, name: str) -> tuple[Path, Path]:
     if name in SHAPES:
         make_random_model(place / name, *SHAPES[name])
         if not (place / "data").exists():
-            make = [
-                sys.executable,
-                "-m",
-                "rlmath.cli.make_arithmetic",
-                "--output",
-                str(place / "data"),
-                "--seed",
-                str(SEED),
-            ]
+            make = [sys.executable, "-m", "rlmath.cli.make_arithmetic", "--output", str(place / "data")]
+            make += ["--seed", str(SEED)]
             subprocess.run(make, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
         return place / name, place / "data" / "train.jsonl"
     with contextlib.redirect_stdout(sys.stderr):  # the figures have stdout for themselves
@@ -283,17 +276,7 @@ def cut_off(seconds: float) -> Measured:
 
 
 def line(case: str, metric: str, unit: str, ours: float, theirs: float, ratio: float, note: str = "") -> None:
-    figure = {"bench": "peer", "case": case, "metric": metric, "value": round(ours, 3), "unit": unit}
-    print(
-        json.dumps(figure | {"baseline": f"TRL: {note}{theirs:.3f} {unit}", "ratio": round(ratio, 3)}),
-        flush=True,
-    )
-
-
-def line_of_ours(case: str, metric: str, value: float, unit: str) -> None:
-    """A figure that TRL has none of."""
-    figure = {"bench": "peer", "case": case, "metric": metric, "value": round(value, 3), "unit": unit}
-    print(json.dumps(figure | {"baseline": None, "ratio": None}), flush=True)
+    print_figure("peer", case, metric, ours, unit, baseline=f"TRL: {note}{theirs:.3f} {unit}", ratio=ratio)
 
 
 def bench(name: str, place: Path, python: Path, rounds: int, limit: float) -> None:
@@ -329,8 +312,8 @@ def report(title: str, ours: Sequence[Measured], theirs: Sequence[Measured], com
         return
     tokens = median(ours, "completion_tokens")
     if any(run.cut_off for run in theirs):
-        line_of_ours(title, "completion_tokens_of_a_step", tokens, "tokens")
-        line_of_ours(title, "mean_length", tokens / completions, "tokens")
+        print_figure("peer", title, "completion_tokens_of_a_step", tokens, "tokens")
+        print_figure("peer", title, "mean_length", tokens / completions, "tokens")
         return
     pair = median(ours, "generate_seconds"), median(theirs, "generate_seconds")
     line(title, "generate_seconds", "s", *pair, pair[1] / pair[0])
@@ -350,7 +333,7 @@ def report_mfu(title: str, ours: Sequence[Measured]) -> None:
     """The median of the runs that have one."""
     reached = [run.mfu for run in ours if run.mfu is not None]
     if reached:
-        line_of_ours(title, "mfu of the update", statistics.median(reached), "of the ceiling")
+        print_figure("peer", title, "mfu of the update", statistics.median(reached), "of the ceiling")
 
 
 LEARNING_STEPS, WINDOW = 50, 5

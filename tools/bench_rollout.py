@@ -10,8 +10,7 @@ sequences at a time. The same requests are sampled in two ways, which take turns
 - ours: engines draw from what is left (`rlmath.rollout.work_queue`);
 - "fixed shares": engine i of E gets prompts i, i+E, i+2E, ..., all at once.
 
-Prints one JSON object per figure: {"bench", "case", "metric", "value", "unit", "baseline", "ratio"}; `ratio` above 1
-means ours is better.
+Prints figures (tools/figures.py):
 
 - rollout_seconds: until the last engine is done (median);
 - engine_steps: those of the engine that makes most (median);
@@ -30,7 +29,6 @@ an otherwise idle machine only; steps are nearly the same on any.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -42,8 +40,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch.distributed as dist
 
+from rlmath.cli.demo import one_thread, torchrun
 from rlmath.config.schema import RolloutConfig
 from rlmath.distributed.collectives import all_gather_objects, shared_store
 from rlmath.distributed.device import init_process_group, open_device
@@ -54,6 +55,7 @@ from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import AllAtOnce, Load, Request, RequestResult, RequestSource, request_seed
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
 from rlmath.rollout.work_queue import WorkQueue, idle_shares
+from tools.figures import print_figure
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LONG_EVERY, LONG_FACTOR, SHORT_TOKENS, GROUP_SIZE, MAX_NUM_SEQS = 50, 20, (5, 15), 4, 8
@@ -159,19 +161,6 @@ def compare(engine: Engine, case: Case, draw: int) -> tuple[Figures, Figures]:
 # ---------------------------------------------------------------- output
 
 
-def report(case: str, metric: str, value: float, unit: str, baseline: str | None, ratio: float) -> None:
-    line = {
-        "bench": "rollout",
-        "case": case,
-        "metric": metric,
-        "value": round(value, 4),
-        "unit": unit,
-        "baseline": baseline,
-        "ratio": round(ratio, 3),
-    }
-    print(json.dumps(line), flush=True)
-
-
 def report_case(case: str, pairs: Sequence[tuple[Figures, Figures]]) -> None:
     """The medians of (ours, fixed shares), and the repeat that was least in our favour."""
     for metric, unit, least in (
@@ -182,13 +171,14 @@ def report_case(case: str, pairs: Sequence[tuple[Figures, Figures]]) -> None:
         ours, fixed = (
             statistics.median(getattr(figures, metric) for figures in way) for way in zip(*pairs, strict=True)
         )
-        report(case, metric, ours, unit, f"fixed shares: {fixed:.4f}", fixed / max(ours, least))
+        told, ratio = f"fixed shares: {fixed:.4f}", fixed / max(ours, least)
+        print_figure("rollout", case, metric, ours, unit, baseline=told, ratio=ratio)
     for metric, figure in (
         ("least_speedup", "rollout_seconds"),
         ("least_speedup_in_steps", "engine_steps"),
     ):
         least = min(getattr(fixed, figure) / getattr(ours, figure) for ours, fixed in pairs)
-        report(case, metric, least, "ratio", "fixed shares", least)
+        print_figure("rollout", case, metric, least, "ratio", baseline="fixed shares", ratio=least)
 
 
 # ---------------------------------------------------------------- program
@@ -234,15 +224,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.model is not None:
         run_rank(options.model, options.quick)
         return
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "model"
         make = [sys.executable, "-m", "rlmath.cli.make_tiny_model", "--output", str(folder)]
         subprocess.run(make, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
-        launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={max(ENGINES)}")
-        program = (str(Path(__file__).resolve()), "--model", str(folder))
-        command = [sys.executable, *launcher, *program, *(["--quick"] if options.quick else [])]
-        subprocess.run(command, cwd=REPOSITORY, env=environment, check=True)
+        command = [*torchrun(max(ENGINES)), str(Path(__file__).resolve()), "--model", str(folder)]
+        command += ["--quick"] if options.quick else []
+        subprocess.run(command, cwd=REPOSITORY, env=one_thread(), check=True)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
     python tools/bench_step.py [--models 0.6M 9.5M 100M] [--quick]
 
-One rank, one thread, random Qwen2 models, samples of very different lengths. Prints one JSON object per figure:
-{"bench", "case", "metric", "value", "unit", "baseline", "ratio"}; `ratio` above 1 means ours is better. Values are
+One rank, one thread, random Qwen2 models, samples of very different lengths. Prints figures (tools/figures.py):
 medians. "mfu" is the model's own arithmetic (`training_cost`) over the best float32 matrix multiplication of its sizes,
 measured before; its baseline is that of transformers. The rollout is measured with the smallest model.
 """
@@ -11,10 +10,8 @@ measured before; its baseline is that of transformers. The rollout is measured w
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,6 +20,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
@@ -44,6 +43,7 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.peak_flops import peak_flops
 from rlmath.models.hf_config import read_model_shape
 from rlmath.telemetry.console import setup_logging
+from tools.figures import print_figure
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 VOCABULARY = 100
@@ -93,18 +93,9 @@ CASES = {
 
 
 def report(case: str, metric: str, unit: str, ours: float, theirs: float, baseline: str) -> None:
-    """One JSON line: ours, and how many times the baseline's that is."""
-    digits = 3 if ours < 1 else 1
-    line = {
-        "bench": "step",
-        "case": case,
-        "metric": metric,
-        "value": round(ours, digits),
-        "unit": unit,
-        "baseline": f"{baseline}: {theirs:.{digits}f} {unit}".rstrip(),
-        "ratio": round(ours / theirs, 3),
-    }
-    print(json.dumps(line), flush=True)
+    """Ours, and how many times the baseline's that is."""
+    told = f"{baseline}: {theirs:.4g} {unit}".rstrip()
+    print_figure("step", case, metric, ours, unit, baseline=told, ratio=ours / theirs)
 
 
 def make_samples(case: Case) -> list[Sample]:
@@ -217,25 +208,15 @@ def main() -> None:
     quick, names = given.quick, ("0.6M",) if given.quick else given.models
     setup_logging(0)
     torch.set_num_threads(1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     from rlmath.models.megatron import start_megatron
 
-    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK="0", WORLD_SIZE="1")
     with tempfile.TemporaryDirectory() as place:
         for name in dict.fromkeys(("0.6M", *names)):
-            make = [
-                sys.executable,
-                "-m",
-                "rlmath.cli.make_tiny_model",
-                "--output",
-                f"{place}/{name}",
-                *CASES[name].make,
-            ]
-            subprocess.run(make, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+            make = [sys.executable, "-m", "rlmath.cli.make_tiny_model", "--output", f"{place}/{name}"]
+            subprocess.run([*make, *CASES[name].make], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
         device, mesh = open_device("cpu"), Mesh(0, 1, 1, 1, 1)
-        init_process_group(device, 600.0)
+        init_process_group(device, 600.0, dist.HashStore())
         start_megatron(mesh, device, seed=1, timeout_seconds=600.0)
         for name in names:
             case = replace(CASES[name], samples=128, repeats=2) if quick else CASES[name]

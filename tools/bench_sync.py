@@ -12,16 +12,13 @@ backend. In the same run, taking turns:
 
 Both syncs have their matrices packed by vLLM's CPU backend; that time is measured where vLLM spends it, reported apart
 ("packing_seconds") and taken off both. Where a layout moves nothing between ranks in either way, the ratio is only for
-the record. Prints one JSON object per figure: {"bench", "case", "metric", "value", "unit", "baseline", "ratio"};
-`ratio` above 1 means ours is better. Values are medians, of the slowest rank.
+the record. Prints figures (tools/figures.py): medians, of the slowest rank.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import json
-import os
 import statistics
 import subprocess
 import sys
@@ -33,10 +30,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
 import torch.distributed as dist
 from transformers import Qwen2Config
 
+from rlmath.cli.demo import one_thread, torchrun
+from rlmath.cli.make_tiny_model import make_tokenizer
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import ParallelConfig, RolloutConfig
 from rlmath.distributed.collectives import all_gather_objects
@@ -56,8 +57,8 @@ from rlmath.rollout.engine import Engine
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, training_layout
 from rlmath.rollout.weight_sync.weight_sync import WeightTransfer
+from tools.figures import print_figure
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 BUCKET_MIB = 64.0
 SIZES = {"50M": (8, 640, 1760, 16_000), "300M": (16, 1152, 3136, 32_000)}
 """Layers, hidden size, feed-forward size, vocabulary."""
@@ -83,9 +84,6 @@ CASES = (
 
 def make_folder(folder: Path, size: str) -> None:
     """What vLLM needs of a model without its weights: configuration and tokenizer."""
-    sys.path.insert(0, str(REPOSITORY))
-    from rlmath.cli.make_tiny_model import make_tokenizer
-
     layers, hidden, ffn, vocabulary = SIZES[size]
     Qwen2Config(
         architectures=["Qwen2ForCausalLM"],
@@ -210,29 +208,20 @@ def tell(
 ) -> None:
     name = f"{case.name}, {sum_parameters(shape) / 1e6:.0f}M"
     mine, other = statistics.median(ours.seconds), statistics.median(theirs.seconds)
-    line(name, "sync_seconds", mine, "s", "gather and reload", other / mine)
-    line(name, "sync_seconds", other, "s", "gather and reload itself", 1.0)
-    line(name, "sync_seconds_over_copy", mine, "s", "plain copy", copied / mine)
-    line(name, "packing_seconds", statistics.median(ours.packing), "s", None, None)
-    line(name, "packing_seconds of the baseline", statistics.median(theirs.packing), "s", None, None)
-    line(name, "bytes_sent", sent, "bytes", "lower bound", bound / sent if sent else None)
+    for metric, value, baseline, ratio in (
+        ("sync_seconds", mine, "gather and reload", other / mine),
+        ("sync_seconds", other, "gather and reload itself", 1.0),
+        ("sync_seconds_over_copy", mine, "plain copy", copied / mine),
+        ("packing_seconds", statistics.median(ours.packing), None, None),
+        ("packing_seconds of the baseline", statistics.median(theirs.packing), None, None),
+    ):
+        print_figure("sync", name, metric, value, "s", baseline=baseline, ratio=ratio)
+    ratio = bound / sent if sent else None
+    print_figure("sync", name, "bytes_sent", sent, "bytes", baseline="lower bound", ratio=ratio)
 
 
 def sum_parameters(shape: ModelShape) -> int:
     return sum(rows * cols for rows, cols in engine_shapes(shape, 1).values())
-
-
-def line(case: str, metric: str, value: float, unit: str, baseline: str | None, ratio: float | None) -> None:
-    fields = {
-        "bench": "sync",
-        "case": case,
-        "metric": metric,
-        "value": float(f"{value:.4g}"),
-        "unit": unit,
-        "baseline": baseline,
-        "ratio": None if ratio is None else round(ratio, 3),
-    }
-    print(json.dumps(fields), flush=True)
 
 
 def rank_main(folder: Path, engine_size: int, repeats: int) -> None:
@@ -263,14 +252,12 @@ def main() -> None:
     if args.rank_of is not None:
         rank_main(args.rank_of, args.engine_size, repeats)
         return
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
         make_folder(Path(folder), "50M" if args.quick else "300M")
         for engine_size in (2, 1):
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-            command += [__file__, "--rank-of", folder, "--engine-size", str(engine_size)]
+            command = [*torchrun(2), __file__, "--rank-of", folder, "--engine-size", str(engine_size)]
             command += ["--quick"] if args.quick else []
-            subprocess.run(command, env=environment, check=True)
+            subprocess.run(command, env=one_thread(), check=True)
 
 
 if __name__ == "__main__":

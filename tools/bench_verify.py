@@ -4,9 +4,8 @@
 
 With a folder of public benchmark files (math_500.jsonl, olympiadbench.jsonl, ...) the mixture is their reference
 answers, each as it is, slightly rewritten, and another problem's; without one it is tests/answers/cases.jsonl. Slow
-reward functions are timed, too, against the least time that their answers can take; some of these hang. Prints
-one JSON object per figure: {"bench", "case", "metric", "value", "unit", "baseline", "ratio"}; `ratio` above 1 means
-ours is better. Values are medians.
+reward functions are timed, too, against the least time that their answers can take; some of these hang. Prints figures
+(tools/figures.py), medians.
 """
 
 from __future__ import annotations
@@ -24,11 +23,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rlmath.answers.extraction import extract_boxed
 from rlmath.workers.worker_pool import VerifierPool
+from tools.figures import print_figure
 
 CASES = Path(__file__).resolve().parents[1] / "tests" / "answers" / "cases.jsonl"
 SEED = 1
+SERIAL = "math-verify, serial"
 HANG_LIMIT_SECONDS = 1.0
 FUNCTION_LIMIT_SECONDS = 5.0
 """The default of reward.timeout_seconds."""
@@ -49,18 +52,9 @@ class Case:
 
 
 def report(
-    case: str, metric: str, value: float, unit: str, baseline: str | None, ratio: float | None
+    case: str, metric: str, value: float, unit: str, baseline: str | None = None, ratio: float | None = None
 ) -> None:
-    line = {
-        "bench": "verify",
-        "case": case,
-        "metric": metric,
-        "value": round(value, 3),
-        "unit": unit,
-        "baseline": baseline,
-        "ratio": None if ratio is None else round(ratio, 2),
-    }
-    print(json.dumps(line), flush=True)
+    print_figure("verify", case, metric, value, unit, baseline=baseline, ratio=ratio)
 
 
 # ---------------------------------------------------------------- cases
@@ -176,26 +170,18 @@ def processes_left() -> int:
 
 def bench_mixture(name: str, cases: Sequence[Case], repeats: int) -> None:
     theirs = median(lambda: library_seconds(cases), repeats)
-    report(name, "math-verify", len(cases) / theirs, "answers/s", None, None)
+    report(name, "math-verify", len(cases) / theirs, "answers/s")
     for workers in (1, 2):
         ours = median(lambda workers=workers: pool_seconds(cases, workers), repeats)
-        baseline = "math-verify, serial"
-        report(
-            f"{name}, {workers} worker{'s' * (workers > 1)}",
-            "judged",
-            len(cases) / ours,
-            "answers/s",
-            baseline,
-            theirs / ours,
-        )
+        title = f"{name}, {workers} worker{'s' * (workers > 1)}"
+        report(title, "judged", len(cases) / ours, "answers/s", SERIAL, theirs / ours)
 
 
 def bench_classes(cases: Sequence[Case]) -> None:
     for kind in sorted({case.kind for case in cases}):
         chosen = [case for case in cases if case.kind == kind]
         theirs, ours = library_seconds(chosen), pool_seconds(chosen, 1)
-        baseline = "math-verify, serial"
-        report(f"class {kind}, 1 worker", "judged", len(chosen) / ours, "answers/s", baseline, theirs / ours)
+        report(f"class {kind}, 1 worker", "judged", len(chosen) / ours, "answers/s", SERIAL, theirs / ours)
 
 
 def bench_hanging(cases: Sequence[Case], size: int, repeats: int) -> None:
@@ -210,8 +196,8 @@ def bench_hanging(cases: Sequence[Case], size: int, repeats: int) -> None:
     seconds = median(lambda: pool_seconds(both, workers, HANG_LIMIT_SECONDS), repeats)
     name = f"{size} answers, {len(hangs)} hang, {workers} workers, limit {HANG_LIMIT_SECONDS:g} s"
     report(name, "all judged", seconds, "s", "(hangs / workers + 1) x limit", bound / seconds)
-    report(name, "without the hangs", quiet, "s", None, None)
-    report(name, "processes left", processes_left(), "processes", None, None)
+    report(name, "without the hangs", quiet, "s")
+    report(name, "processes left", processes_left(), "processes")
 
 
 def bench_functions(
@@ -240,9 +226,9 @@ def bench_functions(
     report(
         name, "a step", took, "s", "least possible: (answers x sleep + hangs x limit) / workers", least / took
     )
-    report(name, "mean reward without those that hang", 1 - lost / answers, "reward", None, None)
+    report(name, "mean reward without those that hang", 1 - lost / answers, "reward")
     waits = [one.queue_seconds for one in results]
-    report(name, "longest wait for a worker", max(waits), "s", None, None)
+    report(name, "longest wait for a worker", max(waits), "s")
 
 
 def bench_all_functions(quick: bool) -> None:

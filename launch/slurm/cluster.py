@@ -7,8 +7,8 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlmath.config.help import nearest_word
@@ -51,32 +51,26 @@ def slurm_is_here() -> bool:
 
 def partitions() -> list[Partition]:
     """All that Slurm shows; ValueError where it does not answer."""
-    lines = _ask("sinfo", "--noheader", "--all", "--format=%P|%a|%l|%s|%D|%G").splitlines()
     found: dict[str, Partition] = {}
-    for line in lines:
-        fields = line.strip().split("|", 5)
-        if len(fields) == 6 and fields[4].isdecimal():
-            one = _partition(*fields)
-            before = found[one.name].nodes_of_gpus if one.name in found else ()
-            found[one.name] = Partition(**vars(one) | {"nodes_of_gpus": (*before, *one.nodes_of_gpus)})
+    for line in _ask("sinfo", "--noheader", "--all", "--format=%P|%a|%l|%s|%D|%G").splitlines():
+        one = _partition(line)
+        before = found[one.name].nodes_of_gpus if one.name in found else ()
+        found[one.name] = replace(one, nodes_of_gpus=(*before, *one.nodes_of_gpus))
     return list(found.values())
 
 
-def _partition(name: str, available: str, limit: str, sizes: str, number: str, resources: str) -> Partition:
-    """A line of sinfo: "gpu*|up|1-00:00:00|1-infinite|16|gpu:h100:8(S:0-1)"."""
+def _partition(line: str) -> Partition:
+    """A line of sinfo, for nodes that are alike: "gpu*|up|1-00:00:00|1-infinite|16|gpu:h100:8(S:0-1)"."""
+    name, available, limit, sizes, number, resources = line.strip().split("|", 5)
     most = sizes.rpartition("-")[2]
-    try:
-        seconds = seconds_of(limit)
-    except ValueError:  # "n/a"
-        seconds = float("inf")
     gpus = sum(int(one) for one in _GPUS.findall(resources))
     return Partition(
         name.removesuffix("*"),
-        name.endswith("*"),
-        available == "up",
-        seconds,
-        int(most) if most.isdecimal() else float("inf"),
-        ((int(number), gpus),),
+        default=name.endswith("*"),
+        up=available == "up",
+        limit_seconds=float("inf") if limit == "n/a" else seconds_of(limit),
+        most_nodes=int(most) if most.isdecimal() else float("inf"),
+        nodes_of_gpus=((int(number), gpus),),
     )
 
 
@@ -103,46 +97,45 @@ def seconds_of(time: str) -> float:
     return float(int(days or 0) * 86400 + sum(n * unit for n, unit in zip(numbers, units, strict=False)))
 
 
-def partition_problems(
-    name: str | None,
-    nodes: int,
-    gpus: int,
-    seconds: float | None,
-    least_seconds: float,
-    known: Sequence[Partition],
-) -> list[str]:
-    """Why a job cannot be in the partition (None: Slurm's default one), or in any of several ("a,b"). Without `seconds`
-    it may take as long as the partition allows, which must be more than `least_seconds`."""
-    names = name.split(",") if name is not None else [None]
-    if unknown := [problem for one in names for problem in _name_problems(one, known)]:
-        return unknown
-    found = [
-        [*_state_problems(one, known), *_size_problems(one, nodes, gpus, seconds, least_seconds)]
-        for one in known
-        if one.name in names or (name is None and one.default)
-    ]
+@dataclass(frozen=True)
+class Need:
+    """What a job needs of its partition."""
+
+    nodes: int
+    gpus: int
+    """Of every node."""
+    seconds: float | None
+    """Its time limit; None: as long as the partition allows."""
+    signal_seconds: float
+    """How long before its end it is told to save."""
+
+
+def partition_problems(names: str | None, known: Sequence[Partition], need: Need) -> list[str]:
+    """Why a job cannot be in the partition (None: Slurm's default one), or in any of several ("a,b")."""
+    if names is None:
+        chosen = [one for one in known if one.default]
+        if not chosen:
+            return [f"Slurm has no default partition; give --partition, one of: {_names(known)}."]
+    else:
+        unknown = [name for name in names.split(",") if name not in [one.name for one in known]]
+        if unknown:
+            near = {name: nearest_word(name, (one.name for one in known)) for name in unknown}
+            there = _names(known)
+            return [f'There is no partition "{name}"; there are: {there}.{near[name]}' for name in unknown]
+        chosen = [one for one in known if one.name in names.split(",")]
+    up = _names([one for one in known if one.up])
+    found = [list(_problems_in(one, up, need)) for one in chosen]
     return [] if [] in found else list(itertools.chain(*found))
 
 
-def _name_problems(name: str | None, known: Sequence[Partition]) -> Iterator[str]:
-    if any(one.default if name is None else one.name == name for one in known):
-        return
-    names = ", ".join(one.name for one in known) or "none"
-    if name is None:
-        yield f"Slurm has no default partition; give --partition, one of: {names}."
-    else:
-        yield f'There is no partition "{name}"; there are: {names}.{nearest_word(name, (p.name for p in known))}'
+def _names(known: Sequence[Partition]) -> str:
+    return ", ".join(one.name for one in known) or "none"
 
 
-def _state_problems(one: Partition, known: Sequence[Partition]) -> Iterator[str]:
+def _problems_in(one: Partition, up: str, need: Need) -> Iterator[str]:
+    nodes, gpus, limit, least = need.nodes, need.gpus, need.seconds, need.signal_seconds
     if not one.up:
-        others = ", ".join(p.name for p in known if p.up) or "none"
-        yield f'--partition "{one.name}" is not up. These are: {others}.'
-
-
-def _size_problems(
-    one: Partition, nodes: int, gpus: int, seconds: float | None, least_seconds: float
-) -> Iterator[str]:
+        yield f'--partition "{one.name}" is not up. These are: {up}.'
     if nodes > min(one.nodes(), one.most_nodes):
         bound = f" and allows a job {one.most_nodes:g}" if one.most_nodes < one.nodes() else ""
         yield (
@@ -154,15 +147,15 @@ def _size_problems(
             f'--gpus-per-node is {gpus} and --nodes is {nodes}; in the partition "{one.name}" {one.nodes(gpus)} of '
             f"{one.nodes()} nodes have as many. Give fewer, or another partition."
         )
-    if seconds is not None and seconds > one.limit_seconds:
+    if limit is not None and limit > one.limit_seconds:
         yield (
-            f'--time is {seconds / 60:g} minutes; the partition "{one.name}" allows {one.limit_seconds / 60:g}. Give '
+            f'--time is {limit / 60:g} minutes; the partition "{one.name}" allows {one.limit_seconds / 60:g}. Give '
             "less, with --chain or --requeue for what is longer."
         )
-    if seconds is None and one.limit_seconds <= least_seconds:
+    if limit is None and one.limit_seconds <= least:
         yield (
             f'the partition "{one.name}" ends a job after {one.limit_seconds:g} s, and the run is told to save '
-            f"{least_seconds:g} s before its end: nothing is left to work in. Give another partition, or (in training) "
+            f"{least:g} s before its end: nothing is left to work in. Give another partition, or (in training) "
             "lower run.stop_grace_seconds."
         )
 
@@ -171,26 +164,16 @@ def queue_problems(name: str, output: Path) -> list[str]:
     """Why a job of this name that writes this folder would meet another one. ValueError where Slurm does not answer."""
     named = _ask("squeue", "--noheader", "--all", "--me", f"--name={name}", "--format=%A %T").splitlines()
     comments = _ask("squeue", "--noheader", "--all", "--format=%A %k").splitlines()
-    mark = f"{OUTPUT_MARK}{output}"
-    same_folder = [
-        number for number, _, text in (line.strip().partition(" ") for line in comments) if text == mark
+    jobs = (line.strip().partition(" ") for line in comments)
+    writing = [number for number, _, comment in jobs if comment == f"{OUTPUT_MARK}{output}"]
+    return [
+        f"{what}: {', '.join(map(str.strip, met[:5]))}. Wait for it, cancel it (scancel), or give {instead}."
+        for what, met, instead in (
+            (f'a job of yours is named "{name}" already', named, "--name"),
+            (f'"{output}" is what another job writes', writing, "another folder"),
+        )
+        if met
     ]
-    problems = []
-    if named:
-        problems.append(
-            f'a job of yours is named "{name}" already: {_shown(named)}. Wait for it, cancel it (scancel), or give '
-            "--name."
-        )
-    if same_folder:
-        problems.append(
-            f'"{output}" is what another job writes: {_shown(same_folder)}. Wait for it, cancel it (scancel), or give '
-            "another folder."
-        )
-    return problems
-
-
-def _shown(jobs: Sequence[str]) -> str:
-    return ", ".join(job.strip() for job in jobs[:5]) + (", ..." if len(jobs) > 5 else "")
 
 
 def submit(script: Path, links: int) -> list[str]:
@@ -202,22 +185,18 @@ def submit(script: Path, links: int) -> list[str]:
         try:
             said = _ask("sbatch", "--parsable", *after, str(script), str(link))
         except ValueError as error:
-            cancel(numbers)
+            for number in numbers:
+                _ask("scancel", number)
             raise ValueError(f"{error}\nNothing is queued.") from error
         numbers.append(said.strip().partition(";")[0])
     return numbers
 
 
-def cancel(numbers: Iterable[str]) -> None:
-    for number in numbers:
-        _ask("scancel", number)
-
-
-def _ask(*command: str) -> str:
+def _ask(command: str, *arguments: str) -> str:
     overrides = [f"SBATCH_{name}" for name in OVERRIDES]
     try:
         done = subprocess.run(
-            command,
+            [command, *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -227,7 +206,7 @@ def _ask(*command: str) -> str:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ValueError(f"{command[0]} does not answer: {error}") from error
+        raise ValueError(f"{command} does not answer: {error}") from error
     if done.returncode:
-        raise ValueError(f"{command[0]} says: {done.stderr.strip() or f'status {done.returncode}'}")
+        raise ValueError(f"{command} says: {done.stderr.strip() or f'status {done.returncode}'}")
     return done.stdout

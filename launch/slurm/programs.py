@@ -15,12 +15,10 @@ from pathlib import Path
 from rlmath.config.help import nearest_path
 from rlmath.config.hub import hub_ids, is_hub_id
 from rlmath.config.load import load_config
-from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.config.shipped_files import shipped_config
 from rlmath.evals import command as evaluate
 from rlmath.evals.benchmarks import find_benchmark
-from rlmath.evals.plan import Plan
 from rlmath.models.hf_config import planned_shape
 from rlmath.planning.checks import device_problems, file_problems, only_used, run_problems
 from rlmath.planning.memory_estimate import Kind
@@ -91,24 +89,20 @@ def training(kind: Kind, config_files: Sequence[Path], overrides: Sequence[str],
 
 
 def _problems(config: Config, ranks: int, kind: Kind) -> Iterator[str]:
-    shape, problems = _model(config)
-    yield from problems
+    """What is wrong with settings, model and files. Nothing is asked of the hub: a model there has no shape yet."""
+    shape = None
+    if is_hub_id(config.model.path):
+        hub_ids(config)
+    elif missing := list(_missing("model.path", config.model.path)):
+        yield from missing
+    else:
+        found = planned_shape(config.model.path)
+        shape = found.shape
+        yield from found.problems
     yield from run_problems(config, ranks, shape, kind)
     yield from file_problems(config, kind)
     if config.run.device == "cpu" and shape is not None:
         yield from device_problems(config, shape, on_gpu=False, kind=kind)
-
-
-def _model(config: Config) -> tuple[ModelShape | None, list[str]]:
-    """Its shape, as far as it is known, and what is wrong with it. Nothing is asked of the hub."""
-    if is_hub_id(config.model.path):
-        hub_ids(config)
-        return None, []
-    missing = list(_missing("model.path", config.model.path))
-    if missing:
-        return None, missing
-    found = planned_shape(config.model.path)
-    return found.shape, found.problems
 
 
 def _missing(setting: str, path: str) -> Iterator[str]:
@@ -138,7 +132,11 @@ def evaluation(arguments: Sequence[str], ranks: int) -> Program:
     given_model = [plan.model] if isinstance(plan.model, Path) else []
     problems = [one for path in given_model for one in _missing("--model", str(path))]
     problems += _missing("--data-dir", str(plan.data_dir))
-    problems += _benchmark_problems(plan)
+    for name in plan.benchmarks if plan.data_dir.is_dir() else ():
+        try:
+            find_benchmark(name, plan.data_dir)
+        except ValueError as error:
+            problems.append(str(error))
     if ranks % engine:
         problems.append(
             f"--tensor-parallel is {engine}, which does not divide the {ranks} ranks; change one."
@@ -159,11 +157,3 @@ def evaluation(arguments: Sequence[str], ranks: int) -> Program:
         True,
         tuple(problems),
     )
-
-
-def _benchmark_problems(plan: Plan) -> Iterator[str]:
-    for name in plan.benchmarks if plan.data_dir.is_dir() else ():
-        try:
-            find_benchmark(name, plan.data_dir)
-        except ValueError as error:
-            yield str(error)

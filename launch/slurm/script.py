@@ -20,7 +20,6 @@ MOST_SIGNAL_SECONDS = 65535
 """Slurm's bound of --signal."""
 MOST_LINKS = 100
 RUNTIMES = ("none", "pyxis", "docker")
-CONTINUES = ("no", "requeue", "chain")
 
 RESERVED_OPTIONS = (
     *("--job-name", "--comment", "--chdir", "--output", "--error", "--open-mode"),
@@ -54,7 +53,7 @@ class Job:
     partition: str | None = None
     time: str | None = None
     continues: str = "no"
-    """What becomes of a run that was stopped before its end: one of CONTINUES."""
+    """What becomes of a run that was stopped before its end: "no", "requeue" or "chain"."""
     links: int = 1
     """Jobs of a chain."""
     runtime: str = "none"
@@ -110,13 +109,13 @@ def _span(first: int, last: int, does: str) -> str:
 
 def job_problems(job: Job) -> Iterator[str]:
     """What is wrong with a job, whatever Slurm says of it."""
-    counts = {"--nodes": job.nodes, "--ranks-per-node": job.ranks_per_node}
-    for option, count in counts.items():
-        if count < 1:
-            more = (
-                " Without GPUs (--gpus-per-node 0) it must be given." if option.startswith("--ranks") else ""
-            )
-            yield f"{option} is {count}; needed: at least 1.{more}"
+    if job.nodes < 1:
+        yield f"--nodes is {job.nodes}; needed: at least 1."
+    if job.ranks_per_node < 1:
+        yield (
+            f"--ranks-per-node is {job.ranks_per_node}; needed: at least 1. Without GPUs (--gpus-per-node 0) it must "
+            "be given."
+        )
     if job.gpus_per_node < 0:
         yield f"--gpus-per-node is {job.gpus_per_node}; needed: at least 0."
     if 0 < job.gpus_per_node < job.ranks_per_node:
@@ -240,26 +239,22 @@ def _slurm_options(job: Job) -> Iterator[str]:
 
 def _settings(job: Job) -> dict[str, str]:
     """Bash's variables, quoted."""
-    texts = {
+    words = {
         "name": job.name,
-        "program": str(ROOT / "launch" / job.program.file),
-        "root": str(ROOT),
-        "workdir": str(job.workdir),
-        "output": str(job.program.output),
-        "logs": str(job.logs),
+        "program": ROOT / "launch" / job.program.file,
+        "root": ROOT,
+        "workdir": job.workdir,
+        "output": job.program.output,
+        "logs": job.logs,
         "python": job.python,
-        "ranks_per_node": str(job.ranks_per_node),
-        "grace_seconds": str(job.program.grace_seconds),
-        "wait_seconds": str(job.program.wait_seconds),
+        "ranks_per_node": job.ranks_per_node,
+        "grace_seconds": job.program.grace_seconds,
+        "wait_seconds": job.program.wait_seconds,
         "runtime": job.runtime,
         "image": job.image,
         "continues": job.continues,
-        "links": str(job.links),
+        "links": job.links,
     }
-    arrays = {
-        "arguments": job.program.arguments,
-        "work_files": job.program.work_files,
-        "mounts": tuple(map(str, job.seen)),
-    }
-    quoted = {name: shlex.quote(text) for name, text in texts.items()}
-    return quoted | {name: f"({shlex.join(words)})" for name, words in arrays.items()}
+    arrays = {"arguments": job.program.arguments, "work_files": job.program.work_files, "mounts": job.seen}
+    quoted = {name: shlex.quote(str(word)) for name, word in words.items()}
+    return quoted | {name: f"({shlex.join(map(str, words))})" for name, words in arrays.items()}

@@ -19,10 +19,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from launch.slurm import cluster
-from launch.slurm.programs import Program, evaluation, training
+from launch.slurm.programs import evaluation, training
 from launch.slurm.script import RUNTIMES, Job, job_problems, script_text
 from rlmath.config.help import raise_problems
-from rlmath.config.load import without_secrets
 from rlmath.config.terminal import escape_terminal
 from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE, clear_exit_status
 
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         script = write_script(job, text)
         numbers = cluster.submit(script, job.links)
     except ValueError as error:
-        print(without_secrets(str(error)), file=sys.stderr)
+        print(error, file=sys.stderr)
         return MISTAKE
     tell(job, script, numbers)
     return 0
@@ -65,8 +64,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--config", type=Path, action="append", default=[], metavar="FILE", help="YAML file; later files win")
     add("overrides", nargs="*", metavar="key.sub=value", help="settings that win over the files'")
     add("--dry-run", action="store_true", help="check, print the script, queue nothing")
-    _add_slurm(parser.add_argument_group("what Slurm is told"))
-    _add_nodes(parser.add_argument_group("what runs on the nodes"))
+    of_slurm = parser.add_argument_group("what Slurm is told")
+    add = of_slurm.add_argument
+    add("--nodes", type=int, default=1, help="default 1")
+    add("--gpus-per-node", type=int, default=8, help="each with a rank (default 8); 0: a job without GPUs")
+    add("--partition", help="one, or several as a,b; default: Slurm's")
+    add("--time", help="limit, as in 90 (minutes), 12:00:00, 2-00 (days-hours); default: the partition's")
+    add("--name", help='of the job; default: "rlmath-" and the name of the run\'s folder')
+    add("--sbatch", action="append", default=[], metavar="OPTION", help="more: --sbatch=--account=math")
+    add = of_slurm.add_mutually_exclusive_group().add_argument
+    add("--requeue", action="store_true", help="a run that was stopped is queued again and goes on")
+    add("--chain", type=int, metavar="N", help="N jobs, one after another, each goes on from the last")
+    add = parser.add_argument_group("what runs on the nodes").add_argument
+    add("--ranks-per-node", type=int, help="default: as many as GPUs")
+    add("--python", help="default: the one that runs this program, in a container python3")
+    add("--container", default="", metavar="IMAGE", help="run in this image, with --runtime")
+    add("--runtime", default="none", choices=RUNTIMES, help="what starts containers (default none)")
+    add("--mount", type=Path, action="append", default=[], metavar="DIR", help="a folder that containers see")
     given = parser.parse_intermixed_args(list(argv[:cut]))
     own = list(argv[cut + 1 :])
     if given.program == "evaluate":
@@ -78,32 +92,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-def _add_slurm(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--nodes", type=int, default=1, help="default 1")
-    add("--gpus-per-node", type=int, default=8, help="each with a rank (default 8); 0: a job without GPUs")
-    add("--partition", help="one, or several as a,b; default: Slurm's")
-    add("--time", help="limit, as in 90 (minutes), 12:00:00, 2-00 (days-hours); default: the partition's")
-    add("--name", help='of the job; default: "rlmath-" and the name of the run\'s folder')
-    add("--sbatch", action="append", default=[], metavar="OPTION", help="more: --sbatch=--account=math")
-    add = group.add_mutually_exclusive_group().add_argument
-    add("--requeue", action="store_true", help="a run that was stopped is queued again and goes on")
-    add("--chain", type=int, metavar="N", help="N jobs, one after another, each goes on from the last")
-
-
-def _add_nodes(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--ranks-per-node", type=int, help="default: as many as GPUs")
-    add("--python", help="default: the one that runs this program, in a container python3")
-    add("--container", default="", metavar="IMAGE", help="run in this image, with --runtime")
-    add("--runtime", default="none", choices=RUNTIMES, help="what starts containers (default none)")
-    add("--mount", type=Path, action="append", default=[], metavar="DIR", help="a folder that containers see")
-
-
 def job_of(given: argparse.Namespace) -> Job:
     """ValueError where settings cannot be loaded."""
     ranks_per_node = given.gpus_per_node if given.ranks_per_node is None else given.ranks_per_node
-    program = program_of(given, max(1, given.nodes * ranks_per_node))
+    ranks = max(1, given.nodes * ranks_per_node)
+    if given.program == "evaluate":
+        program = evaluation(given.own, ranks)
+    else:
+        program = training(given.program, given.config, given.overrides, ranks)
     name = given.name or f"rlmath-{program.output.name}"
     continues = "requeue" if given.requeue else "chain" if given.chain is not None else "no"
     return Job(
@@ -126,12 +122,6 @@ def job_of(given: argparse.Namespace) -> Job:
     )
 
 
-def program_of(given: argparse.Namespace, ranks: int) -> Program:
-    if given.program == "evaluate":
-        return evaluation(given.own, ranks)
-    return training(given.program, given.config, given.overrides, ranks)
-
-
 def slurm_problems(job: Job, dry_run: bool) -> list[str]:
     """What Slurm has against it. A dry run does without Slurm where there is none, or none that answers."""
     if not cluster.slurm_is_here():
@@ -141,14 +131,10 @@ def slurm_problems(job: Job, dry_run: bool) -> list[str]:
         return [
             "there is no sbatch here. Submit from a machine of the cluster, or look at the script by --dry-run."
         ]
+    need = cluster.Need(job.nodes, job.gpus_per_node, job.seconds, job.signal_seconds)
     try:
-        known = cluster.partitions()
-        return [
-            *cluster.partition_problems(
-                job.partition, job.nodes, job.gpus_per_node, job.seconds, job.signal_seconds, known
-            ),
-            *cluster.queue_problems(job.name, job.program.output),
-        ]
+        problems = cluster.partition_problems(job.partition, cluster.partitions(), need)
+        return [*problems, *cluster.queue_problems(job.name, job.program.output)]
     except ValueError as error:
         if dry_run:
             print(f"Partition and queue are not looked at: {error}", file=sys.stderr)

@@ -16,14 +16,13 @@ from rlmath.config.run_files import (
     LOG_FILE,
     METRICS_FILE,
     ROLLBACKS_FILE,
-    SAMPLES_FOLDER,
     SUMMARY_FILE,
     VALIDATION_FILE,
 )
 from rlmath.config.terminal import visible
-from rlmath.report.metrics import Metrics, read_metrics
+from rlmath.report.metrics import Metrics, read_curves
 from rlmath.report.run_log import Log, read_log
-from rlmath.report.samples import SHOWN_CHARS, Samples, number_of, read_samples, text_of
+from rlmath.report.samples import SHOWN_CHARS, Samples, number_of, samples_of, text_of
 from rlmath.report.settings import Settings, read_settings
 
 MOST_RUNS = 24
@@ -121,7 +120,7 @@ def require_run(folder: Path) -> None:
 def _read_run(folder: Path, label: str, most_chars: int) -> Run:
     notes: list[str] = []
     try:
-        metrics = read_metrics(folder / METRICS_FILE, notes)
+        metrics = read_curves(folder / METRICS_FILE, notes)
     except (OSError, ValueError) as error:
         raise NoRunError(f"{folder / METRICS_FILE} cannot be read: {error}") from error
     run = Run(
@@ -133,7 +132,7 @@ def _read_run(folder: Path, label: str, most_chars: int) -> Run:
         _read_object(folder / SUMMARY_FILE, notes),
         _read_object(folder / EXIT_STATUS_FILE, notes),
         read_log(folder / LOG_FILE, notes),
-        read_samples(folder / SAMPLES_FOLDER, notes, most_chars),
+        samples_of(folder, notes, most_chars),
         notes=notes,
     )
     _attempt(notes, ROLLBACKS_FILE, lambda: run.rollbacks.extend(_rollbacks(folder, notes)))
@@ -143,7 +142,7 @@ def _read_run(folder: Path, label: str, most_chars: int) -> Run:
 
 def _validation(path: Path, notes: list[str]) -> Metrics:
     try:
-        return read_metrics(path, notes)
+        return read_curves(path, notes)
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:

@@ -21,7 +21,6 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from rlmath.config.load import without_secrets
 from rlmath.config.run_files import LOG_FILE
 from rlmath.config.terminal import escape_terminal, visible
 
@@ -118,14 +117,7 @@ def open_log_file(output_dir: str | Path) -> None:
     root.addHandler(file)
 
 
-class RedactingFormatter(logging.Formatter):
-    """Of lines and tracebacks, without what settings took from the environment."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return without_secrets(super().format(record))
-
-
-class ConsoleFormatter(RedactingFormatter):
+class ConsoleFormatter(logging.Formatter):
     """ "18:43:01 WARNING: text", of ranks but the first with their number. On a terminal, lines that are too long are
     wrapped between words, but for errors; else a message stays on its line, for programs that search it. Lines of
     other ranks replace the bar of the first on a terminal; it draws the bar again."""
@@ -146,7 +138,7 @@ class ConsoleFormatter(RedactingFormatter):
         return over_bar(text, width) if self._over_bar else text
 
 
-class _LogFileFormatter(RedactingFormatter):
+class _LogFileFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
 

@@ -94,7 +94,7 @@ def test_memory_stays_under_the_limit(batch):
 
 
 @pytest.mark.full
-def test_one_percent_of_hanging_answers_delays_nobody_and_leaves_nobody():
+def test_one_percent_of_hanging_answers_costs_its_limits_and_leaves_nobody():
     hangs, workers, limit = 100, 2, 1.0
     texts = [hang(n) for n in range(hangs)]
     honest = [f"\\boxed{{\\frac{{{n}}}{{{2 * n}}}}}" for n in range(1, 9901)]

@@ -2,104 +2,65 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+import torch.distributed as dist
 
-from launch.wait_for_nodes import is_mine, main
-from tests.distributed.stranger import connect
+from launch.wait_for_nodes import STORE_NAME, count_nodes, is_mine, main, report_to
+from tests.distributed.fault_tolerance.runs import wait_for
 from tests.programs import ENVIRONMENT, REPOSITORY
-
-
-@pytest.fixture
-def endpoint() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
-@pytest.fixture
-def others() -> Iterator[list[subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-    yield started
-    for one in started:
-        one.kill()
-        one.wait()
-
 
 ANOTHER = """import sys, socket
 import launch.wait_for_nodes as program
-name = sys.argv.pop(1)
-socket.gethostname = lambda: name
+socket.gethostname = lambda: "node07"
 program.is_mine = lambda host: False
-print("imported", flush=True)
 sys.exit(program.main())
 """
 """A node of another name, on the same machine."""
 
 
-def start_another(name: str, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", ANOTHER, name, *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    started = subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT, text=True, **pipes)
-    assert started.stdout.readline() == "imported\n"
-    return started
-
-
-def test_all_nodes_come(endpoint: str, others: list, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("--nnodes=2", f"--endpoint={endpoint}", "--seconds=60")
-    others.append(start_another("node07", *asked))
-    assert main(asked) == 0
-    assert others[0].wait(30) == 0
+def test_all_nodes_come(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        asked = ("--nnodes=2", f"--endpoint=127.0.0.1:{probe.getsockname()[1]}", "--seconds=300")
+    other = subprocess.Popen([sys.executable, "-c", ANOTHER, *asked], cwd=REPOSITORY, env=ENVIRONMENT)
+    try:
+        assert main(asked) == 0 and other.wait(60) == 0
+    finally:
+        other.kill()
+        other.wait()
     assert capsys.readouterr().err == ""
 
 
-def test_a_node_that_never_comes_is_named_on_all_that_did(
-    endpoint: str, others: list, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = f"{socket.gethostname()},node07,node08"
-    asked = ("--nnodes=3", f"--endpoint={endpoint}", "--seconds=6", f"--nodes={names}")
-    others.append(start_another("node07", *asked))
-    assert main(asked) == 1
-    told = "the nodes are not all there after 6 s: 2 of 3 nodes are here; missing: node08\n"
-    assert capsys.readouterr().err == told
-    assert others[0].wait(30) == 1 and others[0].stderr.read() == told
+@pytest.fixture
+def head() -> dist.TCPStore:
+    """The store of the first node."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def test_what_a_stranger_writes_is_neither_a_node_nor_the_end(
-    endpoint: str, others: list, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    port = int(endpoint.partition(":")[2])
-    stop = threading.Event()
+def came(pool: ThreadPoolExecutor, head: dist.TCPStore) -> Future[str]:
+    """What node07 is told, which has said that it is there."""
+    node = dist.TCPStore("127.0.0.1", head.port, wait_for_workers=False)
+    told = pool.submit(report_to, node, "node07", 300.0)
+    wait_for(lambda: head.check([f"{STORE_NAME}/host/node07"]))
+    return told
 
-    def disturb() -> None:
-        store = connect("127.0.0.1", port)
-        with contextlib.suppress(RuntimeError):  # the first node has ended
-            while not stop.wait(0.3):
-                for name in ("host/node08", "host/\x1b[2J", "end", "left/node07"):
-                    store.set(f"rlmath/nodes/{name}", '"\x1b[2J gotcha"')
-                store.delete_key("rlmath/nodes/host/node07")
 
-    stranger = threading.Thread(target=disturb)
-    stranger.start()
-    asked = ("--nnodes=3", f"--endpoint={endpoint}", "--seconds=6")
-    others.append(start_another("node07", *asked))
-    status = main(asked)
-    stop.set()
-    stranger.join()
-    told = capsys.readouterr().err
-    assert status == 1 and others[0].wait(30) == 1
-    assert f"2 of 3 nodes are here ({socket.gethostname()}, node07)" in told
-    assert "gotcha" not in others[0].stderr.read().splitlines()[-1] and "\x1b" not in told
+def test_a_node_that_never_comes_is_named_on_all_that_did(head: dist.TCPStore) -> None:
+    with ThreadPoolExecutor() as pool:
+        other = came(pool, head)
+        told = count_nodes(head, "node06", 3, 0.0, ["node06", "node07", "node08"])
+        assert other.result() == told
+    assert told == "the nodes are not all there after 0 s: 2 of 3 nodes are here; missing: node08"
 
 
 def test_a_wrong_endpoint_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--nnodes=2", "--endpoint=node01"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["--nnodes=2", "--endpoint=node01"])
     assert "needed: HEAD:PORT" in capsys.readouterr().err
     assert main(["--nnodes=2", "--endpoint=no-such-host.invalid:1234"]) == 1
     assert "does not reach no-such-host.invalid:1234" in capsys.readouterr().err

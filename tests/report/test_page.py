@@ -223,7 +223,7 @@ def test_a_folder_of_damaged_files_gives_a_page_that_says_so(tmp_path: Path) -> 
     for name in ("config.yaml", "summary.json", "exit_status.json", "rollbacks.json", "run.log"):
         assert f"{name} cannot be read" in text or f"{name}, " in text, name
     assert "validation.jsonl: 1 lines are no rows" in text
-    assert "samples/: 4 lines or files are no samples" in text
+    assert "samples/: 5 lines or files are no samples" in text
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "summary.json", "run.log", "validation.jsonl", "samples"])

@@ -45,7 +45,7 @@ def test_the_table_of_schemes():
             for correct, boxed in ((True, True), (True, False), (False, True), (False, False))
         ]
         assert found == [-7.0 if number == "`format_penalty`" else float(number) for number in numbers]
-        assert Scheme(name).scaling == float(scaling.split(",")[0])
+        assert Scheme(name).scale(verified=True) == float(scaling.split(",")[0])
 
 
 def test_all_verdicts_are_named():

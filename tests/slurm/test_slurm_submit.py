@@ -6,11 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from launch.slurm.cluster import Partition, _ask, partition_problems, seconds_of
+from launch.slurm.cluster import Need, Partition, _ask, partition_problems, seconds_of
 from launch.slurm.programs import training
 from launch.slurm.script import BODY, Job
 from rlmath.checkpoint.directory import Progress, open_partial, publish, write_progress
@@ -296,22 +297,24 @@ def test_slurms_times_are_read() -> None:
 
 def test_nodes_are_counted_that_have_the_gpus() -> None:
     mixed = Partition("gpu", True, True, 3600.0, float("inf"), ((2, 8), (4, 4)))
-    assert partition_problems(None, 2, 8, 3600.0, 360, [mixed]) == []
-    assert partition_problems(None, 6, 4, None, 360, [mixed]) == []
-    (told,) = partition_problems("gpu", 3, 8, None, 360, [mixed])
-    assert "2 of 6 nodes have as many" in told
     small = Partition("debug", False, True, 3600.0, 2, ((9, 8),))
-    (told,) = partition_problems("debug", 3, 8, None, 360, [small])
-    assert "has 9 and allows a job 2" in told
-    (told,) = partition_problems(None, 1, 0, None, 360, [small])
-    assert "no default partition" in told
-    assert partition_problems("debug,gpu", 6, 0, None, 360, [mixed, small]) == []
-    assert len(partition_problems("debug,gpu", 7, 8, None, 360, [mixed, small])) == 2
-    (told,) = partition_problems("gpu,none", 1, 8, None, 360, [mixed, small])
-    assert 'There is no partition "none"' in told
-    (told,) = partition_problems("debug", 1, 8, None, 3600, [small])
-    assert "nothing is left to work in" in told
-    assert partition_problems("debug", 1, 8, 3500.0, 3600, [small]) == []
+    hour = Need(nodes=2, gpus=8, seconds=3600.0, signal_seconds=360)
+
+    def told(names: str | None, known: list[Partition], **changes: float | None) -> list[str]:
+        return partition_problems(names, known, replace(hour, **changes))
+
+    assert told(None, [mixed]) == []
+    assert told(None, [mixed], nodes=6, gpus=4, seconds=None) == []
+    assert "2 of 6 nodes have as many" in told("gpu", [mixed], nodes=3)[0]
+    assert "has 9 and allows a job 2" in told("debug", [small], nodes=3)[0]
+    assert "no default partition" in told(None, [small])[0]
+    assert told("debug,gpu", [mixed, small], nodes=6, gpus=0) == []
+    assert len(told("debug,gpu", [mixed, small], nodes=7)) == 2
+    (unknown,) = told("gpu,none", [mixed, small], nodes=1)
+    assert 'There is no partition "none"' in unknown
+    (short,) = told("debug", [small], nodes=1, seconds=None, signal_seconds=3600)
+    assert "nothing is left to work in" in short
+    assert told("debug", [small], nodes=1, seconds=3500.0, signal_seconds=3600) == []
 
 
 def test_the_script_reads_how_a_run_ended_as_the_program_does(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from rlmath.workers.custom_function import checked_result
-from rlmath.workers.fork_server_client import MAX_PRINTED_LINES
+from rlmath.workers.fork_server import MAX_PRINTED_LINES
 from rlmath.workers.hooks import code_fingerprint, function_problem, load_function
 from rlmath.workers.worker_pool import VerifierPool
 
@@ -318,7 +318,7 @@ def test_what_a_module_starts_does_not_hold_the_check_up(folder):
             time.sleep(0.1)
 
 
-def test_a_module_that_ignores_the_ends_of_its_children_is_served(folder, caplog):
+def test_a_module_that_ignores_the_ends_of_its_children_is_served(folder):
     source = (
         "import os, signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\ndef dies(*_):\n    os._exit(3)\n"
     )
@@ -326,7 +326,6 @@ def test_a_module_that_ignores_the_ends_of_its_children_is_served(folder, caplog
     with VerifierPool(1, 30.0, function="ignores:dies") as pool:
         messages = [pool.call("x", [], ROW).result(60).message for _ in range(4)]
     assert messages == ["its worker ended (exit code 3)"] * 4
-    assert "another one is started" not in caplog.text
 
 
 def test_the_check_does_not_import_into_this_process(folder):

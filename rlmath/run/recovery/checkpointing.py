@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,9 +25,7 @@ from rlmath.run.divergence import DivergenceCheck
 from rlmath.run.recovery import save_schedule
 from rlmath.run.recovery.resume import Origin
 from rlmath.run.run_dir import stage_folder
-
-if TYPE_CHECKING:
-    from rlmath.run.loop import Trainer
+from rlmath.trainer.base import Trainer
 
 logger = logging.getLogger(__name__)
 

@@ -286,9 +286,6 @@ def test_the_status_program_ends_as_the_run_did(tmp_path: Path, left: str | None
     command = [sys.executable, "launch/exit_status.py", str(tmp_path)]
     done = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, check=False)
     assert done.returncode == expected, done.stderr
-    command.append("--clear")
-    assert subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, check=False).returncode == 0
-    assert not (tmp_path / EXIT_STATUS_FILE).exists()
     nowhere = [*command[:2], str(tmp_path / "runs")]
     done = subprocess.run(
         nowhere, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, check=False, text=True

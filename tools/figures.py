@@ -1,0 +1,38 @@
+"""What every benchmark prints: a JSON object on a line for each figure."""
+
+from __future__ import annotations
+
+import json
+import math
+
+
+def print_figure(
+    bench: str,
+    case: str,
+    metric: str,
+    value: float,
+    unit: str,
+    *,
+    baseline: str | None = None,
+    ratio: float | None = None,
+) -> None:
+    """`baseline` names what the value is measured against in the same run, `ratio` is how many times better ours is."""
+    line = {
+        "bench": bench,
+        "case": case,
+        "metric": metric,
+        "value": rounded(value, 5),
+        "unit": unit,
+        "baseline": baseline,
+        "ratio": None if ratio is None else rounded(ratio, 4),
+    }
+    print(json.dumps(line), flush=True)
+
+
+def rounded(value: float, digits: int) -> float:
+    """To so many significant digits; whole numbers stay.
+
+    >>> rounded(1234.56, 3), rounded(0.0123456, 3), rounded(7, 3)
+    (1230.0, 0.0123, 7)
+    """
+    return value if isinstance(value, int) or math.isnan(value) else float(f"{value:.{digits}g}")
