@@ -13,6 +13,8 @@ CONFIG_FILE = "config.yaml"
 """All settings of the run."""
 METRICS_FILE = "metrics.jsonl"
 """A row for every step."""
+SWITCH_PHASES = ("offload", "wake", "wake_kv_cache", "sleep", "restore")
+"""Timers of a step, `seconds/...` of its row, that make up the switch of memory between training and sampling."""
 VALIDATION_FILE = "validation.jsonl"
 """A row for every validation."""
 SUMMARY_FILE = "summary.json"

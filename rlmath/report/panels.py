@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from rlmath.config.run_files import SWITCH_PHASES
 from rlmath.config.terminal import visible
 from rlmath.report.metrics import Curve, Metrics, means_on_common_steps, thinned
 from rlmath.report.run_folder import Run
@@ -21,8 +22,6 @@ MOST_SINGLE = 6
 """Runs that get a figure of their own where runs cannot share one."""
 MOST_LABEL = 48
 
-SWITCH_PHASES = ("offload", "wake", "wake_kv_cache", "sleep", "restore")
-"""Of the memory switch; added up."""
 NO_PHASES = (
     "step",
     "alone_usual",

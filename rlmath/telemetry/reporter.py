@@ -18,7 +18,7 @@ from typing import Any
 
 from rlmath.algorithms.types import GROUP_ADVANTAGES, ScoredGroup
 from rlmath.config.length_curriculum import has_length_stages, length_stages, validates
-from rlmath.config.run_files import METRICS_FILE, SUMMARY_FILE, write_whole
+from rlmath.config.run_files import METRICS_FILE, SUMMARY_FILE, SWITCH_PHASES, write_whole
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, SftInputs
 from rlmath.models.learner import MinibatchResult
@@ -41,8 +41,6 @@ from rlmath.telemetry.samples import SampleWriter, samples_file
 
 logger = logging.getLogger(__name__)
 
-SWITCH_PHASES = ("offload", "wake", "wake_kv_cache", "sleep", "restore")
-"""Phases of the memory switch (`rollout.memory_switch`); the sync is reported apart."""
 VALIDATION_PHASES = ("validation", "keep_best", "evaluate")
 """Phases of validations and evaluations of what is held out, which are made in some steps only."""
 COUNTED = {"grpo": ("n_valid_tokens", "completion_tokens"), "sft": ("n_tokens", "tokens")}
