@@ -43,9 +43,9 @@ from rlmath.evals.results import BenchmarkResult, result_of
 from rlmath.evals.sampling import Missing, open_engine, sample_missing
 from rlmath.evals.tables import boxed_tables, first_table, second_table, write_results
 from rlmath.rewards.reward_manager import try_scorer
+from rlmath.run.nodes import environment_facts, meet
 from rlmath.run.recovery.hub_inputs import fetch_ids
 from rlmath.run.run_dir import sole_user
-from rlmath.run.startup import environment_facts, meet
 from rlmath.workers.hooks import hooks_fingerprint
 from rlmath.workers.user_functions import word_or_function
 from rlmath.workers.worker_pool import VerifierPool

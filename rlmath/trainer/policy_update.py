@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
@@ -45,8 +45,9 @@ from rlmath.models.learner import MinibatchResult
 from rlmath.models.offload import OffloadSets, SetName, training_sets
 from rlmath.models.teacher import Teacher, TeacherStates
 from rlmath.rewards.several_rewards import named_rewards, summed_rewards
-from rlmath.run.loop import Trainer
-from rlmath.run.startup import PreparedRun
+from rlmath.telemetry.events import event
+from rlmath.trainer.base import Trainer
+from rlmath.trainer.context import RankContext
 from rlmath.trainer.critic import CriticEstimates, CriticUpdater, critic_metrics
 from rlmath.trainer.kl_in_reward import KLPenalty, apply_kl_penalty
 from rlmath.trainer.metrics import UpdateRecord
@@ -60,13 +61,13 @@ class PolicyTrainer(Trainer):
 
     kind: ClassVar = "grpo"
 
-    def build_models(self, prepared: PreparedRun[Inputs], on_progress: Callable[[], None]) -> None:
+    def build_models(self, context: RankContext[Inputs]) -> None:
         """Build actor, reference, critic and teacher on this rank, as the settings have them, and an updater for each
         length stage."""
-        config, shape, mesh, device = prepared.config, prepared.shape, self.mesh, self.device
-        total_steps, stops = prepared.inputs.total_steps, prepared.inputs.stop_token_ids
+        config, shape, mesh, device = context.config, context.shape, self.mesh, self.device
+        total_steps, stops = context.inputs.total_steps, context.inputs.stop_token_ids
         self.actor = build_actor(config, shape, mesh, device, most_updates(config, total_steps), stops)
-        self.actor.forward_backward.on_microbatch = on_progress
+        self.actor.forward_backward.on_microbatch = context.on_progress
         self.reference = None
         if config.algorithm.kl_coef > 0:
             self.reference = build_reference(config, shape, mesh, device, stops)
@@ -77,13 +78,13 @@ class PolicyTrainer(Trainer):
         if critic_shape is not None:
             updates = most_critic_updates(config, total_steps)
             self.critic = build_critic(config, critic_shape, mesh, device, updates)
-            self.critic.forward_backward.on_microbatch = on_progress
+            self.critic.forward_backward.on_microbatch = context.on_progress
             folder = Path(config.critic.path or config.model.path)
             self.critic_config = critic_config_file(folder, critic_shape)
         self.teacher = None
         if (teacher_shape := teacher_shape_of(config)) is not None:
             self.teacher = build_teacher(config, shape, teacher_shape, mesh, device, stops)
-            self.teacher.forward_backward.on_microbatch = on_progress
+            self.teacher.forward_backward.on_microbatch = context.on_progress
         in_update = config.teacher.loss == "full"
         self.offload = training_sets(
             self.actor, self.reference, config.memory, device, self.critic, self.teacher, in_update
@@ -396,7 +397,10 @@ class PolicyUpdater:
                 results.append(result)
                 if result.discarded is None:
                     continue
-                logger.info("step %d: minibatch %d discarded: %s", number + 1, len(results), result.discarded)
+                what = number + 1, len(results), result.discarded
+                logger.info(
+                    "step %d: minibatch %d discarded: %s", *what, extra=event("discarded", number + 1)
+                )
                 if algorithm.early_stop_action == "end":
                     return results
         return results
