@@ -44,6 +44,7 @@ from rlmath.models.learner import MinibatchResult
 from rlmath.models.offload import OffloadSets, SetName, training_sets
 from rlmath.models.teacher import Teacher, TeacherStates
 from rlmath.rewards.several_rewards import named_rewards, summed_rewards
+from rlmath.telemetry.events import event
 from rlmath.trainer.base import Trainer
 from rlmath.trainer.context import RankContext
 from rlmath.trainer.critic import CriticInAdvantages, CriticUpdater
@@ -384,7 +385,10 @@ class PolicyUpdater:
                 results.append(result)
                 if result.discarded is None:
                     continue
-                logger.info("step %d: minibatch %d discarded: %s", number + 1, len(results), result.discarded)
+                what = number + 1, len(results), result.discarded
+                logger.info(
+                    "step %d: minibatch %d discarded: %s", *what, extra=event("discarded", number + 1)
+                )
                 if algorithm.early_stop_action == "end":
                     return results
         return results
