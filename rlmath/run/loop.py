@@ -57,6 +57,7 @@ from rlmath.run.recovery.resume import CheckpointToResume, Recovery
 from rlmath.run.recovery.rollback import RollbackRecord, numbered, records_of, unnumbered, write_rollbacks
 from rlmath.run.run_dir import claim_run_folder, take_back
 from rlmath.telemetry.console import open_log_file
+from rlmath.telemetry.events import event
 from rlmath.telemetry.profile import StepProfiler
 from rlmath.telemetry.reporter import Reporter, write_run_report
 from rlmath.trainer.base import Interrupted, Trainer
@@ -370,7 +371,8 @@ def restore(trainer: Trainer, resumed: CheckpointToResume | None, heartbeat: Hea
     trainer.resume(checkpoint.folder, progress)
     if trainer.mesh.rank == 0:
         done = f"{progress.step} steps and {progress.updates} updates are done"
-        logger.info("Resuming from %s, made on %s: %s", checkpoint.folder, progress.layout, done)
+        extra = event("resume", progress.step)
+        logger.info("Resuming from %s, made on %s: %s", checkpoint.folder, progress.layout, done, extra=extra)
     return progress
 
 
@@ -456,6 +458,7 @@ def roll_back(
                 progress.step,
                 trainer.actor.learner.lr_scale,
                 records[-1].draw_step + 1,
+                extra=event("rollback", progress.step, diverged_step=diverged_step),
             )
     return None if refused is not None else progress
 

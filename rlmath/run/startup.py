@@ -59,6 +59,7 @@ from rlmath.run.recovery.resume import (
 from rlmath.run.recovery.save_schedule import output_bytes
 from rlmath.run.run_dir import check_output_folder, sole_user
 from rlmath.telemetry.console import close_bars, setup_logging
+from rlmath.telemetry.events import event
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ def start(
     set_up_rank_logging()
     end_at_interrupt(environment_rank())
     config, rendezvous, start_timeout = None, None, RunConfig.start_timeout_seconds
-    logger.info("Starting: reading settings, model and data ...")
+    logger.info("Starting: reading settings, model and data ...", extra=event("start"))
     with ExitStack() as stack:
         try:
             rendezvous = open_rendezvous(start_timeout)

@@ -321,6 +321,14 @@ def parsed_lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, float] | Ex
             yield number, line, error
 
 
+def last_step(path: Path) -> int:
+    """The last step that a file of metrics has a row of; 0 where it has none, or is not there."""
+    try:
+        return max((int(row["step"]) for _, _, row in parsed_lines(path) if isinstance(row, dict)), default=0)
+    except (OSError, ValueError):
+        return 0
+
+
 def keep_metrics(output_dir: str | Path, last_step: int, name: str = METRICS_FILE) -> int:
     """Drop the rows of steps after `last_step`, for a run that resumes from there, and set lines aside that cannot be
     read. Returns how many rows are left."""
