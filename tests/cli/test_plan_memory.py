@@ -91,13 +91,6 @@ def test_the_longest_stage_is_planned_and_its_keys_are_named(capsys: pytest.Capt
     assert "Lower stages.max_tokens_per_microbatch (now 27072, at least the longest sequence, 26048)" in told
 
 
-def test_a_gpu_named_twice_is_refused(model: str, capsys: pytest.CaptureFixture[str]):
-    assert main([model, "memory.gpu=H100-80GB", "memory.gpu_gib=3"]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert "memory.gpu is" in told.err and "give one of the two" in told.err
-
-
 def test_the_least_ranks_make_whole_replicas_and_whole_engines():
     config = Config(parallel=ParallelConfig(tensor=2, pipeline=3), rollout=RolloutConfig(tensor_parallel=4))
     assert least_ranks(config) == 12
