@@ -49,7 +49,7 @@ def has_length_stages(config: Config) -> bool:
 def length_stages(config: Config, total_steps: int | None) -> list[LengthStage]:
     """The stages in their order; one where `stages` is empty, which has `total_steps` (None: not known yet).
 
-    The lists must be equally long, as `preflight.length_curriculum` checks.
+    The lists must be equally long, as `planning.length_curriculum` checks.
     """
     lists = config.stages
     if not has_length_stages(config):
