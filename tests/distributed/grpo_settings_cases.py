@@ -27,8 +27,8 @@ from rlmath.config.schema import (
     ValidationConfig,
 )
 from rlmath.data.dataset import load_inputs, load_validation
+from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.resume import Origin
-from rlmath.run.startup import PreparedRun
 from tests.distributed.optimizer_cases import run_here
 from tests.tiny_models import shape_of
 
@@ -135,9 +135,9 @@ def whole_run(model: Path, folder: Path) -> dict[str, Any]:
     class Observed(GrpoTrainer):
         """Reports what it is made of and what it is asked for; it trains as ever."""
 
-        def __init__(self, *given: Any, on_progress: Any, **others: Any) -> None:
-            super().__init__(*given, on_progress=on_progress, **others)
-            found["built"], found["asked"] = _built(self, on_progress), _watch(self)
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            found["built"], found["asked"] = _built(self, context.on_progress), _watch(self)
 
         def begin(self, progress: Any, checkpointer: Any) -> None:
             super().begin(progress, checkpointer)

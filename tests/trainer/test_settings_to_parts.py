@@ -65,9 +65,9 @@ from rlmath.rollout.flight_rules import flight_rules, slice_tokens
 from rlmath.rollout.sampling import SamplingSettings, training_sampling
 from rlmath.run.recovery.resume import origin_of
 from rlmath.run.recovery.save_schedule import Frequency, kept_frequency, recovery_frequency
-from rlmath.trainer.kl_in_reward import KLPenalty
 from rlmath.trainer.policy_update import PolicyUpdater
 from rlmath.trainer.rollouts.synchronous import selection_rules
+from rlmath.trainer.token_advantages import KLPenalty
 from rlmath.trainer.validation import _measure
 from rlmath.workers.hooks import Hook, hooks_fingerprint
 from rlmath.workers.user_functions import group_for_hooks, scorer_hook
