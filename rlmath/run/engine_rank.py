@@ -25,7 +25,7 @@ from rlmath.planning.memory_estimate import engine_mesh_of, mesh_of
 from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers
 from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
-from rlmath.rollout.generation import GenerationLoop
+from rlmath.rollout.generation import GenerationLoop, Leader, SamplingPlan
 from rlmath.rollout.sampling import training_sampling
 from rlmath.rollout.weight_sync.publish import WeightReceiver
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
@@ -107,15 +107,18 @@ class EngineRank:
         self._loop = GenerationLoop(
             engine,
             mesh,
-            WeightReceiver(engine.weights, plan, mesh, device, bridge, self._mailbox, on_progress),
-            Collector(engine, mesh, inputs.tokenizer, config.rollout, config.reward, workers, self._scorer),
-            inputs,
-            config.rollout,
-            config.reward,
-            [training_sampling(stage.config.rollout) for stage in stages],
-            config.run.seed,
-            self._mailbox,
-            workers,
+            receiver=WeightReceiver(engine.weights, plan, mesh, device, bridge, self._mailbox, on_progress),
+            collector=Collector(
+                engine, mesh, inputs.tokenizer, config.rollout, config.reward, workers, self._scorer
+            ),
+            plan=SamplingPlan(
+                inputs,
+                config.rollout,
+                config.reward,
+                [training_sampling(stage.config.rollout) for stage in stages],
+                config.run.seed,
+            ),
+            leader=Leader(self._mailbox, workers) if self._mailbox and workers else None,
         )
 
     def run(self, on_weights: Callable[[int], None] = lambda step: None) -> int:
