@@ -29,8 +29,8 @@ from rlmath.data.dataset import load_inputs, load_validation
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
 from rlmath.distributed.mesh import Mesh
+from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.resume import Origin
-from rlmath.run.startup import PreparedRun
 from rlmath.trainer.step_hooks import StepHooks
 from rlmath.workers.user_functions import UserFunctionError
 from tests.tiny_models import shape_of
@@ -132,10 +132,11 @@ def steps(folder: Path, place: Path, plugin: str) -> dict[str, Any]:
     device, mesh = open_device("cpu"), Mesh(0, 1, 1, 1, 1)
     with GrpoTrainer.open_workers(config, mesh) as workers:
         init_process_group(device, 120.0)
-        trainer = GrpoTrainer(prepared, mesh, device, workers=workers)
+        trainer = GrpoTrainer(prepared.on_rank(mesh, device, workers=workers))
         stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, 0)
         divergence = DivergenceCheck(trainer, 3, None)
-        trainer.begin(None, Checkpointer(trainer, prepared.origin, stop, divergence, lambda: None))
+        checkpointer = Checkpointer(trainer, prepared.origin, stop, divergence, lambda: None)
+        trainer.begin(0, checkpointer.export, checkpointer.asked_to_stop)
         first = trainer.step(0)
         state = trainer.rollouts.files(), trainer.rollouts.next_draw, trainer.actor.learner.updates
         (place / "fail").touch()

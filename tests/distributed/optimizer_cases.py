@@ -18,12 +18,12 @@ from rlmath.distributed.fault_tolerance.preemption import SIGNALS
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.distributed.process import end_with_parent
-from rlmath.run.startup import PreparedRun
+from rlmath.run.prepared import PreparedRun
 from tests.distributed.policy_cases import Case, Stage, settings, whole_tensors
 from tests.tiny_models import shape_of
 
 if TYPE_CHECKING:
-    from rlmath.run.loop import Trainer
+    from rlmath.trainer.base import Trainer
 
 ALONE = Mesh(0, 1, 1, 1, 1)
 STOPS = (1, 7)

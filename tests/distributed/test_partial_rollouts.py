@@ -174,15 +174,6 @@ def test_log_probs_are_those_of_the_weights_that_sampled(make: Make) -> None:
 
 
 @matrix
-@pytest.mark.parametrize("stop_after", [1, pytest.param(4, marks=pytest.mark.full)])
-def test_what_a_checkpoint_holds_continues_as_if_nothing_had_happened(
-    make: Make, carried: Run, stop_after: int
-) -> None:
-    run = make(1, stop_after=stop_after)
-    assert run.groups == carried.groups and run.in_flight == carried.in_flight
-
-
-@matrix
 @pytest.mark.parametrize("rollout", [CARRY, DEFER], ids=["carry", "defer"])
 def test_dynamic_sampling_replaces_dropped_groups_by_further_draws(
     make: Make, rollout: RolloutConfig
@@ -219,10 +210,9 @@ def test_a_stage_that_begins_with_groups_in_flight_is_refused(make: Make) -> Non
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rollout", [CARRY, replace(DEFER, slice_tokens=12)], ids=["carry", "defer"])
-def test_a_stage_ends_with_nothing_in_flight(make: Make, rollout: RolloutConfig) -> None:
+def test_a_stage_that_defers_ends_with_nothing_in_flight(make: Make) -> None:
     stages = StagesConfig(steps=[4, 3], max_new_tokens=[20, LONGEST])
-    run = make(1, rollout, steps=7, stages=stages)
+    run = make(1, replace(DEFER, slice_tokens=12), steps=7, stages=stages)
     assert run.in_flight[3] == run.in_flight[6] == [] and any(run.in_flight[:3]) and any(run.in_flight[4:])
     completions_of(run)  # every prompt comes once
     for step, groups in enumerate(run.groups):

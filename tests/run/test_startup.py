@@ -16,13 +16,15 @@ from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE, read
 from rlmath.distributed.ranks import RankReport, check_launcher_numbers
 from rlmath.distributed.rendezvous import Route, prefer_for_gloo, route_to
 from rlmath.run import startup
-from rlmath.run.startup import (
+from rlmath.run.nodes import (
     CLOCK_SECONDS,
     _compare_nodes,
     clock_warnings,
     differences,
     labelled,
     node_lines,
+)
+from rlmath.run.startup import (
     prepare_grpo,
     prepare_sft,
     record_exit,
