@@ -115,7 +115,13 @@ def _without_tokens(index: int, row: dict[str, Any]) -> PartialCompletion | Scor
     if not segments:
         raise ValueError("a finished completion has no tokens")
     completion = Completion(
-        index, token_ids, (), "", row["finish_reason"], segments[-1].policy_version, segments
+        index,
+        token_ids,
+        (),
+        text="",
+        finish_reason=row["finish_reason"],
+        policy_version=segments[-1].policy_version,
+        segments=segments,
     )
     return ScoredCompletion(completion, read_score(row["score"]))
 
@@ -162,10 +168,10 @@ class _Reader:
             index,
             token_ids,
             logprobs,
-            self._text_of(token_ids),
-            row["finish_reason"],
-            segments[-1].policy_version,
-            segments,
+            text=self._text_of(token_ids),
+            finish_reason=row["finish_reason"],
+            policy_version=segments[-1].policy_version,
+            segments=segments,
         )
         return ScoredCompletion(completion, read_score(row["score"]))
 

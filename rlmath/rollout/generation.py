@@ -552,7 +552,15 @@ class GenerationLoop:
         reason: FinishReason = "stop" if result.finish_reason == "stop" else "length"
         text = "" if self._leader is None else completion_text(self._collector.tokenizer, whole.token_ids)
         version = whole.segments[-1].policy_version
-        completion = Completion(g, whole.token_ids, whole.logprobs, text, reason, version, whole.segments)
+        completion = Completion(
+            g,
+            whole.token_ids,
+            whole.logprobs,
+            text=text,
+            finish_reason=reason,
+            policy_version=version,
+            segments=whole.segments,
+        )
         group.samples[g] = completion
         if self._rewards is not None:
             self._rewards.submit(group.prompt, completion, key=(draw, g))

@@ -88,9 +88,9 @@ class EngineRank:
                 config.model.path,
                 config.rollout,
                 curriculum.engine_length(config),
-                mesh,
-                device,
-                engine_shapes(shape, mesh.engine_size),
+                mesh=mesh,
+                device=device,
+                weight_shapes=engine_shapes(shape, mesh.engine_size),
             )
         engine.on_step = context.on_progress
         if config.rollout.on_new_weights == "recompute" and not engine.continues_noise:
@@ -116,7 +116,13 @@ class EngineRank:
                 on_progress=context.on_progress,
             ),
             collector=Collector(
-                engine, mesh, inputs.tokenizer, config.rollout, config.reward, context.workers, self._scorer
+                engine,
+                mesh,
+                inputs.tokenizer,
+                rollout=config.rollout,
+                reward=config.reward,
+                pool=context.workers,
+                scorer=self._scorer,
             ),
             plan=SamplingPlan(
                 inputs,
