@@ -21,7 +21,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from rlmath.config.terminal import escape_terminal
-from rlmath.distributed.signed_store import SignedStore, environment_secret
+from rlmath.distributed.run_store import RunStore
 
 STORE_NAME = "rlmath/nodes"
 HOST_NAME = re.compile(r"[\w.-]{1,253}", re.ASCII)
@@ -74,10 +74,10 @@ def is_mine(host: str) -> bool:
 
 def count_nodes(store: dist.TCPStore, own: str, wanted: int, seconds: float, names: Sequence[str]) -> str:
     """Runs on the first node, whose name is `own`; returns which nodes are missing, "" where all are there."""
-    signed = SignedStore(store, STORE_NAME, environment_secret())
+    values = RunStore(store, STORE_NAME)
     started, next_log, here = time.monotonic(), FIRST_LOG_SECONDS, [own]
     while len(here) < wanted:
-        here += [name for name in hosts_here(store, signed) if name not in here]
+        here += [name for name in hosts_here(store, values) if name not in here]
         passed = time.monotonic() - started
         if passed >= seconds:
             break
@@ -88,18 +88,17 @@ def count_nodes(store: dist.TCPStore, own: str, wanted: int, seconds: float, nam
     error = missing_text(here, wanted, names) if len(here) < wanted else ""
     error = f"the nodes are not all there after {seconds:.0f} s: {error}" if error else ""
     readers, deadline = [f"left/{name}" for name in here[1:]], time.monotonic() + READ_SECONDS
-    signed.set("end", error)
-    while len(signed.get_all(readers)) < len(readers) and time.monotonic() < deadline:
+    values.set("end", error)
+    while len(values.get_all(readers)) < len(readers) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-        signed.set("end", error)  # again every time: a stranger may have written over it
     return error
 
 
-def hosts_here(store: dist.Store, signed: SignedStore) -> list[str]:
+def hosts_here(store: dist.Store, values: RunStore) -> list[str]:
     """Names of the other hosts, each once: a node that was restarted is one node."""
     found = [key.removeprefix(f"{STORE_NAME}/host/") for key in store.list_keys() if "/host/" in key]
     hosts = sorted(name for name in found if HOST_NAME.fullmatch(name))
-    return [name for name in hosts if signed.get(f"host/{name}") == name]
+    return [name for name in hosts if values.get(f"host/{name}") == name]
 
 
 def missing_text(here: Sequence[str], wanted: int, names: Sequence[str]) -> str:
@@ -118,11 +117,11 @@ def missing_text(here: Sequence[str], wanted: int, names: Sequence[str]) -> str:
 
 def report_to(store: dist.TCPStore, own: str, seconds: float) -> str:
     """Runs on the other nodes; returns the first node's result."""
-    signed, deadline = SignedStore(store, STORE_NAME, environment_secret()), time.monotonic() + seconds
+    values, deadline = RunStore(store, STORE_NAME), time.monotonic() + seconds
     while time.monotonic() < deadline:
-        signed.set(f"host/{own}", own)  # again every time: a stranger may have written over it
-        if isinstance(error := signed.get("end"), str):
-            signed.set(f"left/{own}", own)
+        values.set(f"host/{own}", own)
+        if isinstance(error := values.get("end"), str):
+            values.set(f"left/{own}", own)
             return error
         time.sleep(POLL_SECONDS)
     return f"{own} got no answer from {store.host}:{store.port} within {seconds:.0f} s"

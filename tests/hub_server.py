@@ -1,7 +1,7 @@
 """A Hugging Face hub on this machine, for tests: what huggingface_hub asks of one, with repositories in memory.
 
 It answers listings, files (small ones directly, weights by a redirect, as the hub does), the creation of a repository
-and commits, and counts what was asked. A test may make files come late, cut off or damaged.
+and commits, and counts what was asked. A test may make files stall or come cut off.
 """
 
 from __future__ import annotations
@@ -58,8 +58,6 @@ class Hub:
     """Files of which half is sent, and then nothing more."""
     cut: set[str] = field(default_factory=set)
     """Files of which half is sent as if it were all."""
-    damaged: set[str] = field(default_factory=set)
-    """Files with another last byte."""
     silent: bool = False
     """Nothing is answered."""
     refuses_commits: bool = False
@@ -160,10 +158,11 @@ class _Handler(BaseHTTPRequestHandler):
         commit = repo.find(revision)
         if commit is None and verb == "revision":
             return self._refuse(404, "RevisionNotFound")
+        if verb == "tree" and commit is not None:
+            return self._json([_tree_entry(name, data) for name, data in repo.commits[commit].items()])
         if verb == "revision":
             assert commit is not None
-            siblings = [_sibling(name, data) for name, data in repo.commits[commit].items()]
-            what = {"id": found["name"], "sha": commit, "siblings": siblings, "private": repo.private}
+            what = {"id": found["name"], "sha": commit, "siblings": [], "private": repo.private}
             return self._json(what | {"downloads": 0, "likes": 0, "tags": []})
         if verb == "preupload":
             files = [
@@ -240,8 +239,6 @@ class _Handler(BaseHTTPRequestHandler):
         return self._content(found["file"], data, headers, with_body)
 
     def _content(self, name: str, data: bytes, headers: dict[str, str], with_body: bool) -> None:
-        if name in self.hub.damaged:
-            data = data[:-1] + bytes([data[-1] ^ 1])
         start = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
         if start is not None:
             data = data[int(start[1]) :]
@@ -276,8 +273,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply(status, b"", {"X-Error-Code": code, "X-Error-Message": "\x1b[31mhostile words"})
 
 
-def _sibling(name: str, data: bytes) -> dict[str, Any]:
-    found: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": hashlib.sha1(data).hexdigest()}
+def _tree_entry(name: str, data: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = {"type": "file", "path": name, "size": len(data)}
+    found["oid"] = hashlib.sha1(data).hexdigest()
     if name.endswith(LARGE):
-        found["lfs"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
+        found["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
     return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -274,26 +273,6 @@ def test_the_exported_model_answers_alike_in_transformers_and_vllm(workplace: Pa
     assert json.loads(printed.strip().splitlines()[-1]) == answers
 
 
-def test_resumed_after_its_second_step_the_run_is_the_same_bit_for_bit(
-    workplace: Path, tmp_path: Path
-) -> None:
-    """As a run that is killed while it makes its last step: that step's checkpoint, the model and half a line are not
-    there or not whole. The checkpoint that it resumes from has the reference, which the policy has become."""
-    whole, folder = workplace / "run", tmp_path / "run"
-    shutil.copytree(whole, folder)
-    shutil.rmtree(folder / "checkpoints" / f"step-{STEPS:06d}")
-    shutil.rmtree(folder / "hf_model")
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')
-    done = run(*command(workplace, folder))
-    assert f"step-{STEPS - 1:06d}, made on TP2 x PP1 x DP1" in done.stderr
-    ours, theirs = ([without_times(row) for row in rows(one)] for one in (folder, whole))
-    assert ours == theirs and len(ours) == STEPS
-    model, last = Path("hf_model") / "model.safetensors", Path("samples") / f"step-{STEPS:06d}.jsonl"
-    assert (folder / model).read_bytes() == (whole / model).read_bytes()
-    assert (folder / last).read_text() == (whole / last).read_text()
-
-
 @pytest.mark.full
 def test_the_saved_config_repeats_the_run(workplace: Path) -> None:
     """Bit-equal losses and rewards, and nothing of the first run lost."""
@@ -400,28 +379,6 @@ def replay(folder: Path, *more: str, expect: int = 0) -> tuple[dict, str]:
     done = run("-m", "rlmath.cli.main", "replay", str(folder), *more, expect=expect)
     written = re.findall(r"\S+/replay\.json", done.stderr)
     return json.loads(Path(written[0]).read_text()) if written else {}, done.stderr
-
-
-def test_a_captured_step_is_made_again_to_the_bit_without_the_data(workplace: Path, tmp_path: Path) -> None:
-    """A colleague has the capture and the checkpoint before it, and no data set."""
-    source, name = workplace / "run", "captures/step-000002"
-    shutil.copytree(source / name, tmp_path / "mail" / "step-000002")
-    shutil.copytree(source / "checkpoints" / "step-000001", tmp_path / "mail" / "step-000001")
-    mine = tmp_path / "mail" / "step-000002"
-    settings = (mine / "config.yaml").read_text().replace(str(workplace / "few.jsonl"), "/nowhere/few.jsonl")
-    (mine / "config.yaml").write_text(settings)
-    found, console = replay(mine, "--state", str(mine.with_name("step-000001")))
-    assert found["start"] == "equal" and found["weights"] == 0 and found["bit_equal"]
-    assert {one["minibatch"] for one in found["differences"]} == {
-        "all",
-        *(str(n + 1) for n in range(UPDATES)),
-    }
-    assert all(one["captured"] == one["replayed"] for one in found["differences"])
-    assert "The same to the bit" in console
-    more = ("optimizer.weight_decay=10", "--output", str(tmp_path / "elsewhere"))
-    found, console = replay(mine, "--state", str(mine.with_name("step-000001")), *more, expect=1)
-    assert not found["same"] and found["weights"] > 1e-3 and "NOT the same" in console
-    assert len(list((tmp_path / "elsewhere").glob("*/replay.json"))) == 1
 
 
 @matrix

@@ -34,26 +34,9 @@ LAYOUTS = {
         "algorithm.importance_mask_high=5",
     ),
     "defer": ("parallel.tensor=1", "rollout.tail=defer", *LONG_TAIL),
-    "critic": (
-        "parallel.tensor=1",
-        "algorithm.advantage=gae",
-        "algorithm.kl_in=reward",
-        "critic.policy_lambda=0.9",
-        "critic.pretrain_steps=1",
-        "critic.warmup_steps=3",
-        "memory.offload_critic=true",
-    ),
 }
-LAYOUTS["curriculum"] = (
-    *LAYOUTS["carry"],
-    "data.curriculum=band",
-    "data.curriculum_floor=0.4",
-    "data.history_path={place}/rates.jsonl",
-)
-"""Every second prompt is too hard by this file, and waits until the floor draws it."""
 IN_FLIGHT = {
     "carry": "rollout/sequences_in_flight",
-    "curriculum": "rollout/sequences_in_flight",
     "defer": "rollout/deferred_groups",
 }
 """By layout: the metric of what a step leaves unfinished."""
@@ -75,7 +58,7 @@ SETTINGS = (
 
 
 def command(place: Path, folder: Path, *overrides: str, ranks: int = RANKS) -> list[str]:
-    everything = [*small_run(place, folder), *SETTINGS, *(one.format(place=place) for one in overrides)]
+    everything = [*small_run(place, folder), *SETTINGS, *overrides]
     return torchrun_command(ranks, *TRAIN, *everything)
 
 
@@ -119,10 +102,6 @@ def whole_runs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> di
         "def reward(completion, solutions, row):\n    return -float(len(completion))\n"
     )
 
-    prompts = [json.loads(row) for row in (arithmetic / "data" / "train.jsonl").read_text().splitlines()]
-    rates = [{"query_id": one["query_id"], "correct": 0, "sampled": 8} for one in prompts[::2]]
-    (arithmetic / "rates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rates))
-
     class Runs(dict[str, Path]):
         def __missing__(self, layout: str) -> Path:
             train(arithmetic, place / layout, *LAYOUTS[layout])
@@ -132,17 +111,13 @@ def whole_runs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     return Runs()
 
 
-IN_CI = (("critic", 2),)  # test_drill has interruptions at random steps, with one layout
 NOTHING_DEFERRED = ("defer", 3)  # its steps 2 and 3 learn from what step 1 has deferred
 
 
+@pytest.mark.full  # test_everything_on has one in CI, test_drill interruptions at random steps
 @pytest.mark.parametrize(
     ("layout", "step"),
-    [
-        pytest.param(*case, marks=() if case in IN_CI else pytest.mark.full)
-        for case in itertools.product(LAYOUTS, range(1, STEPS))
-        if case != NOTHING_DEFERRED
-    ],
+    [case for case in itertools.product(LAYOUTS, range(1, STEPS)) if case != NOTHING_DEFERRED],
 )
 def test_resumed_after_a_step_the_metrics_are_those_of_an_uninterrupted_run(
     arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path, layout: str, step: int
@@ -152,12 +127,7 @@ def test_resumed_after_a_step_the_metrics_are_those_of_an_uninterrupted_run(
     console = train(arithmetic, folder, *LAYOUTS[layout])
     assert f"step-{step:06d}, made on" in console
     assert rows(folder) == rows(whole) and len(rows(whole)) == STEPS
-    assert all(row["train/grad_norm"] > 0 for row in rows(whole)[layout == "critic" :])
-    if layout == "curriculum":
-        assert sum(row["history/floor_share"] for row in rows(whole)) > 0
-        assert rows(whole)[-1]["history/skipped_share"] > 0
-        left = [(one / "prompt_history.jsonl").read_bytes() for one in (whole, folder)]
-        assert left[0] == left[1]
+    assert all(row["train/grad_norm"] > 0 for row in rows(whole))
     if layout in IN_FLIGHT:
         assert rows(whole)[step - 1][IN_FLIGHT[layout]] > 0, "nothing was in flight when it was killed"
     for name in ("model.safetensors", "config.json"):

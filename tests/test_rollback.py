@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from rlmath.distributed.fault_tolerance.exit_codes import DIVERGED, FINISHED, read_exit_status
-from rlmath.replay.capture import read_capture
 from rlmath.run.recovery.rollback import read_rollbacks
 from rlmath.telemetry.metrics_writer import without_times
-from tests.programs import run, small_run, torchrun_command
+from tests.programs import run, torchrun_command
 from tests.selection import matrix
 from tests.spoiled_sft import SPOILED_STEP
 from tests.test_train_sft import SFT, settings
@@ -94,27 +93,3 @@ def test_a_run_makes_no_more_rollbacks_than_it_may(arithmetic: Path, tmp_path: P
     assert [one.step for one in read_rollbacks(folder)] == [SOUND, SOUND]
     again = train(arithmetic, folder, spoiled("sft", "nan", 9), expect=1)
     assert "Rollback " not in again and len(read_rollbacks(folder)) == 2
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("more", [(), ("rollout.tail=defer",), ("data.curriculum=band",)])
-def test_a_grpo_run_goes_back_and_samples_other_prompts_with_other_seeds(
-    arithmetic: Path, tmp_path: Path, more: tuple[str, ...]
-) -> None:
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    reward = ("reward.function=tests.reward_by_hash:reward", "parallel.tensor=1")
-
-    def make(folder: Path, times: int) -> str:
-        program = spoiled("grpo", "nan", times)
-        command = [*program, *small_run(arithmetic, folder), *MORE, *reward, *more]
-        return run(*torchrun_command(2, *command), timeout=600).stderr
-
-    assert "Rollback 1 of at most 2" in make(whole, 1)
-    captured = read_capture(whole / "captures" / f"step-{SPOILED_STEP:06d}")
-    assert captured.reason.startswith("diverged: ")
-    shutil.copytree(whole, cut)
-    for step in range(SPOILED_STEP, STEPS + 1):  # as if it were killed before it made one of them
-        shutil.rmtree(cut / "checkpoints" / f"step-{step:06d}")
-    shutil.rmtree(cut / "hf_model")
-    make(cut, 0)
-    assert rows(cut) == rows(whole) and [row["step"] for row in rows(whole)] == list(range(1, STEPS + 1))

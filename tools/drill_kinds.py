@@ -223,21 +223,20 @@ def _those_with(attempt: Attempt, word: str) -> list[psutil.Process]:
     return found
 
 
-def kill_reward_workers(whole_pool: bool) -> Disturbance:
-    """The workers that score answers, or the server that makes them, of one rank; ranks stand still meanwhile, so that
-    no answer is being scored."""
+def kill_reward_workers() -> Disturbance:
+    """The workers that score answers, of one rank; ranks stand still meanwhile, so that no answer is being scored."""
 
     def disturb(attempt: Attempt, rng: random.Random) -> str:
         servers = [
-            one for one in _those_with(attempt, "rewards.fork_server") if one.parent() in attempt.ranks()
+            one for one in _those_with(attempt, "workers.fork_server") if one.parent() in attempt.ranks()
         ]
         server = rng.choice(servers)
         name = rank_name(server)
         with _stopped(attempt.ranks()):
             time.sleep(0.3)
-            victims = [server] if whole_pool else server.children()
+            victims = server.children()
             _send(victims, signal.SIGKILL)
-        return f"{'the server' if whole_pool else f'{len(victims)} workers'} of {name}"
+        return f"{len(victims)} workers of {name}"
 
     return disturb
 
@@ -328,8 +327,7 @@ KINDS: dict[str, Kind] = {
     "pause-rank": Kind(any_time, pause("a rank"), _SURVIVES),
     "pause-launcher": Kind(any_time, pause("torchrun"), _SURVIVES),
     "pause-all": Kind(any_time, pause("all"), _SURVIVES),
-    "kill-reward-workers": Kind(any_time, kill_reward_workers(whole_pool=False), _SURVIVES, programs=_GRPO),
-    "kill-fork-server": Kind(any_time, kill_reward_workers(whole_pool=True), _SURVIVES, programs=_GRPO),
+    "kill-reward-workers": Kind(any_time, kill_reward_workers(), _SURVIVES, programs=_GRPO),
     "kill-writer": Kind(any_time, kill_a_writer, _SURVIVES),
     "kill-writer-save": Kind(in_save, kill_a_writer, _SURVIVES),
     "read-only": Kind(at_once, damage.make_checkpoints_read_only, _SURVIVES),

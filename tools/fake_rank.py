@@ -56,16 +56,16 @@ from rlmath.planning.memory_estimate import (
 from rlmath.planning.memory_fit import GIB
 from rlmath.planning.parallelism import ranks_or_least
 from rlmath.planning.planner.lengths import Batch, Lengths
-from rlmath.planning.planner.machines import CPU_CORE, RANKS_PER_NODE, Cluster
 from rlmath.planning.planner.step import sync_work
 from rlmath.planning.planner.training import (
     LOGPROBS,
-    Training,
+    StepInputs,
     gradient_exchanges,
     pass_exchanges,
     stages,
     update_passes,
 )
+from rlmath.planning.planner.work import CPU_CORE, RANKS_PER_NODE, Cluster
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes, cell_of, plan_cell, rank_rounds
 from rlmath.rollout.weight_sync.shard_layouts import training_layout
 from rlmath.rollout.weight_sync.transport import elements
@@ -151,7 +151,7 @@ def planned_to_send(
     tokens = config.policy.max_tokens_per_microbatch * number_of_batches(mesh)
     batch = Batch(mesh.data, 1, float(tokens), Lengths(1e-9, 0.1, 1))
     one_node = Cluster(CPU_CORE, 1, mesh.world_size)  # whatever the links
-    training = Training(config, shape, mesh, target, one_node, batch)
+    training = StepInputs(config, shape, mesh, target, one_node, batch)
     _, layers = stages(training)[mesh.pipeline_rank]
     update = update_passes(shape, config.policy, max(1, layers // mesh.virtual_pipeline), target.local_layers)
     found = {
@@ -202,8 +202,8 @@ def compare_sync(
         max(sum(map(elements, way.values())) for way in ways)
         for ways in ([one.sends for one in rounds], [one.receives for one in rounds])
     ]
-    one_node = Cluster(CPU_CORE, 1, mesh.world_size)
-    received = sync_work(config, shape, mesh, target, one_node).node
+    one_node, none = Cluster(CPU_CORE, 1, mesh.world_size), Batch(1, 1, 1.0, Lengths(1.0, 0.1, 1))
+    received = sync_work(StepInputs(config, shape, mesh, target, one_node, none)).node
     return [
         Row("sync", "buckets", plan.phases["sync"].get("sync_buffers", 0), 2 * sum(most) * target.itemsize),
         Row("sync", "received, mean", received, sum(map(sync.bytes_received, ranks)) // len(ranks)),

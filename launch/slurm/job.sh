@@ -183,8 +183,6 @@ main() {
     rm -f "$output/exit_status.json"
     far_before=$(how_far)
     export PYTHONUNBUFFERED=1 PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-    # What the ranks sign their values in torch's store with; nobody else on the network knows it.
-    export RLMATH_STORE_SECRET=${RLMATH_STORE_SECRET:-$(head -c 32 /dev/urandom | base64 --wrap=0)}
 
     # Signals are for the ranks; this shell waits for them and then tells how they ended.
     trap : USR1 TERM

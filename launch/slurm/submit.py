@@ -22,7 +22,6 @@ from launch.slurm import cluster
 from launch.slurm.programs import evaluation, training
 from launch.slurm.script import RUNTIMES, Job, job_problems, script_text
 from rlmath.config.help import raise_problems
-from rlmath.config.load import without_secrets
 from rlmath.config.terminal import escape_terminal
 from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE, clear_exit_status
 
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         script = write_script(job, text)
         numbers = cluster.submit(script, job.links)
     except ValueError as error:
-        print(without_secrets(str(error)), file=sys.stderr)
+        print(error, file=sys.stderr)
         return MISTAKE
     tell(job, script, numbers)
     return 0

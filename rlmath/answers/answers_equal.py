@@ -24,7 +24,6 @@ from rlmath.answers.families import (
 from rlmath.answers.integer_sets import same_integers
 from rlmath.answers.interpret import interpret
 from rlmath.answers.lexer import Reading
-from rlmath.answers.named_objects import same_objects, set_notation
 from rlmath.answers.normalize import (
     PERMUTATION_OR_POINT,
     NotMathematics,
@@ -35,10 +34,16 @@ from rlmath.answers.normalize import (
     without_layout,
 )
 from rlmath.answers.numbers import FINITE, INFINITE
-from rlmath.answers.orders import in_every_order, in_stated_order, says_order
 from rlmath.answers.parser import parse_answer
-from rlmath.answers.sentences import plain_sentences
-from rlmath.answers.special_forms import bare_parts, same_special, split_list, split_parts
+from rlmath.answers.sentences import in_every_order, in_stated_order, plain_sentences, says_order
+from rlmath.answers.special_forms import (
+    bare_parts,
+    same_objects,
+    same_special,
+    set_notation,
+    split_list,
+    split_parts,
+)
 from rlmath.answers.string_match import Rules, plain_answer
 from rlmath.answers.syntax_tree import Answer, Call, Expr, Num, Sym
 
@@ -88,10 +93,14 @@ def answers_equal(answer: str, gold: str, rules: Rules) -> bool:
     if "\\mathbb" in gold and _same_signs(theirs.key, ours.key):
         return True
     answer, gold = set_notation(ours.key) or answer, set_notation(theirs.key) or gold
-    if (parts := split_parts(theirs.key)) is not None:
-        found = split_parts(ours.key) or bare_parts(ours.key, len(parts))
-        if found is not None and len(found) == len(parts):
-            return all(answers_equal(one, other, rules) for one, other in zip(found, parts, strict=True))
+    labelled = split_parts(theirs.key), split_parts(ours.key)
+    if labelled != (None, None):
+        count = len(labelled[0] or labelled[1] or ())
+        parts = labelled[0] or bare_parts(theirs.key, count), labelled[1] or bare_parts(ours.key, count)
+        if parts[0] is not None and parts[1] is not None and len(parts[0]) == len(parts[1]):
+            same = all(answers_equal(one, other, rules) for other, one in zip(*parts, strict=True))
+            if same or labelled[0] is not None:  # (1)/(2) has no labels
+                return same
     has_index = "\\sum" in gold or "\\prod" in gold
     if has_index and _bare(_with_same_index(answer, gold)) == _bare(gold):
         return True

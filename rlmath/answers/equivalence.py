@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -25,12 +24,10 @@ from rlmath.answers.families import (
     renamed,
     same_line,
     same_progressions,
-    same_shape,
     substituted,
-    with_vector_i,
+    with_letter_i,
 )
-from rlmath.answers.piecewise import Cases, same_cases
-from rlmath.answers.real_sets import RealSet, whole_line
+from rlmath.answers.real_sets import Cases, RealSet, same_cases, whole_line
 from rlmath.answers.syntax_tree import Call, Expr, MatrixOf, Num, Scalar, Sym
 from rlmath.answers.units import DEGREE, PERCENT, RADIAN, Unit, compatible
 
@@ -271,7 +268,7 @@ def _same_line(gold: Interpretations, answer: Interpretations) -> bool:
     ]
     if not len(exprs[0]) == len(exprs[1]) == len(rows[0]) == len(rows[1]) > 1:
         return False
-    return same_shape(*exprs) or same_line(*exprs, of_reals=gold.line)
+    return same_line(*exprs, of_reals=gold.line)
 
 
 def _solved_to_zero(difference: Expr) -> tuple[str, Expr] | None:
@@ -298,7 +295,8 @@ def _same_vector(row: Interpretations, sum_: Interpretations) -> bool:
         return False
     terms = [Call("mul", pair) for pair in zip(exprs, _UNIT_VECTORS[: len(exprs)], strict=True)]
     return same_expression(
-        reduce(lambda total, term: Call("add", (total, term)), terms), with_vector_i(sum_.scalar.expr)
+        reduce(lambda total, term: Call("add", (total, term)), terms),
+        with_letter_i(sum_.scalar.expr, _UNIT_VECTORS[0]),
     )
 
 
@@ -488,22 +486,16 @@ def _same_branches(gold: Branches, answer: Branches) -> bool:
     )
 
 
-_CONDITION = re.compile(r"([a-z])(<|>|\\le|\\ge|=|\\ne|\\neq)(-?[0-9/.]+)")
-_OPPOSITE = {"<": "\\ge", ">": "\\le", "\\le": ">", "\\ge": "<", "=": "\\ne", "\\ne": "=", "\\neq": "="}
-
-
 def _without_otherwise(branches: Branches) -> Branches:
-    """Two branches with the condition that `otherwise` stands for; others as they are."""
+    """Two branches, even or odd, with the condition that `otherwise` stands for; others as they are."""
     last = next((at for at, (_, condition) in enumerate(branches) if condition == "otherwise"), None)
     if len(branches) != 2 or last is None:
         return branches
     other = branches[1 - last][1]
-    opposite = None
-    if match := _CONDITION.fullmatch(other):
-        opposite = f"{match[1]}{_OPPOSITE[match[2]]}{match[3]}"
-    elif other.endswith(("even", "odd")):
-        opposite = other.removesuffix("even") + "odd" if other.endswith("even") else f"{other[:-3]}even"
-    return (branches[1 - last], (branches[last][0], opposite)) if opposite else branches
+    if not other.endswith(("even", "odd")):
+        return branches
+    opposite = other.removesuffix("even") + "odd" if other.endswith("even") else f"{other[:-3]}even"
+    return branches[1 - last], (branches[last][0], opposite)
 
 
 MAX_MODULUS = 10_000
@@ -517,10 +509,6 @@ def _same_residue(gold: Residue, answer: Residue) -> bool:
     ours, theirs = _whole_classes(gold), _whole_classes(answer)
     if ours is None or theirs is None:
         return _can_be_paired(gold[1], answer[1], lambda one, other: all(map(same_expression, one, other)))
-    if {modulus for _, modulus in ours} == {modulus for _, modulus in theirs} and len(ours) == len(
-        theirs
-    ) == 1:
-        return ours == theirs
     common = math.lcm(*(modulus for _, modulus in (*ours, *theirs)))
     if common > MAX_MODULUS:
         return ours == theirs

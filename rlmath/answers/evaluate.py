@@ -7,7 +7,6 @@ points if they have symbols. So no simplification is needed, which could hang. S
 from __future__ import annotations
 
 import zlib
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -28,6 +27,7 @@ from rlmath.answers.numbers import (
     Value,
     evaluate,
     is_finite,
+    is_whole,
     mpc,
     mpf,
     to_mp,
@@ -164,10 +164,10 @@ def same_expression(one: Expr, other: Expr) -> bool:
         try:
             a, b = value_of(one, complex_numbers=about_i), value_of(other, complex_numbers=about_i)
         except NotMathematics:
-            ours, theirs = _factored_terms(one), _factored_terms(other)
-            if ours is None or theirs is None:
+            residues = [(_residue(one, prime), _residue(other, prime)) for prime in _PRIMES]
+            if any(None in pair for pair in residues):
                 raise
-            return ours == theirs
+            return all(ours == theirs for ours, theirs in residues)
         return a is not None and b is not None and _agree(a, b)
     whole = any(mentions(expr, _STEPWISE) or _whole_only(expr) for expr in (one, other))
     steps_of_reals = whole and any(name[:1] in _REAL_LETTERS for name in both)
@@ -231,80 +231,32 @@ def _whole_letters(expr: Expr) -> frozenset[str]:
     return inner
 
 
-_LARGEST_BASE = 10**7
-_MOST_EXPONENT_BITS = 4096
-_MOST_TERMS = 8
-_MAX_NESTING = 20
+_PRIMES = (2**255 - 19, 2**448 - 2**224 - 1, 10**100 + 267)
+_MOST_EXPONENT_BITS = 512
+"""Less than two exponents differ by whose powers are equal modulo all of the primes."""
 
 
-def _factored_terms(expr: Expr) -> Counter[tuple[int, frozenset[tuple[int, int]]]] | None:
-    """(sign, powers of primes) of each term of a number that is too large to be computed; None if it is no sum of
-    products of powers, or within no bounds. Equal terms show equal numbers."""
-    if isinstance(expr, Call) and expr.name in ("add", "neg"):
-        parts = [_factored_terms(arg) for arg in expr.args]
-        if None in parts:
-            return None
-        total: Counter[tuple[int, frozenset[tuple[int, int]]]] = Counter()
-        for part in parts:
-            total.update(part)
-        if expr.name == "neg":
-            total = Counter({(-sign, powers): count for (sign, powers), count in total.items()})
-        return total if total.total() <= _MOST_TERMS else None
-    found = _factored(expr, 0)
-    return None if found is None else Counter([(found[0], frozenset(found[1].items()))])
-
-
-def _factored(expr: Expr, depth: int) -> tuple[int, dict[int, int]] | None:
-    """(sign, exponent of each prime) of a product of powers of rational numbers, else None."""
-    if depth > _MAX_NESTING:
-        return None
+def _residue(expr: Expr, prime: int) -> int | None:
+    """A number that is too large to be computed modulo a prime; None if it is not made of rational numbers and their
+    whole powers. Numbers with the same residues are equal, up to a chance that is negligible."""
     if isinstance(expr, Num):
-        return _factored_fraction(expr.value)
-    if not isinstance(expr, Call) or expr.name not in ("neg", "mul", "div", "pow"):
+        return expr.value.numerator * pow(expr.value.denominator, -1, prime) % prime
+    if not isinstance(expr, Call) or expr.name not in ("add", "neg", "mul", "div", "pow"):
         return None
+    first = _residue(expr.args[0], prime)
     if expr.name == "pow":
-        return _factored_power(expr, depth)
-    sign, powers = (-1 if expr.name == "neg" else 1), Counter()
-    for index, arg in enumerate(expr.args):
-        part = _factored(arg, depth + 1)
-        if part is None:
-            return None
-        sign *= part[0]
-        below = expr.name == "div" and index == 1
-        for prime, exponent in part[1].items():
-            powers[prime] += -exponent if below else exponent
-    return sign, {prime: exponent for prime, exponent in powers.items() if exponent}
-
-
-def _factored_power(expr: Call, depth: int) -> tuple[int, dict[int, int]] | None:
-    base = _factored(expr.args[0], depth + 1)
-    try:
         exponent = value_of(expr.args[1])
-    except NotMathematics:
+        times = exponent.value if exponent is not None else None
+        is_small = is_whole(times) and int(times).bit_length() <= _MOST_EXPONENT_BITS
+        return pow(first, int(times), prime) if first and is_small else None
+    second = _residue(expr.args[-1], prime)
+    if first is None or second is None or (expr.name == "div" and second == 0):
         return None
-    times = exponent.value if exponent is not None and not symbols(expr.args[1]) else None
-    if base is None or not isinstance(times, Fraction) or times.denominator != 1:
-        return None
-    times = int(times)
-    if any((power * times).bit_length() > _MOST_EXPONENT_BITS for power in base[1].values()):
-        return None
-    return (base[0] if times % 2 else 1), {prime: power * times for prime, power in base[1].items() if times}
-
-
-def _factored_fraction(value: Fraction) -> tuple[int, dict[int, int]] | None:
-    if value == 0 or max(abs(value.numerator), value.denominator) > _LARGEST_BASE:
-        return None
-    powers: dict[int, int] = {}
-    for number, sign in ((abs(value.numerator), 1), (value.denominator, -1)):
-        divisor = 2
-        while divisor * divisor <= number:
-            while number % divisor == 0:
-                powers[divisor] = powers.get(divisor, 0) + sign
-                number //= divisor
-            divisor += 1
-        if number > 1:
-            powers[number] = powers.get(number, 0) + sign
-    return (1 if value > 0 else -1), powers
+    if expr.name == "add":
+        return (first + second) % prime
+    if expr.name == "neg":
+        return -first % prime
+    return first * (second if expr.name == "mul" else pow(second, -1, prime)) % prime
 
 
 def _whole_only(expr: Expr) -> bool:

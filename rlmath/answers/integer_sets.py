@@ -53,6 +53,10 @@ class _Described:
     """The longest period of a set that it is compared with; less for kinds with few members in the window."""
     conditions: list[Callable[[int], bool]] = field(default_factory=list)
 
+    def add(self, condition: Callable[[int], bool], negated: bool = False, period: int = 1) -> None:
+        self.conditions.append((lambda n: not condition(n)) if negated else condition)
+        self.period = lcm(self.period, period)
+
     def members(self, least: int | None = None) -> frozenset[int]:
         low = max(one for one in (WINDOW[0], self.least, least) if one is not None)
         numbers = range(low, WINDOW[-1] + 1)
@@ -94,14 +98,6 @@ def _same_members(ours: _Described, theirs: _Described) -> bool | None:
     return sets[0] == sets[1] if min(map(len, sets)) >= _FEWEST else None
 
 
-_FILLERS = word_set(
-    "all any every each the set of exactly those when if is are be an a that which such with for where satisfying "
-    "values value numbers number only just must holds works iff precisely it , : . { }"
-)
-_LETTERS = frozenset("nmkpqNxab")
-_QUANTIFIERS = word_set("all any every each")
-
-
 def _listed(text: str) -> _Described | None:
     """`1, 3, 5, \\ldots` as an arithmetic progression, else None."""
     match = re.fullmatch(
@@ -124,75 +120,65 @@ def _listed(text: str) -> _Described | None:
     )
 
 
+_NUMBER = rf"(?:\{{ )?(?:- )?(?:[0-9]{{1,4}}|{'|'.join(NUMBER_WORDS)})(?: \}})?"
+_SEVERAL = rf"{_NUMBER} (?:(?:(?:,|and|or) )+{_NUMBER} )*"
+_LETTERS = frozenset("nmkpqNxab")
+_FILLERS = word_set(
+    "all any every each the set of exactly those when if is are be an a that which such with for where satisfying "
+    "values value numbers number only just must holds works iff precisely it , : . { }"
+)
+_OPENINGS = word_set("that which such with where")
+"""What begins a further condition."""
+_DENIED = re.compile(r"(?:not|nor) ", re.IGNORECASE)
+_QUANTIFIER = re.compile(r"(?:all|any|every|each) ", re.IGNORECASE)
+
+
 def _in_words(text: str) -> _Described | None:
     """The numbers that meet all conditions of a text. None where these may stand for something else than all of them:
     `multiples of 3, multiples of 5`, `not odd multiples of 3`, `not all n`."""
-    tokens = _TOKEN.findall(text.replace("non-", "non").replace("\\not ", "\\not"))
+    said = " ".join(_TOKEN.findall(text.replace("non-", "non"))) + " "
     found = _Described()
     at, negated, spoken = 0, False, False
     in_list = False  # behind a comma, or a condition that is denied
-    while at < len(tokens):
-        token = tokens[at].lower() if len(tokens[at]) > 1 else tokens[at]
-        after = [one.lower() for one in tokens[at + 1 : at + 3]]
-        if token in ("not", "nor"):
-            negated, at = True, at + 1
+    while at < len(said):
+        if match := _DENIED.match(said, at):
+            negated, at = True, match.end()
             continue
-        if negated and token in _QUANTIFIERS:
+        if negated and _QUANTIFIER.match(said, at):
             return None
-        known = len(found.conditions)
-        step = _kind(found, token, after, negated) or _divisor(found, tokens, at, negated)
-        if len(found.conditions) > known:
-            if in_list and not (negated or "\\nmid" in tokens[at : at + step] or token == "\\not"):
-                return None
-            in_list = negated
-        step = step or _comparison(found, tokens, at, negated) or _membership(found, tokens, at)
-        if step:
-            spoken, negated, at = True, False, at + step
-        elif token in _FILLERS or (token in _LETTERS and len(token) == 1):
-            in_list = (
-                in_list or (token in (",", ".", ":") and bool(found.conditions))
-            ) and token not in _OPENINGS
-            if after[:1] != ["\\equiv"]:  # n \equiv 1 stands for a class, whatever its letter
-                found.letters |= {token} & (_LETTERS - _FILLERS)
-            at += 1
-        else:
+        matches = ((take, pattern.match(said, at)) for pattern, take in _PARTS)
+        match = next((match for take, match in matches if match and take(found, match, negated)), None)
+        if match is not None:
+            if match.re in (_KIND, _DIVISOR, _DIVIDES, _CONGRUENCE):
+                if in_list and not (negated or "\\n" in match[0]):
+                    return None
+                in_list = negated
+            spoken, negated, at = True, False, match.end()
+            continue
+        token, _, after = said[at:].partition(" ")
+        if token.lower() not in _FILLERS and token not in _LETTERS:
             return None
+        in_list = (
+            in_list or (token in (",", ".", ":") and bool(found.conditions))
+        ) and token not in _OPENINGS
+        if not after.startswith("\\equiv"):  # n \equiv 1 stands for a class, whatever its letter
+            found.letters |= {token} & (_LETTERS - _FILLERS)
+        at += len(token) + 1
     return found if spoken and found.conditions and not negated else None
 
 
-_OPENINGS = word_set("that which such with where")
-"""What begins a further condition."""
+def _whole_numbers(text: str) -> list[int]:
+    """The numbers of a list such as `1 , - 3 and four`."""
+    words = re.findall(r"(- )?([0-9]+|[a-z]+)", re.sub(r"\b(?:and|or)\b", "", text.lower()))
+    return [(-1 if sign else 1) * int(NUMBER_WORDS.get(word, word)) for sign, word in words]
 
 
-def _kind(found: _Described, token: str, after: list[str], negated: bool) -> int:
-    """Takes a kind of numbers, such as `odd` or `perfect squares`; returns how many tokens it has, 0 for none."""
-    domain = {"positive": 1, "natural": 1, "nonnegative": 0, "whole": 0}.get(token)
-    if domain is not None and not negated:
-        found.least, found.is_open = domain, False
-        return 1
-    word = token.removesuffix("s")
-    if word == "integer" and not negated:
-        found.is_open = False
-        return 1
-    size = 1
-    if word == "perfect" and after and after[0].removesuffix("s") in ("square", "cube"):
-        word, size = after[0].removesuffix("s"), 2
-    if size + 1 <= len(after) + 1 and after[size - 1 : size] in (
-        ["number"],
-        ["numbers"],
-        ["integer"],
-        ["integers"],
-    ):
-        size += 1
-    kind = _KINDS.get(word)
-    if kind is None:
-        return 0
-    found.is_open = False
-    found.may_lack_zero = found.may_lack_zero or word == "square"
-    found.period = lcm(found.period, 2 if word in ("odd", "even") else 1)
-    found.longest_period = min(found.longest_period, _LONGEST_PERIODS.get(word, _LARGEST))
-    found.conditions.append((lambda n: not kind(n)) if negated else kind)
-    return size
+def _take_domain(found: _Described, match: re.Match[str], negated: bool) -> bool:
+    """`positive`, `nonnegative` or `integers`."""
+    least = {"positive": 1, "natural": 1, "nonnegative": 0, "whole": 0}.get(match[1].lower(), found.least)
+    if not negated:
+        found.least, found.is_open = least, False
+    return not negated
 
 
 def _is_prime(n: int) -> bool:
@@ -211,135 +197,110 @@ _LONGEST_PERIODS = {"prime": 24, "composite": 24, "square": 12, "cube": 6, "powe
 """Of these kinds, the window has members in every class."""
 
 
-def _number(tokens: list[str], at: int) -> tuple[int, int] | None:
-    """(whole number, position after it), also of `-3`, `{3}` or `three`, else None."""
-    braced = tokens[at : at + 1] == ["{"]
-    at += braced
-    sign = -1 if tokens[at : at + 1] == ["-"] else 1
-    at += sign < 0
-    token = tokens[at].lower() if at < len(tokens) else ""
-    value = int(token) if token.isdigit() and len(token) < 5 else NUMBER_WORDS.get(token)
-    if value is None or value > _LARGEST or (braced and tokens[at + 1 : at + 2] != ["}"]):
-        return None
-    return sign * value, at + 1 + braced
-
-
-def _divisor(found: _Described, tokens: list[str], at: int, negated: bool) -> int:
-    """Takes `divisible by 3`, `multiples of 3`, `powers of 2`, `3 \\mid n` or `\\equiv 1 \\pmod 3`."""
-    start, word = at, tokens[at].lower().removesuffix("s")
-    if word in ("divisible", "multiple", "power"):
-        is_of = tokens[at + 1 : at + 2] in (["of"], ["by"])
-        number = _number(tokens, at + 2) if is_of else None
-        if number is None or number[0] < 2:
-            return 0
-        base, at = number
-        powers = {base**k for k in range(10)}
-        condition = (lambda n: n in powers) if word == "power" else (lambda n: n % base == 0)
-        found.conditions.append((lambda n: not condition(n)) if negated else condition)
-        found.is_open = found.is_open and word == "divisible"
-        if word == "power":
-            found.longest_period = min(found.longest_period, _LONGEST_PERIODS[word])
-        else:
-            found.period = lcm(found.period, base)
-        return at - start
-    number = _number(tokens, at) if tokens[at].isdigit() else None
-    if number is not None:
-        divisor, at = number
-        sign = tokens[at : at + 1]
-        divides = {"\\mid": True, "|": True, "\\nmid": False, "\\not\\mid": False}.get(
-            sign[0] if sign else ""
-        )
-        if divides is None or divisor < 2 or tokens[at + 1 : at + 2] == [] or tokens[at + 1] not in _LETTERS:
-            return 0
-        found.conditions.append(lambda n: (n % divisor == 0) is divides)
-        found.letters.add(tokens[at + 1])
-        found.period = lcm(found.period, divisor)
-        return at + 2 - start
-    differs = tokens[at] == "\\not" and tokens[at + 1 : at + 2] == ["\\equiv"]
-    if tokens[at] == "\\equiv" or differs:
-        return _congruence(found, tokens, at + 1 + differs, differs or negated) - start
-    return 0
-
-
-def _congruence(found: _Described, tokens: list[str], at: int, differs: bool) -> int:
-    """Takes the classes and the modulus after `\\equiv`; returns the position after them."""
-    start, classes = at, set()
-    negative = tokens[at : at + 1] == ["\\pm"]
-    at += negative
-    while (number := _number(tokens, at)) is not None:
-        classes |= {number[0], -number[0]} if negative else {number[0]}
-        at = number[1]
-        while tokens[at : at + 1] in ([","], ["or"], ["and"]):
-            at += 1
-    bracket = tokens[at : at + 1] == ["("]
-    at += bracket
-    if tokens[at : at + 1] not in (["\\pmod"], ["\\bmod"], ["mod"], ["\\mod"]) or not classes:
-        return start - 2
-    number = _number(tokens, at + 1)
-    if number is None or number[0] < 2:
-        return start - 2
-    modulus, at = number
-    residues = {one % modulus for one in classes}
-    found.period = lcm(found.period, modulus)
-    found.conditions.append(lambda n: (n % modulus in residues) is not differs)
-    return at + (bracket and tokens[at : at + 1] == [")"])
-
-
-def _membership(found: _Described, tokens: list[str], at: int) -> int:
-    """Takes `\\in \\mathbb{N}`, or another set of integers."""
-    match = _IN_SET.match(" ".join(tokens[at : at + 12]))
-    if match is None:
-        return 0
-    part = (match[2] or "").strip("{} ").replace(" ", "")
-    least = 0 if part.endswith("0") and ">" not in part else 1 if part or match[1] == "N" else None
+def _take_kind(found: _Described, match: re.Match[str], negated: bool) -> bool:
+    """`odd` or `perfect squares`."""
+    word = match[1].lower()
     found.is_open = False
-    if least is not None:
-        found.least = least if found.least is None else max(least, found.least)
-    return len(match.group().split())
+    found.may_lack_zero = found.may_lack_zero or word == "square"
+    found.add(_KINDS[word], negated, 2 if word in ("odd", "even") else 1)
+    found.longest_period = min(found.longest_period, _LONGEST_PERIODS.get(word, _LARGEST))
+    return True
 
 
-_IN_SET = re.compile(
-    r"\\in \\mathbb (?:\{ )?([NZ])(?: \})?(?: (?:\^|_) ((?:\{ )?(?:\+|\*|(?:\\geq?|>) [01]|0)(?: \})?))?(?= |$)"
-)
-_ORDERS: dict[tuple[str, ...], str] = {
-    ("\\ge",): ">=",
-    ("\\geq",): ">=",
-    (">", "="): ">=",
-    (">",): ">",
-    ("greater", "than"): ">",
-    ("more", "than"): ">",
-    ("at", "least"): ">=",
-}
+def _take_divisor(found: _Described, match: re.Match[str], negated: bool) -> bool:
+    """`divisible by 3`, `multiples of 3` or `powers of 2`."""
+    word, (base,) = match[1].lower(), _whole_numbers(match[2])
+    if base < 2:
+        return False
+    powers = {base**k for k in range(10)}
+    found.is_open = found.is_open and word == "divisible"
+    if word == "power":
+        found.add(powers.__contains__, negated)
+        found.longest_period = min(found.longest_period, _LONGEST_PERIODS[word])
+    else:
+        found.add(lambda n: n % base == 0, negated, base)
+    return True
 
 
-def _comparison(found: _Described, tokens: list[str], at: int, negated: bool) -> int:
-    """Takes `\\ge 3`, `greater than 3`, `at least 3`, or `except 1 and 2`."""
+def _take_divides(found: _Described, match: re.Match[str], negated: bool) -> bool:
+    """`3 \\mid n`."""
+    (divisor,) = _whole_numbers(match[1])
+    if divisor > 1:
+        found.add(lambda n: n % divisor == 0, "\\n" in match[2], divisor)
+        found.letters.add(match[3])
+    return divisor > 1
+
+
+def _take_congruence(found: _Described, match: re.Match[str], negated: bool) -> bool:
+    """`\\equiv 1, 2 \\pmod 5`."""
+    classes, (modulus,) = _whole_numbers(match["classes"]), _whole_numbers(match["modulus"])
+    if modulus < 2:
+        return False
+    signs = (1, -1) if match["both"] else (1,)
+    residues = {sign * one % modulus for one in classes for sign in signs}
+    found.add(lambda n: n % modulus in residues, bool(match["differs"]) or negated, modulus)
+    return True
+
+
+def _take_bound(found: _Described, match: re.Match[str], negated: bool) -> bool:
+    """`\\ge 3`, `greater than 3` or `at least 3`."""
     if negated:
-        return 0
-    for words, order in _ORDERS.items():
-        if tuple(tokens[at : at + len(words)]) == words:
-            number = _number(tokens, at + len(words))
-            if number is None:
-                return 0
-            least = number[0] + (order == ">")
-            found.least = max(least, least if found.least is None else found.least)
-            found.is_open = False
-            found.conditions.append(range(least, WINDOW[-1] + 1).__contains__)
-            return number[1] - at
-    size = (
-        2 if tokens[at : at + 2] == ["other", "than"] else 1 if tokens[at] in ("except", "excluding") else 0
-    )
-    left, end = set(), at + size + (tokens[at + size : at + size + 1] == ["for"])
-    after_number = end
-    while size and (number := _number(tokens, end)) is not None:
-        left.add(number[0])
-        end = after_number = number[1]
-        while tokens[end : end + 1] in ([","], ["and"], ["or"]):
-            end += 1
-    if not left or after_number < end < len(tokens):  # except 3 and what follows
-        return 0
-    found.conditions.append(lambda n: n not in left)
-    return end - at
+        return False
+    (number,) = _whole_numbers(match[2])
+    least = number + (match[1].lower() in (">", "greater than", "more than"))
+    found.least = least if found.least is None else max(least, found.least)
+    found.is_open = False
+    found.add(range(least, WINDOW[-1] + 1).__contains__)
+    return True
+
+
+def _take_exceptions(found: _Described, match: re.Match[str], negated: bool) -> bool:
+    """`except 1 and 2`."""
+    if not negated:
+        found.add(frozenset(_whole_numbers(match[1])).__contains__, True)
+    return not negated
+
+
+def _take_set(found: _Described, match: re.Match[str], negated: bool) -> bool:
+    """`\\in \\mathbb{N}`, or another set of integers."""
+    part = (match[2] or "").strip("{} ").replace(" ", "")
+    found.is_open = False
+    if part or match[1] == "N":
+        least = int(not part.endswith("0") or ">" in part)
+        found.least = least if found.least is None else max(least, found.least)
+    return True
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    return re.compile(text, re.IGNORECASE)
+
+
+_DOMAIN = _pattern(r"(positive|natural|nonnegative|whole|integer)s? ")
+_KIND = _pattern(
+    r"(?:perfect (?=square|cube))?(odd|even|prime|composite|square|cube)s? (?:(?:number|integer)s? )?"
+)
+_DIVISOR = _pattern(rf"(divisible|multiple|power)s? (?:of|by) ({_NUMBER}) ")
+_DIVIDES = re.compile(rf"({_NUMBER}) (\\mid|\||\\nmid|\\not \\mid) ([{''.join(sorted(_LETTERS))}]) ")
+_CONGRUENCE = _pattern(
+    rf"(?P<differs>\\not )?\\equiv (?P<both>\\pm )?(?P<classes>{_SEVERAL})(?:, )*(?:\( )?\\?[pb]?mod "
+    rf"(?P<modulus>{_NUMBER}) (?:\) )?"
+)
+_PARTS: tuple[tuple[re.Pattern[str], Callable[[_Described, re.Match[str], bool], bool]], ...] = (
+    (_DOMAIN, _take_domain),
+    (_KIND, _take_kind),
+    (_DIVISOR, _take_divisor),
+    (_DIVIDES, _take_divides),
+    (_CONGRUENCE, _take_congruence),
+    (_pattern(rf"(\\geq?|> =|>|greater than|more than|at least) ({_NUMBER}) "), _take_bound),
+    (_pattern(rf"(?:other than|except|excluding) (?:for )?({_SEVERAL})(?!(?:,|and|or) .)"), _take_exceptions),
+    (
+        re.compile(
+            r"\\in \\mathbb (?:\{ )?([NZ])(?: \})? (?:(?:\^|_) ((?:\{ )?(?:\+|\*|(?:\\geq?|>) [01]|0)(?: \})?) )?"
+        ),
+        _take_set,
+    ),
+)
+"""What a text may say of its numbers, each with the function that takes it; it returns whether it did."""
 
 
 _FORMULA = re.compile(

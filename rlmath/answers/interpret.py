@@ -22,8 +22,7 @@ from rlmath.answers.evaluate import mentions, symbols
 from rlmath.answers.normalize import NotMathematics, Unsupported
 from rlmath.answers.numbers import is_finite, mpf
 from rlmath.answers.parser import parse_answer
-from rlmath.answers.piecewise import Cases
-from rlmath.answers.real_sets import RealSet, compare, interval, point, whole_line
+from rlmath.answers.real_sets import Cases, RealSet, compare, interval, point, whole_line
 from rlmath.answers.solution_sets import (
     FLIPPED,
     PLUS_MINUS,

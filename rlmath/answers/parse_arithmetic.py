@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from fractions import Fraction
 
-from rlmath.answers import vocabulary
+from rlmath.answers import lexer
 from rlmath.answers.evaluate import symbols
+from rlmath.answers.families import explained, operands
 from rlmath.answers.lexer import Token
 from rlmath.answers.normalize import GREEK, NotMathematics, Unsupported
-from rlmath.answers.series import explained, operands
 from rlmath.answers.syntax_tree import (
     Answer,
     Call,
@@ -157,7 +157,7 @@ class Arithmetic(ABC):
         while True:
             sign = self.take().text if self.peek() in ("+", "-") and operation == "add" else ""
             if operation == "mul":
-                self.skip(*vocabulary.MULTIPLY)
+                self.skip(*lexer.MULTIPLY)
             if not sign and (operation == "add" or (after and not self._begins_factor())):
                 break
             self.count_operation(len(after))
@@ -196,16 +196,16 @@ class Arithmetic(ABC):
     def _next_factor(self, first: Answer) -> Answer | None:
         """`first` multiplied or divided by the next factor; None at the end of the term."""
         text = self.peek()
-        if text == "\\ldots" or (text in vocabulary.MULTIPLY and self.peek(1) == "\\ldots"):
-            self.skip(*vocabulary.MULTIPLY)
+        if text == "\\ldots" or (text in lexer.MULTIPLY and self.peek(1) == "\\ldots"):
+            self.skip(*lexer.MULTIPLY)
             is_factor = self.peek(1) not in ("", ",", ";", "+", "-", "=") and isinstance(first, Scalar)
             return self._dotted(as_expr(first), "mul") if is_factor else None
-        if self.skip(*vocabulary.MULTIPLY):
+        if self.skip(*lexer.MULTIPLY):
             name = "pow" if text == "*" and self.skip("*") else "mul"
             if name == "mul" and self.peek() in ("(", "\\langle", "\\begin"):
                 return self._times(first)
             return Scalar(Call(name, (as_expr(first), self._operand())))
-        if self.skip(*vocabulary.DIVIDE):
+        if self.skip(*lexer.DIVIDE):
             return Scalar(Call("div", (as_expr(first), self._operand())))
         if text == "\\angle" and isinstance(first, Scalar) and isinstance(first.expr, Num):  # polar form
             self.position += 1
@@ -262,21 +262,21 @@ class Arithmetic(ABC):
         if token.kind == "word":
             if text.lower() in ("and", "or", "to"):
                 return False
-            return not token.prose or text in ("e", "i") or text in vocabulary.FUNCTIONS
+            return not token.prose or text in ("e", "i") or text in lexer.FUNCTIONS
         if token.kind == "sign":
-            if text == "(" and self.peek(1) in vocabulary.MODULUS:
+            if text == "(" and self.peek(1) in lexer.MODULUS:
                 return False
             if text == "[" and self.peek(1) in AFTER_INTERVAL:  # [2, 5[
                 return False
             return text in ("(", "{", "[") or (text == "|" and not self.in_bars)
-        named = any(text[1:] in names for names in (vocabulary.CONSTANTS, GREEK, vocabulary.FUNCTIONS))
+        named = any(text[1:] in names for names in (lexer.CONSTANTS, GREEK, lexer.FUNCTIONS))
         return named or any(
             text in names
             for names in (
-                vocabulary.FACTOR_COMMANDS,
-                vocabulary.DROPPED,
-                vocabulary.DECORATED,
-                vocabulary.UNEVALUATED,
+                lexer.FACTOR_COMMANDS,
+                lexer.DROPPED,
+                lexer.DECORATED,
+                lexer.UNEVALUATED,
             )
         )
 
@@ -389,15 +389,15 @@ class Arithmetic(ABC):
             return Scalar(Call("inf"))
         if text == "sqrt":
             return Scalar(Call("sqrt", (self.function_argument(),)))
-        if text in vocabulary.FUNCTIONS:
+        if text in lexer.FUNCTIONS:
             return self.function(text)
-        if text in vocabulary.CONSTANTS:
-            return Scalar(Call(vocabulary.CONSTANTS[text]))
+        if text in lexer.CONSTANTS:
+            return Scalar(Call(lexer.CONSTANTS[text]))
         if len(text) == 1 or text in GREEK:
             return Scalar(self._symbol(text))
         following = self.token()
         alone = (token.space or (following is not None and following.space)) and self.peek() != "^"
-        if token.prose or len(text) > 3 or (alone and text.lower() in vocabulary.PLAIN_WORDS):
+        if token.prose or len(text) > 3 or (alone and text.lower() in lexer.PLAIN_WORDS):
             raise NotMathematics(f"the word {text!r}")
         self.position -= 1
         self._split_word(token)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from fractions import Fraction
 
-from rlmath.answers import vocabulary
+from rlmath.answers import lexer
+from rlmath.answers.families import repeated
 from rlmath.answers.lexer import Token
 from rlmath.answers.normalize import GREEK, NotMathematics, Unevaluated, Unsupported
 from rlmath.answers.parse_arithmetic import Arithmetic, as_expr, direction, vector_times
-from rlmath.answers.series import repeated
 from rlmath.answers.syntax_tree import (
     Answer,
     Call,
@@ -53,7 +53,7 @@ class Commands(Arithmetic):
 
     def _group(self, opening: str) -> Answer:
         bars, self.in_bars = self.in_bars, 0
-        closings = vocabulary.CLOSING[opening]
+        closings = lexer.CLOSING[opening]
         if opening == "[" and self.peek() == "[":
             return self._nested_matrix()
         inner = self.listing(frozenset(closings))
@@ -80,26 +80,26 @@ class Commands(Arithmetic):
     def command(self, token: Token) -> Answer:
         text = token.text
         name = text[1:]
-        if name in vocabulary.CONSTANTS:
-            return Scalar(Call(vocabulary.CONSTANTS[name]))
-        if name in vocabulary.FUNCTIONS:
+        if name in lexer.CONSTANTS:
+            return Scalar(Call(lexer.CONSTANTS[name]))
+        if name in lexer.FUNCTIONS:
             return self.function(name)
         if name in GREEK or text in ("\\varphi", "\\varepsilon", "\\vartheta", "\\varrho"):
             return Scalar(self._symbol(name.removeprefix("var")))
         handler = _HANDLERS.get(text)
         if handler is not None:
             return handler(self)
-        if text in vocabulary.DROPPED:
+        if text in lexer.DROPPED:
             argument = self._argument()
             return Scalar(Sym("vector i") if argument == Call("i") else argument)
-        if text in vocabulary.DECORATED:
+        if text in lexer.DECORATED:
             argument = self._argument()
             if not isinstance(argument, Sym):
                 raise Unsupported(text)
-            return Scalar(self._symbol(f"{vocabulary.DECORATED[text]} {argument.name}"))
-        if text in vocabulary.UNEVALUATED:
+            return Scalar(self._symbol(f"{lexer.DECORATED[text]} {argument.name}"))
+        if text in lexer.UNEVALUATED:
             raise Unevaluated(text)
-        if text in vocabulary.UNSUPPORTED:
+        if text in lexer.UNSUPPORTED:
             raise Unsupported(text)
         raise NotMathematics(f"the command {text}")
 
@@ -255,7 +255,7 @@ class Commands(Arithmetic):
     def _has_relation(self) -> bool:
         """Whether the environment at this position has relations in it."""
         for token in self.tokens[self.position :]:
-            if token.text in vocabulary.RELATIONS:
+            if token.text in lexer.RELATIONS:
                 return True
             if token.text == "\\end":
                 return False
@@ -269,12 +269,12 @@ class Commands(Arithmetic):
         equations: list[list[Token]] = []
         branches: list[tuple[Expr, str]] = []
         for cells in self._rows(kind):
-            conditional = len(cells) == 2 and cells[1] and cells[1][0].text not in vocabulary.RELATIONS
+            conditional = len(cells) == 2 and cells[1] and cells[1][0].text not in lexer.RELATIONS
             if conditional and kind in ("cases", "array"):
                 branches.append((as_expr(self.part(_without_end(cells[0]))), _condition(cells[1])))
                 continue
             row = _without_end([token for cell in cells for token in cell])
-            if row and row[0].text in vocabulary.RELATIONS and equations:
+            if row and row[0].text in lexer.RELATIONS and equations:
                 equations[-1] += row
             elif row:
                 equations.append(row)
@@ -304,7 +304,7 @@ class Commands(Arithmetic):
         return [cells for cells in rows if any(cells)]
 
     def function(self, name: str) -> Answer:
-        name = vocabulary.ALIASES.get(name, name)
+        name = lexer.ALIASES.get(name, name)
         base = self._argument() if self.skip("_") else None
         power = self._exponent() if not self._skip_power("\\circ") and self.skip("^") else None
         if name == "det":
@@ -341,7 +341,7 @@ class Commands(Arithmetic):
                 return Call("neg", (self.function_argument(),))
             result = as_expr(self.factor())
             while self._begins_factor() and self.peek() not in ("(", "["):
-                if self.peek().removeprefix("\\") in vocabulary.FUNCTIONS:
+                if self.peek().removeprefix("\\") in lexer.FUNCTIONS:
                     break
                 result = Call("mul", (result, as_expr(self.factor())))
             divisor = self.token(1)

@@ -17,20 +17,30 @@ from dataclasses import replace
 from fractions import Fraction
 
 from rlmath.answers.evaluate import mentions, symbols
-from rlmath.answers.lexer import AS_WRITTEN, Reading, Token, tokenize
+from rlmath.answers.lexer import (
+    AS_WRITTEN,
+    CURRENCIES,
+    FUNCTIONS,
+    LABELS,
+    MODULUS,
+    PLAIN_WORDS,
+    RELATIONS,
+    SET_OPERATIONS,
+    Reading,
+    Token,
+    tokenize,
+)
 from rlmath.answers.normalize import GREEK, NotMathematics, Unsupported
 from rlmath.answers.parse_arithmetic import AFTER_INTERVAL, as_expr
 from rlmath.answers.parse_commands import Commands
 from rlmath.answers.phrases import (
     has_number_word,
     is_remark,
-    split_parity,
     split_qualifiers,
     split_set,
     with_numbers,
     without_domains,
     without_lead,
-    without_part_labels,
 )
 from rlmath.answers.syntax_tree import (
     DOTS,
@@ -47,15 +57,6 @@ from rlmath.answers.syntax_tree import (
     SetOperation,
 )
 from rlmath.answers.units import DEGREE, PARTS_OF_DEGREE, Unit, read_unit
-from rlmath.answers.vocabulary import (
-    CURRENCIES,
-    FUNCTIONS,
-    LABELS,
-    MODULUS,
-    PLAIN_WORDS,
-    RELATIONS,
-    SET_OPERATIONS,
-)
 
 _SHORT_MULTIPLIERS = {"k": 1000, "K": 1000, "M": 10**6, "B": 10**9}
 """Letters after an amount of money."""
@@ -86,7 +87,6 @@ def parse_answer(text: str, reading: Reading = AS_WRITTEN) -> Answer:
         tokens = with_numbers(tokens)
     if not words:
         return _Parser(tokens).whole()
-    tokens = without_part_labels(tokens)
     if "for" in words:
         tokens = without_domains(tokens)
     in_words = _set_in_words(tokens)
@@ -106,9 +106,6 @@ def _set_in_words(tokens: list[Token]) -> Answer | None:
     """`all real numbers except 2`, `all odd integers` or `multiples of 6`, else None."""
     if len(tokens) < 2:
         return None
-    if (parity := split_parity(tokens)) is not None:
-        residue = Scalar(Num(Fraction(parity[0])))
-        return Relation((residue, Scalar(as_expr(_Parser(parity[1]).whole()))), ("mod",))
     found = split_set(tokens)
     if found is None:
         return None

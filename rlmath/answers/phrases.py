@@ -9,10 +9,9 @@ import itertools
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
-from rlmath.answers.lexer import Token
+from rlmath.answers.lexer import RELATIONS, Token
 from rlmath.answers.normalize import GREEK, word_list, word_set
 from rlmath.answers.syntax_tree import NamedSet, Relation, Scalar, Sym
-from rlmath.answers.vocabulary import RELATIONS
 
 # ---------------------------------------------------------------- number words
 _SMALL = word_list(
@@ -230,47 +229,6 @@ def split_set(tokens: Sequence[Token]) -> tuple[NamedSet, int] | None:
     if not name:
         return None
     return NamedSet(name), at + (at < len(tokens) and _is_letter(tokens[at]))
-
-
-def split_parity(tokens: Sequence[Token]) -> tuple[int, list[Token]] | None:
-    """(residue, tokens of the modulus) of `all odd integers` or `multiples of 6`, else None."""
-    words = [token.text.lower() for token in tokens]
-    at = next((i for i, word in enumerate(words) if word not in ("all", "the", "every", "any", "integer")), 0)
-    if words[at : at + 2] in (["multiples", "of"], ["multiple", "of"]) and len(words) == at + 3:
-        return 0, list(tokens[at + 2 :])
-    divided = words[1:2] == ["is"] and words[2:-1] in (["a", "multiple", "of"], ["divisible", "by"])
-    if divided and _is_letter(tokens[0]):
-        return 0, list(tokens[-1:])
-    two = Token("number", "2", value=Fraction(2))
-    if words[-1] in ("odd", "even") and words[1:-1] in ([], ["is"]) and _is_letter(tokens[0]):
-        return int(words[-1] == "odd"), [two]
-    if words[at] in ("odd", "even") and len(words) > at + 1:
-        rest = words[at + 1 :]
-        is_noun = rest[0] in ("integer", "integers", "number", "numbers")
-        letters = tokens[at + 1 + is_noun :]
-        if len(letters) < 2 and (is_noun or letters) and all(map(_is_letter, letters)):
-            return int(words[at] == "odd"), [two]
-    return None
-
-
-def without_part_labels(tokens: list[Token]) -> list[Token]:
-    """The tokens of `(a) 5 (b) 7`, an answer of numbered parts, as those of the point `(5, 7)`."""
-    for labels in ("abcdef", ("i", "ii", "iii", "iv")) if tokens[0].text == "(" else ():
-        found = [
-            at
-            for at in range(len(tokens) - 3)
-            if tokens[at].text == "(" and tokens[at + 2].text == ")" and tokens[at + 1].text in labels
-        ]
-        texts = [tokens[at + 1].text for at in found]
-        if len(found) > 1 and found[0] == 0 and texts == list(labels[: len(texts)]):
-            kept: list[Token] = []
-            for start, stop in zip(found, [*found[1:], len(tokens)], strict=True):
-                part = tokens[start + 3 : stop]
-                while part and part[-1].text in (",", ";", ".", "and"):
-                    part.pop()
-                kept += [*([Token("sign", ",")] if kept else []), *part]
-            return [Token("sign", "("), *kept, Token("sign", ")")]
-    return tokens
 
 
 _DOMAIN_WORDS = word_set(

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from rlmath.answers.evaluate import mentions, rounds_to, symbols, value_of
-from rlmath.answers.families import substituted
+from rlmath.answers.families import operands, substituted
 from rlmath.answers.normalize import NotMathematics
 from rlmath.answers.numbers import MP, divided, is_finite, mpf, to_mp
 from rlmath.answers.real_sets import Bound, RealSet, interval, point
-from rlmath.answers.series import operands
 from rlmath.answers.syntax_tree import Answer, Call, Expr, Group, Name, Num, Relation, Scalar, Sym
 from rlmath.answers.units import DEGREE, PERCENT
 

@@ -28,11 +28,12 @@ from rlmath.answers.verifier import TASKS, Rules, Verdict
 from rlmath.config.help import as_yaml_word
 from rlmath.config.load import config_as_yaml
 from rlmath.config.load import load_config as load_files
-from rlmath.config.run_files import EXPORT_FOLDER, SAMPLES_FOLDER, SUMMARY_FILE
+from rlmath.config.run_files import EXPORT_FOLDER, SUMMARY_FILE
 from rlmath.config.schema import Config
 from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, MISTAKE, read_exit_status
 from rlmath.distributed.process import end_with_parent
 from rlmath.telemetry.metrics_writer import read_metrics
+from rlmath.telemetry.samples import read_samples, sample_files
 from rlmath.workers.worker_pool import VerifierPool
 
 VERIFY_SECONDS = 5.0
@@ -98,20 +99,14 @@ class Run:
     def samples(self) -> list[dict[str, Any]]:
         """A row for each sampled completion that the run has kept, with "step", "prompt", "solutions" and what the
         file has of the completion; what cannot be read is left out."""
-        return list(self._samples())
-
-    def _samples(self) -> Iterator[dict[str, Any]]:
-        for path in sorted((self.folder / SAMPLES_FOLDER).glob("step-*.jsonl")):
-            number = path.stem.removeprefix("step-")
-            if not number.isdecimal():
-                continue
-            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-                try:
-                    group = json.loads(line)
-                    rows = [{**group, **one} for one in group.pop("completions")]
-                except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                    continue  # the line that the run is writing, or a damaged one
-                yield from ({"step": int(number), **row} for row in rows)
+        files = sample_files(self.folder).items()
+        groups = ((step, group) for step, path in files for _, group in read_samples(path))
+        return [
+            {"step": step} | {**group, **one}
+            for step, group in groups
+            if not isinstance(group, ValueError)
+            for one in group.pop("completions")
+        ]
 
     def summary(self) -> dict[str, Any]:
         """Steps, seconds and layout of a run that has ended; empty before."""

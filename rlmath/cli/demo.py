@@ -3,9 +3,8 @@
     rlmath demo [--seed 1] [--ranks 2] [--tensor-parallel 2] [--pipeline-parallel 1] [--algorithm grpo]
 
 It runs the same programs, one after the other, that a user would: rlmath.cli.make_arithmetic,
-rlmath.cli.make_tiny_model, torchrun -m rlmath.trainer sft, rlmath eval, torchrun -m rlmath.trainer, rlmath eval,
-rlmath.cli.plot_run. Everything is written under outputs/demo; what an earlier demo left is moved to outputs/demo.001,
-.002, ...
+rlmath.cli.make_tiny_model, torchrun -m rlmath.trainer sft, rlmath eval, torchrun -m rlmath.trainer, rlmath eval.
+Everything is written under outputs/demo; what an earlier demo left is moved to outputs/demo.001, .002, ...
 """
 
 from __future__ import annotations
@@ -202,12 +201,10 @@ def median_of(run_dir: Path, metric: str) -> float | None:
 
 
 def train_and_evaluate(folder: Path, output: Path, seed: int, layout: Layout, algorithm: str) -> dict:
-    """Train `folder`'s base model, evaluate it, and draw its reward; in `output`: run, eval_after, reward.svg."""
+    """Train `folder`'s base model and evaluate it; in `output`: run, eval_after."""
     run_dir = output / "run"
     trained = train(folder, run_dir, seed, layout, algorithm)
     after = accuracy("Accuracy after", run_dir / EXPORT_FOLDER, folder / "data", output / "eval_after", seed)
-    picture = [sys.executable, "-m", "rlmath.cli.plot_run", str(run_dir), "--metric", "task_reward"]
-    run("The reward curve", [*picture, "--output", str(output / "reward.svg")], child_environment())
     return {
         "accuracy_after": after,
         "seconds_training": trained["seconds_training"],
@@ -265,7 +262,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"\nHeld-out accuracy went from {summary['accuracy_before']:.1%} to {summary['accuracy_after']:.1%} "
         f"in {summary['steps']} steps ({summary['seconds_install_excluded']:.0f} s without installation).\n"
-        f"The trained model: {folder / 'run' / EXPORT_FOLDER}\nThe reward curve:  {folder / 'reward.svg'}\n"
+        f"The trained model: {folder / 'run' / EXPORT_FOLDER}\n"
+        f"Draw its curves:   {command_name()} report {folder / 'run'}\n"
         f"Read samples:      {command_name()} samples {folder / 'run'}"
     )
     return 0

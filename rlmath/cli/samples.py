@@ -6,18 +6,14 @@ rlmath samples outputs/demo --step last --groups 1 --only mixed
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import re
 import sys
 from pathlib import Path
 
 from rlmath.answers.extraction import extract_answer, split_boxes
 from rlmath.config.run_files import SAMPLES_FOLDER
 from rlmath.config.terminal import escape_terminal, visible
-from rlmath.telemetry.samples import completion_facts, samples_file
-
-_FILE_NAME = re.compile(r"step-([0-9]{6,})\.jsonl")
+from rlmath.telemetry.samples import completion_facts, read_samples, sample_files, samples_file
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,8 +63,7 @@ def _choose_file(run_dir: str, step: str) -> Path:
         raise ValueError(
             f"{folder}: no such folder; give the folder of a run with telemetry.sample_groups_per_step > 0"
         )
-    names = (entry.name for entry in folder.iterdir() if entry.is_file())
-    steps = sorted(int(match[1]) for match in map(_FILE_NAME.fullmatch, names) if match)
+    steps = list(sample_files(run_dir))
     if not steps:
         raise ValueError(f"{folder} has no samples yet")
     wanted = steps[-1] if step == "last" else int(step)
@@ -83,15 +78,15 @@ def _read_groups(path: Path) -> list[tuple[str, str]]:
     """(kind, text to show) of every group in the file."""
     groups = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        for number, row in read_samples(path):
+            if isinstance(row, ValueError):
+                raise row
+            try:
+                groups.append((_kind(row), format_group(row, path.stem)))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{path}, line {number}: not a row of samples ({error!r})") from error
+    except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            groups.append((_kind(row), format_group(row, path.stem)))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}: not a row of samples ({error!r})") from error
     return groups
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlmath.config.load import load_config, make_parser, without_secrets
+from rlmath.config.load import load_config, make_parser
 from rlmath.config.run_files import EXIT_STATUS_FILE
 from rlmath.config.schema import RunConfig
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE, read_exit_status
@@ -51,7 +51,7 @@ def _train(program: str, argv: Sequence[str]) -> int:
         given = make_parser("").parse_intermixed_args(words)
         config = load_config(given.config, given.overrides)
     except ValueError as error:
-        print(without_secrets(str(error)), file=sys.stderr)
+        print(error, file=sys.stderr)
         return MISTAKE
     if program == "sft":
         config, _ = only_used(config)
@@ -89,7 +89,7 @@ def replay(argv: Sequence[str]) -> int:
         folder = program.find_capture(given.run, given.step)
         ranks = ranks or _ranks_of_replay(read_capture(folder).world_size)
     except ValueError as error:
-        print(without_secrets(str(error)), file=sys.stderr)
+        print(error, file=sys.stderr)
         return MISTAKE
     return launch(ranks, ["-m", "rlmath.trainer", "replay", *words], None, RunConfig().stop_grace_seconds)
 

@@ -1,8 +1,8 @@
-"""Files that somebody else wrote, read with bounds: regular files only, JSON and YAML of bounded size and depth.
+"""Files that somebody else wrote, read with bounds: regular files only, JSON of bounded size and depth.
 
 A FIFO in the place of a file would be waited for without end, a device read without end; a text of a few KiB that is
-nested thousands of levels deep, or whose aliases repeat each other, would take the interpreter's stack or all memory.
-Every mistake is a ValueError that names the file, and the key where there is one.
+nested thousands of levels deep would take the interpreter's stack. Every mistake is a ValueError that names the file,
+and the key where there is one.
 """
 
 from __future__ import annotations
@@ -14,25 +14,15 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import yaml
-
 MAX_JSON_BYTES = 2**24
 MAX_YAML_BYTES = 2**20
 MAX_DEPTH = 64
 """Levels of lists and objects in JSON."""
-MAX_YAML_DEPTH = 16
-"""Levels of lists and sections in YAML; settings need three."""
-MAX_YAML_VALUES = 20_000
-"""Values in a YAML file, those of an alias counted wherever it stands."""
-MAX_INTERPOLATIONS = 32
-"""`${...}` in one text; each is read within the one around it."""
 MAX_DIGITS = 400
 """Of a number; no float has more before its point."""
 
 _BRACKETS = re.compile(r"[\[{]")
 _KEY_OF_LONG_NUMBER = re.compile(rf'"((?:[^"\\]|\\.){{0,100}})"\s*:[\s\[]*-?\d{{{MAX_DIGITS + 1}}}')
-_LONG_NUMBER = re.compile(rf"[-+]?[0-9a-fA-FxXoO_:.]{{{MAX_DIGITS + 1},}}")
-
 
 # ---------------------------------------------------------------- regular files
 
@@ -126,52 +116,3 @@ def _is_deep(value: Any) -> bool:
             return False
         level = inner
     return True
-
-
-# ---------------------------------------------------------------- YAML
-
-
-def check_yaml(text: str) -> None:
-    """Read YAML event by event, and stop at the first place that must not be built: nested deeper than MAX_YAML_DEPTH,
-    more than MAX_YAML_VALUES values with aliases expanded, a number of more than MAX_DIGITS digits, or a tag, for which
-    PyYAML raises KeyErrors and the like where the value does not fit.
-
-    Errors: ValueError with the line; `yaml.YAMLError` where it is no YAML.
-    """
-    depth, values = 0, 0
-    started: list[tuple[str | None, int]] = []
-    size_of: dict[str, int] = {}
-    key = ""
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        line = f"line {event.start_mark.line + 1}"
-        if getattr(event, "tag", None) is not None:
-            tag = event.tag.replace("tag:yaml.org,2002:", "!!")
-            raise ValueError(
-                f'{line}: it has the tag "{tag[:40]}". Write the value without a tag, text in quotes'
-            )
-        if isinstance(event, yaml.AliasEvent):
-            if event.anchor not in size_of:
-                raise ValueError(f"{line}: *{event.anchor[:40]} stands within what it names, or before it")
-            values += size_of[event.anchor]
-        elif isinstance(event, yaml.ScalarEvent):
-            values += 1
-            if event.implicit[0] and _LONG_NUMBER.fullmatch(event.value):
-                place = f"{line}, {key!r}" if key else line
-                raise ValueError(f"{place}: a number of {len(event.value)} digits, more than {MAX_DIGITS}")
-            if event.value.count("${") > MAX_INTERPOLATIONS:
-                raise ValueError(f"{line}: more than {MAX_INTERPOLATIONS} interpolations in a text")
-            key = event.value if len(event.value) < 100 else ""
-            if event.anchor:
-                size_of[event.anchor] = 1
-        elif isinstance(event, yaml.CollectionStartEvent):
-            depth, values = depth + 1, values + 1
-            started.append((event.anchor, values))
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-            anchor, before = started.pop()
-            if anchor:
-                size_of[anchor] = values - before + 1
-        if depth > MAX_YAML_DEPTH:
-            raise ValueError(f"{line}: nested deeper than {MAX_YAML_DEPTH} levels; settings need three")
-        if values > MAX_YAML_VALUES:
-            raise ValueError(f"{line}: more than {MAX_YAML_VALUES} values, with aliases (*name) written out")

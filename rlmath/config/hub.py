@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from rlmath.config.help import raise_problems
-from rlmath.config.hub_client import DATA_SUFFIXES, is_plain_name, repo_folder
 from rlmath.config.schema import Config, SaveConfig
 
 logger = logging.getLogger(__name__)
@@ -38,6 +37,7 @@ MODEL_SETTINGS = ("model.path", "critic.path", "teacher.path")
 DATA_SETTINGS = ("data.train_path", "data.more_train_paths", "validation.paths", "sft.held_out_path")
 MODEL_FORM = "hf://org/name or hf://org/name@revision"
 DATA_FORM = "hf://datasets/org/name/file.jsonl or hf://datasets/org/name@revision/folder/file.parquet"
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
 LOG_SECONDS = 30.0
 """A download that takes longer is logged so often."""
 
@@ -45,10 +45,8 @@ _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_-])?"
 _REPO = re.compile(rf"{_NAME}/{_NAME}")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/+-]{0,199}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_resolved: set[HubId] = set()
-"""Of this process: ids with the commit that the hub has named."""
 _ids: dict[str, str] = {}
-"""Of this process: the place of a file or folder in the cache, to the id that it was fetched by, with its commit."""
+"""The place of a file or folder in the cache, to the id, with its commit, by which this process had it fetched."""
 
 
 class HubFailedError(RuntimeError):
@@ -85,6 +83,12 @@ def with_commit(one: HubId, commit: str) -> HubId:
     if not _COMMIT.fullmatch(commit):
         raise ValueError(f"{one}: {commit!r:.60} is no commit of 40 hexadecimal digits")
     return replace(one, commit=commit)
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a name is that of a file below its folder, in printable characters."""
+    parts = name.split("/")
+    return "\\" not in name and name.isprintable() and not {"", ".", ".."} & set(parts)
 
 
 def is_hub_id(text: str | None) -> bool:
@@ -192,54 +196,53 @@ def is_same(then: Any, now: Any) -> bool:
 
 @dataclass(frozen=True)
 class Fetched:
-    """What of an id had to be downloaded."""
+    """What a fetch found of an id."""
 
-    files: int
-    bytes: int
+    pinned: HubId
+    """The id with its commit."""
     left: int
     left_bytes: int
-    """Files that a dry run has left out."""
+    """Files of weights that are not in the cache, where they were counted."""
 
 
 def resolve(ids: Sequence[HubId], seconds: float, recorded: Collection[str] = ()) -> dict[HubId, HubId]:
     """Every id with its commit: that of `recorded`, texts of an earlier start of the run, where one asks for the same,
-    else the hub's, or where that gives no answer the cache's. ValueError or HubFailedError within `seconds` where there
-    is none."""
+    else the hub's, or where that gives no answer the cache's. Errors: as `fetch`."""
     known = {one.asked: one for one in _parsed(recorded) if one.commit}
-    found = {one: one if one.commit else known.get(one) for one in ids}
-    open_ids = [one for one, commit in found.items() if commit is None]
-    if open_ids:
-        commits = _ask({"action": "resolve", "repos": list(map(_request, open_ids))}, seconds, open_ids)[
-            "commits"
-        ]
-        new = {one: with_commit(one, commit) for one, commit in zip(open_ids, commits, strict=True)}
-        _resolved.update(new.values())
-        found |= new
-    return {one: pinned for one, pinned in found.items() if pinned is not None}
+    pins = {one: one if one.commit else known.get(one) for one in ids}
+    unknown = [one for one, pinned in pins.items() if pinned is None]
+    fetched = fetch(unknown, seconds, weights=False)
+    pins |= {one: found.pinned for one, found in zip(unknown, fetched, strict=True)}
+    return {one: pinned for one, pinned in pins.items() if pinned is not None}
 
 
-def fetch(ids: Sequence[HubId], seconds: float, weights: bool = True) -> list[Fetched]:
-    """Have ids, with their commits, in this machine's cache, of models without their weights where those are not
-    needed. ValueError or HubFailedError within `seconds` where that cannot be done. For one process of a node."""
-    started = time.monotonic()
-    request = {"action": "fetch", "repos": list(map(_request, ids)), "weights": weights}
-    answers = _ask(request, seconds, ids)["fetched"] if ids else []
-    fetched = []
-    for one, found in zip(ids, answers, strict=True):
-        if why := found.pop("why", None):
-            logger.warning("%s: the hub cannot be asked (%s); its files are in the cache", one, why)
-        fetched.append(Fetched(**found))
-        if found["files"]:
-            size, taken = found["bytes"] / 1e9, time.monotonic() - started
-            logger.info("%s: %d files, %.3f GB, downloaded in %.0f s", one, found["files"], size, taken)
-    return fetched
+def fetch(
+    ids: Sequence[HubId], seconds: float, weights: bool = True, count_weights: bool = False
+) -> list[Fetched]:
+    """Have ids in this machine's cache, of models without their weights where those are not needed. ValueError or
+    HubFailedError within `seconds` where that cannot be done. For one process of a node."""
+    ends = time.monotonic() + seconds
+    found = []
+    for one in ids:
+        request = {"action": "fetch", "text": str(one), "name": one.repo, "revision": one.revision}
+        request |= {"commit": one.commit, "file": one.file, "suffixes": DATA_SUFFIXES, "weights": weights}
+        answer = _ask(request | {"count_weights": count_weights and not one.file}, seconds, ends)
+        found.append(Fetched(with_commit(one, answer["commit"]), answer["left"], answer["left_bytes"]))
+    return found
 
 
 def places(ids: Collection[HubId]) -> dict[HubId, str]:
-    """Where ids with their commits lie once they are fetched, on this machine. `as_hub_ids` knows them from now on."""
+    """Where ids with their commits lie once they are fetched, on this machine: in the cache of huggingface_hub, whose
+    variables are read here, for ranks that do not import it. `as_hub_ids` knows the places from now on."""
+    variables = os.environ
+    home = variables.get("HF_HOME") or os.path.join(
+        variables.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"
+    )
+    cache = variables.get("HF_HUB_CACHE") or variables.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
     found = {}
     for one in ids:
-        folder = repo_folder("dataset" if one.file else "model", one.repo) / "snapshots" / one.commit
+        repo = f"{'dataset' if one.file else 'model'}s--{one.repo.replace('/', '--')}"
+        folder = Path(os.path.expandvars(cache)).expanduser() / repo / "snapshots" / one.commit
         found[one] = str(folder / one.file)
         _ids[found[one]] = str(one)
     return found
@@ -250,10 +253,8 @@ def local_folder(place: str, option: str, weights: bool = True, seconds: float =
     or HubFailedError within `seconds` where that cannot be done."""
     if not is_hub_id(place):
         return Path(place)
-    one = parse_hub_id(place, option)
-    pinned = resolve([one], seconds)[one]
-    fetch([pinned], seconds, weights)
-    return Path(places([pinned])[pinned])
+    (found,) = fetch([parse_hub_id(place, option)], seconds, weights)
+    return Path(places([found.pinned])[found.pinned])
 
 
 def _parsed(texts: Collection[str]) -> Iterator[HubId]:
@@ -266,23 +267,11 @@ def _parsed(texts: Collection[str]) -> Iterator[HubId]:
                 continue
 
 
-def _request(one: HubId) -> dict[str, Any]:
-    return {
-        "text": str(one),
-        "kind": "dataset" if one.file else "model",
-        "name": one.repo,
-        "revision": one.revision,
-        "commit": one.commit,
-        "file": one.file,
-        "is_new": one in _resolved,
-    }
-
-
-def _ask(request: Mapping[str, Any], seconds: float, about: Sequence[HubId] = ()) -> dict[str, Any]:
+def _ask(request: Mapping[str, Any], seconds: float, ends: float) -> dict[str, Any]:
     """What the client answers. ValueError with its error, and where huggingface_hub cannot be imported; HubFailedError
-    where the error may pass, where the client ends without an answer otherwise, and after `seconds`."""
-    what = ", ".join(map(str, about)) or "the upload"
-    started = time.monotonic()
+    where the error may pass, where the client ends without an answer otherwise, and at `ends`, `seconds` after the
+    first request (time.monotonic)."""
+    what = request["text"]
     client = subprocess.Popen(
         [sys.executable, "-P", str(Path(__file__).with_name("hub_client.py")), str(os.getpid())],
         stdin=subprocess.PIPE,
@@ -292,20 +281,20 @@ def _ask(request: Mapping[str, Any], seconds: float, about: Sequence[HubId] = ()
         text=True,
     )
     given: str | None = json.dumps(request)
+    output, errors = None, ""
     try:
-        while True:
-            left = started + seconds - time.monotonic()
+        while output is None:
+            left = ends - time.monotonic()
             try:
                 output, errors = client.communicate(given, timeout=max(0.01, min(LOG_SECONDS, left)))
-                break
             except subprocess.TimeoutExpired:
-                given, passed = None, time.monotonic() - started
-                if passed >= seconds:
+                given = None
+                if left <= LOG_SECONDS:
                     raise HubFailedError(
                         f"{what}: the hub was not done after {seconds:g} s (run.hub_timeout_seconds). Look at the "
                         "network; where it is only slow raise it: what has come stays in the cache."
                     ) from None
-                logger.info("Waiting for the hub since %.0f s, at most %.0f s: %s", passed, seconds, what)
+                logger.info("Waiting for the hub, for at most %.0f s more: %s", left - LOG_SECONDS, what)
     finally:
         client.kill()
         client.wait()
@@ -322,7 +311,7 @@ def _ask(request: Mapping[str, Any], seconds: float, about: Sequence[HubId] = ()
             f"{what}: the client of the hub ended with {client.returncode}: {last:.300}"
         ) from None
     if "error" in found:
-        raise (HubFailedError if found.get("may_pass") else ValueError)(found["error"])
+        raise (HubFailedError if found["may_pass"] else ValueError)(found["error"])
     return found
 
 
@@ -363,5 +352,5 @@ def push_problems(save: SaveConfig, pushes: bool) -> Iterator[str]:
 def push(name: str, folder: str | Path, message: str, seconds: float) -> str:
     """Upload a folder to the repository `name`, which is made, private, where there is none; the commit. ValueError
     or HubFailedError within `seconds` where that cannot be done."""
-    request = {"action": "push", "repo": name, "folder": str(folder), "message": message}
-    return _ask(request, seconds)["commit"]
+    request = {"action": "push", "text": name, "name": name, "folder": str(folder), "message": message}
+    return _ask(request, seconds, time.monotonic() + seconds)["commit"]

@@ -4,25 +4,21 @@ A YAML file holds sections with the settings that differ from the defaults, and 
 (`base: other.yaml`); `key.sub=value` on the command line wins. The section `parallel` may be one word, d32t2p1, or
 d12t2+d4 where engines have ranks of their own.
 
-Text that names an environment variable (`${oc.env:NAME}`) may hold a secret: the `Config` has its value, and whatever
-is written, logged or sent has what the user wrote (`shown_values`, `config_as_yaml`, `without_secrets`). Numbers,
-switches and a setting's words are no secrets: they are written as they are, for they say what a run computed. Nor are
-paths, which messages and logs have in full.
+A value may name an environment variable, `${oc.env:NAME}`, or another key, `${run.seed}`: the `Config`, and whatever is
+written of it, has what that stands for. No setting is a secret.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import dataclasses
 import difflib
 import functools
 import io
-import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlmath.config import hub
-from rlmath.config.files import MAX_INTERPOLATIONS, MAX_YAML_BYTES, check_yaml, read_regular
+from rlmath.config.files import MAX_YAML_BYTES, read_regular
 from rlmath.config.help import (
     Setting,
     all_settings,
@@ -59,6 +55,16 @@ _BASE = "base"
 
 _COMMAND_LINE = "command line"
 
+_YAML_ERRORS = (
+    ValueError,
+    RecursionError,
+    LookupError,
+    AttributeError,
+    yaml.YAMLError,
+    OmegaConfBaseException,
+)
+"""What YAML that cannot be read raises; LookupError and AttributeError for a tag that its value does not fit."""
+
 
 def load_config(
     yaml_paths: list[Path], overrides: list[str], saved: bool = False, stand_ins: Collection[str] = ()
@@ -69,37 +75,28 @@ def load_config(
     >>> load_config([], ["run.output_dir=o", "model.path=m", "data.train_path=t", "run.seed=7"]).run.seed
     7
 
-    With `saved`, of an earlier run's settings: text that names an environment variable which is not set now stays as it
-    is written.
+    With `saved`, of an earlier run's settings: text that names what cannot be resolved now stays as it is written.
 
     Errors: ValueError that lists every unknown key, value of a wrong type, malformed override and value that must be
     given and was not, and with them numbers out of their range and words that do not exist; where only such are wrong,
     they are left to `help.schema_problems`, so that they are listed with settings that do not go together. ValueError
     for a file that is missing, unreadable or not a mapping, and for a variable that is not set.
     """
-    try:
-        reader = _Reader()
-        for stand_in in stand_ins:
-            reader.read_override(stand_in)
-        for path in yaml_paths:
-            reader.read_file(Path(path))
-        for override in _joined(overrides, reader):
-            reader.read_override(override)
-        config = reader.config(saved)
-        raise_problems("the settings", list(text_problems(config)))
-    except ValueError as error:
-        hidden = without_secrets(str(error))
-        raise (error if hidden == str(error) else ValueError(hidden)) from None
+    reader = _Reader()
+    for stand_in in stand_ins:
+        reader.read_override(stand_in)
+    for path in yaml_paths:
+        reader.read_file(Path(path))
+    for override in _joined(overrides, reader):
+        reader.read_override(override)
+    config = reader.config(saved)
+    raise_problems("the settings", list(text_problems(config)))
     return config
 
 
 def config_as_yaml(config: Config) -> str:
-    """Every setting, as YAML that `load_config` reads back to an equal `Config` where the environment is the same."""
-    tree: dict[str, dict[str, Any]] = {}
-    for key, value in setting_values(config).items():
-        section, _, name = key.partition(".")
-        tree.setdefault(section, {})[name] = _shown(key, value, _escaped)
-    return OmegaConf.to_yaml(OmegaConf.create(tree))
+    """Every setting, as YAML that `load_config` reads back to an equal `Config`."""
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(shown_sections(config))))
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -116,30 +113,13 @@ def _escaped(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-# ---------------------------------------------------------------- what comes from the environment
-
-
-_references: dict[tuple[str, Any], Any] = {}
-"""(key, value) to what the user wrote, of text that took a part of its value from an environment variable; of lists,
-also of their items. Like the environment itself it is this process's: it holds for every copy of a `Config`."""
-_variables: dict[str, str] = {}
-"""Values of the variables that settings took, by name."""
-_secrets: dict[str, str] = {}
-"""What the user wrote, by the text that it stands for as messages and JSON spell it."""
-_read_now: set[str] = set()
-"""Names of the variables that were read since it was last cleared."""
-
-_SHORTEST_SECRET = 5
-"""Shorter values are not looked for in messages: they would be found in ordinary words."""
-
-
 def shown_values(config: Config) -> dict[str, Any]:
-    """`help.setting_values` to be written, logged or sent: text from the environment is as the user wrote it."""
-    return {key: _shown(key, value, lambda same: same) for key, value in setting_values(config).items()}
+    """`help.setting_values` to be written, logged or sent: ids of the hub stand for what was fetched by them."""
+    return {key: hub.as_hub_ids(value) for key, value in setting_values(config).items()}
 
 
 def shown_sections(config: Config) -> dict[str, dict[str, Any]]:
-    """Likewise by section and name."""
+    """`shown_values` by section and name."""
     found: dict[str, dict[str, Any]] = {}
     for key, value in shown_values(config).items():
         section, _, name = key.partition(".")
@@ -147,94 +127,8 @@ def shown_sections(config: Config) -> dict[str, dict[str, Any]]:
     return found
 
 
-def is_reference(key: str, value: Any) -> bool:
-    """Whether a setting's value was taken from the environment, and is not to be shown."""
-    return _shown(key, value, lambda same: same) != hub.as_hub_ids(value)
-
-
-def without_secrets(text: str) -> str:
-    """A message or a line with what the user wrote in place of text that settings took from the environment, where it
-    stands as whole words. Paths stay."""
-    return _secret_pattern(tuple(_secrets)).sub(lambda found: _secrets[found[0]], text) if _secrets else text
-
-
-@functools.lru_cache(1)
-def _secret_pattern(spellings: tuple[str, ...]) -> re.Pattern[str]:
-    r"""The longest first. In JSON and `repr`, the n of a line's end ("\n") stands before the first word of a line."""
-    longest_first = sorted(spellings, key=len, reverse=True)
-    before = {True: r"(?:(?<!\w)|(?<=\\[nrt]))", False: ""}
-    after = {True: r"(?!\w)", False: ""}
-    words = (f"{before[_is_word(one[0])]}{re.escape(one)}{after[_is_word(one[-1])]}" for one in longest_first)
-    return re.compile("|".join(words))
-
-
-def _is_word(character: str) -> bool:
-    return bool(re.match(r"\w", character))
-
-
-def _keep_secret(text: str, written: str) -> None:
-    """From now on, `written` is shown in place of the text."""
-    if _may_be_secret(text):
-        _secrets.update(dict.fromkeys((text, repr(text)[1:-1], json.dumps(text)[1:-1]), written))
-
-
-def _keep_variables_secret() -> None:
-    for name in _read_now & _variables.keys():
-        _keep_secret(_variables[name], f"${{oc.env:{name}}}")
-
-
-def _may_be_secret(value: str) -> bool:
-    if len(value) < _SHORTEST_SECRET or any(value in setting.words for setting in all_settings().values()):
-        return False
-    with contextlib.suppress(ValueError):
-        float(value)
-        return False
-    return True
-
-
-def _shown(key: str, value: Any, otherwise: Callable[[Any], Any]) -> Any:
-    """What was written of a value from the environment; of other values what `otherwise` makes of them."""
-    if isinstance(value, list):
-        whole = _references.get((key, tuple(value)))
-        return whole if whole is not None else [_shown(key, one, otherwise) for one in value]
-    written = _references.get((key, value)) if isinstance(value, str) else None
-    return otherwise(hub.as_hub_ids(value)) if written is None else written
-
-
-def _remember(setting: Setting, value: Any, written: Any) -> None:
-    if isinstance(value, list) and not isinstance(written, list):
-        if any(isinstance(one, str) for one in value):
-            _references[setting.key, tuple(value)] = written
-    elif isinstance(value, list):
-        for one, reference in zip(value, written, strict=True):
-            if isinstance(one, str) and one != reference:
-                _references[setting.key, one] = reference
-    elif isinstance(value, str) and isinstance(written, str) and value not in {written, *setting.words}:
-        _references[setting.key, value] = written
-        if not setting.is_path and _read_now & _variables.keys():
-            _keep_variables_secret()
-            _keep_secret(value, written)
-
-
 _UNSET_PREFIX = "KeyError raised while resolving interpolation: "
-"""What OmegaConf puts before the message of `_variable`, which is in quotes then."""
-
-
-def _variable(name: Any, *default: Any) -> str | None:
-    """OmegaConf's resolver `oc.env`, which notes what was read."""
-    name = str(name)
-    _read_now.add(name)
-    if name in os.environ:
-        _variables[name] = os.environ[name]
-        return os.environ[name]
-    if not default:
-        raise KeyError(
-            f"the environment variable {name} is not set; set it, or write ${{oc.env:{name},DEFAULT}}"
-        )
-    return None if default[0] is None else str(default[0])
-
-
-OmegaConf.register_resolver("oc.env", _variable, replace=True)
+"""What OmegaConf puts before its message for a variable that is not set."""
 
 
 # ---------------------------------------------------------------- the command line
@@ -308,9 +202,8 @@ class _Reader:
             raise ValueError(f'The config file "{path}" is not a file. Give a YAML file.')
         try:
             text = read_regular(path, MAX_YAML_BYTES).decode("utf-8")
-            check_yaml(text)
             tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
-        except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
+        except (OSError, *_YAML_ERRORS) as error:
             raise ValueError(
                 f'The config file "{path}" cannot be read as YAML sections: {_bounded(error)}'
             ) from error
@@ -344,10 +237,9 @@ class _Reader:
             self._set(key, word, _COMMAND_LINE)
         else:
             try:
-                check_yaml(word)
                 read: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={word}"]), resolve=False)
                 self._set(key, read["value"], _COMMAND_LINE)
-            except (ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
+            except _YAML_ERRORS as error:
                 reason = " ".join(_bounded(error).split())
                 found(f'{_COMMAND_LINE}: the value in "{_bounded(text)}" cannot be read: {reason}')
 
@@ -374,29 +266,19 @@ class _Reader:
         return Config(**{name: section(**values[name]) for name, section in section_classes().items()})
 
     def _resolved(self, setting: Setting, written: Any, saved: bool) -> Any:
-        """The value of a setting, and a note of what stands for it where it is from the environment."""
+        """The value of a setting, with what its interpolations stand for."""
         if "${" not in str(written):
             return written
-        _read_now.clear()
         try:
             node: Any = self._tree[setting.section][setting.name]
-            value = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+            return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
         except (OmegaConfBaseException, ValueError, RecursionError) as error:
-            if not setting.is_path:
-                _keep_variables_secret()  # whatever they hold was not meant for this setting
-            unset = [name for name in _read_now if name not in os.environ]
-            if saved and unset and setting.is_text:
+            if saved and setting.is_text:
                 return written
             reason = _bounded(error).partition("\n")[0].removeprefix(_UNSET_PREFIX)
-            if any(_variables.get(name, "\0") in reason for name in _read_now):
-                variables = " and ".join(sorted(_read_now))
-                reason = f"what the environment has for {variables} is not what it needs, {setting.type_name}"
             raise ValueError(
                 f'"{setting.key}" got "{_bounded(as_yaml_word(written))}", which cannot be resolved: {reason}'
             ) from error
-        if _read_now:
-            _remember(setting, value, written)
-        return value
 
     def _read_mapping(self, mapping: Mapping[Any, Any], above: str, source: str) -> None:
         """The values of a nested mapping; `above` is the key that leads to it, with a dot."""
@@ -429,9 +311,7 @@ class _Reader:
         setting = all_settings()[key]
         if value == MISSING:
             return
-        if str(value).count("${") > MAX_INTERPOLATIONS:
-            change = f"Write no more than {MAX_INTERPOLATIONS} interpolations in a text."
-        elif setting.is_text and not isinstance(value, str | None):
+        if setting.is_text and not isinstance(value, str | None):
             change = "Put text that looks like something else in quotes."
         else:
             try:

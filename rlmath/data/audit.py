@@ -3,8 +3,8 @@
     prompts -> unknown tokens, problems that are validated and trained on, problems in two files, references that no
                answer equals
 
-Nothing here ends a run, except that no training prompt has a reference that could be answered. All looks at prompts are
-bounded: texts by their number, references by seconds.
+Nothing here ends a run, except that no training prompt has a reference that could be answered. References are looked at
+as strings, without the parser, for some seconds.
 """
 
 from __future__ import annotations
@@ -12,24 +12,20 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import wait
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Prompt
 from rlmath.answers.extraction import extract_answer
 from rlmath.answers.string_match import gold_answer
-from rlmath.answers.verifier import FAILURES, Rules, Verdict, usable_solutions, verify_by_string
+from rlmath.answers.verifier import Rules, usable_solutions, verify_by_string
 from rlmath.config.schema import RewardConfig
 from rlmath.config.terminal import excerpt, visible
 from rlmath.data.rows import grouped
 from rlmath.data.sft_sequences import SequenceReport, WrittenSequence
 from rlmath.data.tokenizer import characters_without_token, unknown_token_ids, without_template
-from rlmath.rewards.reward_manager import open_pool
 from rlmath.rewards.several_rewards import is_verified
-from rlmath.workers.worker_pool import VerifierPool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -40,11 +36,7 @@ SHOWN_CHARACTERS = 480
 """Of a prompt's text; of a longer one its beginning and its end."""
 LINE_CHARACTERS = 76
 REFERENCE_SECONDS = 10.0
-"""For judging references by themselves; what is left then is not judged."""
-WORKER_SECONDS = 20.0
-"""For those of all files that only a worker can judge, its start included."""
-MOST_IN_WORKERS = 64
-"""References of a file, or of all training files, that are judged by one."""
+"""Time for references; what is left then is not looked at."""
 PROSE_WORDS = 12
 """A reference with so many words is a sentence, not an answer."""
 SENTENCE = "is a sentence, not an answer"
@@ -108,7 +100,7 @@ def prompt_lines(
 
 
 def sequence_lines(report: SequenceReport, given: str, tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
-    """Likewise the first sequence of a file, with the part of it that is learned."""
+    """The first sequence of a file for the console, with the part of it that is learned."""
     if report.example is None:
         return ()
     prompt, one = report.example
@@ -167,11 +159,11 @@ def audit_prompts(
     if is_verified(reward):
         deadline = started + REFERENCE_SECONDS
         checked, wrong = 0, []
-        with _Judge(reward) as judge:
-            for found in (*(held for _, held in validation), prompts):  # the small ones first
-                done, wrong = _unanswerable(found, judge, deadline)
-                checked += done
-                findings += _reference_findings(wrong, done, "training" if found is prompts else "validation")
+        rules = Rules(reward.answer_from, protocol=not reward.strict)
+        for found in (*(held for _, held in validation), prompts):  # the small ones first
+            done, wrong = _unanswerable(found, rules, deadline)
+            checked += done
+            findings += _reference_findings(wrong, done, "training" if found is prompts else "validation")
         _raise_if_none_is_usable(prompts, wrong)
         total = len(prompts) + n_validated
         part = "all" if checked == total else f"{checked} of {total}"
@@ -179,13 +171,12 @@ def audit_prompts(
     return DataAudit(shown, _summary(compared, findings, started), tuple(findings))
 
 
-def audit_references(files: Sequence[PromptsOfFile], pool: VerifierPool) -> tuple[str, ...]:
-    """Warnings about prompts that have no reference which an answer could equal, judged with the default settings."""
+def audit_references(files: Sequence[PromptsOfFile]) -> tuple[str, ...]:
+    """Warnings about prompts that have no reference which an answer could equal, with the default settings."""
     deadline, findings = time.monotonic() + REFERENCE_SECONDS, []
-    with _Judge(RewardConfig(), pool) as judge:
-        for name, prompts in files:
-            judged, wrong = _unanswerable(prompts, judge, deadline)
-            findings += _reference_findings(wrong, judged, name)
+    for name, prompts in files:
+        looked_at, wrong = _unanswerable(prompts, Rules(), deadline)
+        findings += _reference_findings(wrong, looked_at, name)
     return DataAudit(findings=tuple(findings)).warnings(EXAMPLES)
 
 
@@ -256,11 +247,11 @@ def _named(prompts: Sequence[Prompt]) -> tuple[str, ...]:
 # ---------------------------------------------------------------- references
 
 
-def _reference_findings(wrong: Sequence[tuple[Prompt, str]], judged: int, kind: str) -> Iterator[Finding]:
+def _reference_findings(wrong: Sequence[tuple[Prompt, str]], looked_at: int, kind: str) -> Iterator[Finding]:
     if wrong:
         yield Finding(
-            f"{len(wrong)} of {judged} {kind} prompts have no usable reference: hardly any answer of a model could be "
-            "right. Mend these rows or take them out.",
+            f"{len(wrong)} of {looked_at} {kind} prompts have no usable reference: hardly any answer of a model could "
+            "be right. Mend these rows or take them out.",
             _by_reason(wrong),
         )
 
@@ -281,70 +272,28 @@ def _by_reason(wrong: Sequence[tuple[Prompt, str]]) -> tuple[str, ...]:
     return tuple(grouped((f"the reference {why}", name) for (_, why), name in zip(wrong, named, strict=True)))
 
 
-class _Judge:
-    """Judges references as answers to themselves; what strings do not decide `pool` does, or a worker of its own."""
-
-    def __init__(self, reward: RewardConfig, pool: VerifierPool | None = None) -> None:
-        self.rules = Rules(reward.answer_from, protocol=not reward.strict)
-        self._reward = reward
-        self._stack = ExitStack()
-        self._pool = pool
-        self._deadline = time.monotonic() + WORKER_SECONDS
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def verdicts(self, prompts: Mapping[int, Prompt]) -> dict[int, Verdict]:
-        """Of prompts' first references, as far as they are there in time."""
-        if not prompts:
-            return {}
-        if self._pool is None:
-            self._deadline = time.monotonic() + WORKER_SECONDS
-            self._pool = self._stack.enter_context(open_pool(replace(self._reward, workers=1)))
-        futures = {
-            number: self._pool.submit(_as_completion(prompt.solutions[0]), prompt.solutions, prompt.task)
-            for number, prompt in prompts.items()
-        }
-        wait(futures.values(), max(0.0, self._deadline - time.monotonic()))
-        verdicts = {number: future.result() for number, future in futures.items() if future.done()}
-        return {number: verdict for number, verdict in verdicts.items() if verdict.verdict not in FAILURES}
-
-
 def _unanswerable(
-    prompts: Iterable[Prompt], judge: _Judge, deadline: float
+    prompts: Iterable[Prompt], rules: Rules, deadline: float
 ) -> tuple[int, list[tuple[Prompt, str]]]:
-    """(prompts judged, those of them without any reference that an answer could equal, each with the reason)."""
-    found: dict[int, tuple[Prompt, str]] = {}
-    undecided: dict[int, Prompt] = {}
-    reason_of_short = functools.lru_cache(maxsize=10_000)(functools.partial(_reason, rules=judge.rules))
-    number = n_undecided = 0
-    for number, prompt in enumerate(prompts, start=1):
+    """(prompts looked at, those of them without any reference that an answer could equal, each with the reason)."""
+    found: list[tuple[Prompt, str]] = []
+    reason_of_short = functools.lru_cache(maxsize=10_000)(functools.partial(_reason, rules=rules))
+    looked_at = 0
+    for prompt in prompts:
         if time.monotonic() > deadline:
-            number -= 1
             break
+        looked_at += 1
         reasons = [
-            reason_of_short(solution) if len(solution) < 100 else _reason(solution, judge.rules)
+            reason_of_short(solution) if len(solution) < 100 else _reason(solution, rules)
             for solution in prompt.solutions
         ]
-        if "" in reasons:
-            continue
-        if None not in reasons:
-            found[number] = (prompt, str(reasons[0]))
-            continue
-        n_undecided += 1
-        if n_undecided <= MOST_IN_WORKERS:
-            undecided[number] = replace(prompt, solutions=(prompt.solutions[reasons.index(None)],))
-    verdicts = judge.verdicts(undecided)
-    wrong = {number: verdict for number, verdict in verdicts.items() if not verdict.correct}
-    found |= {number: (undecided[number], _reason_of(verdict)) for number, verdict in wrong.items()}
-    return number - n_undecided + len(verdicts), [found[number] for number in sorted(found)]
+        if all(reasons):
+            found.append((prompt, reasons[0]))
+    return looked_at, found
 
 
-def _reason(solution: str, rules: Rules) -> str | None:
-    """Why no answer equals a reference; "" where one does, None where only a worker can judge it."""
+def _reason(solution: str, rules: Rules) -> str:
+    """Why no answer equals a reference; "" where one does, and where only the parser could tell."""
     if not usable_solutions([solution]):
         return f"has {len(solution):,} characters, too many to be compared"
     gold = gold_answer(solution)
@@ -357,15 +306,13 @@ def _reason(solution: str, rules: Rules) -> str | None:
     is_boxed = gold != solution and "<" not in solution
     answer = gold if is_boxed else extract_answer(_as_completion(solution), rules.answer_from)
     verdict = verify_by_string(answer, [gold], rules)
-    return None if verdict is None else _reason_of(verdict)
+    if verdict is None or verdict.correct:
+        return ""
+    return f"is not accepted as its own answer ({verdict.verdict})"
 
 
 def _as_completion(solution: str) -> str:
     return f"\\boxed{{{solution}}}" if gold_answer(solution) == solution else solution
-
-
-def _reason_of(verdict: Verdict) -> str:
-    return "" if verdict.correct else f"is not accepted as its own answer ({verdict.verdict})"
 
 
 # ---------------------------------------------------------------- supervised training: sequences

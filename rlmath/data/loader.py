@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Prompt
-from rlmath.config.load import without_secrets
 from rlmath.config.run_files import DATA_REPORT_FILE, UNUSABLE_ROWS_FILE, write_whole
 from rlmath.data.files import CHARACTERS_PER_TOKEN
 from rlmath.data.formats import read_prompts
@@ -153,8 +152,8 @@ def write_report(folder: str | Path, reports: Sequence[FilterReport | SequenceRe
         "files": [report.record() for report in reports],
     }
     rows = "".join(f"{json.dumps(asdict(row))}\n" for report in reports for row in report.unusable)
-    write_whole(Path(folder) / DATA_REPORT_FILE, without_secrets(json.dumps(whole, indent=2)) + "\n")
-    write_whole(Path(folder) / UNUSABLE_ROWS_FILE, without_secrets(rows))
+    write_whole(Path(folder) / DATA_REPORT_FILE, json.dumps(whole, indent=2) + "\n")
+    write_whole(Path(folder) / UNUSABLE_ROWS_FILE, rows)
 
 
 # ---------------------------------------------------------------- prompts of a file

@@ -30,7 +30,7 @@ import json
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rlmath.algorithms.prompt_history import BUCKETS, Counts, CurriculumRules, PromptHistory, Verdict
@@ -133,9 +133,9 @@ class PromptCurriculum:
         self._history = history.copy()
         self._verdicts: dict[int, Verdict] = {}
         for index in self._history.groups:
-            self._judge(index)
+            self._update_verdict(index)
 
-    def _judge(self, index: int) -> None:
+    def _update_verdict(self, index: int) -> None:
         verdict = self._rules.verdict(*self._history.totals(index))
         self._verdicts.pop(index, None)
         if verdict is not None:
@@ -240,7 +240,7 @@ class PromptCurriculum:
             if of and sampled:
                 drift.append(correct / sampled - then / of)
             self._history.record(index, correct, sampled)
-            self._judge(index)
+            self._update_verdict(index)
         state.in_flight = {draw: one for draw, one in state.in_flight.items() if draw in in_flight}
         self._state = state
         n_prompts = self._order.n_prompts
@@ -346,34 +346,16 @@ class PromptCurriculum:
         self._set_history(PromptHistory(self._history.keep, groups))
 
     def _read_state(self, row: Mapping[str, Any]) -> DrawState:
-        if set(row) != {one.name for one in fields(DrawState)}:
-            raise ValueError(f"the state of the draws has {sorted(row)}")
-        n_prompts = self._order.n_prompts
         prompts = [*row["queue"], *row["batch"], *(index for _, index, _ in row["in_flight"])]
-        if any(_count(index) >= n_prompts for index in prompts) or len(set(row["queue"])) != len(
-            row["queue"]
-        ):
+        if any(not 0 <= index < self._order.n_prompts for index in prompts):
             raise ValueError("the state of the draws names other prompts")
-        numbers = {
-            one.name: _count(row[one.name])
-            for one in fields(DrawState)
-            if one.name not in ("batch", "queue", "in_flight", "reseeds")
-        }
-        if (
-            len(row["batch"]) > self._order.prompts_per_step
-            or numbers["looked_at"] > 2 * self._order.n_places
-        ):
-            raise ValueError("the state of the draws is that of another batch size")
-        in_flight = {_count(draw): (index, _count(times)) for draw, index, times in row["in_flight"]}
-        if any(draw >= numbers["next_draw"] for draw in in_flight):
-            raise ValueError("draws are out of order")
-        reseeds = [Reseed(_count(place), _count(number)) for place, number in row["reseeds"]]
         return DrawState(
-            **numbers,
-            batch=list(row["batch"]),
-            queue=dict.fromkeys(row["queue"]),
-            in_flight=in_flight,
-            reseeds=reseeds,
+            **row
+            | {
+                "queue": dict.fromkeys(row["queue"]),
+                "in_flight": {draw: (index, times) for draw, index, times in row["in_flight"]},
+                "reseeds": [Reseed(place, number) for place, number in row["reseeds"]],
+            }
         )
 
 
@@ -460,9 +442,3 @@ def _lines(file: Any) -> Iterator[tuple[int, bytes]]:
         if line.strip():
             yield number, line
         number += line.endswith(b"\n")
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r:.40} is no count")
-    return value

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlmath.distributed.collectives import new_secret, use_run_store
+from rlmath.distributed.collectives import use_run_store
 from rlmath.distributed.device import Device, init_process_group, let_gloo_connect_lazily
 from rlmath.distributed.fault_tolerance.failure import may_be_caused_by_peer
 from rlmath.distributed.ranks import environment_rank, environment_world_size
@@ -127,7 +127,7 @@ def open_worlds(device: Device, timeout_seconds: float, store: dist.Store, engin
     bridge = Bridge(store, environment_rank(), environment_world_size(), engine_ranks, timeout_seconds)
     own = dist.PrefixStore(bridge.world, store)
     init_process_group(device, timeout_seconds, own, (bridge.rank_in_world, bridge.size_of_world))
-    use_run_store(store, new_secret(bridge.broadcast))
+    use_run_store(store)
     return bridge
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hmac
 import pickle
-import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -13,38 +11,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from rlmath.distributed.signed_store import SignedStore, environment_secret
+from rlmath.distributed.run_store import RunStore
 
 T = TypeVar("T")
 
-
-_run_stores: WeakKeyDictionary[dist.ProcessGroup, SignedStore] = WeakKeyDictionary()
-
-
-def run_store() -> SignedStore:
-    """This run's values in the store of its process group. The first call is a collective: the ranks share a secret."""
-    group = dist.group.WORLD
-    if group not in _run_stores:
-        secret = new_secret()
-        _run_stores[group] = SignedStore(distributed_c10d._get_default_store(), "rlmath", secret)
-    return _run_stores[group]
+_stores_of_all_worlds: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
 
 
-def use_run_store(store: dist.Store, secret: bytes) -> None:
-    """Make `run_store` the same for the ranks of all process groups that have this store and secret."""
-    _run_stores[dist.group.WORLD] = SignedStore(store, "rlmath", secret)
+def use_run_store(store: dist.Store) -> None:
+    """Make `shared_store` the same for the ranks of all process groups that have this store."""
+    _stores_of_all_worlds[dist.group.WORLD] = store
 
 
-def new_secret(broadcast: Callable[[bytes], bytes] | None = None) -> bytes:
-    """A random secret of all ranks, which passes over the connections of the process group and not through the store;
-    `broadcast` where it has to reach further ranks. A collective."""
-    shared = (broadcast or broadcast_from_rank_zero)(secrets.token_bytes(32))
-    return hmac.digest(environment_secret(), shared, "sha256")
-
-
-def shared_store(name: str) -> SignedStore:
+def shared_store(name: str) -> RunStore:
     """The values of this run whose keys begin with `name`."""
-    return run_store().under(name)
+    store = _stores_of_all_worlds.get(dist.group.WORLD) or distributed_c10d._get_default_store()
+    return RunStore(store, f"rlmath/{name}")
 
 
 def all_gather_objects(mine: T) -> list[T]:

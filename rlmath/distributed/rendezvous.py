@@ -10,15 +10,12 @@ mistake that only its node has, or never start; a process group would wait for i
     rank 0        waits until all reports are there, or the time is up,
                   and publishes the result, with the port of the store
                   that the ranks of a single node have from then on           <start>/<name>/result
-    rank 0        notes that all have read it                                 <start>/<name>/result/read
+    every rank    notes that it has read an error, and waits for the others   <start>/<name>/read/<rank>
 
 torchrun keeps the store when it restarts its ranks (--max-restarts), and its TORCHELASTIC_RESTART_COUNT differs from
 node to node (pytorch/pytorch issue 108158). So a report has a nonce of its rank, and a rank believes only a result that
-repeats it: what an earlier start left is never taken for an answer.
-
-Strangers may write to the store (`signed_store`). What is not signed is as good as not there, and every rank repeats
-what it has written until it is answered: a value that was written over or deleted is soon there again. Messages and
-bytes grow linearly with the number of ranks.
+repeats it: what an earlier start left is never taken for an answer. Messages and bytes grow linearly with the number of
+ranks.
 """
 
 from __future__ import annotations
@@ -26,14 +23,13 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
-import random
 import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
 
 import psutil
 import torch.distributed as dist
@@ -46,7 +42,7 @@ from rlmath.distributed.ranks import (
     ranks_text,
     this_rank,
 )
-from rlmath.distributed.signed_store import SignedStore, record_of, remove_start_secret, start_secret
+from rlmath.distributed.run_store import RunStore, record_of, run_id
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +54,7 @@ PROBLEM_SECONDS = 10.0
 FIRST_LOG_SECONDS = 30.0
 """Rank 0 logs which ranks are missing after so long, and again whenever that time has doubled."""
 READ_SECONDS = 15.0
-"""How long rank 0 waits for the others to read a result; those that have not are given it again at the next sync."""
+"""How long a rank that has read an error waits for the others to read it."""
 SLACK_SECONDS = 30.0
 """How much longer than rank 0 the others wait for the result."""
 
@@ -79,46 +75,33 @@ class _Entry:
     """It is new in every start of the rank."""
     report: dict
 
-    def checked(self) -> RankReport | None:
-        return record_of(RankReport, self.report)
-
 
 @dataclass(frozen=True)
 class _Outcome:
     """What rank 0 publishes at a sync."""
 
-    nonces: list
-    """Of the ranks whose reports it has read."""
+    nonces: dict[str, str]
+    """By rank, of those whose reports it has read."""
     result: dict
     ranks_port: int
     """Of the ranks' own store, on the loopback interface; 0 on several nodes, and where the result is an error."""
 
 
-@dataclass
-class _Arrived:
-    """The ranks whose reports rank 0 has read."""
-
-    reports: dict[int, RankReport]
-    nonces: list[str] = field(default_factory=list)
-
-
 class Rendezvous:
     """One per rank, from the start of its program until the process group exists."""
 
-    def __init__(self, own: RankInfo, store: dist.Store, secret: bytes = b"") -> None:
-        """Register this rank; all ranks have the same `secret`. RuntimeError where the store does not answer."""
+    def __init__(self, own: RankInfo, store: dist.Store) -> None:
+        """Register this rank. RuntimeError where the store does not answer."""
         self.rank_info = own
         self._whole_store = store
-        self._store = SignedStore(store, "rlmath/rendezvous", secret)
+        self._store = RunStore(store, f"rlmath/{run_id()}/rendezvous")
         self._nonce = secrets.token_hex(8)
-        self._random = random.Random()  # of its own: the run's own draws must not change
         self._store.set(f"info/{own.rank}", asdict(own))
         self._start: str | None = None
+        """Of other ranks than rank 0 known after the first sync, as `_ranks_port`."""
         self._ranks_store: dist.TCPStore | None = None
         self._ranks_port = 0
-        """Of the ranks' own store on a single node, known after the first sync."""
-        self._unread: dict[str, tuple[Any, list[str]]] = {}
-        """Of rank 0: by key a value that it has published, and the keys of the answers of those who need it."""
+        """Of the ranks' own store on a single node."""
         if own.rank == 0:
             self._start = secrets.token_hex(8)
             self._store.set("start", self._start)
@@ -143,7 +126,6 @@ class Rendezvous:
                 f"{self.rank_info} lost the run's key-value store at the start: the launcher of the first node or the "
                 f"node has ended (look at its log), or the network to it is cut. {str(error).splitlines()[0]}"
             ) from error
-        remove_start_secret()  # all have read it
         if result.error is not None:
             raise (ValueError if result.is_mistake else MissingRanksError)(result.error)
         return result.values
@@ -190,28 +172,15 @@ class Rendezvous:
         )
         self._ranks_port = port
 
-    def _pause(self, seconds: float) -> None:
-        """Sleep for so long on average: a stranger that writes at even intervals must not always be the last one before
-        a rank reads."""
-        time.sleep(self._random.uniform(0.5, 1.5) * seconds)
-
-    def _publish(self, key: str, value: Any, readers: Iterable[int]) -> None:
-        """Write a value until these ranks have read it, or READ_SECONDS have passed."""
-        self._unread[key] = value, [f"{key}/read/{rank}" for rank in readers]
+    def _wait_until_read(self, at: str, ranks: Iterable[str]) -> None:
+        """A rank that ends with an error makes its launcher end the node's other ranks, and on the first node the
+        store: all ranks must have read the error before."""
         deadline = time.monotonic() + READ_SECONDS
-        while True:
-            self._repeat_unread()
-            if key not in self._unread or time.monotonic() >= deadline:
-                return
-            self._pause(POLL_SECONDS / 4)
-
-    def _repeat_unread(self) -> None:
-        """Rank 0 writes again what some rank needs and has not read."""
-        self._store.set("start", self._start)  # without it a rank does not find the first result
-        for key, (value, answers) in list(self._unread.items()):
-            self._store.set(key, value)
-            if len(self._store.get_all(answers)) == len(answers):
-                del self._unread[key]
+        with suppress(RuntimeError):  # what torch's stores raise: rank 0 has ended
+            self._store.set(f"{at}/read/{self.rank_info.rank}", True)
+            keys = [f"{at}/read/{rank}" for rank in ranks]
+            while not self._store.all_there(keys) and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
 
     # ------------------------------------------------------------ other ranks
 
@@ -219,67 +188,38 @@ class Rendezvous:
         entry = asdict(_Entry(self._nonce, asdict(report)))
         patience = seconds + SLACK_SECONDS
         started = time.monotonic()
-        deadline, opened, start = started + patience, None, self._start
+        deadline, opened, reported = started + patience, None, None
         while (now := time.monotonic()) < deadline:
             # Until its first result a rank cannot know whether the name is that of this start.
-            # The last name that was read counts until there is another: a stranger may remove it before every look.
-            found = self._start or self._store.get("start")
-            start = found if isinstance(found, str) else start
-            if start is not None:
-                at = f"{start}/{name}"
-                # Again every time: a stranger may have written over it.
+            start = self._start or self._store.get("start")
+            at = f"{start}/{name}"
+            if start is not None and reported != start:
                 self._store.set(f"{at}/{self.rank_info.rank}", entry)
                 if report.problem is not None:
                     self._store.set(f"{start}/problem", self.rank_info.rank)
-                if opened != start and self._store.get(f"{at}/open") is not None:
-                    # From now on rank 0 waits for others as long as this rank has waited for it.
-                    opened, deadline = start, now + patience
-                if (outcome := self._answer(at)) is not None:
-                    result, self._ranks_port = outcome
-                    self._start = start
-                    self._store.set(f"{at}/result/read/{self.rank_info.rank}", self._nonce)
-                    if result.error is not None:
-                        self._wait_until_all_have_read(f"{at}/result/read")
-                    return result
-            self._pause(min(SLOWEST_POLL_SECONDS, max(POLL_SECONDS / 4, (now - started) / 10)))
-        raise self._no_answer(seconds)
-
-    def _wait_until_all_have_read(self, key: str) -> None:
-        """A rank that ends with an error makes its launcher end the node's other ranks, and on the first node the
-        store: ranks of other nodes must have read the error before."""
-        deadline = time.monotonic() + READ_SECONDS
-        try:
-            while self._store.get(key) is None and time.monotonic() < deadline:
-                self._pause(POLL_SECONDS)
-        except RuntimeError:  # what torch's stores raise: rank 0 has ended
-            pass
-
-    def _no_answer(self, seconds: float) -> MissingRanksError:
+                reported = start
+            if start is not None and opened != start and self._store.get(f"{at}/open") is not None:
+                # From now on rank 0 waits for others as long as this rank has waited for it.
+                opened, deadline = start, now + patience
+            if start is not None and (outcome := self._outcome(at)) is not None:
+                self._start, self._ranks_port = start, outcome.ranks_port
+                result = RendezvousResult(**outcome.result)
+                if result.error is not None:
+                    self._wait_until_read(at, outcome.nonces)
+                return result
+            time.sleep(min(SLOWEST_POLL_SECONDS, max(POLL_SECONDS / 4, (now - started) / 10)))
         head = self._known_ranks().get(0)
         where = f"rank 0 on {head.host} (pid {head.pid})" if head else "rank 0, which never registered"
-        return MissingRanksError(
+        raise MissingRanksError(
             f"{self.rank_info} waited {seconds:.0f} s at the start for {where} "
-            f"(run.start_timeout_seconds); look at the log of the first node{self._foreign_text()}"
+            f"(run.start_timeout_seconds); look at the log of the first node"
         )
 
-    def _answer(self, at: str) -> tuple[RendezvousResult, int] | None:
-        """The result and the port of the ranks' store, if rank 0 has read this rank's report before."""
+    def _outcome(self, at: str) -> _Outcome | None:
+        """What rank 0 has published, if it has read this rank's report before."""
         outcome = record_of(_Outcome, self._store.get(f"{at}/result"))
-        if outcome is None or self._nonce not in outcome.nonces:
-            return None
-        result, port = record_of(RendezvousResult, outcome.result), outcome.ranks_port
-        has_port = not self.rank_info.several_nodes and result is not None and result.error is None
-        fits = 0 < port < 2**16 if has_port else port == 0
-        return (result, port) if result is not None and fits else None
-
-    def _foreign_text(self) -> str:
-        """For a rank that misses others: why that may be."""
-        return (
-            ". The store holds values that this rank cannot verify: RLMATH_STORE_SECRET must be the same on all nodes, "
-            "and only they may reach the store's port (docs/clusters.md, Trusted network)"
-            if self._store.found_foreign
-            else ""
-        )
+        has_read = outcome is not None and outcome.nonces.get(str(self.rank_info.rank)) == self._nonce
+        return outcome if has_read else None
 
     # ------------------------------------------------------------ rank 0
 
@@ -287,8 +227,9 @@ class Rendezvous:
         self, name: str, report: RankReport, seconds: float, check: CheckReports
     ) -> RendezvousResult:
         at = f"{self._start}/{name}"
-        arrived = self._wait_for_reports(at, report, seconds)
-        result = self._result_of(arrived.reports, seconds, check)
+        entries = self._wait_for_entries(at, _Entry(self._nonce, asdict(report)), seconds)
+        reports = {rank: RankReport(**entry.report) for rank, entry in entries.items()}
+        result = self._result_of(reports, seconds, check)
         if result.error is None:
             try:
                 self._serve_ranks_store()
@@ -296,53 +237,40 @@ class Rendezvous:
                 text = f"{self.rank_info} cannot open a store for the ranks at a port of {LOOPBACK}: {error}"
                 result = RendezvousResult(text)
         port = self._ranks_port if result.error is None else 0
-        outcome = asdict(_Outcome(arrived.nonces, asdict(result), port))
-        self._publish(f"{at}/result", outcome, (rank for rank in arrived.reports if rank != 0))
-        self._store.set(f"{at}/result/read", True)
+        nonces = {str(rank): entry.nonce for rank, entry in entries.items()}
+        self._store.set(f"{at}/result", asdict(_Outcome(nonces, asdict(result), port)))
+        if result.error is not None:
+            self._wait_until_read(at, nonces)
         return result
 
-    def _wait_for_reports(self, at: str, own: RankReport, seconds: float) -> _Arrived:
-        """The reports that are there: all, or those at the timeout."""
-        arrived, problem = _Arrived({0: own}), own.problem is not None
+    def _wait_for_entries(self, at: str, own: _Entry, seconds: float) -> dict[int, _Entry]:
+        """What all ranks have published, or those that are there at the timeout, by rank."""
+        entries, problem = {0: own}, own.report["problem"] is not None
         started, next_log = time.monotonic(), FIRST_LOG_SECONDS
         deadline = started + seconds
+        self._store.set(f"{at}/open", True)
         while True:
             now = time.monotonic()
-            self._repeat_unread()
-            self._store.set(f"{at}/open", True)
-            missing = self._still_missing(arrived)
-            if not missing or self._store.all_there([f"{at}/{rank}" for rank in missing]):
-                self._read_reports(at, arrived)
-            if len(arrived.reports) == self.rank_info.world_size:
-                return arrived
-            problem = problem or self._store.get(f"{self._start}/problem") is not None
-            if problem:
+            missing = {
+                f"{at}/{rank}": rank for rank in range(self.rank_info.world_size) if rank not in entries
+            }
+            logs = now - started >= next_log
+            if logs or now >= deadline or self._store.all_there(list(missing)):
+                for key, value in self._store.get_all(list(missing)).items():
+                    if (entry := record_of(_Entry, value)) is not None:
+                        entries[missing[key]] = entry
+            if now >= deadline or len(entries) == self.rank_info.world_size:
+                return entries
+            if problem := problem or self._store.get(f"{self._start}/problem") is not None:
                 deadline = min(deadline, now + PROBLEM_SECONDS)
-            if now >= deadline:
-                self._read_reports(at, arrived)
-                return arrived
-            if now - started >= next_log:
+            if logs:
                 next_log *= 2
-                self._read_reports(at, arrived)
                 logger.info(
-                    f"{len(arrived.reports)} of {self.rank_info.world_size} ranks are here after "
+                    f"{len(entries)} of {self.rank_info.world_size} ranks are here after "
                     f"{now - started:.0f} s, until {seconds:.0f} s (run.start_timeout_seconds) the run waits for "
-                    f"{self._missing(list(arrived.reports))}{self._foreign_text()}"
+                    f"{self._missing(entries)}"
                 )
-            self._pause(POLL_SECONDS)
-
-    def _still_missing(self, arrived: _Arrived) -> list[int]:
-        return [rank for rank in range(self.rank_info.world_size) if rank not in arrived.reports]
-
-    def _read_reports(self, at: str, arrived: _Arrived) -> None:
-        """Add the reports that have come."""
-        keys = {f"{at}/{rank}": rank for rank in self._still_missing(arrived)}
-        for key, value in self._store.get_all(list(keys)).items():
-            entry = record_of(_Entry, value)
-            report = None if entry is None else entry.checked()
-            if entry is not None and report is not None:
-                arrived.reports[keys[key]] = report
-                arrived.nonces.append(entry.nonce)
+            time.sleep(POLL_SECONDS)
 
     def _result_of(
         self, reports: Mapping[int, RankReport], seconds: float, check: CheckReports
@@ -351,20 +279,19 @@ class Rendezvous:
         if problems:
             mistakes = any(not reports[rank].may_pass for rank in problems)
             return RendezvousResult(problems_text(problems, reports), is_mistake=mistakes)
-        keys = [f"{self._start}/failure/{rank}" for rank in range(self.rank_info.world_size)]
         if self._store.get(f"{self._start}/problem") is not None:
-            failures = [text for text in self._store.get_all(keys).values() if isinstance(text, str)]
-            if failures:
-                return RendezvousResult("; ".join(failures[:4]))
+            keys = [f"{self._start}/failure/{rank}" for rank in range(self.rank_info.world_size)]
+            if failures := self._store.get_all(keys):
+                return RendezvousResult("; ".join(list(failures.values())[:4]))
         if len(reports) < self.rank_info.world_size:
             return RendezvousResult(
                 f"{len(reports)} of {self.rank_info.world_size} ranks are at the start after {seconds:.0f} s "
-                f"(run.start_timeout_seconds). Missing: {self._missing(list(reports))}. Look at the logs of those "
-                f"nodes; where they only need longer, raise run.start_timeout_seconds{self._foreign_text()}"
+                f"(run.start_timeout_seconds). Missing: {self._missing(reports)}. Look at the logs of those "
+                f"nodes; where they only need longer, raise run.start_timeout_seconds"
             )
         return check(reports)
 
-    def _missing(self, here: list[int]) -> str:
+    def _missing(self, here: Iterable[int]) -> str:
         """ "ranks 2-3 on node1 (started, not here yet), ranks 4-5 of the node with number 2 (never started)"."""
         known, groups = self._known_ranks(), {}
         hosts = {info.node: info.host for info in known.values()}
@@ -378,15 +305,13 @@ class Rendezvous:
 
     def _known_ranks(self) -> dict[int, RankInfo]:
         """The ranks that have registered, in this start or an earlier one."""
-        keys = [f"info/{rank}" for rank in range(self.rank_info.world_size)]
-        found = self._store.get_all(keys).items()
-        infos = [(key, info) for key, value in found if (info := record_of(RankInfo, value)) is not None]
-        return {info.rank: info for key, info in infos if key == f"info/{info.rank}"}
+        found = self._store.get_all([f"info/{rank}" for rank in range(self.rank_info.world_size)]).values()
+        infos = [info for value in found if (info := record_of(RankInfo, value)) is not None]
+        return {info.rank: info for info in infos}
 
 
 def open_rendezvous(seconds: float) -> Rendezvous | None:
-    """Register within so many seconds; None where this is the only rank. MissingRanksError where there is no store, or
-    this rank cannot have the secret of the others."""
+    """Register within so many seconds; None where this is the only rank. MissingRanksError where there is no store."""
     own = this_rank()
     if own.world_size == 1:
         return None
@@ -402,9 +327,7 @@ def open_rendezvous(seconds: float) -> Rendezvous | None:
             wait_for_workers=False,
             multi_tenant=True,
         )
-        return Rendezvous(own, store, start_secret(own.several_nodes))
-    except OSError as error:
-        raise MissingRanksError(f"{own} cannot start: {error}") from error
+        return Rendezvous(own, store)
     except RuntimeError as error:
         if opens:
             raise MissingRanksError(

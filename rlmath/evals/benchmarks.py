@@ -20,7 +20,6 @@ from rlmath.data.audit import audit_references
 from rlmath.data.formats import read_prompts
 from rlmath.data.tokenizer import drop_special_token_rows, prompt_tokens, rendered
 from rlmath.workers.user_functions import UserFunction
-from rlmath.workers.worker_pool import VerifierPool
 
 SUFFIXES = (".jsonl", ".json", ".parquet", "")
 """Suffixes of a benchmark's file, in the order of the search; "" is a folder of a Hugging Face data set."""
@@ -111,12 +110,12 @@ def load_benchmark(
     return Benchmark(name, tuple(problems), len(file.unusable))
 
 
-def reference_warnings(benchmarks: Sequence[Benchmark], pool: VerifierPool) -> tuple[str, ...]:
+def reference_warnings(benchmarks: Sequence[Benchmark]) -> tuple[str, ...]:
     """About problems that have no reference which an answer could equal: they are wrong whatever the model says."""
     files = []
     for benchmark in benchmarks:
         files.append((benchmark.name, [problem.as_prompt for problem in benchmark.problems]))
-    return audit_references(files, pool)
+    return audit_references(files)
 
 
 @dataclass(frozen=True)

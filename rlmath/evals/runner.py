@@ -43,9 +43,9 @@ from rlmath.evals.results import BenchmarkResult, result_of
 from rlmath.evals.sampling import Missing, open_engine, sample_missing
 from rlmath.evals.tables import boxed_tables, first_table, second_table, write_results
 from rlmath.rewards.reward_manager import try_scorer
+from rlmath.run.nodes import environment_facts, meet
 from rlmath.run.recovery.hub_inputs import fetch_ids
 from rlmath.run.run_dir import sole_user
-from rlmath.run.startup import environment_facts, meet
 from rlmath.workers.hooks import hooks_fingerprint
 from rlmath.workers.user_functions import word_or_function
 from rlmath.workers.worker_pool import VerifierPool
@@ -189,7 +189,7 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: VerifierPool, device: Dev
     if repaired:
         logger.info("Removed the unfinished last line of %d files, left by a run that was stopped", repaired)
     missing = [one for benchmark in benchmarks for one in _missing(benchmark, plan, lengths)]
-    for warning in reference_warnings(benchmarks, pool) if verified else ():
+    for warning in reference_warnings(benchmarks) if verified else ():
         logger.warning("%s", warning)
     _log_work(benchmarks, lengths, plan, sum(len(one.indices) for one in missing))
     return _Prepared(model, benchmarks, lengths, missing)

@@ -20,7 +20,7 @@ from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config import length_curriculum as curriculum
 from rlmath.config.help import raise_problems
 from rlmath.config.hub import HubFailedError
-from rlmath.config.load import load_config, without_secrets
+from rlmath.config.load import load_config
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.audit import EXAMPLES
@@ -120,7 +120,7 @@ def dry_run(
     else:
         status, stream = FINISHED, sys.stdout
     if rank == 0:
-        text, width = without_secrets("\n".join(lines)), terminal_width(stream)
+        text, width = "\n".join(lines), terminal_width(stream)
         print(text if width is None else wrapped(text, width), file=stream)
     return status
 

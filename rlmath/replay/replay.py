@@ -42,8 +42,9 @@ from rlmath.replay.capture import (
     read_capture,
 )
 from rlmath.rewards.several_rewards import functions_of
+from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.resume import CheckpointToResume, Origin, model_fingerprint
-from rlmath.run.startup import PreparedRun, Program, mistakes_end_all_ranks, start
+from rlmath.run.startup import Program, mistakes_end_all_ranks, start
 
 PARTS = ("update", "rollout")
 TOLERANCE = 1e-4

@@ -37,9 +37,9 @@ from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import RolloutSeed, training_sampling
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
 from rlmath.run.loop import join_run, restore
+from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.checkpoint_choice import choose_checkpoint
 from rlmath.run.recovery.resume import CheckpointToResume, Recovery
-from rlmath.run.startup import PreparedRun
 from rlmath.telemetry.metrics_writer import json_number
 from rlmath.telemetry.reporter import StepRecord
 from rlmath.trainer.metrics import UpdateRecord
@@ -139,9 +139,12 @@ def replay_update(
     with ExitStack() as stack:
         mesh, device, heartbeat = begin(stack, prepared, rendezvous)
         heartbeat.enter_phase("build model")
-        trainer = ReplayTrainer(prepared, mesh, device, on_phase=heartbeat.enter_phase)
+        context = prepared.on_rank(
+            mesh, device, on_phase=heartbeat.enter_phase, on_progress=heartbeat.report_progress
+        )
+        trainer = ReplayTrainer(context)
         trainer.capture = capture
-        trainer.build_models(prepared, heartbeat.report_progress)
+        trainer.build_models(context)
         trainer.scale_learning_rate()
         restore(trainer, _whole(state, heartbeat), heartbeat)
         before = sketch_of(trainer)  # on rank 0

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from rlmath.config.run_files import SWITCH_PHASES
 from rlmath.config.terminal import visible
 from rlmath.report.metrics import Curve, Metrics, means_on_common_steps, thinned
 from rlmath.report.run_folder import Run
@@ -21,8 +22,6 @@ MOST_SINGLE = 6
 """Runs that get a figure of their own where runs cannot share one."""
 MOST_LABEL = 48
 
-SWITCH_PHASES = ("offload", "wake", "wake_kv_cache", "sleep", "restore")
-"""Of the memory switch; added up."""
 NO_PHASES = (
     "step",
     "alone_usual",
@@ -528,7 +527,7 @@ def _titled(title: str, run: Run, runs: Sequence[Run]) -> str:
 def markers(run: Run) -> list[dict[str, Any]]:
     """Steps at which the run went on from a checkpoint, for dotted lines: {"x": steps done there, "kind": ...}."""
     found = [{"x": one.step, "kind": "rollback"} for one in run.rollbacks]
-    for before, start in pairwise([None, *run.log.starts]):
+    for before, start in pairwise([None, *run.events.starts]):
         if before is not None and start is not None and start.resumed_after is not None:
             found.append({"x": start.resumed_after, "kind": "restart"})
     return found[:40]

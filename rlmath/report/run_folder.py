@@ -12,19 +12,19 @@ from rlmath.config.files import open_regular, read_json_object
 from rlmath.config.run_files import (
     CONFIG_FILE,
     EARLIER_FOLDER,
+    EVENTS_FILE,
     EXIT_STATUS_FILE,
-    LOG_FILE,
     METRICS_FILE,
     ROLLBACKS_FILE,
-    SAMPLES_FOLDER,
     SUMMARY_FILE,
     VALIDATION_FILE,
 )
 from rlmath.config.terminal import visible
-from rlmath.report.metrics import Metrics, read_metrics
-from rlmath.report.run_log import Log, read_log
-from rlmath.report.samples import SHOWN_CHARS, Samples, number_of, read_samples, text_of
+from rlmath.report.metrics import Metrics, read_curves
+from rlmath.report.run_events import Events, events_of
+from rlmath.report.samples import SHOWN_CHARS, Samples, number_of, samples_of, text_of
 from rlmath.report.settings import Settings, read_settings
+from rlmath.telemetry.metrics_writer import last_step
 
 MOST_RUNS = 24
 MOST_LABEL = 60
@@ -65,7 +65,7 @@ class Run:
     settings: Settings
     summary: dict[str, Any]
     exit_status: dict[str, Any]
-    log: Log
+    events: Events
     samples: Samples
     rollbacks: list[Rollback] = field(default_factory=list)
     earlier: list[EarlierRun] = field(default_factory=list)
@@ -121,7 +121,7 @@ def require_run(folder: Path) -> None:
 def _read_run(folder: Path, label: str, most_chars: int) -> Run:
     notes: list[str] = []
     try:
-        metrics = read_metrics(folder / METRICS_FILE, notes)
+        metrics = read_curves(folder / METRICS_FILE, notes)
     except (OSError, ValueError) as error:
         raise NoRunError(f"{folder / METRICS_FILE} cannot be read: {error}") from error
     run = Run(
@@ -132,8 +132,8 @@ def _read_run(folder: Path, label: str, most_chars: int) -> Run:
         read_settings(folder / CONFIG_FILE, notes),
         _read_object(folder / SUMMARY_FILE, notes),
         _read_object(folder / EXIT_STATUS_FILE, notes),
-        read_log(folder / LOG_FILE, notes),
-        read_samples(folder / SAMPLES_FOLDER, notes, most_chars),
+        events_of(folder / EVENTS_FILE, metrics.last_step, notes),
+        samples_of(folder, notes, most_chars),
         notes=notes,
     )
     _attempt(notes, ROLLBACKS_FILE, lambda: run.rollbacks.extend(_rollbacks(folder, notes)))
@@ -143,7 +143,7 @@ def _read_run(folder: Path, label: str, most_chars: int) -> Run:
 
 def _validation(path: Path, notes: list[str]) -> Metrics:
     try:
-        return read_metrics(path, notes)
+        return read_curves(path, notes)
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
@@ -194,20 +194,8 @@ def _earlier(folder: Path, notes: list[str]) -> list[EarlierRun]:
     for name in names[-MOST_EARLIER:]:
         status = _read_object(base / name / EXIT_STATUS_FILE, notes)
         ended = text_of(status.get("meaning"), 40) or "it left no exit status"
-        found.append(EarlierRun(name, _last_step(base / name / METRICS_FILE), ended))
+        found.append(EarlierRun(name, last_step(base / name / METRICS_FILE) or None, ended))
     return found
-
-
-def _last_step(path: Path) -> int | None:
-    """Of the last rows of a file of metrics."""
-    try:
-        with open_regular(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - 2**16))
-            rows = file.read(2**16).split(b"\n")[:-1]
-    except (OSError, ValueError):
-        return None
-    steps = [row.partition(b'"step": ')[2].partition(b",")[0] for row in rows[-3:]]
-    return max((int(step) for step in steps if step.isdigit() and len(step) < 13), default=None)
 
 
 def labels_of(folders: Sequence[Path]) -> list[str]:

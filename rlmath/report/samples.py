@@ -7,23 +7,17 @@ characters, a number or nothing, and all of it is bounded.
 from __future__ import annotations
 
 import math
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlmath.config.files import parse_json
 from rlmath.config.run_files import SAMPLES_FOLDER
 from rlmath.config.terminal import visible
-from rlmath.report.metrics import finished_lines
+from rlmath.telemetry.samples import read_samples, sample_files
 
-MOST_LISTED = 200_000
-"""Entries of the folder that are looked at."""
-MOST_FILES, MOST_BYTES = 300, 2**25
+MOST_FILES = 300
 """Read of a run, spread over its steps; of these the page has some in full."""
-MOST_LINE_BYTES = 2**22
 MOST_FAILURE_FILES = 5
 
 SHOWN_STEPS, SHOWN_GROUPS, SHOWN_COMPLETIONS = 40, 4, 16
@@ -34,8 +28,6 @@ HEAD_CHARS, TAIL_CHARS = 2500, 1500
 """Of a longer completion, whose answer is at its end."""
 SHORT_CHARS = 300
 
-_NAME = re.compile(r"(step|failure)-(\d{6,12})\.jsonl", re.ASCII)
-
 
 @dataclass
 class Samples:
@@ -45,11 +37,11 @@ class Samples:
     """To be shown, by rising step, as page.js reads them."""
 
 
-def read_samples(folder: Path, notes: list[str], most_chars: int = SHOWN_CHARS) -> Samples:
-    """The samples of a run; nothing where the folder is not there. `most_chars` bounds the texts of `groups`. What was
-    left out is added to `notes`."""
-    found, failures = _files(folder, notes)
-    steps = _chosen(found)
+def samples_of(folder: Path, notes: list[str], most_chars: int = SHOWN_CHARS) -> Samples:
+    """The samples of the run in a folder; nothing where it has none. `most_chars` bounds the texts of `groups`. What
+    was left out is added to `notes`."""
+    found, failures = sample_files(folder), sample_files(folder, "failure")
+    steps = _spread(list(found), MOST_FILES)
     if len(steps) < len(found):
         notes.append(
             f"{SAMPLES_FOLDER}/: the files of {len(steps)} of {len(found)} steps, spread evenly, were read for the "
@@ -58,7 +50,7 @@ def read_samples(folder: Path, notes: list[str], most_chars: int = SHOWN_CHARS) 
     samples, damaged = Samples(), 0
     by_step: dict[int, list[dict[str, Any]]] = {}
     for step in steps:
-        groups, broken = _read_groups(found[step][0], step, "step")
+        groups, broken = _read_groups(found[step], step, "step")
         damaged += broken
         by_step[step] = groups
         lengths = [one["length"] for group in groups for one in group["completions"]]
@@ -66,48 +58,18 @@ def read_samples(folder: Path, notes: list[str], most_chars: int = SHOWN_CHARS) 
             int(length) for length in lengths if length is not None and 0 <= length <= 10**9
         ]
     failed: list[dict[str, Any]] = []
-    for step in _spread(sorted(failures), MOST_FAILURE_FILES):
-        groups, broken = _read_groups(failures[step][0], step, "failure")
+    for step in _spread(list(failures), MOST_FAILURE_FILES):
+        groups, broken = _read_groups(failures[step], step, "failure")
         damaged += broken
         failed += groups[:1]
     if damaged:
-        notes.append(
-            f"{SAMPLES_FOLDER}/: {damaged} lines or files are no samples, or too long, and were left out."
-        )
+        notes.append(f"{SAMPLES_FOLDER}/: {damaged} lines or files are no samples and were left out.")
     samples.groups = _shown(by_step, failed, most_chars)
     in_page = len({group["step"] for group in samples.groups if group["kind"] == "step"})
     if 0 < in_page < len(found):
         notes.append(f"The page has samples of {in_page} of the {len(found)} steps that have some.")
     samples.lengths = {step: lengths for step, lengths in samples.lengths.items() if lengths}
     return samples
-
-
-def _files(folder: Path, notes: list[str]) -> tuple[dict[int, tuple[Path, int]], dict[int, tuple[Path, int]]]:
-    """(path, bytes) by step of the sampled groups, and of those that could not be scored."""
-    found: dict[str, dict[int, tuple[Path, int]]] = {"step": {}, "failure": {}}
-    try:
-        with os.scandir(folder) as entries:
-            for number, entry in enumerate(entries):
-                if number == MOST_LISTED:
-                    notes.append(f"{SAMPLES_FOLDER}/: only {MOST_LISTED} of its entries were looked at.")
-                    break
-                name = _NAME.fullmatch(entry.name)
-                if name and entry.is_file():
-                    found[name[1]][int(name[2])] = Path(entry.path), entry.stat().st_size
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except OSError as error:
-        notes.append(f"{SAMPLES_FOLDER}/ cannot be read: {visible(str(error))[:200]}")
-    return found["step"], found["failure"]
-
-
-def _chosen(files: dict[int, tuple[Path, int]]) -> list[int]:
-    """Steps, spread evenly, whose files are within the bounds."""
-    steps = sorted(step for step, (_, size) in files.items() if size <= MOST_BYTES)
-    count = min(len(steps), MOST_FILES)
-    while count > 1 and sum(files[step][1] for step in _spread(steps, count)) > MOST_BYTES:
-        count = count * 3 // 4
-    return _spread(steps, count)
 
 
 def _spread(items: Sequence[int], most: int) -> list[int]:
@@ -127,20 +89,20 @@ def _read_groups(path: Path, step: int, kind: str) -> tuple[list[dict[str, Any]]
     """The groups of a file, and how many of its lines are none."""
     groups, damaged = [], 0
     try:
-        for _, line in finished_lines(path, MOST_BYTES, MOST_LINE_BYTES):
+        for _, row in read_samples(path):
             try:
-                if line is None:
-                    raise ValueError
-                groups.append(_group(parse_json(line.decode("utf-8")), step, kind))
+                groups.append(_group(row, step, kind))
             except (ValueError, TypeError, KeyError, AttributeError):
                 damaged += 1
-    except (OSError, ValueError):
+    except OSError:
         damaged += 1
     return groups, damaged
 
 
 def _group(row: Any, step: int, kind: str) -> dict[str, Any]:
     """ValueError and its like for a row that is none."""
+    if isinstance(row, ValueError):
+        raise row
     solutions = row["solutions"] if isinstance(row.get("solutions"), list) else []
     completions = [_completion(one) for one in row["completions"][:256]]
     return {

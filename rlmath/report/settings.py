@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from rlmath.config.files import MAX_YAML_BYTES, check_yaml, read_regular
+from rlmath.config.files import MAX_YAML_BYTES, read_regular
 from rlmath.config.help import all_settings, as_yaml_word
 from rlmath.config.terminal import visible
 
@@ -17,7 +17,7 @@ MOST_CHARS = 300
 """Of a value."""
 
 Settings = Mapping[str, Any]
-"""Value by key ("optimizer.lr"). Text that names an environment variable stays as it is written."""
+"""Value by key ("optimizer.lr")."""
 
 
 def read_settings(path: Path, notes: list[str]) -> Settings:
@@ -25,7 +25,6 @@ def read_settings(path: Path, notes: list[str]) -> Settings:
     `notes`."""
     try:
         text = read_regular(path, MAX_YAML_BYTES).decode("utf-8")
-        check_yaml(text)
         tree = yaml.safe_load(text)
         if not isinstance(tree, dict):
             raise ValueError(f"it holds a {type(tree).__name__}; needed: sections")

@@ -14,7 +14,7 @@ from rlmath.workers.custom_function import FunctionResult
 class Scheme:
     """Converts a verifier result to a reward: (raw reward of the scheme - bias) * scaling - overlong penalty.
 
-    >>> Scheme("correctness").reward(Verdict(True, "5", "string"), boxed=True, length=90, limit=100, truncated=False)
+    >>> Scheme("correctness").reward(1.0, verified=True, length=90, limit=100, truncated=False)
     5.0
     """
 
@@ -47,35 +47,21 @@ class Scheme:
             reward.overlong_penalty,
         )
 
-    @property
-    def scaling(self) -> float:
+    def scale(self, verified: bool) -> float:
+        """What a raw reward is multiplied by; `verified`: correctness is a part of it."""
         if self.output_scaling is not None:
             return self.output_scaling
-        return 5.0 if self.name == "correctness" else 1.0
+        return 5.0 if verified and self.name == "correctness" else 1.0
 
-    def reward(self, verdict: Verdict, boxed: bool, length: int, limit: int, truncated: bool) -> float:
-        """The reward of a completion of `length` tokens, of at most `limit`."""
-        raw = raw_reward(self.name, verdict.correct, boxed, self.format_penalty)
-        return self._with_length_penalty((raw - self.output_bias) * self.scaling, length, limit, truncated)
+    def reward(self, raw: float, verified: bool, length: int, limit: int, truncated: bool) -> float:
+        """The reward of a completion of `length` tokens, of at most `limit`.
 
-    def function_reward(self, number: float, length: int, limit: int, truncated: bool) -> float:
-        """The same for the number that the user's function returned; `output_scaling` None means 1 here."""
-        scaling = 1.0 if self.output_scaling is None else self.output_scaling
-        return self._with_length_penalty((number - self.output_bias) * scaling, length, limit, truncated)
-
-    def scale(self, verified: bool) -> float:
-        """What a sum of several rewards is multiplied by; `verified`: correctness is one of them."""
-        return self.scaling if verified or self.output_scaling is not None else 1.0
-
-    def sum_reward(self, number: float, verified: bool, length: int, limit: int, truncated: bool) -> float:
-        """The same for the weighted sum of several rewards."""
-        reward = (number - self.output_bias) * self.scale(verified)
-        return self._with_length_penalty(reward, length, limit, truncated)
-
-    def _with_length_penalty(self, reward: float, length: int, limit: int, truncated: bool) -> float:
+        `raw` is what `raw_reward` or the user's function gives, or a weighted sum; `verified` is as in `scale`.
+        """
         if truncated and self.mask_no_eos_with_zero:
             return 0.0
-        return reward - self.overlong_penalty * overlong_share(length, limit, self.overlong_buffer)
+        scaled = (raw - self.output_bias) * self.scale(verified)
+        return scaled - self.overlong_penalty * overlong_share(length, limit, self.overlong_buffer)
 
 
 def raw_reward(name: str, correct: bool, boxed: bool, format_penalty: float) -> float:
@@ -106,7 +92,8 @@ def overlong_share(length: int, limit: int, buffer: int) -> float:
 
 def score(scheme: Scheme, verdict: Verdict, boxed: bool, length: int, limit: int, truncated: bool) -> Score:
     """The score of a completion that the verifier checked."""
-    reward = scheme.reward(verdict, boxed, length, limit, truncated)
+    raw = raw_reward(scheme.name, verdict.correct, boxed, scheme.format_penalty)
+    reward = scheme.reward(raw, True, length, limit, truncated)
     return Score(
         reward,
         verdict.correct,
@@ -131,9 +118,9 @@ def function_score(
     It counts as correct where the function's metric "correct" is above 0, or without one where its reward is.
     """
     if result.failure in FAILURES:
-        reward = scheme.function_reward(worst, length, limit, truncated)
+        reward = scheme.reward(worst, False, length, limit, truncated)
         message, kind = result.message, str(result.failure)
         return Score(reward, False, message, kind, boxed, queue_seconds=result.queue_seconds)
-    reward = scheme.function_reward(result.reward, length, limit, truncated)
+    reward = scheme.reward(result.reward, False, length, limit, truncated)
     correct = dict(result.metrics).get("correct", result.reward) > 0
     return Score(reward, correct, "", "function", boxed, result.metrics, result.queue_seconds)

@@ -150,7 +150,7 @@ def several_score(
     )
     verdict = results.get("correctness")
     number = sum(one.weight * value for one, value in zip(rewards, values, strict=True) if value is not None)
-    reward = scheme.sum_reward(number, verdict is not None, length, limit, truncated)
+    reward = scheme.reward(number, verdict is not None, length, limit, truncated)
     called = {name: result for name, result in results.items() if isinstance(result, FunctionResult)}
     metrics = tuple(
         (f"{name}/{metric}", value) for name, result in called.items() for metric, value in result.metrics

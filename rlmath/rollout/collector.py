@@ -33,7 +33,7 @@ from rlmath.algorithms.types import (
 from rlmath.config.schema import RewardConfig, RolloutConfig
 from rlmath.distributed.collectives import all_gather_objects, shared_store
 from rlmath.distributed.mesh import Mesh
-from rlmath.distributed.signed_store import SignedStore
+from rlmath.distributed.run_store import RunStore
 from rlmath.rewards.reward_manager import RewardManager, RewardWorkers, scorer_settings
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import Key, Request, RolloutSeed, SamplingSettings, group_requests
@@ -239,7 +239,7 @@ class SamplingProgress:
     """How many completions all engines have sampled: on rank 0 a bar where there is a terminal, else a log line every
     PROGRESS_SECONDS."""
 
-    def __init__(self, total: int, mesh: Mesh, store: SignedStore, title: str, shown: bool = True) -> None:
+    def __init__(self, total: int, mesh: Mesh, store: RunStore, title: str, shown: bool = True) -> None:
         """All engines sample `total` completions; `title` is for the console. Several at a time need stores of their
         own."""
         self._total, self._mesh, self._store, self._title = total, mesh, store, title

@@ -24,7 +24,6 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from rlmath.rollout.engine import IDENT_VARIABLE
 from rlmath.rollout.engine_sleep import cache_storages
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -48,12 +47,12 @@ class RlmathCPUWorker(CPUWorker):
         """
         external_launcher = self.parallel_config.distributed_executor_backend == "external_launcher"
         if external_launcher:
-            ident = os.environ[IDENT_VARIABLE]
-            self.distributed_init_method = f"env:{ident}"
+            name = self.vllm_config.additional_config["engine_name"]
+            self.distributed_init_method = f"env:{name}"
         super().init_device()
         if external_launcher:
             get_tp_group().barrier()
-            for file in Path("/dev/shm").glob(f"{ident}-*"):
+            for file in Path("/dev/shm").glob(f"{name}-*"):
                 file.unlink(missing_ok=True)
         self.model_runner.sampler.topk_topp_sampler.forward = self._sample
 

@@ -31,9 +31,6 @@ _REQUEST_NAMES = itertools.count()
 CPU_CHUNKED_PREFILL = False
 """vLLM 0.32 rewinds the generator of a request whose prompt it split, which torch's on CPU does not allow."""
 
-IDENT_VARIABLE = "RLMATH_ENGINE_IDENT"
-"""Environment variable with a name that is unique to an engine on this machine; our CPU worker reads it."""
-
 CPU_WORKER = "rlmath.rollout.cpu_worker.RlmathCPUWorker"
 
 
@@ -53,11 +50,6 @@ def prepare_environment(device_kind: DeviceKind) -> None:
         # The second needs Triton; `cpu_worker` knows the first one's batch.
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
-
-
-def _set_engine_ident(mesh: Mesh) -> None:
-    """A collective of all ranks: those of one engine get the same name."""
-    os.environ[IDENT_VARIABLE] = f"rlmath-{broadcast_from_rank_zero(uuid.uuid4().hex)}-{mesh.engine_index}"
 
 
 def _cpu_arguments(settings: RolloutConfig) -> dict[str, Any]:
@@ -80,6 +72,18 @@ def _device_arguments(settings: RolloutConfig, device: Device) -> dict[str, Any]
         "enable_sleep_mode": True,
         # Other kernels keep experts in layouts of their own, into which new weights cannot be written.
         "moe_backend": "triton",
+    }
+
+
+def _mesh_arguments(mesh: Mesh) -> dict[str, Any]:
+    """Of the engine that this rank is part of. A collective of all ranks: those of one engine get the same name, unique
+    on this machine, for our CPU worker."""
+    name = f"rlmath-{broadcast_from_rank_zero(uuid.uuid4().hex)}-{mesh.engine_index}"
+    return {
+        "tensor_parallel_size": mesh.engine_size,
+        "distributed_executor_backend": "external_launcher",
+        "seed": mesh.engine_index,
+        "additional_config": {"engine_name": name},
     }
 
 
@@ -150,14 +154,11 @@ class Engine:
         every parameter of one rank (`shard_layouts.engine_shapes`). With `load_weights` it starts with those of the
         folder."""
         prepare_environment(device.kind)
-        _set_engine_ident(mesh)
         self._settings = settings
         self._device_kind: DeviceKind = device.kind
         arguments = _device_arguments(settings, device) | {
-            "tensor_parallel_size": mesh.engine_size,
-            "distributed_executor_backend": "external_launcher",
+            **_mesh_arguments(mesh),
             "load_format": "auto" if load_weights else "dummy",
-            "seed": mesh.engine_index,
         }
         self._llm = _open_llm(model_path, settings, max_sequence, device.kind, arguments)
         (model,) = self._llm.collective_rpc(lambda worker: worker.get_model())
@@ -231,15 +232,12 @@ def open_standalone(
     process group calls this.
     """
     prepare_environment(device_kind)
-    if mesh is not None:
-        _set_engine_ident(mesh)
     if device_kind == "cpu":
         arguments = _cpu_arguments(settings)
     else:
         arguments = _gpu_arguments(settings) | {"dtype": "auto"}
     if mesh is not None:
-        arguments |= {"tensor_parallel_size": mesh.engine_size, "seed": mesh.engine_index}
-        arguments["distributed_executor_backend"] = "external_launcher"
+        arguments |= _mesh_arguments(mesh)
     return _open_llm(model_path, settings, max_sequence, device_kind, arguments)
 
 

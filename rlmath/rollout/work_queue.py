@@ -15,10 +15,8 @@ product.
 An engine pops as long as vLLM has a free place for a sequence, and nothing beyond: what it holds, no other engine can
 pop. Before its first completion it pops the first samples of its own part only: another engine may still be waking up.
 
-The counters and the marks of taken items are signed values in a store that all ranks reach. A stranger who deletes or
-replaces them there can only make two engines sample the same item, which gives the same completions: none is lost. One
-rank of each engine pops; the others get what it popped at the same point, as all of them run vLLM's scheduler in
-lockstep, and not through the store.
+The counters and the marks of taken items are values in a store that all ranks reach. One rank of each engine pops; the
+others get what it popped at the same point, as all of them run vLLM's scheduler in lockstep, and not through the store.
 """
 
 # Shape legend: P prompts, G samples per prompt.
@@ -31,7 +29,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rlmath.distributed.mesh import Mesh
-from rlmath.distributed.signed_store import SignedStore
+from rlmath.distributed.run_store import RunStore
 from rlmath.rollout.sampling import Load, Request, RequestResult
 
 
@@ -75,7 +73,7 @@ class WorkQueue:
 
     def __init__(
         self,
-        store: SignedStore,
+        store: RunStore,
         requests_PG: Sequence[Sequence[Request]],
         mesh: Mesh,
         max_num_seqs: int,
@@ -153,7 +151,7 @@ class _EngineItems:
     """Pops items for one engine, on its leading rank."""
 
     def __init__(
-        self, store: SignedStore, has_remaining_P: Sequence[bool], mesh: Mesh, max_num_seqs: int
+        self, store: RunStore, has_remaining_P: Sequence[bool], mesh: Mesh, max_num_seqs: int
     ) -> None:
         self.steps = 0
         """Engine steps so far: tokens that a first sample may have by now."""

@@ -18,7 +18,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,7 @@ from rlmath.checkpoint.hf.weights import all_finite
 from rlmath.checkpoint.sharded_state import SavedModel, held_by
 from rlmath.distributed.collectives import first_error
 from rlmath.models.learner import MinibatchResult
-
-if TYPE_CHECKING:
-    from rlmath.run.loop import Trainer
+from rlmath.trainer.base import Trainer
 
 ADVICE = (
     "Lower optimizer.lr, raise optimizer.warmup_steps, or lower optimizer.clip_grad, algorithm.n_minibatches or "

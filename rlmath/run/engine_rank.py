@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from rlmath.config import length_curriculum as curriculum
 from rlmath.config.schema import Config
-from rlmath.distributed.bridge import Bridge, Mailbox
-from rlmath.distributed.device import Device, open_device
+from rlmath.data.dataset import Inputs
+from rlmath.distributed.bridge import Mailbox
+from rlmath.distributed.device import open_device
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.ranks import environment_rank, environment_world_size
@@ -30,7 +31,8 @@ from rlmath.rollout.sampling import training_sampling
 from rlmath.rollout.weight_sync.publish import WeightReceiver
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
 from rlmath.run.loop import join_run
-from rlmath.run.startup import PreparedRun
+from rlmath.run.prepared import PreparedRun
+from rlmath.trainer.context import RankContext
 from rlmath.trainer.rollouts.engines import engines_plan, validation_scorer
 
 logger = logging.getLogger(__name__)
@@ -46,9 +48,9 @@ def run_engine_rank(prepared: PreparedRun[Any], rendezvous: Rendezvous | None) -
     with ExitStack() as stack:
         workers = stack.enter_context(open_scorers(config, mesh))
         bridge, heartbeat = join_run(stack, config, device, rendezvous, stop)
-        assert bridge is not None
         heartbeat.enter_phase("build engine")
-        rank_of_engine = EngineRank(prepared, mesh, device, bridge, workers, heartbeat.report_progress)
+        progress = heartbeat.report_progress
+        rank_of_engine = EngineRank(prepared.on_rank(mesh, device, workers, bridge, on_progress=progress))
         heartbeat.enter_phase("generate")
         stop.in_steps = True
 
@@ -73,18 +75,12 @@ def open_scorers(config: Config, mesh: Mesh) -> AbstractContextManager[RewardWor
 class EngineRank:
     """One rank of an engine, and what connects it to the trainers."""
 
-    def __init__(
-        self,
-        prepared: PreparedRun[Any],
-        mesh: Mesh,
-        device: Device,
-        bridge: Bridge,
-        workers: RewardWorkers | None,
-        on_progress: Callable[[], None],
-    ) -> None:
-        """`mesh` is that of the engines' world. `on_progress` is called for every step of vLLM's, and while weights
-        come."""
-        config, inputs, shape = prepared.config, prepared.inputs, prepared.shape
+    def __init__(self, context: RankContext[Inputs]) -> None:
+        """The context's mesh is the engines' world; its `on_progress` is called for every step of vLLM's, and while
+        weights come."""
+        config, inputs, shape = context.config, context.inputs, context.shape
+        mesh, device, bridge = context.mesh, context.device, context.bridge
+        assert bridge is not None
         self._mailbox = Mailbox(bridge, range(bridge.training_ranks)) if mesh.is_engine_leader else None
         self._scorer = validation_scorer(config, mesh)
         with bridge.as_own_world():
@@ -96,7 +92,7 @@ class EngineRank:
                 device,
                 engine_shapes(shape, mesh.engine_size),
             )
-        engine.on_step = on_progress
+        engine.on_step = context.on_progress
         if config.rollout.on_new_weights == "recompute" and not engine.continues_noise:
             raise ValueError(
                 'rollout.on_new_weights is "recompute", and vLLM takes its first model runner (its log says why), '
@@ -107,15 +103,17 @@ class EngineRank:
         self._loop = GenerationLoop(
             engine,
             mesh,
-            WeightReceiver(engine.weights, plan, mesh, device, bridge, self._mailbox, on_progress),
-            Collector(engine, mesh, inputs.tokenizer, config.rollout, config.reward, workers, self._scorer),
+            WeightReceiver(engine.weights, plan, mesh, device, bridge, self._mailbox, context.on_progress),
+            Collector(
+                engine, mesh, inputs.tokenizer, config.rollout, config.reward, context.workers, self._scorer
+            ),
             inputs,
             config.rollout,
             config.reward,
             [training_sampling(stage.config.rollout) for stage in stages],
             config.run.seed,
             self._mailbox,
-            workers,
+            context.workers,
         )
 
     def run(self, on_weights: Callable[[int], None] = lambda step: None) -> int:

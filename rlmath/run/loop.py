@@ -11,25 +11,21 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rlmath.checkpoint.directory import Progress, read_progress
 from rlmath.checkpoint.manager import load_checkpoint
-from rlmath.checkpoint.sharded_state import POLICY, SavedModel
 from rlmath.config.help import all_settings, as_yaml_word
 from rlmath.config.load import config_as_yaml, shown_values
 from rlmath.config.run_files import CONFIG_FILE, LOG_FILE, ROLLBACKS_FILE
 from rlmath.config.schema import AlgorithmConfig, Config
 from rlmath.data.loader import write_report
-from rlmath.data.order import Rollback
 from rlmath.distributed import process
 from rlmath.distributed.bridge import Bridge, open_worlds
 from rlmath.distributed.collectives import all_gather_objects, broadcast_from_rank_zero
@@ -40,8 +36,6 @@ from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
 from rlmath.distributed.fault_tolerance.preemption import StopRequest, launcher_advice
 from rlmath.distributed.fault_tolerance.stragglers import StragglerDetector
 from rlmath.distributed.mesh import Mesh
-from rlmath.distributed.peak_flops import peak_flops
-from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.distributed.process import library_versions, outlive_parent
 from rlmath.distributed.ranks import (
     RankReport,
@@ -51,148 +45,25 @@ from rlmath.distributed.ranks import (
     hosts_text,
 )
 from rlmath.distributed.rendezvous import Rendezvous
-from rlmath.models.build import Actor
-from rlmath.models.megatron import start_megatron
 from rlmath.planning.memory_estimate import Kind, mesh_of
 from rlmath.planning.memory_fit import measured_line
 from rlmath.run.divergence import ADVICE, DivergedError, DivergenceCheck, RewardRule
+from rlmath.run.nodes import compare_clocks
+from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.checkpoint_choice import choose_checkpoint
 from rlmath.run.recovery.checkpointing import Checkpointer
 from rlmath.run.recovery.hub_inputs import push_model
 from rlmath.run.recovery.resume import CheckpointToResume, Recovery
 from rlmath.run.recovery.rollback import RollbackRecord, numbered, records_of, unnumbered, write_rollbacks
 from rlmath.run.run_dir import claim_run_folder, take_back
-from rlmath.run.startup import PreparedRun, compare_clocks
 from rlmath.telemetry.console import open_log_file
+from rlmath.telemetry.events import event
 from rlmath.telemetry.profile import StepProfiler
-from rlmath.telemetry.reporter import Reporter, StepRecord, ValidationResult, write_run_report
+from rlmath.telemetry.reporter import Reporter, write_run_report
+from rlmath.trainer.base import Interrupted, Trainer
 from rlmath.workers.user_functions import UserFunctionError
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Interrupted:
-    """A step that was not made: the run was asked to stop while it validated."""
-
-    reason: str
-    """One of `preemption.REASONS`."""
-
-
-class Trainer(ABC):
-    """One training program on this rank: its models, its data and its step."""
-
-    kind: ClassVar[Kind]
-    rollbacks: tuple[Rollback, ...] = ()
-    """Of the run so far."""
-    weight_syncs_per_step: ClassVar[int] = 0
-    """1 where there are engines."""
-    actor: Actor
-
-    def __init__(
-        self,
-        prepared: PreparedRun[Any],
-        mesh: Mesh,
-        device: Device,
-        workers: Any = None,
-        on_phase: Callable[[str], None] = lambda name: None,
-        on_progress: Callable[[], None] = lambda: None,
-        bridge: Bridge | None = None,
-    ) -> None:
-        """Starts Megatron's process groups; needs the process group. A subclass builds its models, `actor` among them.
-
-        `workers` are those of `open_workers`. `on_phase` is called with the name of every phase that this rank enters,
-        `on_progress` for every micro-batch and every step of an engine. `bridge` leads to engines on ranks of
-        their own.
-        """
-        self.config: Config = prepared.config
-        self.shape = prepared.shape
-        self.mesh = mesh
-        self.device = device
-        self.order = prepared.inputs.order
-        self.total_steps: int = prepared.inputs.total_steps
-        self.timers = PhaseTimers(on_phase)
-        start_megatron(mesh, device, self.config.run.seed, self.config.run.distributed_timeout_seconds)
-        self.peak_flops = peak_flops(self.shape, mesh, device)
-
-    @staticmethod
-    def open_workers(config: Config, mesh: Mesh) -> AbstractContextManager[Any]:
-        """Processes that this rank needs beside it; opened before process groups and engines, whose threads they must
-        not inherit. The constructor gets what the context manager gives."""
-        return nullcontext()
-
-    @property
-    @abstractmethod
-    def layout(self) -> str:
-        """For the summary: "TP2 x PP1 x DP1, ..."."""
-
-    def begin(self, progress: Progress | None, checkpointer: Checkpointer) -> None:  # noqa: B027
-        """Called once before the first step, with the weights and the optimizer restored; `progress` is where a resumed
-        run stands."""
-
-    @property
-    def models(self) -> list[SavedModel]:
-        """The models whose weights a checkpoint may have: each is loaded from it where the checkpoint has it."""
-        return [SavedModel(POLICY, self.actor.chunks, self.actor.learner.optimizer)]
-
-    def saved_models(self) -> list[SavedModel]:
-        """Those of `models` that a checkpoint of now must have."""
-        return self.models
-
-    def models_on_device(self, models: Sequence[SavedModel]) -> AbstractContextManager[Any]:
-        """Inside, these are on the device, though they may be offloaded between steps. Not to be nested."""
-        return nullcontext()
-
-    @property
-    def critic_updates(self) -> int:
-        """Optimizer steps of the critic, 0 without one."""
-        return 0
-
-    def checkpoint_files(self) -> dict[str, bytes]:
-        """What a checkpoint keeps of this run beside tensors and `Progress`, by file name; rank 0 writes it."""
-        return {}
-
-    def resume(self, folder: Path, progress: Progress) -> None:  # noqa: B027
-        """Continue with the files of `checkpoint_files` in a checkpoint's folder. ValueError where one is damaged."""
-
-    def roll_back(self, rollbacks: Sequence[Rollback]) -> None:
-        """The run has made these so far: later prompts and samples have other seeds, and the learning rate is
-        lower."""
-        self.rollbacks = tuple(rollbacks)
-        self.order.roll_back(rollbacks)
-        self.actor.learner.lr_scale = self.config.algorithm.rollback_lr_factor ** len(rollbacks)
-
-    def next_draw_step(self, steps_done: int) -> int:
-        """The first step of which nothing is drawn yet with so many steps done."""
-        return steps_done
-
-    def evaluate_before_training(self) -> dict[str, float]:
-        """Metrics of the model as it came; asked for before step 0 only."""
-        return {}
-
-    @abstractmethod
-    def step(self, number: int) -> StepRecord | Interrupted:
-        """Make step `number`, counted from 0 over the whole run."""
-
-    def validate_at_end(self) -> ValidationResult | None:
-        """The validation of the weights after the last step, if one is due."""
-        return None
-
-    def at_end(self) -> dict[str, Any]:
-        """Called once after the last step, before the summary, to which it adds."""
-        return {}
-
-    def busy_seconds(self) -> float:
-        """Seconds since the last call in which this rank's models computed without waiting for other replicas."""
-        return self.actor.forward_backward.pop_busy_seconds()
-
-    def write_last_step(self, reason: str) -> None:  # noqa: B027
-        """The run fails or diverges, on this rank at least: write what the last step's update was made of, where the
-        program keeps that. Not a collective."""
-
-    def close(self, status: int) -> None:  # noqa: B027
-        """End what the constructor started, when the run has ended or stops early with this exit status; not called
-        after an error."""
 
 
 def run_training(
@@ -217,13 +88,7 @@ def run_training(
         resumed = choose_checkpoint(prepared.recovery, heartbeat.report_progress)
         claim_folder(prepared, mesh, resumed, trainer_class.kind)
         trainer = trainer_class(
-            prepared,
-            mesh,
-            device,
-            workers=workers,
-            on_phase=heartbeat.enter_phase,
-            on_progress=heartbeat.report_progress,
-            bridge=bridge,
+            prepared.on_rank(mesh, device, workers, bridge, heartbeat.enter_phase, heartbeat.report_progress)
         )
         on_error.trainer = trainer
         process.freeze_live_objects()
@@ -302,7 +167,7 @@ def _train(
         return stop_early(trainer, checkpointer, steps_done, reason, stop)
     checkpointer.export_length_stage(steps_done, even_if_there=False)
     heartbeat.enter_phase("first step")
-    trainer.begin(progress, checkpointer)
+    trainer.begin(steps_done, checkpointer.export, checkpointer.asked_to_stop)
     if mesh.rank == 0:
         logger.info("Ready, %.1f s after this program's start", process.seconds_since_start())
     if steps_done == 0:
@@ -506,7 +371,8 @@ def restore(trainer: Trainer, resumed: CheckpointToResume | None, heartbeat: Hea
     trainer.resume(checkpoint.folder, progress)
     if trainer.mesh.rank == 0:
         done = f"{progress.step} steps and {progress.updates} updates are done"
-        logger.info("Resuming from %s, made on %s: %s", checkpoint.folder, progress.layout, done)
+        extra = event("resume", progress.step)
+        logger.info("Resuming from %s, made on %s: %s", checkpoint.folder, progress.layout, done, extra=extra)
     return progress
 
 
@@ -592,6 +458,7 @@ def roll_back(
                 progress.step,
                 trainer.actor.learner.lr_scale,
                 records[-1].draw_step + 1,
+                extra=event("rollback", progress.step, diverged_step=diverged_step),
             )
     return None if refused is not None else progress
 

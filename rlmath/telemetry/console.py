@@ -21,9 +21,9 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from rlmath.config.load import without_secrets
 from rlmath.config.run_files import LOG_FILE
 from rlmath.config.terminal import escape_terminal, visible
+from rlmath.telemetry.events import EventFile
 
 logger = logging.getLogger(__name__)
 
@@ -100,32 +100,28 @@ def setup_logging(rank: int) -> None:
 
 
 def open_log_file(output_dir: str | Path) -> None:
-    """From now on this process's lines go to `run.log` in the folder, too, those before included; it is appended to.
-    There is one at a time.
+    """From now on this process's lines go to `run.log` in the folder, and what of them are events to `events.jsonl`,
+    too, those before included; both are appended to. There is one of each at a time.
     OSError where it cannot be opened; what the disk refuses later is lost, with one warning."""
     root = logging.getLogger()
     file = _LogFile(Path(output_dir) / LOG_FILE, encoding="utf-8", errors="backslashreplace")
     file.setFormatter(
         _LogFileFormatter("%(asctime)s.%(msecs)03d %(levelname)s: %(message)s", "%Y%m%d-%H:%M:%S")
     )
+    events = EventFile(output_dir)
     for handler in list(root.handlers):
-        if isinstance(handler, (_EarlyLines, _LogFile)):
+        if isinstance(handler, (_EarlyLines, _LogFile, EventFile)):
             root.removeHandler(handler)
             handler.close()
         if isinstance(handler, _EarlyLines):
             for record in handler.records:
                 file.handle(record)
+                events.handle(record)
     root.addHandler(file)
+    root.addHandler(events)
 
 
-class RedactingFormatter(logging.Formatter):
-    """Of lines and tracebacks, without what settings took from the environment."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return without_secrets(super().format(record))
-
-
-class ConsoleFormatter(RedactingFormatter):
+class ConsoleFormatter(logging.Formatter):
     """ "18:43:01 WARNING: text", of ranks but the first with their number. On a terminal, lines that are too long are
     wrapped between words, but for errors; else a message stays on its line, for programs that search it. Lines of
     other ranks replace the bar of the first on a terminal; it draws the bar again."""
@@ -146,7 +142,7 @@ class ConsoleFormatter(RedactingFormatter):
         return over_bar(text, width) if self._over_bar else text
 
 
-class _LogFileFormatter(RedactingFormatter):
+class _LogFileFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlmath.config.files import open_regular
 from rlmath.config.load import shown_sections
 from rlmath.config.run_files import METRICS_FILE, TENSORBOARD_FOLDER, VALIDATION_FILE, write_whole
 from rlmath.config.schema import Config
@@ -298,7 +299,7 @@ def read_metrics(output_dir: str, name: str = METRICS_FILE) -> list[dict[str, fl
     if not path.is_file():
         raise ValueError(f"{path}: no such file; {output_dir!r} must be the folder of a run (run.output_dir)")
     rows: dict[int, dict[str, float]] = {}
-    for number, _, row in _parsed_lines(path):
+    for number, _, row in parsed_lines(path):
         if isinstance(row, Exception):
             remedy = "A resumed run sets such lines aside; or remove it"
             raise ValueError(f"{path}, line {number}: not a line of metrics ({row}). {remedy}")
@@ -306,15 +307,26 @@ def read_metrics(output_dir: str, name: str = METRICS_FILE) -> list[dict[str, fl
     return [rows[step] for step in sorted(rows)]
 
 
-def _parsed_lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, float] | Exception]]:
-    """(number from 1, line, row or why it is none) of every line that is ended."""
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+def parsed_lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, float] | Exception]]:
+    """(number from 1, line, row or why it is none) of every line that is ended. OSError where the file cannot be read,
+    ValueError where it is no regular file."""
+    with open_regular(path) as file:
+        content = file.read()
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         try:
             row = {key: float(value) for key, value in json.loads(line).items()}
             int(row["step"])
             yield number, line, row
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             yield number, line, error
+
+
+def last_step(path: Path) -> int:
+    """The last step that a file of metrics has a row of; 0 where it has none, or is not there."""
+    try:
+        return max((int(row["step"]) for _, _, row in parsed_lines(path) if isinstance(row, dict)), default=0)
+    except (OSError, ValueError):
+        return 0
 
 
 def keep_metrics(output_dir: str | Path, last_step: int, name: str = METRICS_FILE) -> int:
@@ -325,7 +337,7 @@ def keep_metrics(output_dir: str | Path, last_step: int, name: str = METRICS_FIL
         return 0
     rows: dict[int, dict[str, float]] = {}
     damaged = []
-    for number, line, row in _parsed_lines(path):
+    for number, line, row in parsed_lines(path):
         if isinstance(row, Exception):
             damaged.append((number, line))
         else:

@@ -18,7 +18,7 @@ from typing import Any
 
 from rlmath.algorithms.types import GROUP_ADVANTAGES, ScoredGroup
 from rlmath.config.length_curriculum import has_length_stages, length_stages, validates
-from rlmath.config.run_files import METRICS_FILE, SUMMARY_FILE, write_whole
+from rlmath.config.run_files import METRICS_FILE, SUMMARY_FILE, SWITCH_PHASES, write_whole
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, SftInputs
 from rlmath.models.learner import MinibatchResult
@@ -35,13 +35,12 @@ from rlmath.telemetry.console import (
     long_step_line,
     step_line,
 )
+from rlmath.telemetry.events import event
 from rlmath.telemetry.metrics_writer import Unwritten, open_metrics, read_metrics
 from rlmath.telemetry.samples import SampleWriter, samples_file
 
 logger = logging.getLogger(__name__)
 
-SWITCH_PHASES = ("offload", "wake", "wake_kv_cache", "sleep", "restore")
-"""Phases of the memory switch (`rollout.memory_switch`); the sync is reported apart."""
 VALIDATION_PHASES = ("validation", "keep_best", "evaluate")
 """Phases of validations and evaluations of what is held out, which are made in some steps only."""
 COUNTED = {"grpo": ("n_valid_tokens", "completion_tokens"), "sft": ("n_tokens", "tokens")}
@@ -119,7 +118,7 @@ class Reporter:
         if kind == "grpo":
             dropped = None if steps_done else dropped_alert(inputs.dropped_share, config.telemetry)
             if dropped is not None:
-                logger.warning("Alert (logged once): %s", dropped)
+                logger.warning("Alert (logged once): %s", dropped, extra=event("alert", 0, text=dropped))
             key = "stages.max_new_tokens" if has_length_stages(config) else "rollout.max_new_tokens"
             self._alerts = Alerts(
                 config.telemetry,
@@ -158,9 +157,10 @@ class Reporter:
             text = "Step %d: the update was skipped: %s. Weights and optimizer stayed as they were"
             logger.warning(text, number + 1, record.skipped)
         for text in self._look_for_alerts(number, metrics):
-            logger.warning("Step %d, alert (logged once): %s", number + 1, text)
+            extra = event("alert", number + 1, text=text)
+            logger.warning("Step %d, alert (logged once): %s", number + 1, text, extra=extra)
         progress = self._progress(number, record.epoch, metrics)
-        logger.info("%s", step_line(progress, metrics))
+        logger.info("%s", step_line(progress, metrics), extra=event("step", number + 1))
         logger.debug("%s", long_step_line(progress, metrics))
 
     def _progress(self, number: int, epoch: int, metrics: Mapping[str, float]) -> Progress:
@@ -234,7 +234,7 @@ class Reporter:
         }
         path, text = Path(self._config.run.output_dir) / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n"
         if self._unwritten.attempt(SUMMARY_FILE, lambda: write_whole(path, text)):
-            logger.info("The summary is in %s", path)
+            logger.info("The summary is in %s", path, extra=event("end", self._total_steps))
 
     def close(self) -> None:
         """Close the files, of a run that ends here or stops before its end, and log what the disk refused."""

@@ -1,18 +1,19 @@
-"""A few groups of every step, kept to be read: prompt, texts, rewards, advantages."""
+"""A few groups of every step, kept to be read: prompt, texts, rewards, advantages; how they are written and read."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlmath.answers.verifier import FAILURES
+from rlmath.config.files import parse_json
 from rlmath.config.run_files import SAMPLES_FOLDER, remove_unfinished, write_whole
-from rlmath.config.terminal import visible
+from rlmath.config.terminal import excerpt, visible
 from rlmath.telemetry.console import code_block, shortened
 from rlmath.telemetry.metrics_writer import MetricsWriter, json_number
 
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 MAX_SHOWN_CHARS = 3000
 """Most characters of one text that go to TensorBoard; the file has all of it."""
 
-_OWN_NAME = re.compile(r"(?:step|failure)-(?P<step>\d{6,})\.jsonl", re.ASCII)
+_OWN_NAME = re.compile(r"(?P<kind>step|failure)-(?P<step>\d{6,})\.jsonl", re.ASCII)
 
 
 def samples_file(output_dir: str, step: int, kind: str = "step") -> Path:
@@ -34,16 +35,35 @@ def samples_file(output_dir: str, step: int, kind: str = "step") -> Path:
 def keep_samples(output_dir: str | Path, last_step: int) -> None:
     """Remove the samples of steps after `last_step`, for a run that resumes from there, and unfinished files. Other
     files stay."""
-    removed, folder = 0, Path(output_dir) / SAMPLES_FOLDER
-    remove_unfinished(folder)
-    for path in folder.glob("*"):
-        name = _OWN_NAME.fullmatch(path.name)
-        if name is not None and path.is_file() and int(name["step"]) > last_step:
-            path.unlink()
-            removed += 1
-    if removed:
+    remove_unfinished(Path(output_dir) / SAMPLES_FOLDER)
+    both = (sample_files(output_dir), sample_files(output_dir, "failure"))
+    later = [path for files in both for step, path in files.items() if step > last_step]
+    for path in later:
+        path.unlink()
+    if later:
         text = "%d files of %s/ of steps after step %d are removed; the run makes these steps again"
-        logger.info(text, removed, SAMPLES_FOLDER, last_step)
+        logger.info(text, len(later), SAMPLES_FOLDER, last_step)
+
+
+def sample_files(output_dir: str | Path, kind: str = "step") -> dict[int, Path]:
+    """A run's files of samples by rising step; of what could not be judged with the kind "failure"."""
+    names = ((_OWN_NAME.fullmatch(path.name), path) for path in (Path(output_dir) / SAMPLES_FOLDER).glob("*"))
+    return dict(
+        sorted((int(m["step"]), path) for m, path in names if m and m["kind"] == kind and path.is_file())
+    )
+
+
+def read_samples(path: Path) -> Iterator[tuple[int, dict | ValueError]]:
+    """(number from 1, group or why it is none) of every line of a file. OSError where it cannot be read."""
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            group = parse_json(line.decode("utf-8"))
+            if not all(isinstance(one, dict) for one in group["completions"]):
+                raise ValueError("a completion is no object")
+            yield number, group
+        except (ValueError, KeyError, TypeError) as error:
+            what = f"{type(error).__name__}: {excerpt(str(error), 80)}"
+            yield number, ValueError(f"{path}, line {number}: not a row of samples ({what})")
 
 
 class SampleWriter:

@@ -29,16 +29,14 @@ from rlmath.config.run_files import write_whole
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs
 from rlmath.data.prompt_curriculum import HISTORY
-from rlmath.distributed.bridge import Bridge
-from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.replay.recorder import StepRecorder
 from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers, raise_if_every_call_failed
 from rlmath.rewards.several_rewards import functions_of, summed_rewards
-from rlmath.run.loop import Interrupted
-from rlmath.run.recovery.checkpointing import Checkpointer
-from rlmath.run.startup import PreparedRun
+from rlmath.telemetry.events import event
 from rlmath.telemetry.reporter import StepRecord, ValidationResult
+from rlmath.trainer.base import Export, Interrupted
+from rlmath.trainer.context import RankContext
 from rlmath.trainer.metrics import (
     UpdateRecord,
     engine_metrics,
@@ -75,50 +73,39 @@ class GrpoTrainer(PolicyTrainer):
             return nullcontext()
         return open_reward_workers(config.reward, config.run.plugins)
 
-    def __init__(
-        self,
-        prepared: PreparedRun[Inputs],
-        mesh: Mesh,
-        device: Device,
-        workers: RewardWorkers | None = None,
-        on_phase: Callable[[str], None] = lambda name: None,
-        on_progress: Callable[[], None] = lambda: None,
-        bridge: Bridge | None = None,
-    ) -> None:
-        """Builds engine, actor and reference on this rank; the engine sleeps afterwards. With a `bridge` the engines
+    def __init__(self, context: RankContext[Inputs]) -> None:
+        """Builds engine, actor and reference on this rank; the engine sleeps afterwards. With a bridge the engines
         are elsewhere."""
-        super().__init__(prepared, mesh, device, workers, on_phase, on_progress, bridge)
-        config = prepared.config
-        self.inputs, self.reward_fingerprint = prepared.inputs, prepared.origin.reward
+        super().__init__(context)
+        config = context.config
+        self.inputs, self.reward_fingerprint = context.inputs, context.reward_fingerprint
         self.entered_length_stage: int | None = None
-        self.hooks = StepHooks(config, mesh.rank)
-        on_phase("build engine")
-        self.engines = open_engines(
-            prepared, mesh, device, self.timers, workers, bridge, on_progress, self.hooks.keep
-        )
+        self.hooks = StepHooks(config, context.mesh.rank)
+        context.on_phase("build engine")
+        self.engines = open_engines(context, self.timers, self.hooks.keep)
         self.rollouts = self.engines.rollouts
-        on_phase("build model")
-        self.build_models(prepared, on_progress)
+        context.on_phase("build model")
+        self.build_models(context)
         self.engines.connect(self.actor, self.offload)
         self.recorder = StepRecorder(self, config.telemetry.capture_steps)
         self.rules = selection_rules(config.selection, config.reward)
-        self.validation_files = prepared.validation
+        self.validation_files = context.validation
 
     @property
     def layout(self) -> str:
         return self.mesh.describe()
 
-    def begin(self, progress: Progress | None, checkpointer: Checkpointer) -> None:
+    def begin(self, steps_done: int, export: Export, asked_to_stop: Callable[[], str | None]) -> None:
         self.validator = Validator(
             self.config,
             self.mesh,
             self.engines.collector,
             self.timers,
             self.validation_files,
-            steps_done=0 if progress is None else progress.step,
+            steps_done=steps_done,
             total_steps=self.total_steps,
-            export=checkpointer.export,
-            asked_to_stop=checkpointer.asked_to_stop,
+            export=export,
+            asked_to_stop=asked_to_stop,
         )
 
     def step(self, number: int) -> StepRecord | Interrupted:
@@ -207,7 +194,9 @@ class GrpoTrainer(PolicyTrainer):
         """The length stage of a step; logged where it is the first one of this start."""
         stage = curriculum.length_stage_at(self.length_stages, number)
         if curriculum.has_length_stages(self.config) and stage.number != self.entered_length_stage:
-            logger.info("%s", stage.line(len(self.length_stages)))
+            logger.info(
+                "%s", stage.line(len(self.length_stages)), extra=event("length stage", stage.first_step)
+            )
             self.entered_length_stage = stage.number
         return stage
 

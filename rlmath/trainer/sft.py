@@ -3,26 +3,24 @@
     sequences -> schedule -> packing -> forward, loss on completions, backward -> optimizer step -> metrics
 
 Every rank runs it; the control plane is computed alike everywhere, only tensors are sharded. The life cycle around the
-step is in `loop.py`.
+step is in `rlmath.run.loop`.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 from rlmath.data.dataset import SftInputs
 from rlmath.data.packing import MicroBatch, pack
 from rlmath.data.seqlen_balancing import plan_minibatches, training_cost
 from rlmath.data.sft_sequences import WrittenSequence
-from rlmath.distributed.device import Device
-from rlmath.distributed.mesh import Mesh
 from rlmath.models.build import build_sft_actor
-from rlmath.run.loop import Trainer
-from rlmath.run.startup import PreparedRun
 from rlmath.telemetry.reporter import StepRecord
+from rlmath.trainer.base import Trainer
+from rlmath.trainer.context import RankContext
 
 
 class SftTrainer(Trainer):
@@ -30,21 +28,12 @@ class SftTrainer(Trainer):
 
     kind: ClassVar = "sft"
 
-    def __init__(
-        self,
-        prepared: PreparedRun[SftInputs],
-        mesh: Mesh,
-        device: Device,
-        workers: None = None,
-        on_phase: Callable[[str], None] = lambda name: None,
-        on_progress: Callable[[], None] = lambda: None,
-        bridge: None = None,
-    ) -> None:
-        super().__init__(prepared, mesh, device, workers, on_phase, on_progress, bridge)
-        self.inputs = prepared.inputs
-        on_phase("build model")
-        self.actor = build_sft_actor(self.config, self.shape, mesh, device, self.total_steps)
-        self.actor.forward_backward.on_microbatch = on_progress
+    def __init__(self, context: RankContext[SftInputs]) -> None:
+        super().__init__(context)
+        self.inputs = context.inputs
+        context.on_phase("build model")
+        self.actor = build_sft_actor(self.config, self.shape, self.mesh, self.device, self.total_steps)
+        self.actor.forward_backward.on_microbatch = context.on_progress
         self.cost = training_cost(self.shape)
         self.held_out = self.pack(self.inputs.held_out) if self.inputs.held_out else []
 

@@ -32,7 +32,7 @@ def adopt_orphans() -> None:
 def children_by_parent() -> dict[int, list[int]]:
     """All processes of the machine, those that wait to be reaped included; 10 to 40 microseconds each."""
     children: dict[int, list[int]] = {}
-    for pid in _process_ids():
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
         with contextlib.suppress(OSError):
             children.setdefault(_parent_of(pid), []).append(pid)
     return children
@@ -78,22 +78,6 @@ def kill_trees(roots: Sequence[int], children: Mapping[int, Sequence[int]]) -> N
             os.kill(one, signal.SIGKILL)
 
 
-def kill_marked(variable: str, value: str, seconds: float) -> None:
-    """SIGKILL for every process that was started with this environment variable, until none is left or `seconds` have
-    passed. For descendants whose ancestors were killed from outside, so that nobody adopted them."""
-    mark = f"{variable}={value}".encode()
-    end = time.monotonic() + seconds
-    while (marked := [pid for pid in _process_ids() if _has_mark(pid, mark)]) and time.monotonic() < end:
-        for pid in marked:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(SWEEP_PAUSE_SECONDS)
-
-
-def _process_ids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-
-
 def _parent_of(pid: int) -> int:
     """OSError where it has ended."""
     return int(_read(pid, "stat").rpartition(b")")[2].split(None, 2)[1])
@@ -108,13 +92,6 @@ def _read(pid: int, name: str) -> bytes:
         return content
     finally:
         os.close(file)
-
-
-def _has_mark(pid: int, mark: bytes) -> bool:
-    """Whether the variable is in a process's environment; no for one that has ended or belongs to another user."""
-    with contextlib.suppress(OSError):
-        return mark in _read(pid, "environ").split(b"\0")
-    return False
 
 
 def _resident_bytes(pid: int) -> int:

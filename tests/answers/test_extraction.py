@@ -1,82 +1,78 @@
-import pytest
-
 from rlmath.answers.extraction import extract_answer, extract_boxed, final_part, has_box, split_boxes
 from rlmath.answers.string_match import Rules
 from rlmath.answers.verifier import verify
+from tests.answers.table import check_table
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("The answer is \\boxed{132}.", "132"),
-        ("\\boxed{1}, no, \\boxed{2}", "2"),
-        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
-        ("\\boxed {7}", "7"),
-        ("\\fbox{7}", "7"),
-        ("\\boxed{1} and then \\boxed{2", "1"),
-        ("\\boxed{x = \\boxed{5}}", "5"),
-        ("\\boxed{\\left\\{ 1, 2 \\right.}", "\\left\\{ 1, 2 \\right."),
-        ("{ unclosed \\boxed{3}", "3"),
-        ("} \\boxed{3}", "3"),
-        ("\\\\boxed{4}", "4"),
-        ("\\boxed{}", ""),
-        ("boxed{5}", None),
-        ("\\boxed 5", "5"),
-        ("so $\\boxed 42$.", "42"),
-        ("$\\boxed\\frac{1}{2}$", "\\frac{1}{2}"),
-        ("$\\boxed \\frac12$", "\\frac12"),
-        ("\\boxed -3.5", "-3.5"),
-        ("\\boxed x", "x"),
-        ("\\boxed answers", None),
-        ("\\boxed", None),
-        ("\\boxed{5", None),
-        ("", None),
-    ],
-)
-def test_the_last_complete_box_is_extracted(text, answer):
-    assert extract_boxed(text) == answer
+def test_the_last_complete_box_is_extracted():
+    check_table(
+        extract_boxed,
+        [
+            ("The answer is \\boxed{132}.", "132"),
+            ("\\boxed{1}, no, \\boxed{2}", "2"),
+            ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+            ("\\boxed {7}", "7"),
+            ("\\fbox{7}", "7"),
+            ("\\boxed{1} and then \\boxed{2", "1"),
+            ("\\boxed{x = \\boxed{5}}", "5"),
+            ("\\boxed{\\left\\{ 1, 2 \\right.}", "\\left\\{ 1, 2 \\right."),
+            ("{ unclosed \\boxed{3}", "3"),
+            ("} \\boxed{3}", "3"),
+            ("\\\\boxed{4}", "4"),
+            ("\\boxed{}", ""),
+            ("boxed{5}", None),
+            ("\\boxed 5", "5"),
+            ("so $\\boxed 42$.", "42"),
+            ("$\\boxed\\frac{1}{2}$", "\\frac{1}{2}"),
+            ("$\\boxed \\frac12$", "\\frac12"),
+            ("\\boxed -3.5", "-3.5"),
+            ("\\boxed x", "x"),
+            ("\\boxed answers", None),
+            ("\\boxed", None),
+            ("\\boxed{5", None),
+            ("", None),
+        ],
+    )
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("$\\boxed{2}$ and $\\boxed{3}$", "2 and 3"),
-        ("\\boxed{2}, \\boxed{3}", "2 , 3"),
-        ("$\\boxed{2}$, $\\boxed{3}$, and $\\boxed{7}$", "2 , 3 , and 7"),
-        ("\\(\\boxed{2}\\) or \\(\\boxed{3}\\)", "2 or 3"),
-        ("\\[\\boxed{2}\\quad\\text{and}\\quad\\boxed{3}\\]", "2 and 3"),
-        ("$x = \\boxed{2}$ and $y = \\boxed{3}$", "x=2 and y=3"),
-        ("$x_1=\\boxed{2}$, $x_{2}=\\boxed{3}$", "x_1=2 , x_{2}=3"),
-        ("$a + b = \\boxed{2}$, $\\boxed{3}$", "2 , 3"),
-        ("\\boxed{x=1} and \\boxed{y=2}", "x=1 and y=2"),
-        ("- $\\boxed{2}$\n- $\\boxed{3}$", "2, 3"),
-        ("(a) $\\boxed{2}$\n(b) $\\boxed{3}$", "2, 3"),
-        ("(a) $\\boxed{2}$ and (b) $\\boxed{3}$", "2, 3"),
-        ("Part A: $\\boxed{3}$; Part B: $\\boxed{3}$", "3, 3"),
-        ("(a) $\\boxed{2}$, but not (b) $\\boxed{3}$", "3"),
-        ("\\boxed{\\pi} \\approx \\boxed{3.14}", "\\pi \\approx 3.14"),
-        ("\\boxed{3}, \\boxed{3}", "3"),
-        ("\\boxed{1}. So \\boxed{2} and \\boxed{3}", "2 and 3"),
-        ("<answer>\\boxed{2} and \\boxed{3}</answer>", "2 and 3"),
-        ("\\boxed{2} (or \\boxed{3})", "2 or 3"),
-        ("$\\boxed{2}$ $\\boxed{3}$", "2 , 3"),
-        ("\\boxed{1}, no, \\boxed{2}", "2"),
-        ("\\boxed{1}, so \\boxed{2}", "2"),
-        ("\\boxed{84}. Therefore \\boxed{42}", "42"),
-        ("\\boxed{84}\n\n\\boxed{42}", "42"),
-        ("\\boxed{2} - \\boxed{3}", "3"),
-    ],
-)
-def test_boxes_that_are_joined_are_one_answer(text, answer):
-    assert extract_answer(text) == answer
+def test_boxes_that_are_joined_are_one_answer():
+    check_table(
+        extract_answer,
+        [
+            ("$\\boxed{2}$ and $\\boxed{3}$", "2 and 3"),
+            ("\\boxed{2}, \\boxed{3}", "2 , 3"),
+            ("$\\boxed{2}$, $\\boxed{3}$, and $\\boxed{7}$", "2 , 3 , and 7"),
+            ("\\(\\boxed{2}\\) or \\(\\boxed{3}\\)", "2 or 3"),
+            ("\\[\\boxed{2}\\quad\\text{and}\\quad\\boxed{3}\\]", "2 and 3"),
+            ("$x = \\boxed{2}$ and $y = \\boxed{3}$", "x=2 and y=3"),
+            ("$x_1=\\boxed{2}$, $x_{2}=\\boxed{3}$", "x_1=2 , x_{2}=3"),
+            ("$a + b = \\boxed{2}$, $\\boxed{3}$", "2 , 3"),
+            ("\\boxed{x=1} and \\boxed{y=2}", "x=1 and y=2"),
+            ("- $\\boxed{2}$\n- $\\boxed{3}$", "2, 3"),
+            ("(a) $\\boxed{2}$\n(b) $\\boxed{3}$", "2, 3"),
+            ("(a) $\\boxed{2}$ and (b) $\\boxed{3}$", "2, 3"),
+            ("Part A: $\\boxed{3}$; Part B: $\\boxed{3}$", "3, 3"),
+            ("(a) $\\boxed{2}$, but not (b) $\\boxed{3}$", "3"),
+            ("\\boxed{\\pi} \\approx \\boxed{3.14}", "\\pi \\approx 3.14"),
+            ("\\boxed{3}, \\boxed{3}", "3"),
+            ("\\boxed{1}. So \\boxed{2} and \\boxed{3}", "2 and 3"),
+            ("<answer>\\boxed{2} and \\boxed{3}</answer>", "2 and 3"),
+            ("\\boxed{2} (or \\boxed{3})", "2 or 3"),
+            ("$\\boxed{2}$ $\\boxed{3}$", "2 , 3"),
+            ("\\boxed{1}, no, \\boxed{2}", "2"),
+            ("\\boxed{1}, so \\boxed{2}", "2"),
+            ("\\boxed{84}. Therefore \\boxed{42}", "42"),
+            ("\\boxed{84}\n\n\\boxed{42}", "42"),
+            ("\\boxed{2} - \\boxed{3}", "3"),
+        ],
+    )
 
 
-@pytest.mark.parametrize("answer_from", ["phrase", "number"])
-@pytest.mark.parametrize("solution", ["7", "3, 8", "3; 8"])
-def test_a_completion_cannot_write_the_mark_of_several_boxes(answer_from, solution):
+def test_a_completion_cannot_write_the_mark_of_several_boxes():
     text = "The answer is 7 [boxes: 3; 8]"
-    assert split_boxes(extract_answer(text, answer_from))[1] == ""
-    assert not verify(text, (solution,), rules=Rules(answer_from=answer_from)).correct
+    for rules in (Rules("phrase"), Rules("number")):
+        assert split_boxes(extract_answer(text, rules.answer_from))[1] == ""
+        assert not verify(text, ("7", "3, 8", "3; 8"), rules=rules).correct
 
 
 def test_many_joined_boxes_are_all_kept_up_to_a_bound():
@@ -85,52 +81,47 @@ def test_many_joined_boxes_are_all_kept_up_to_a_bound():
     assert many.startswith("99968 , ") and many.endswith(" 99999")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_hostile_text_holds_no_answer_and_takes_one_pass():
+    for text in (
         "\\boxed " * 100_000,
         "\\boxed\\frac{" * 100_000,
         "\\boxed{" * 100_000,
         "\\boxed" + " " * 500_000,
         "<answer>" * 100_000,
         "<think>" * 100_000 + "\\boxed{1}",
-    ],
-)
-def test_hostile_text_holds_no_answer_and_takes_one_pass(text):
-    assert extract_answer(text) is None
-    assert not has_box(text)
+    ):
+        assert extract_answer(text) is None, text[:20]
+        assert not has_box(text), text[:20]
 
 
 def test_many_nested_boxes_give_the_innermost():
     assert extract_boxed("\\boxed{" * 50_000 + "}" * 49_999) == ""
 
 
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        ("no tags", "no tags"),
-        ("<think>a</think>b", "b"),
-        ("a</think>b", "b"),
-        ("<think>a</think>b<think>c</think>d", "d"),
-        ("<think>a</think>b<think>c", "b"),
-        ("<think>a", ""),
-    ],
-)
-def test_the_final_part_comes_after_the_thoughts(text, part):
-    assert final_part(text) == part
+def test_the_final_part_comes_after_the_thoughts():
+    check_table(
+        final_part,
+        [
+            ("no tags", "no tags"),
+            ("<think>a</think>b", "b"),
+            ("a</think>b", "b"),
+            ("<think>a</think>b<think>c</think>d", "d"),
+            ("<think>a</think>b<think>c", "b"),
+            ("<think>a", ""),
+        ],
+    )
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("<answer> 5 </answer>", "5"),
-        ("<answer>so \\boxed{5}</answer>", "5"),
-        ("<ANSWER>5</ANSWER>", "5"),
-        ("\\boxed{4}<answer>5</answer>", "5"),
-        ("<answer>4</answer>\\boxed{5}", "5"),
-        ("<answer>4</answer><answer>5", "4"),
-        ("</answer>5<answer>", None),
-    ],
-)
-def test_answer_tags_are_read(text, answer):
-    assert extract_answer(text) == answer
+def test_answer_tags_are_read():
+    check_table(
+        extract_answer,
+        [
+            ("<answer> 5 </answer>", "5"),
+            ("<answer>so \\boxed{5}</answer>", "5"),
+            ("<ANSWER>5</ANSWER>", "5"),
+            ("\\boxed{4}<answer>5</answer>", "5"),
+            ("<answer>4</answer>\\boxed{5}", "5"),
+            ("<answer>4</answer><answer>5", "4"),
+            ("</answer>5<answer>", None),
+        ],
+    )

@@ -1,79 +1,77 @@
 from fractions import Fraction
 
-import pytest
-
 from rlmath.answers.lexer import AS_WRITTEN, Reading, tokenize
 from rlmath.answers.normalize import NotMathematics, plain_unicode, without_layout
+from tests.answers.table import check_refused, check_table
+
+
+def number(text: str) -> Fraction | None:
+    (token,) = tokenize(text)
+    return token.value
 
 
 def texts(text: str, reading: Reading = AS_WRITTEN) -> list[str]:
     return [token.text for token in tokenize(text, reading)]
 
 
-@pytest.mark.parametrize(
-    ("text", "plain"),
-    [
-        ("√12", "\\sqrt {12}"),
-        ("√(x)", "\\sqrt (x)"),
-        ("3½", "3\\frac{1}{2}"),
-        ("x²⁰", "x^{20}"),
-        ("a₁₂", "a_{12}"),
-        ("−5", "-5"),
-        ("π", "\\pi "),
-        ("5\u200b", "5"),
-        ("１２", "12"),
-        ("90°", "90^\\circ "),
-    ],
-)
-def test_unicode_becomes_latex(text, plain):
-    assert plain_unicode(text) == plain
+def test_unicode_becomes_latex():
+    check_table(
+        plain_unicode,
+        [
+            ("√12", "\\sqrt {12}"),
+            ("√(x)", "\\sqrt (x)"),
+            ("3½", "3\\frac{1}{2}"),
+            ("x²⁰", "x^{20}"),
+            ("a₁₂", "a_{12}"),
+            ("−5", "-5"),
+            ("π", "\\pi "),
+            ("5\u200b", "5"),
+            ("１２", "12"),
+            ("90°", "90^\\circ "),
+        ],
+    )
 
 
-@pytest.mark.parametrize("text", ["\x00", "5\x07", "\ud800", "\x7f"])
-def test_control_characters_are_no_mathematics(text):
-    with pytest.raises(NotMathematics):
-        plain_unicode(text)
+def test_control_characters_are_no_mathematics():
+    check_refused(NotMathematics, plain_unicode, ["\x00", "5\x07", "\ud800", "\x7f"])
 
 
-@pytest.mark.parametrize(
-    ("text", "plain"),
-    [
-        ("$\\left( 3,\\; 4 \\right)$", "( 3,  4 )"),
-        ("10,\\!080", "10,080"),
-        ("\\displaystyle\\frac12", "\\frac12"),
-        ("\\$5", "\\dollar 5"),
-        ("1\\\\[4pt]2", "1\\\\ 2"),
-        ("\\color{red}{42}", "{42}"),
-        ("**42**", "42"),
-        ("14{:}15", "14:15"),
-    ],
-)
-def test_layout_goes(text, plain):
-    assert without_layout(text) == plain
+def test_layout_goes():
+    check_table(
+        without_layout,
+        [
+            ("$\\left( 3,\\; 4 \\right)$", "( 3,  4 )"),
+            ("10,\\!080", "10,080"),
+            ("\\displaystyle\\frac12", "\\frac12"),
+            ("\\$5", "\\dollar 5"),
+            ("1\\\\[4pt]2", "1\\\\ 2"),
+            ("\\color{red}{42}", "{42}"),
+            ("**42**", "42"),
+            ("14{:}15", "14:15"),
+        ],
+    )
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("12", Fraction(12)),
-        ("1.50", Fraction(3, 2)),
-        (".5", Fraction(1, 2)),
-        ("1,234,567.5", Fraction(2469135, 2)),
-        ("1 234 567", Fraction(1234567)),
-        ("3{,}5", Fraction(7, 2)),
-        ("58{,}500", Fraction(58500)),
-        ("1.5e3", Fraction(1500)),
-        ("2E-2", Fraction(1, 50)),
-        ("0.\\overline{3}", Fraction(1, 3)),
-        ("0.1(6)", Fraction(1, 6)),
-        ("0.\\dot{1}4285\\dot{7}", Fraction(1, 7)),
-        ("0.333...", Fraction(1, 3)),
-        ("2.1454545\\ldots", Fraction(118, 55)),
-    ],
-)
-def test_one_number(text, value):
-    (token,) = tokenize(text)
-    assert token.value == value
+def test_one_number():
+    check_table(
+        number,
+        [
+            ("12", Fraction(12)),
+            ("1.50", Fraction(3, 2)),
+            (".5", Fraction(1, 2)),
+            ("1,234,567.5", Fraction(2469135, 2)),
+            ("1 234 567", Fraction(1234567)),
+            ("3{,}5", Fraction(7, 2)),
+            ("58{,}500", Fraction(58500)),
+            ("1.5e3", Fraction(1500)),
+            ("2E-2", Fraction(1, 50)),
+            ("0.\\overline{3}", Fraction(1, 3)),
+            ("0.1(6)", Fraction(1, 6)),
+            ("0.\\dot{1}4285\\dot{7}", Fraction(1, 7)),
+            ("0.333...", Fraction(1, 3)),
+            ("2.1454545\\ldots", Fraction(118, 55)),
+        ],
+    )
 
 
 def test_doubtful_digits_have_two_readings():
@@ -89,7 +87,5 @@ def test_words_in_text_are_prose():
     assert (number.prose, word.text, word.prose, word.space) == (False, "cm", True, True)
 
 
-@pytest.mark.parametrize("text", ["1" * 401, "1e999", "\\text{5", "5\\", "#€"])
-def test_what_is_no_notation(text):
-    with pytest.raises(NotMathematics):
-        tokenize(text)
+def test_what_is_no_notation():
+    check_refused(NotMathematics, tokenize, ["1" * 401, "1e999", "\\text{5", "5\\", "#€"])

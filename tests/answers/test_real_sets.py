@@ -1,6 +1,5 @@
 from fractions import Fraction
 
-import pytest
 from mpmath import mpf
 
 from rlmath.answers.numbers import MP
@@ -13,20 +12,15 @@ def between(low, high, ends: str = "()") -> RealSet:
     return interval(Fraction(low), ends[0] == "[", Fraction(high), ends[1] == "]")
 
 
-@pytest.mark.parametrize(
-    ("parts", "whole"),
-    [
-        ([between(0, 1), between(2, 3)], None),
+def test_unions():
+    for parts, whole in (
         ([between(0, 2), between(1, 3)], between(0, 3)),
         ([between(0, 1, "[)"), between(1, 2, "[)")], between(0, 2, "[)")),
         ([between(0, 1), point(Fraction(1))], between(0, 1, "(]")),
         ([between(0, 1, "[]"), between(0, 1)], between(0, 1, "[]")),
-    ],
-)
-def test_unions(parts, whole):
-    union = RealSet.union(parts)
-    assert union.same(RealSet.union(parts[::-1]))
-    assert union.same(whole) if whole else len(union.intervals) == 2
+    ):
+        assert RealSet.union(parts).same(whole), whole
+        assert RealSet.union(parts[::-1]).same(whole), whole
 
 
 def test_touching_open_ends_leave_a_gap():

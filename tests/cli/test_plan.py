@@ -1,4 +1,4 @@
-"""rlmath plan: every recipe has a plan, more GPUs and shorter answers are faster, the page has the figures."""
+"""rlmath plan: every recipe has a plan, more GPUs and shorter answers are faster."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.cli.plan import main, published, recipe_of, tails_of
+from rlmath.cli.plan import main
 from rlmath.config.gpu_specs import GPUS, GpuName
-from rlmath.planning.planner.partial_rollouts import deferring_rollout_of
-from rlmath.planning.planner.published import COLOCATED, TABLE, largest_error
-from rlmath.planning.planner.tails import deferring
-from rlmath.planning.planner.work import seconds_of
-from tests.selection import keeping, matrix
+from tests.selection import keeping
 from tests.tiny_models import make_model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,176 +124,36 @@ def test_a_table_that_cannot_be_read_needs_the_number_of_its_rows(
     assert main([*words, "--prompts", "100000"]) == 0
 
 
-CARRYING = ("--config", str(CONFIGS / "algorithms/decoupled.yaml"), "rollout.tail=carry")
+DECOUPLED = ("--config", str(CONFIGS / "algorithms/decoupled.yaml"), "rollout.max_staleness=1")
 
 
-def tail_table(out: str) -> list[str]:
-    """The lines of a plan about `rollout.tail`."""
-    lines = out.splitlines()
-    (first,) = [n for n, line in enumerate(lines) if line.startswith("Predicted step by rollout.tail")]
-    return lines[first : lines.index("", first)]
-
-
-@matrix
-def test_the_step_with_every_rollout_tail(capsys: pytest.CaptureFixture[str]):
-    told = ["--config", str(CONFIGS / "areal/1.5b_n16.yaml"), "--layouts", "0"]
-    assert main(told) == 0
-    table = tail_table(capsys.readouterr().out)
-    assert [line.split()[:3] for line in table[2:4]] == [["244", "s", "wait"], ["174", "s", "carry"]]
-    assert table[3].split()[3:] == ["1", "13,824", "1,024", "0.5"]
-    assert table[4].split()[:4] == ["249", "s", "defer", "13,824"]
-    assert table[5].split() == ["192", "s", "asynchronous", "1", "ranks", "89,", "recompute"]
-    assert table[6:] == [
-        "  carry, asynchronous: with algorithm.* as in configs/algorithms/decoupled.yaml",
-        "  defer: assumed is that a prompt has 70% of the variance of log-lengths",
-        "Predicted fastest: carry with max_staleness 1",
-    ]
-    assert main([*told, "--search-tails"]) == 0
-    searched = tail_table(capsys.readouterr().out)
-    assert searched[:4] == table[:4]
-    assert [line.split()[3:5] for line in searched[4:8]] == [
-        ["2", "18,432"],
-        ["3", "13,824"],
-        ["5", "9,216"],
-        ["7", "6,912"],
-    ]
-    assert searched[7].split()[:3] == ["119", "s", "carry"]
-    assert searched[8] == table[4]
-    assert searched[9].split() == ["249", "s", "defer", "9,216", "deferred", "71%,", "discarded", "39%"]
-    assert searched[10] == table[5]
-    assert [line.split()[:4] + line.split()[5:6] for line in searched[11:14]] == [
-        ["153", "s", "asynchronous", "2", "96,"],
-        ["124", "s", "asynchronous", "4", "96,"],
-        ["113", "s", "asynchronous", "8", "93,"],
-    ]
-    assert searched[-1] == "Predicted fastest: asynchronous with ranks 93, max_staleness 8"
-    assert all(len(line) <= 80 for line in searched)
-
-
-@matrix
 @pytest.mark.parametrize(
-    ("minibatches", "name"), [(4, "step, 4 minibatches"), (1, "step, `algorithm.n_minibatches=1`")]
+    ("settings", "told"),
+    [
+        (("rollout.tail=carry", *DECOUPLED), "rounds of 13,824 tokens, for which it prefills"),
+        (("rollout.tail=defer",), "% of the groups are sampled anew"),
+        (("parallel=d93+d35", *DECOUPLED), "Predicted seconds, of both sides at the same time:"),
+    ],
 )
-def test_the_page_has_the_steps_of_the_longest_tail(
-    minibatches: int, name: str, capsys: pytest.CaptureFixture[str]
+def test_a_step_that_does_not_wait_for_its_tail_has_an_estimate(
+    settings: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
 ):
-    told = ("--config", str(CONFIGS / "areal/1.5b_n16.yaml"), f"algorithm.n_minibatches={minibatches}")
-    tails = planned(capsys, *told, "--search-tails")["tails"]
-    wait, *found = (one for one in tails if one["tail"] in ("wait", "carry"))
-    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
-    rows = {
-        name: [f"{one['step_seconds']:.0f}" for one in (wait, *found)],
-        "mean age of a token, steps": ["0", *(f"{one['staleness']:.1f}" for one in found)],
-        "`slice_tokens`": ["", *(f"{one['slice_tokens']:,}" for one in found)],
-        "groups in flight": ["512", *(f"{one['max_groups_in_flight']:,}" for one in found)],
-    }
-    for first, others in rows.items():
-        assert "| " + " | ".join([first, *others]).replace("|  |", "| |") + " |" in page
+    recipe = ("--config", str(CONFIGS / "areal/1.5b_n16.yaml"))
+    assert main([*recipe, *settings, "--layouts", "0"]) == 0
+    assert told in capsys.readouterr().out
+    waits, plan = planned(capsys, *recipe), planned(capsys, *recipe, *settings)
+    assert 0.5 * waits["step_seconds"] < plan["step_seconds"] < 1.2 * waits["step_seconds"]
 
 
-def test_a_run_that_carries_has_its_own_plan(capsys: pytest.CaptureFixture[str]):
-    told = ("--config", str(CONFIGS / "areal/1.5b_n16.yaml"))
-    plan = planned(capsys, *told, *CARRYING)
-    wait, carry, _, asynchronous = plan["tails"]
-    assert plan["step_seconds"] == pytest.approx(carry["step_seconds"]) and carry == plan["fastest_tail"] | {
-        "step_seconds": carry["step_seconds"]
-    }
-    assert wait["tail"] == "wait" and wait["step_seconds"] > carry["step_seconds"]
-    assert asynchronous["tail"] == "asynchronous" and asynchronous["step_seconds"] > carry["step_seconds"]
-    assert "logprobs" in plan["stages"][0]["seconds"]
-    assert main([*told, *CARRYING, "--layouts", "0"]) == 0
-    out = capsys.readouterr().out
-    assert "  in 1 round, for which it prefills 141,696 sampled tokens again\n" in out
-    assert "  a token is learned 0.5 steps after it was sampled on average, 1 at most\n" in out
-
-
-def test_a_run_that_defers_has_its_own_plan(capsys: pytest.CaptureFixture[str]):
-    told = ("--config", str(CONFIGS / "areal/1.5b_n16.yaml"), "rollout.tail=defer")
-    plan = planned(capsys, *told)
-    wait, _, defer, _ = plan["tails"]
-    assert plan["step_seconds"] == pytest.approx(defer["step_seconds"]) and wait["tail"] == "wait"
-    assert (defer["tail"], defer["slice_tokens"]) == ("defer", 13824)
-    assert 0.3 < defer["discarded"] < defer["deferred"] < 0.6
-    assert "logprobs" not in plan["stages"][0]["seconds"]
-    assert main([*told, "--layouts", "0"]) == 0
-    out = capsys.readouterr().out
-    told = "rounds; 49% of the groups are sampled anew, and 39% of the sampled tokens are discarded\n"
-    assert told in out
-
-
-ASYNCHRONOUS = ("--config", str(CONFIGS / "areal/1.5b_n16.yaml"), "rollout.max_staleness=8")
-
-
-@matrix
-def test_engines_on_as_many_ranks_as_are_predicted_fastest(capsys: pytest.CaptureFixture[str]):
-    """The plan is that of a run whose settings say so, with `rollout.ranks` or with the layout word."""
-    plan = planned(capsys, *ASYNCHRONOUS, "--asynchronous")
-    (stage,) = plan["stages"]
-    overlap = stage["overlap"]
-    assert (overlap["engine_ranks"], overlap["trainers"], overlap["take_turns"]) == (93, 35, False)
-    assert plan["step_seconds"] == max(overlap["engine_seconds"], overlap["trainer_seconds"])
-    assert overlap["floor"] == sum(overlap["floor_parts"]) < plan["step_seconds"]
-    assert len(plan["splits"]) == 127 and plan["step_seconds"] == min(
-        one["step_seconds"] for one in plan["splits"]
-    )
-    (found,) = (one for one in plan["splits"] if one["step_seconds"] == plan["step_seconds"])
-    assert found["ranks"] == 93 and plan["fastest_tail"]["tail"] == "asynchronous"
-    decoupled = ("--config", str(CONFIGS / "algorithms/decoupled.yaml"))
-    for said in (
-        ("rollout.ranks=93", "--nodes", "16"),
-        ("parallel=d93+d35",),
-        ("parallel=sglang.d93t1p1+d35p1",),
-    ):
-        own = planned(capsys, *ASYNCHRONOUS, *decoupled, *said)
-        assert own["stages"] == plan["stages"] and own["splits"] == plan["splits"]
-    turns = planned(capsys, *ASYNCHRONOUS)
-    assert turns["splits"] == [] and turns["stages"][0]["overlap"] is None
-
-
-def test_the_page_has_the_plan_of_engines_on_ranks_of_their_own(capsys: pytest.CaptureFixture[str]):
-    assert main([*ASYNCHRONOUS, "--asynchronous", "--layouts", "0"]) == 0
-    out = capsys.readouterr().out
-    assert "TP1 x PP1 x DP35, 93 engines of TP1 on ranks of their own" in out
-    first = out.index("Predicted seconds, of both sides at the same time:")
-    told = out[first : out.index("\n\nPredicted step by rollout.tail")]
-    floor, splits = (
-        "floor           64.5  keys and values 43.4, update 21.2, on all 128 ranks",
-        told.splitlines()[-7:],
-    )
-    assert floor in told and [line.split()[0] for line in splits[1:]] == ["32", "64", "80", "93", "96", "112"]
-    assert splits[4].endswith("  fastest, as configured") and "fastest" not in "".join(
-        splits[:4] + splits[5:]
-    )
-    assert told in (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
-    assert all(len(line) <= 80 for line in told[told.index("  trainers") :].splitlines())
-
-
-@matrix
-@pytest.mark.parametrize("on_new_weights", ["recompute", "keep"])
-@pytest.mark.parametrize(("minibatches", "name"), [(4, "4 minibatches"), (1, "`algorithm.n_minibatches=1`")])
-def test_the_page_has_the_steps_of_engines_on_ranks_of_their_own(
-    on_new_weights: str, minibatches: int, name: str, capsys: pytest.CaptureFixture[str]
-):
-    told = (f"rollout.on_new_weights={on_new_weights}", f"algorithm.n_minibatches={minibatches}")
-    tails = planned(capsys, "--config", str(CONFIGS / "areal/1.5b_n16.yaml"), "--search-tails", *told)[
-        "tails"
-    ]
-    found = [one for one in tails if one["tail"] == "asynchronous"]
-    assert [one["max_staleness"] for one in found] == [1, 2, 4, 8]
-    row = [f'"{on_new_weights}", {name}', *(f"{one['step_seconds']:.0f} ({one['ranks']})" for one in found)]
-    assert "| " + " | ".join(row) + " |" in (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
-    assert (found[-1]["step_seconds"] <= 105) is (on_new_weights == "keep")
-
-
-def test_a_run_whose_engines_could_not_live_in_its_training_ranks_has_no_tails(
+def test_layouts_of_an_asynchronous_run_have_several_numbers_of_engine_ranks(
     capsys: pytest.CaptureFixture[str],
 ):
-    """3 ranks that train, with engines of 2 beside them: all 7 together are no whole number of engines."""
-    own = ("parallel=d2t2+d3", "rollout.max_staleness=0", "rollout.tensor_parallel=2")
-    assert main(["--config", str(CONFIGS / "areal/1.5b_n1.yaml"), *own, "--layouts", "0"]) == 0
-    assert "rollout.tail is not compared: engines in the training ranks" in capsys.readouterr().out
-    plan = planned(capsys, "--config", str(CONFIGS / "areal/1.5b_n1.yaml"), *own)
-    assert plan["tails"] == [] and plan["fastest_tail"] is None and plan["stages"][0]["overlap"]["take_turns"]
+    words = ["--config", str(CONFIGS / "areal/1.5b_n1.yaml"), *DECOUPLED, "parallel=d2+d6"]
+    assert main([*words, "--layouts", "100", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    trainers = {row["layout"].partition(",")[0] for row in data["layouts"]}
+    assert {"TP1 x PP1 x DP6", "TP1 x PP1 x DP4", "TP1 x PP1 x DP2", "TP1 x PP1 x DP1"} <= trainers
+    assert data["layouts"][0]["step_seconds"] <= data["step_seconds"]
 
 
 def test_the_fastest_layout_comes_first(capsys: pytest.CaptureFixture[str]):
@@ -395,18 +251,6 @@ def test_what_does_not_fit_is_told_with_its_plan(capsys: pytest.CaptureFixture[s
             ["parallel=d4+d4", "algorithm.recompute_logprobs=true"],
             "algorithm.importance_mask_high=5 (or algorithm.importance_cap)",
         ),
-        (
-            ["--asynchronous", "--nodes", "1", "--gpus-per-node", "1"],
-            "the run has 1 rank; needed: more than the 1 of",
-        ),
-        (
-            ["--asynchronous", "parallel=t2", "--nodes", "1", "--gpus-per-node", "2"],
-            "parallel.tensor x parallel.pipeline is 2 x 1 = 2, which does not divide the 1 rank that trains",
-        ),
-        (
-            ["--asynchronous", "--gpu", "L40S-48GB", "rollout.memory_share=0.05"],
-            "no split of the 8 ranks fits",
-        ),
         (["--write-coefficients", "x.json"], "give --calibrate, too"),
         (["--coefficients", "nowhere.json"], "nowhere.json cannot be read"),
         (["--calibrate", "nowhere/metrics.jsonl"], "there is no config.yaml"),
@@ -421,46 +265,3 @@ def test_what_cannot_be_planned_is_refused(
 
 def test_every_gpu_that_memory_gpu_may_name_has_its_figures():
     assert tuple(GPUS) == typing.get_args(GpuName)
-
-
-@matrix
-def test_the_published_table_is_met_as_the_page_says(capsys: pytest.CaptureFixture[str]):
-    assert main(["--published"]) == 0
-    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
-    out = capsys.readouterr().out
-    assert f"```\n{out}```\n" in page
-    assert abs(largest_error([row.error for row in published(TABLE)])) < 0.25
-
-
-@matrix
-def test_the_page_has_the_steps_of_deferring():
-    """By the share of a length's variance that is the prompt's; update, sync and switch are those of waiting."""
-    ((_, tails),) = tails_of(TABLE[2:3])
-    config, shape, target, machine, coefficients = recipe_of(TABLE[2])
-    wait = tails.wait
-    rows: dict[str, list[str]] = {
-        "groups deferred": [],
-        "sampled tokens discarded": [],
-        "step, 16 completions a prompt": [],
-    }
-    for share in (0, 0.5, 0.7, 0.8, 0.9, 1):
-        found = deferring_rollout_of(
-            deferring(config, None), shape, target, wait.cluster, wait.batch, wait.cluster.ranks, share
-        )
-        assert found.defer is not None
-        rest = wait.step_seconds - wait.seconds["rollout"]
-        step = rest + seconds_of(found.work, machine, coefficients)
-        told = (f"{found.defer.deferred:.0%}", f"{found.defer.discarded:.0%}", f"{step:.0f}")
-        for row, value in zip(rows.values(), told, strict=True):
-            row.append(value)
-    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
-    for first, others in rows.items():
-        assert "| " + " | ".join([first, *others]) + " |" in page
-    assert tails.defer.step_seconds > wait.step_seconds, "with what is assumed"
-
-
-def test_published_rows_have_the_gpus_of_their_nodes():
-    for row in TABLE:
-        assert row.sampling[0] + row.training[0] == 8 * row.nodes
-    for row in COLOCATED:
-        assert row.sampling[0] == row.training[0] == 8 * row.nodes

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import socket
-import time
 from pathlib import Path
 
 import pytest
 
 from rlmath.config.files import (
     MAX_DEPTH,
-    MAX_YAML_DEPTH,
-    check_yaml,
     open_regular,
     parse_json,
     read_json_object,
@@ -77,29 +73,3 @@ def test_a_json_file_is_named_with_what_is_wrong(tmp_path: Path):
     path.write_text('{"hidden_size": ' + "1" * 5000 + "}")
     with pytest.raises(ValueError, match=r'config\.json cannot be read: "hidden_size" is a number of 5000'):
         read_json_object(path)
-
-
-def test_yaml_is_as_deep_as_it_may_be():
-    check_yaml("[" * MAX_YAML_DEPTH + "]" * MAX_YAML_DEPTH)
-    for text in ("a: " + "[" * 100_000, "".join(f"{' ' * n}a:\n" for n in range(500)), "{a: " * 5000):
-        with pytest.raises(ValueError, match=r"line \d+: nested deeper than 16 levels"):
-            check_yaml(text)
-
-
-def test_aliases_are_counted_where_they_stand():
-    check_yaml("a: &a [1, 2]\nb: [*a, *a]\nc: &c {x: *a}\nd: *c\n")
-    names = "abcdefghi"
-    laughs = "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
-    laughs += "".join(f"{y}: &{y} [{', '.join([f'*{x}'] * 10)}]\n" for x, y in itertools.pairwise(names))
-    start = time.monotonic()
-    with pytest.raises(ValueError, match="more than 20000 values"):
-        check_yaml(laughs)
-    assert time.monotonic() - start < 60
-    with pytest.raises(ValueError, match=r"line 2: \*a stands within what it names"):
-        check_yaml("run: &a\n  seed: *a\n")
-
-
-def test_a_long_number_in_yaml_is_named_by_line_and_key():
-    with pytest.raises(ValueError, match="line 2, 'seed': a number of 6000 digits"):
-        check_yaml("run:\n  seed: " + "7" * 6000)
-    check_yaml('run:\n  output_dir: "' + "7" * 6000 + '"')

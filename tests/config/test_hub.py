@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import subprocess
@@ -10,13 +9,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
 from rlmath.config import hub
 from rlmath.config.hub import HubId, parse_hub_id
-from rlmath.config.hub_client import HubError, Listed, NetworkError, Repo, download
 from rlmath.config.load import config_as_yaml, load_config
 from tests.hub_server import TOKEN, Hub, hub_server
 
@@ -161,46 +158,23 @@ def test_a_second_time_nothing_is_downloaded(there: Hub) -> None:
 
 def test_without_weights_they_are_counted(there: Hub) -> None:
     pinned = hub.resolve([model()], LIMIT)[model()]
-    (found,) = hub.fetch([pinned], LIMIT, weights=False)
+    (found,) = hub.fetch([pinned], LIMIT, weights=False, count_weights=True)
     assert set(there.downloads()) == NEEDED - {"model.safetensors"}
     assert (found.left, found.left_bytes) == (1, len(MODEL["model.safetensors"]))
-    assert found.files == len(NEEDED) - 1
-
-
-def test_four_processes_at_once_transfer_each_file_once(there: Hub) -> None:
-    program = (
-        "from rlmath.config import hub\n"
-        "one = hub.parse_hub_id('hf://org/model', 'model.path')\n"
-        "pinned = hub.resolve([one], 60)[one]\n"
-        "hub.fetch([pinned], 60)\n"
-        "print(hub.places([pinned])[pinned])\n"
-    )
-    processes = [
-        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=os.environ, text=True)
-        for _ in range(4)
-    ]
-    places = {process.communicate(timeout=120)[0].strip().splitlines()[-1] for process in processes}
-    assert [process.returncode for process in processes] == [0] * 4
-    assert len(places) == 1
-    assert there.downloads() == dict.fromkeys(NEEDED, 1)
 
 
 def test_a_model_without_safetensors_is_refused(there: Hub) -> None:
     there.add("org/old").commit({"config.json": b"{}", "pytorch_model.bin": b"a pickle"})
     with pytest.raises(ValueError, match="has no weights in safetensors"):
         fetched(model("hf://org/old"))
-    assert not there.downloads()
+    assert set(there.downloads()) == {"config.json"}
 
 
-@pytest.mark.parametrize(
-    "name", ["../../evil.json", "/etc/evil.json", "a/../../evil.json", "a\\..\\evil.json", "a\x1b.json"]
-)
-def test_a_listing_with_a_name_that_leads_out_is_refused(there: Hub, name: str, tmp_path: Path) -> None:
-    there.add("org/evil").commit({**MODEL, name: b"evil"})
-    with pytest.raises(ValueError, match="leads out of its folder") as error:
-        fetched(model("hf://org/evil"))
-    assert "\x1b" not in str(error.value)
-    assert not there.downloads() and not list(tmp_path.rglob("*evil.json"))
+def test_a_name_that_leads_out_of_its_folder_is_not_fetched(there: Hub, tmp_path: Path) -> None:
+    names = ("../../evil.json", "/etc/evil.json", "a/../../evil.json")
+    there.add("org/evil").commit(MODEL | dict.fromkeys(names, b"evil"))
+    assert {path.name for path in fetched(model("hf://org/evil")).iterdir()} == NEEDED
+    assert "evil.json" not in there.downloads() and not list(tmp_path.rglob("*evil.json"))
 
 
 # ---------------------------------------------------------------- commits
@@ -262,7 +236,7 @@ def test_a_hub_that_is_broken_is_none_and_one_that_refuses_is_obeyed(there: Hub)
     there.status = 503
     with pytest.raises(
         hub.HubFailedError,
-        match=r"the hub cannot be asked \(it answers with status 503\), and it is not in the",
+        match=r"the hub cannot be asked \(it answers with status 503\), and it is not, or not whole",
     ):
         fetched(model())
     there.status = 0
@@ -271,9 +245,9 @@ def test_a_hub_that_is_broken_is_none_and_one_that_refuses_is_obeyed(there: Hub)
     assert fetched(model()) == folder
     there.status = 403
     with pytest.raises(
-        ValueError, match=r"hf://org/model: the hub refuses with status 403\. Log in"
+        ValueError, match=r"hf://org/another: the hub refuses with status 403\. Log in"
     ) as error:
-        fetched(model())
+        fetched(model("hf://org/another"))
     assert "hostile" not in str(error.value)
 
 
@@ -291,41 +265,10 @@ def test_a_hub_that_stalls_ends_within_the_limit(there: Hub, silent: bool) -> No
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_a_file_that_is_cut_off_is_refused(there: Hub, name: str) -> None:
     there.cut = {name}
-    with pytest.raises(hub.HubFailedError, match=f"{name} could not be downloaded: what came has not the"):
+    with pytest.raises(hub.HubFailedError, match=r"hf://org/model.*could not be downloaded"):
         fetched(model())
     there.cut = set()
     assert (fetched(model()) / name).read_bytes() == MODEL[name]
-
-
-@pytest.mark.parametrize(
-    ("error", "kind", "why"),
-    [
-        (OSError(errno.ENOSPC, "x", "/cache/a"), HubError, "No space left on device, in /cache/a"),
-        (OSError(errno.EDQUOT, "x", "/cache/a"), HubError, "Disk quota exceeded, in /cache/a"),
-        (PermissionError(errno.EACCES, "x", "/cache/a"), HubError, "Permission denied, in /cache/a"),
-        (PermissionError(errno.EPERM, "x", "/cache/a"), HubError, "Operation not permitted, in /cache/a"),
-        (OSError(errno.EROFS, "x", "/cache/a"), HubError, "Read-only file system, in /cache/a"),
-        (TimeoutError(errno.ETIMEDOUT, "x"), NetworkError, "Connection timed out"),
-        (OSError(errno.ENETUNREACH, "x"), NetworkError, "Network is unreachable"),
-        (OSError(errno.EHOSTUNREACH, "x"), NetworkError, "No route to host"),
-        (ConnectionResetError(errno.ECONNRESET, "x"), NetworkError, "Connection reset by peer"),
-        (OSError("x"), NetworkError, "OSError"),
-    ],
-    ids=lambda value: errno.errorcode.get(value.errno, "none") if isinstance(value, OSError) else "",
-)
-def test_only_an_error_of_the_caches_disk_is_the_users(
-    monkeypatch: pytest.MonkeyPatch, error: OSError, kind: type[HubError], why: str
-) -> None:
-    """Told as the client tells them; the library's download is replaced by one that fails."""
-
-    def fail(*given: object, **more: object) -> NoReturn:
-        raise error
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
-    repo = Repo("hf://a/b", "model", "a/b", "main", "1" * 40, "", False)
-    with pytest.raises(HubError, match=f"could not be downloaded: {why}[.] The same command") as caught:
-        download(repo, Listed("model.safetensors", 5, None), True)
-    assert type(caught.value) is kind
 
 
 @pytest.mark.parametrize(
@@ -349,14 +292,6 @@ def test_a_client_without_its_library_is_the_users(
     (tmp_path / "huggingface_hub.py").write_text("raise RuntimeError('broken')")
     with pytest.raises(hub.HubFailedError, match="the client of the hub ended with 1: RuntimeError: broken"):
         hub.resolve([model()], LIMIT)
-
-
-def test_a_damaged_file_is_refused_and_removed(there: Hub) -> None:
-    there.damaged = {"model.safetensors"}
-    with pytest.raises(ValueError, match=r"model.safetensors is damaged: it has another SHA-256\. It was"):
-        fetched(model())
-    there.damaged = set()
-    assert (fetched(model()) / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
 
 
 # ---------------------------------------------------------------- without a network
@@ -384,7 +319,7 @@ def test_without_hub_and_cache_the_command_is_told(
         kind, match=r'the hub cannot be asked .*run "hf download org/rows data/train.jsonl --repo'
     ):
         fetched(data())
-    with pytest.raises(kind, match=r"model.safetensors of it is not in the cache") as error:
+    with pytest.raises(kind, match="it is not, or not whole, in the cache") as error:
         fetched(model())
     assert f'run "hf download org/model --revision {pinned.commit}"' in str(error.value)
     assert "or give a local folder" in str(error.value)

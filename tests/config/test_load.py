@@ -24,9 +24,6 @@ from rlmath.config.load import (
     load_config,
     make_parser,
     save_config,
-    shown_sections,
-    shown_values,
-    without_secrets,
 )
 from rlmath.config.schema import Config, ModelConfig, OptimizerConfig
 
@@ -164,126 +161,42 @@ def test_setting_values_are_flat_and_in_order():
 
 # ---------------------------------------------------------------- from the environment
 
-SECRET = "s3cret/kept out"
 
-
-@pytest.fixture
-def secret(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("RLMATH_TEST_SECRET", SECRET)
-    monkeypatch.setenv("RLMATH_TEST_LIST", "[first-item, second-item]")
-    monkeypatch.setenv("RLMATH_TEST_NUMBER", "77")
-    return SECRET
-
-
-@pytest.mark.parametrize(
-    ("key", "written", "value"),
-    [
-        ("telemetry.wandb_project", "${oc.env:RLMATH_TEST_SECRET}", SECRET),
-        ("run.output_dir", "a/${oc.env:RLMATH_TEST_SECRET}/${run.seed}", f"a/{SECRET}/1"),
-        ("telemetry.wandb_name", "${oc.env:RLMATH_TEST_UNSET,fallback}", "fallback"),
-        ("telemetry.wandb_name", "${oc.decode:'${oc.env:RLMATH_TEST_SECRET}'}", SECRET),
-        ("telemetry.wandb_name", "${oc.select:data.train_path}", SECRET),
-        ("telemetry.wandb_name", "${data.train_path}", SECRET),
-        ("validation.paths", "[x, '${oc.env:RLMATH_TEST_SECRET}']", ["x", SECRET]),
-        ("validation.paths", "${oc.decode:${oc.env:RLMATH_TEST_LIST}}", ["first-item", "second-item"]),
-        ("optimizer.kind", "${oc.env:RLMATH_TEST_SECRET}", SECRET),
-    ],
-)
-def test_text_from_the_environment_is_written_as_its_reference(
-    tmp_path: Path, secret: str, key: str, written: str, value: object
+def test_what_is_from_the_environment_is_written_as_its_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The program has the value; a copy of the settings, too, is written with the reference."""
-    overrides = [*GIVEN, "data.train_path=${oc.env:RLMATH_TEST_SECRET}", f"{key}={written}"]
-    config = load_config([], overrides)
-    assert setting_values(config)[key] == value
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, seed=1))
-    shown = [config_as_yaml(config), str(shown_values(config)), str(shown_sections(config))]
-    assert not any(part in text for text in shown for part in (secret, "first-item"))
-    assert written.strip("[]x, '") in shown[0]
+    monkeypatch.setenv("RLMATH_TEST_TEAM", "our/${team}")
+    monkeypatch.setenv("RLMATH_TEST_NUMBER", "77")
+    words = ["telemetry.wandb_project=${oc.env:RLMATH_TEST_TEAM}", "run.seed=${oc.env:RLMATH_TEST_NUMBER}"]
+    config = load_config([], [*GIVEN, *words])
+    assert (config.telemetry.wandb_project, config.run.seed) == ("our/${team}", 77)
     save_config(config, tmp_path / "config.yaml")
+    monkeypatch.delenv("RLMATH_TEST_TEAM")
     assert load_config([tmp_path / "config.yaml"], []) == config
-
-
-def test_numbers_and_words_from_the_environment_are_written_as_they_are(secret: str, monkeypatch):
-    monkeypatch.setenv("RLMATH_TEST_WORD", "sgd")
-    words = ["run.seed=${oc.env:RLMATH_TEST_NUMBER}", "optimizer.kind=${oc.env:RLMATH_TEST_WORD}"]
-    text = config_as_yaml(load_config([], [*GIVEN, *words]))
-    assert "  seed: 77\n" in text and "  kind: sgd\n" in text
-
-
-@pytest.mark.parametrize("key", ["run.seed", "optimizer.lr", "data.shuffle", "validation.paths"])
-def test_a_mistake_does_not_show_what_a_variable_has(secret: str, key: str):
-    message = problem_with([f"{key}=${{oc.env:RLMATH_TEST_SECRET}}"])
-    assert f'"{key}" got "${{oc.env:RLMATH_TEST_SECRET}}"' in message and secret not in message
-
-
-def test_messages_have_the_names_of_variables(secret: str):
-    number, text = (
-        "run.seed=${oc.env:RLMATH_TEST_NUMBER}",
-        "telemetry.wandb_project=${oc.env:RLMATH_TEST_SECRET}",
-    )
-    load_config([], [*GIVEN, number, text])
-    name = "${oc.env:RLMATH_TEST_SECRET}"
-    for before, after in [
-        ('there is no "', '"; 77'),
-        ("", ""),
-        ("a=", ", b"),
-        ("'line\\n", "'"),
-        ("x\n", "\n"),
-    ]:
-        assert without_secrets(f"{before}{secret}{after}") == f"{before}{name}{after}"
-    assert without_secrets(repr(f"\n{secret}")) == repr(f"\n{name}")
-
-
-def test_only_whole_words_are_taken_for_a_variable(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("RLMATH_TEST_TEAM", "group-theory")
-    load_config([], [*GIVEN, "telemetry.wandb_project=${oc.env:RLMATH_TEST_TEAM}"])
-    same = "subgroup-theory and group-theory_2"
-    assert without_secrets(same) == same
-    assert without_secrets("group-theory/group-theory.") == "/".join(["${oc.env:RLMATH_TEST_TEAM}"] * 2) + "."
-
-
-def test_a_variable_within_a_word_of_a_setting_is_kept_out_with_the_word(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("RLMATH_TEST_TEAM", "algebraists")
-    written = "our${oc.env:RLMATH_TEST_TEAM}2"
-    load_config([], [*GIVEN, f"telemetry.wandb_name={written}"])
-    assert without_secrets("no project ouralgebraists2, algebraists") == (
-        f"no project {written}, ${{oc.env:RLMATH_TEST_TEAM}}"
-    )
-
-
-@pytest.mark.parametrize(
-    "key", ["run.output_dir", "model.path", "data.train_path", "sft.held_out_path", "data.shuffle"]
-)
-def test_paths_and_switches_from_the_environment_are_no_secrets(monkeypatch: pytest.MonkeyPatch, key: str):
-    value = "false" if key == "data.shuffle" else "modelfolder"
-    monkeypatch.setenv("RLMATH_TEST_OUT", value)
-    config = load_config([], [*GIVEN, f"{key}=${{oc.env:RLMATH_TEST_OUT}}"])
-    line = f"the {value} of step 3"
-    assert without_secrets(line) == line
-    assert (value in config_as_yaml(config)) == (key == "data.shuffle")
-
-
-@pytest.mark.parametrize("key", ["data.more_train_paths", "validation.paths"])
-def test_lists_of_paths_from_the_environment_are_no_secrets(monkeypatch: pytest.MonkeyPatch, key: str):
-    monkeypatch.setenv("RLMATH_TEST_OUT", "listfolder")
-    load_config([], [*GIVEN, f"{key}=['${{oc.env:RLMATH_TEST_OUT}}']"])
-    assert without_secrets("the listfolder of step 3") == "the listfolder of step 3"
 
 
 def test_a_variable_that_is_not_set_is_named_with_the_key():
     message = problem_with(["run.output_dir=${oc.env:RLMATH_TEST_UNSET}/a"])
-    assert '"run.output_dir" got' in message and "variable RLMATH_TEST_UNSET is not set; set it" in message
+    assert '"run.output_dir" got' in message and "RLMATH_TEST_UNSET' not found" in message
+    assert "raised while" not in message
 
 
 def test_saved_settings_are_read_without_their_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     written_as = "${oc.env:RLMATH_TEST_FOLDER}/t"
     path = written(tmp_path / "a.yaml", f"data:\n  train_path: {written_as}\n")
-    with pytest.raises(ValueError, match="RLMATH_TEST_FOLDER is not set"):
+    with pytest.raises(ValueError, match="RLMATH_TEST_FOLDER' not found"):
         load_config([path], GIVEN[:2])
     assert load_config([path], GIVEN[:2], saved=True).data.train_path == written_as
     monkeypatch.setenv("RLMATH_TEST_FOLDER", "/scratch")
     assert load_config([path], GIVEN[:2], saved=True).data.train_path == "/scratch/t"
+
+
+@pytest.mark.parametrize("value", ["!!bool abc", "!!timestamp abc", "!!int ''"])
+def test_a_yaml_tag_that_does_not_fit_is_refused(tmp_path: Path, value: str):
+    """PyYAML's constructors raise KeyError, AttributeError and IndexError for it."""
+    told = problem_in(tmp_path / "a.yaml", f"run:\n  seed: {value}\n")
+    assert 'a.yaml" cannot be read as YAML sections' in told
+    assert f'the value in "run.seed={value}" cannot be read' in problem_with([f"run.seed={value}"])
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o027, 0o640), (0o022, 0o644), (0o002, 0o664)])
@@ -299,64 +212,10 @@ def test_a_saved_config_follows_the_umask(tmp_path: Path, umask: int, mode: int)
 # ---------------------------------------------------------------- mistakes
 
 
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [
-        ("[" * 3000, "nested deeper than 16 levels"),
-        ("9" * 6000, "a number of 6000 digits"),
-        ("${oc.decode:" + "[" * 3000, "cannot be read"),
-        ("${run.seed}" * 100, "more than 32 interpolations"),
-        ("${" * 3000, "more than 32 interpolations"),
-        ("&a [*a]", "stands within what it names"),
-        ("1" + "0" * 390, "needs float"),
-    ],
-)
-@pytest.mark.parametrize("in_file", [False, True])
-def test_what_would_take_the_stack_or_all_memory_is_told(
-    tmp_path: Path, value: str, told: str, in_file: bool
-):
-    if in_file:
-        text = value if "$" not in value else f"'{value}'"
-        message = problem_in(tmp_path / "a.yaml", f"optimizer:\n  lr: {text}\n")
-        assert "a.yaml" in message
-    else:
-        message = problem_with([f"optimizer.lr={value}"])
-    assert (told in message or "needs float" in message) and len(message) < 2000
-
-
 def test_a_number_beyond_64_bits_is_out_of_range():
     config = load_config([], [*GIVEN, f"run.total_steps={10**300}"])
     (problem,) = schema_problems(config)
     assert problem.startswith("run.total_steps is 1000") and "too large" in problem
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "told"),
-    [
-        ("run.seed", "!!bool abc", 'the tag "!!bool"'),
-        ("run.seed", "!!timestamp abc", 'the tag "!!timestamp"'),
-        ("run.seed", "!!int ''", 'the tag "!!int"'),
-        ("run.seed", "!!float ''", 'the tag "!!float"'),
-        ("run.seed", "! 3", 'the tag "!"'),
-        ("data.train_weights", "!!omap [a: 1]", 'the tag "!!omap"'),
-        ("data.train_weights", "[1, !!binary '@']", 'the tag "!!binary"'),
-        ("data.train_weights", "!!set {a: 1}", 'the tag "!!set"'),
-    ],
-)
-def test_a_yaml_tag_is_refused_with_its_place(tmp_path: Path, key: str, value: str, told: str):
-    """PyYAML's constructors raise KeyError, AttributeError and IndexError for a tag that its value does not fit."""
-    section, _, name = key.partition(".")
-    message = problem_in(tmp_path / "a.yaml", f"{section}:\n  {name}: {value}\n")
-    assert f'a.yaml" cannot be read as YAML sections: line 2: it has {told}' in message
-    assert f'the value in "{key}={value}" cannot be read: line 1: it has {told}' in problem_with(
-        [f"{key}={value}"]
-    )
-
-
-def test_a_section_with_a_yaml_tag_is_refused(tmp_path: Path):
-    for word in ("!!bool abc", "!!timestamp abc"):
-        assert "line 1: it has the tag" in problem_in(tmp_path / "a.yaml", f"run: {word}\n")
-        assert '"run" is a section' in problem_with([f"run={word}"])
 
 
 def test_a_fifo_in_the_place_of_a_config_file_is_told(tmp_path: Path):
@@ -498,12 +357,6 @@ def test_a_setting_and_its_value_in_words_of_their_own_are_one_mistake():
         told = problem_with(words)
         assert "write optimizer.lr=1e-5" in told
         assert "The sections are" not in told and "not of the form" not in told
-
-
-def test_an_unset_variable_is_told_without_the_librarys_words(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("NOT_SET_HERE", raising=False)
-    told = problem_with(["telemetry.wandb_project=${oc.env:NOT_SET_HERE}"])
-    assert "the environment variable NOT_SET_HERE is not set" in told and "raised while" not in told
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,6 @@ from rlmath.data.dataset import audit_inputs, load_inputs, load_sft_inputs, load
 from rlmath.data.loader import load_prompts, problem_key
 from rlmath.data.tokenizer import FIXED, characters_without_token, load_tokenizer
 from rlmath.models.hf_config import read_model_shape
-from rlmath.rewards.reward_manager import open_pool
-from rlmath.workers.worker_pool import VerifierPool
 from tests.tiny_models import make_model_folder
 
 
@@ -177,13 +175,6 @@ def test_good_references_are_not_named(tmp_path: Path) -> None:
     assert audit_prompts([("a", prompts)], [], RewardConfig(), None).findings == ()
 
 
-def test_what_strings_do_not_decide_is_judged_in_a_worker(tmp_path: Path) -> None:
-    path = questions(tmp_path / "a.jsonl", [("1", "5}"), ("2", "\\int_0^1 x}"), ("3", "7")])
-    prompts, _ = load_prompts(path, None, 99)
-    (found,) = audit_prompts([("a", prompts)], [], RewardConfig(), None).findings
-    assert found.text.startswith("1 of 3") and found.examples[0].endswith("('0': '5}')")
-
-
 def test_one_good_reference_of_several_is_enough_and_own_functions_are_not_judged(tmp_path: Path) -> None:
     rows = [{"question": "a", "answer": ["see solution", "3"]}, {"question": "b", "answer": "see solution"}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -212,23 +203,6 @@ def test_sentences_as_references_are_warned_of_and_not_refused(tmp_path: Path) -
     prompts, _ = load_prompts(path, None, 99)
     (found,) = audit_prompts([("a", prompts)], [], RewardConfig(), None).findings
     assert found.text.startswith("3 of 3 training prompts") and "is a sentence" in found.examples[0]
-
-
-def test_references_of_several_files_are_judged_by_the_same_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened: list[RewardConfig] = []
-
-    def counting(reward: RewardConfig) -> VerifierPool:
-        opened.append(reward)
-        return open_pool(reward)
-
-    monkeypatch.setattr("rlmath.data.audit.open_pool", counting)
-    path = questions(tmp_path / "a.jsonl", [("1", "5}"), ("2", "7")])
-    prompts, _ = load_prompts(path, None, 99)
-    found = audit_prompts([("a", prompts)], [("b", prompts), ("c", prompts)], RewardConfig(), None).findings
-    assert [one.text[:6] for one in found if "reference" in one.text] == ["1 of 2"] * 3
-    assert len(opened) == 1
 
 
 # ---------------------------------------------------------------- supervised training, and refusals that explain

@@ -16,13 +16,12 @@ def test_every_form_has_an_example_that_is_read(tmp_path):
     (tmp_path / "id2info.json").write_text(json.dumps({"q1": {"solutions": ["\\boxed{132}"]}}))
     for name, row in examples.items():
         path = tmp_path / f"{name}.jsonl"
-        path.write_text(row)
+        path.write_text(json.dumps(json.loads(row)))
         file = read_prompts(str(path))
         assert file.form == name
         assert file.rows[0].solutions in {("132",), ("\\boxed{132}",), ("18",)}
 
 
 def test_the_templates_are_as_the_page_has_them():
-    plain = PAGE.replace("\\|", "|")
     for name in ("r1_distill", "qwen_boxed"):
-        assert f"`{FIXED[name].render('{problem}')}`".replace("\n", "\\n") in plain
+        assert f"```\n{FIXED[name].render('{problem}').rstrip()}\n```" in PAGE

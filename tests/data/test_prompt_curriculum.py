@@ -333,15 +333,9 @@ def damaged(content: bytes, change: Callable[[dict], object]) -> bytes:
     [
         lambda header: header.update(version=9),
         lambda header: header.pop("draws"),
-        lambda header: header["draws"].pop("cursor"),
-        lambda header: header["draws"].update(cursor=-1),
-        lambda header: header["draws"].update(queue=[0, 0]),
         lambda header: header["draws"].update(queue=[99]),
         lambda header: header["draws"].update(queue="0"),
-        lambda header: header["draws"].update(batch=[0, 1, 2]),
-        lambda header: header["draws"].update(in_flight=[[9, 0, 0]]),
         lambda header: header["draws"].update(in_flight=[[0, 0]]),
-        lambda header: header["draws"].update(looked_at=99),
         lambda header: header["draws"].update(reseeds=[[0]]),
     ],
 )

@@ -22,8 +22,8 @@ from rlmath.distributed.fault_tolerance.preemption import StopRequest
 from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.planning.memory_estimate import engine_mesh_of, mesh_of
 from rlmath.rollout.generation import NewWeights
+from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.resume import Origin
-from rlmath.run.startup import PreparedRun
 from tests.distributed import partial_rollout_cases as partial
 from tests.tiny_models import shape_of
 
@@ -98,7 +98,7 @@ def _sample(prepared: PreparedRun[Any], world: int, rank: int, device: Any, late
     mesh = engine_mesh_of(config, world, rank)
     with open_scorers(config, mesh) as workers:
         bridge = open_worlds(device, 120.0, _store(), config.rollout.ranks)
-        one = EngineRank(prepared, mesh, device, bridge, workers, lambda: None)
+        one = EngineRank(prepared.on_rank(mesh, device, workers, bridge))
         one._loop._receiver.__class__ = Late
         assert one.run() == 7
         one.close()
@@ -118,10 +118,11 @@ def _train(
             bridge = open_worlds(device, 120.0, store, config.rollout.ranks)
         else:
             init_process_group(device, 120.0, store)
-        trainer = GrpoTrainer(prepared, mesh, device, workers=workers, bridge=bridge)
+        trainer = GrpoTrainer(prepared.on_rank(mesh, device, workers=workers, bridge=bridge))
         stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, 0)
         divergence = DivergenceCheck(trainer, 3, None)
-        trainer.begin(None, Checkpointer(trainer, prepared.origin, stop, divergence, lambda: None))
+        checkpointer = Checkpointer(trainer, prepared.origin, stop, divergence, lambda: None)
+        trainer.begin(0, checkpointer.export, checkpointer.asked_to_stop)
         if rank > 0 and more.get("late_trainers"):
             _publish_late(trainer.engines._publisher, more["late_trainers"])
         if rank == 0 and more.get("snapshots") == "new weights":

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-
-from rlmath.distributed.signed_store import SignedStore
 
 
 class CountingStore(dist.Store):
@@ -47,24 +44,6 @@ class CountingStore(dist.Store):
         values = self._inner.multi_get(keys)
         self._count(*keys, *values)
         return values
-
-
-def add_at_once(clients: int) -> tuple[list[int], int]:
-    """The numbers that so many engines get of one counter, to which all add at the same moment over connections of
-    their own to a real store, and the requests of all together. Threads are the engines."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ready = threading.Barrier(clients)
-
-    def add(store: CountingStore) -> int:
-        ready.wait()
-        return SignedStore(store, "rollout/0", b"secret").fetch_add("others")
-
-    stores = [
-        CountingStore(dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)) for _ in range(clients)
-    ]
-    with ThreadPoolExecutor(clients) as engines:
-        numbers = list(engines.map(add, stores))
-    return numbers, sum(store.requests for store in stores)
 
 
 def gloo_start(ranks: int, connect_all: bool) -> tuple[int, int]:

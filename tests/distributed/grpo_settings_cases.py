@@ -27,8 +27,8 @@ from rlmath.config.schema import (
     ValidationConfig,
 )
 from rlmath.data.dataset import load_inputs, load_validation
+from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.resume import Origin
-from rlmath.run.startup import PreparedRun
 from tests.distributed.optimizer_cases import run_here
 from tests.tiny_models import shape_of
 
@@ -45,7 +45,7 @@ RATE, LEAST, WARM_UP = 0.004, 0.001, 3
 def settings(model: Path, folder: Path) -> Config:
     """No two numbers are alike where one could be taken for the other."""
     return Config(
-        run=RunConfig(output_dir=str(folder / "run"), seed=SEED, device="cpu"),
+        run=RunConfig(output_dir=str(folder / "run"), seed=SEED, device="cpu", max_discarded_steps=8),
         model=ModelConfig(path=str(model)),
         data=DataConfig(
             train_path=_rows(folder / "train.jsonl", "t", PROMPTS),
@@ -90,6 +90,9 @@ def settings(model: Path, folder: Path) -> Config:
             epochs=EPOCHS,
             kl_coef=0.01,
             early_stop_ratio=None,
+            rollback=1,
+            rollback_reward_drop=50.0,
+            rollback_reward_steps=11,
         ),
         validation=ValidationConfig(
             every_steps=2,
@@ -101,7 +104,7 @@ def settings(model: Path, folder: Path) -> Config:
             top_p=0.9,
             max_new_tokens=7,
         ),
-        telemetry=TelemetryConfig(tensorboard=False, sample_groups_per_step=2),
+        telemetry=TelemetryConfig(tensorboard=False, sample_groups_per_step=2, profile_steps=[2]),
         save=SaveConfig(ckpt_freq_secs=None),
     )
 
@@ -128,9 +131,14 @@ def whole_run(model: Path, folder: Path) -> dict[str, Any]:
     class Observed(GrpoTrainer):
         """Reports what it is made of and what it is asked for; it trains as ever."""
 
-        def __init__(self, *given: Any, on_progress: Any, **others: Any) -> None:
-            super().__init__(*given, on_progress=on_progress, **others)
-            found["built"], found["asked"] = _built(self, on_progress), _watch(self)
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            found["built"], found["asked"] = _built(self, context.on_progress), _watch(self)
+
+        def begin(self, progress: Any, checkpointer: Any) -> None:
+            super().begin(progress, checkpointer)
+            check = checkpointer._divergence
+            found["diverges"] = check._max_discarded_steps, check.rule
 
         def step(self, number: int) -> Any:
             record = super().step(number)

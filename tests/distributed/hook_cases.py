@@ -10,17 +10,29 @@ from typing import Any
 import torch.distributed as dist
 
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
-from rlmath.config.schema import AlgorithmConfig, Config, RunConfig, SelectionConfig, TelemetryConfig
+from rlmath.config.schema import (
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    SaveConfig,
+    SelectionConfig,
+    TelemetryConfig,
+)
 from rlmath.config.schema import ValidationConfig as Validation
 from rlmath.data.dataset import load_inputs, load_validation
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
 from rlmath.distributed.mesh import Mesh
+from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.resume import Origin
-from rlmath.run.startup import PreparedRun
 from rlmath.trainer.step_hooks import StepHooks
 from rlmath.workers.user_functions import UserFunctionError
-from tests.distributed.grpo_step_cases import config_of
 from tests.tiny_models import shape_of
 
 REWARDS, TOKENS = [[1.0, 0.0], [2.0]], [[3, 4], [5]]
@@ -75,6 +87,24 @@ def shared(plugin: str) -> dict[str, Any]:
     return found
 
 
+def config_of(folder: Path, place: Path) -> Config:
+    return Config(
+        run=RunConfig(output_dir=str(place / "run"), total_steps=3, total_epochs=3, seed=7, device="cpu"),
+        model=ModelConfig(path=str(folder)),
+        data=DataConfig(train_path=str(place / "train.jsonl"), prompts_per_step=4, max_prompt_tokens=8),
+        policy=PolicyConfig(max_tokens_per_microbatch=64),
+        optimizer=OptimizerConfig(
+            kind="sgd", lr=1e-2, min_lr=1e-3, decay="cosine", warmup_steps=4, distributed=False
+        ),
+        rollout=RolloutConfig(
+            group_size=3, max_new_tokens=12, temperature=0.9, cpu_kv_cache_gib=0.1, progress_bar=False
+        ),
+        reward=RewardConfig(function="tests.reward_by_hash:reward"),
+        algorithm=AlgorithmConfig(n_minibatches=3, epochs=2, kl_coef=0.1, early_stop_ratio=None),
+        save=SaveConfig(ckpt_freq_secs=None),
+    )
+
+
 def steps(folder: Path, place: Path, plugin: str) -> dict[str, Any]:
     """Two steps of one rank: in the second one the advantage fails."""
     from rlmath.run.divergence import DivergenceCheck
@@ -102,10 +132,11 @@ def steps(folder: Path, place: Path, plugin: str) -> dict[str, Any]:
     device, mesh = open_device("cpu"), Mesh(0, 1, 1, 1, 1)
     with GrpoTrainer.open_workers(config, mesh) as workers:
         init_process_group(device, 120.0)
-        trainer = GrpoTrainer(prepared, mesh, device, workers=workers)
+        trainer = GrpoTrainer(prepared.on_rank(mesh, device, workers=workers))
         stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, 0)
         divergence = DivergenceCheck(trainer, 3, None)
-        trainer.begin(None, Checkpointer(trainer, prepared.origin, stop, divergence, lambda: None))
+        checkpointer = Checkpointer(trainer, prepared.origin, stop, divergence, lambda: None)
+        trainer.begin(0, checkpointer.export, checkpointer.asked_to_stop)
         first = trainer.step(0)
         state = trainer.rollouts.files(), trainer.rollouts.next_draw, trainer.actor.learner.updates
         (place / "fail").touch()

@@ -30,8 +30,8 @@ from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.ranks import environment_rank, environment_world_size
+from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.resume import Origin
-from rlmath.run.startup import PreparedRun
 from tests.tiny_models import shape_of
 
 PROMPTS, PER_STEP, GROUP, LONGEST = 90, 3, 2, 96
@@ -137,10 +137,11 @@ def run(folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Map
     device, found = open_device("cpu"), Run([], [], [], [], [], [])
     with GrpoTrainer.open_workers(config, mesh) as workers:
         init_process_group(device, 120.0)
-        trainer = GrpoTrainer(prepared, mesh, device, workers=workers)
+        trainer = GrpoTrainer(prepared.on_rank(mesh, device, workers=workers))
         stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, 0)
         divergence = DivergenceCheck(trainer, 3, None)
-        trainer.begin(None, Checkpointer(trainer, prepared.origin, stop, divergence, lambda: None))
+        checkpointer = Checkpointer(trainer, prepared.origin, stop, divergence, lambda: None)
+        trainer.begin(0, checkpointer.export, checkpointer.asked_to_stop)
         if config.optimizer.lr > NO_CHANGE:
             _score_new_tokens(trainer, found)
         for number in range(steps):

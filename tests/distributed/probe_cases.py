@@ -15,9 +15,8 @@ import torch
 from rlmath.config.schema import SyncConfig
 from rlmath.distributed.device import init_process_group, open_device
 from tests.distributed.checksum_cases import flip_a_bit
-from tests.distributed.engine_cases import ROLLOUT, Pair, _requests, open_engine, pair
+from tests.distributed.engine_cases import ROLLOUT, Pair, open_engine, pair
 from tests.distributed.policy_cases import Case, lay_out
-from tests.distributed.switch_cases import Rig
 from tests.tiny_models import shape_of
 
 LONGEST = 64
@@ -233,29 +232,6 @@ def _one_sync(one: Checked, step: int) -> tuple[str, list[str]]:
     return error_of(sync), names
 
 
-def texts_around_a_probe(
-    folder: Path, case: Case, engine_size: int, probes: list[int]
-) -> list[dict[str, Any]]:
-    """By number of probes: texts of the same requests after so many of them, and what the engine has before the texts.
-
-    Among the requests are the beginnings of the probe's own sequences.
-    """
-    found = []
-    for both in pairs(folder, [case], engine_size):
-        for count in probes:
-            one = checked(both, SyncConfig(probe_every=1 if count else 0, probe_threshold=1e-5))
-            starts = [sequence[: LONGEST - ROLLOUT.max_new_tokens] for sequence in one.probe.sequences]
-            with one.awake():
-                for number in range(count):
-                    if number:
-                        one.probe.score_policy()
-                    one.sync.probe_engine()
-                left = left_behind(both.engine)
-                generated = list(both.engine.generate(_requests(0, 0) + _requests_of(starts)))
-            found.append({"left": left, "texts": sorted(generated, key=lambda g: g.key)})
-    return found
-
-
 def texts_after_scores(folder: Path) -> dict[str, Any]:
     """Texts after prompts that fill blocks of vLLM's cache, without and with the same tokens scored before."""
     from rlmath.distributed.mesh import Mesh
@@ -304,39 +280,3 @@ def left_behind(engine: Any) -> dict[str, int]:
         "requests": len(llm_engine.output_processor.request_states) + sum(scheduler.get_request_counts()),
         "prefix blocks": sum(block.block_hash is not None for block in blocks),
     }
-
-
-def cycles(folder: Path, case: Case, count: int, threshold: float) -> list[dict[str, Any]]:
-    """Everything of the policy leaves while the engine generates; every sync is checked and probed, and the policy
-    learns between them."""
-    from rlmath.rollout.weight_sync.logprob_probe import Probe
-    from rlmath.rollout.weight_sync.weight_sync import WeightSync
-
-    rig, found = Rig(folder, case, 1), []
-    probe = Probe(rig.stage.actor.forward_backward, rig.engine, rig.stage.mesh, LONGEST)
-    settings = SyncConfig(checksum_every=1, probe_every=1, probe_threshold=threshold)
-    sync, expected = WeightSync(rig.sync, probe, settings), []
-
-    def sync_and_listen(step: int) -> None:
-        sync.run(step)
-        expected.append(torch.tensor(probe._expected))
-
-    switch = rig.switch(sync_and_listen)
-    for number in range(count):
-        with switch.generating(number + 1, step=number):
-            away = rig.sets.offloaded
-            probed = sync.probe_engine()
-            left = left_behind(rig.engine)
-            generated = rig.generate(number)
-        found.append(
-            {
-                "away": away,
-                "probed": probed,
-                "left": left,
-                "mismatch": rig.mismatch(generated),
-                "policy moved": float((expected[-1] - expected[0]).abs().mean()),
-            }
-        )
-        rig.learn(number + 1)
-    rig.engine.close()
-    return found

@@ -43,8 +43,8 @@ def build_trainer(
 ) -> tuple[Any, Any]:
     """(trainer, actor) on this rank."""
     from rlmath.data.dataset import SftInputs
+    from rlmath.run.prepared import PreparedRun
     from rlmath.run.recovery.resume import Origin
-    from rlmath.run.startup import PreparedRun
     from rlmath.trainer.sft import SftTrainer
 
     device = open_device("cpu")
@@ -54,7 +54,7 @@ def build_trainer(
     inputs = SftInputs(sequences, held_out, order_of(sequences), steps, (), ())
     origin = Origin(model="", data="")
     prepared = PreparedRun(_config(folder, case), shape_of(folder), inputs, origin, recovery=None)
-    trainer = SftTrainer(prepared, mesh, device)
+    trainer = SftTrainer(prepared.on_rank(mesh, device))
     return trainer, trainer.actor
 
 

@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from rlmath.config.schema import RewardConfig, SelectionConfig, StagesConfig, ValidationConfig
+from rlmath.config.schema import (
+    AlgorithmConfig,
+    RewardConfig,
+    RunConfig,
+    SelectionConfig,
+    StagesConfig,
+    ValidationConfig,
+)
 from tests.distributed import partial_rollout_cases as cases
 from tests.distributed.async_cases import LEARNS, layout_of, run, with_engines
 from tests.distributed.partial_rollout_cases import LONGEST, PER_STEP
@@ -183,25 +190,62 @@ def test_dropped_groups_are_replaced_and_a_snapshot_has_what_the_engines_sample(
     assert max(found.left[:-1]) > 0 and found.left[-1] == 0
 
 
-def test_validation_and_length_stages_keep_their_meaning(
+PLUGIN = """
+from rlmath import hooks
+
+@hooks.reward("digits")
+def digits(completion, solutions, row):
+    return sum(one.isdigit() for one in completion) / 10
+
+@hooks.scorer("even")
+def even(completion, solutions, row):
+    return len(completion) % 2 == 0
+"""
+
+
+def test_engines_are_given_every_setting_of_training_and_of_validation(
     ranks: RankPool, model: Path, tmp_path: Path
 ) -> None:
-    stages = StagesConfig(steps=[3, 3], max_new_tokens=[24, LONGEST])
+    """Rewards of weights 1 and 3, a scorer by its name in a plugin, two updates a step, two length stages, and lengths
+    and a template of validation's own: as engines of training ranks are."""
+    (tmp_path / "own.py").write_text(PLUGIN)
     held_out = tmp_path / "held_out.jsonl"
     rows = [
         {"prompt": f"{n}+1=", "solutions": [str(n + 1)], "query_id": f"h{n}", "task": "math"}
         for n in range(6)
     ]
     held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    validation = ValidationConfig(every_steps=2, paths=[str(held_out)], max_new_tokens=8)
-    rollout = with_engines()
-    (apart,) = train(ranks, 2, model, tmp_path, 6, rollout, stages=stages, validation=validation)
-    lengths = [[len(c.token_ids) for group in step for c in group.completions] for step in apart.groups]
+    more: dict[str, Any] = {
+        "run": RunConfig(
+            output_dir=str(tmp_path / "run"),
+            total_epochs=6,
+            seed=7,
+            device="cpu",
+            plugins=[str(tmp_path / "own.py")],
+        ),
+        "reward": RewardConfig(rewards=["length", "digits"], weights=[1.0, 3.0], workers=1),
+        "algorithm": replace(AlgorithmConfig(), n_minibatches=2, early_stop_ratio=None),
+        "validation": ValidationConfig(
+            every_steps=2, paths=[str(held_out)], max_new_tokens=8, samples=3, scorer="even", template="raw"
+        ),
+    }
+    stages = StagesConfig(steps=[3, 3], max_new_tokens=[24, LONGEST])
+    (apart,) = train(ranks, 2, model, tmp_path, 6, with_engines(), stages=stages, **more)
+    completions = [[c for group in step for c in group.completions] for step in apart.groups]
+    lengths = [[len(c.token_ids) for c in step] for step in completions]
     assert max(map(max, lengths[:3])) == 24 < max(map(max, lengths[3:]))
     assert apart.in_flight[2] == [] != apart.in_flight[1]
+    for limit, step in zip([24] * 3 + [LONGEST] * 3, apart.groups, strict=True):
+        pairs = [pair for group in step for pair in zip(group.completions, group.scores, strict=True)]
+        for one, score in pairs:
+            short, digits = 1 - len(one.token_ids) / limit, sum(map(str.isdigit, one.text)) / 10
+            assert score.reward == pytest.approx(1 * short + 3 * digits)
+    for segment in (segment for step in completions for one in step for segment in one.segments):
+        assert segment.policy_version == 2 * segment.step, "two updates a step"
     assert [bool(one) for one in apart.validated] == [True, False, True, False, True, False]
-    (together,) = train(ranks, 1, model, tmp_path, 1, with_engines(ranks=0), validation=validation)
+    (together,) = train(ranks, 1, model, tmp_path, 1, with_engines(ranks=0), **more)
     ours, theirs = apart.validated[0], together.validated[0]
+    assert 0 < ours["validation/held_out/accuracy"] < 1
     assert {k: v for k, v in ours.items() if "seconds" not in k} == {
         k: v for k, v in theirs.items() if "seconds" not in k
     }

@@ -14,6 +14,7 @@ from rlmath.algorithms.losses import Normalisation
 from rlmath.algorithms.types import ScoredGroup
 from rlmath.models.logprobs import MinTokensMask
 from rlmath.rollout.sampling import request_seed
+from rlmath.run.divergence import RewardRule
 from tests.distributed import grpo_settings_cases as cases
 from tests.distributed.rank_pool import RankPool
 
@@ -67,6 +68,12 @@ def test_every_part_is_built_as_the_settings_say(
         # By length stage.
         "updaters": [(Normalisation("constant", 24), 90), (Normalisation("constant", 28), 130)],
     }
+
+
+def test_when_it_diverges_and_which_steps_are_profiled(found: dict[str, Any], folder: Path) -> None:
+    assert found["diverges"] == (8, RewardRule(drop=50.0, steps=11))
+    profiles = {path.name.partition("-rank")[0] for path in (folder / "run" / "profile").iterdir()}
+    assert profiles == {"step-000002"}
 
 
 def test_what_is_asked_for_in_training_and_validation(found: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@ torch's optimizers; and what the settings make of the models."""
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -12,34 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlmath.algorithms.early_stop import EarlyStop
-from rlmath.algorithms.importance_sampling import Correction
-from rlmath.algorithms.losses import LossSettings
-from rlmath.config.load import load_config
 from rlmath.config.schema import (
     AlgorithmConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
     OptimizerConfig,
-    ParallelConfig,
-    PolicyConfig,
-    RolloutConfig,
-    RunConfig,
-    SftConfig,
-    TelemetryConfig,
 )
-from rlmath.data.sft_sequences import WrittenSequence
-from rlmath.models.logprobs import MinTokensMask
-from rlmath.run.recovery.save_schedule import Frequency
-from tests.distinct_settings import DISTINCT
 from tests.distributed import optimizer_cases, oracle
-from tests.distributed.optimizer_cases import STOPS, Schedule
+from tests.distributed.optimizer_cases import Schedule
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.sft_cases import make_sequences
 from tests.distributed.test_parity import assert_close
 from tests.distributed.update_cases import make_groups
-from tests.tiny_models import VOCAB, make_samples
+from tests.tiny_models import make_samples
 
 pytestmark = pytest.mark.distributed
 
@@ -205,159 +186,3 @@ def test_three_updates_are_those_of_torch(
         assert min(norms) > 1.2 * settings.clip_grad, "the clip has to be at work"
     for ours, theirs in zip(moves(tied_model, weights), moves(tied_model, wanted), strict=True):
         assert_close(ours, theirs, 2e-3)
-
-
-def test_the_settings_reach_models_optimizer_and_store(ranks: RankPool, tied_model: Path) -> None:
-    config = replace(
-        DISTINCT,
-        model=ModelConfig(path=str(tied_model)),
-        parallel=ParallelConfig(),
-        policy=PolicyConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=3),
-        optimizer=replace(DISTINCT.optimizer, kind="adam", distributed=True, warmup_steps=9),
-    )
-    (found,) = ranks.run(1, optimizer_cases.built, tied_model, config)
-    assert found["loss"] == LossSettings(
-        kind="cispo",
-        clip_low=0.166,
-        clip_high=0.267,
-        dual_clip=3.68,
-        correction=Correction("sequence", 1.69, 0.17, 4.71, 0.972, 1.028, 0.0283),
-        kl_coef=0.0,
-        kl_kind="k2",
-        entropy_coef=0.00173,
-        teacher_coef=0.271,
-    )
-    assert found["bounds"] == EarlyStop(ratio_high=1.74, ratio_low=0.775, kl=0.0176)
-    sampled = (0.64, VOCAB, MinTokensMask(STOPS, 139))
-    assert found["models"] == {
-        "actor": sampled,
-        "reference": sampled,
-        "supervised": (1.0, VOCAB, MinTokensMask()),
-    }
-    recomputed = ("full", "block", 3)
-    assert found["recompute"] == {
-        "actor": recomputed,
-        "reference": (None, None, None),
-        "supervised": recomputed,
-    }
-    assert found["trains"] == [True, False]
-    assert found["optimizer"] == {
-        "optimizer": "adam",
-        "lr": 0.128,
-        "min_lr": 0.0129,
-        "weight_decay": 0.131,
-        "adam_beta1": 0.732,
-        "adam_beta2": 0.833,
-        "adam_eps": 0.00134,
-        "sgd_momentum": 0.0,
-        "clip_grad": 0.535,
-        "use_distributed_optimizer": True,
-    }
-    for group in found["groups"]:
-        assert group == (pytest.approx(0.0128), (0.732, 0.833), 0.00134, True)
-    assert found["decays"] == [0.0, 0.131]
-    assert found["schedule"] == (pytest.approx(0.0128), 0.128, 0.0129, 9, 37, "linear", 0.131, 0.131)
-    assert found["total_of_supervised"] == 41
-    assert found["retention"] == (198, 199)
-    assert found["root"] == Path("outputs/distinct/checkpoints")
-    points, models = Frequency(195, 196, 197.5), Frequency(192, 193, 194.5)
-    assert found["times"] == (points, models, 10 // 3, 2, None)
-
-
-def test_limits_of_time_and_what_a_run_writes(ranks: RankPool, tied_model: Path, tmp_path: Path) -> None:
-    run = RunConfig(
-        output_dir=str(tmp_path / "run"),
-        seed=7,
-        device="cpu",
-        distributed_timeout_seconds=130.0,
-        start_timeout_seconds=50.0,
-        stop_grace_seconds=60.0,
-        heartbeat_timeout_seconds=70.0,
-        hang_timeout_seconds=80.0,
-    )
-    config = Config(
-        run=run,
-        model=ModelConfig(path=str(tied_model)),
-        data=DataConfig(train_path="nowhere"),
-        optimizer=OptimizerConfig(lr=0.25, warmup_steps=3),
-        sft=SftConfig(eval_every_steps=1),
-        telemetry=TelemetryConfig(tensorboard=False),
-    )
-    (found,) = ranks.run(1, optimizer_cases.whole_run, tied_model, config)
-    assert found == {
-        "heartbeat": run,
-        "grace": 60.0,
-        "timeouts": (130.0, 180.0),  # Megatron's are whole minutes
-        "status": 0,
-    }
-    assert load_config([tmp_path / "run" / "config.yaml"], []) == config
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    assert all("held_out/loss" in row for row in rows)
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
-    assert (tmp_path / "run" / "hf_model" / "config.json").is_file()
-
-
-def test_a_supervised_run_by_hand(ranks: RankPool, tied_model: Path, tmp_path: Path) -> None:
-    """Settings of RL have no effect; rates count steps; the loss is per token, at temperature 1."""
-    config = Config(
-        run=RunConfig(output_dir=str(tmp_path), seed=3),
-        model=ModelConfig(path=str(tied_model)),
-        optimizer=rates_of(decay="linear", warmup_steps=1),
-        algorithm=AlgorithmConfig(n_minibatches=3, epochs=2, loss_normalisation="sequence"),
-        rollout=RolloutConfig(temperature=0.5, min_new_tokens=5),
-        sft=SftConfig(eval_every_steps=3),
-        policy=PolicyConfig(max_tokens_per_microbatch=50),
-    )
-    (found,) = ranks.run(1, optimizer_cases.supervised, tied_model, config, 4)
-    before, *steps = found
-    wanted_rates = [LR / 2, LR, LEAST + (LR - LEAST) * 2 / 3, LEAST + (LR - LEAST) / 3]
-    assert [step["train/learning_rate"] for step in steps] == pytest.approx(wanted_rates, rel=1e-9)
-    sequences = make_sequences(12, seed=5)
-    held_out, train = sequences[:4], sequences[4:]
-    torch.set_num_threads(1)
-    model, where = oracle.load(tied_model), 0
-    assert before == pytest.approx(by_hand(model, held_out), rel=1e-4)
-    for number, (metrics, rate) in enumerate(zip(steps, wanted_rates, strict=True)):
-        batch, where = train[where : where + 4], (where + 4) % 8
-        assert metrics["train/loss"] == pytest.approx(by_hand(model, batch)["held_out/loss"], rel=1e-4)
-        assert metrics["n_valid_tokens"] == sum(len(one.completion_ids) for one in batch)
-        model.zero_grad()
-        mean_loss(model, batch).backward()
-        assert metrics["train/grad_norm"] == pytest.approx(
-            float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)), rel=1e-3
-        )
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= rate * parameter.grad
-        if number in (2, 3):  # the third, as asked, and the last
-            reported = {name: value for name, value in metrics.items() if name.startswith("held_out/")}
-            assert reported == pytest.approx(by_hand(model, held_out), rel=1e-3)
-        else:
-            assert not any(name.startswith("held_out/") for name in metrics)
-
-
-def mean_loss(model: torch.nn.Module, sequences: list[WrittenSequence]) -> Tensor:
-    """Mean over the tokens of all completions, at temperature 1."""
-    total, count = torch.zeros(()), 0
-    for one in sequences:
-        ids = torch.tensor(one.prompt_ids + one.completion_ids)
-        logprobs = torch.log_softmax(model(ids[None]).logits[0, :-1].float(), -1)
-        total = total - logprobs.gather(1, ids[1:, None])[len(one.prompt_ids) - 1 :].sum()
-        count += len(one.completion_ids)
-    return total / count
-
-
-@torch.no_grad()
-def by_hand(model: torch.nn.Module, sequences: list[WrittenSequence]) -> dict[str, float]:
-    loss, hits, count = float(mean_loss(model, sequences)), 0, 0
-    for one in sequences:
-        ids = torch.tensor(one.prompt_ids + one.completion_ids)
-        likeliest = model(ids[None]).logits[0, :-1].argmax(-1)
-        hits += int((likeliest == ids[1:])[len(one.prompt_ids) - 1 :].sum())
-        count += len(one.completion_ids)
-    return {
-        "held_out/loss": loss,
-        "held_out/perplexity": math.exp(loss),
-        "held_out/token_accuracy": hits / count,
-    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,11 +14,9 @@ from rlmath.config.schema import (
     AlgorithmConfig,
     OptimizerConfig,
     ParallelConfig,
-    RewardConfig,
     RolloutConfig,
     SelectionConfig,
     StagesConfig,
-    ValidationConfig,
 )
 from tests.distributed import partial_rollout_cases as cases
 from tests.distributed.partial_rollout_cases import CARRY, DEFER, GROUP, LONGEST, PER_STEP, Run
@@ -177,15 +174,6 @@ def test_log_probs_are_those_of_the_weights_that_sampled(make: Make) -> None:
 
 
 @matrix
-@pytest.mark.parametrize("stop_after", [1, pytest.param(4, marks=pytest.mark.full)])
-def test_what_a_checkpoint_holds_continues_as_if_nothing_had_happened(
-    make: Make, carried: Run, stop_after: int
-) -> None:
-    run = make(1, stop_after=stop_after)
-    assert run.groups == carried.groups and run.in_flight == carried.in_flight
-
-
-@matrix
 @pytest.mark.parametrize("rollout", [CARRY, DEFER], ids=["carry", "defer"])
 def test_dynamic_sampling_replaces_dropped_groups_by_further_draws(
     make: Make, rollout: RolloutConfig
@@ -222,10 +210,9 @@ def test_a_stage_that_begins_with_groups_in_flight_is_refused(make: Make) -> Non
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rollout", [CARRY, replace(DEFER, slice_tokens=12)], ids=["carry", "defer"])
-def test_a_stage_ends_with_nothing_in_flight(make: Make, rollout: RolloutConfig) -> None:
+def test_a_stage_that_defers_ends_with_nothing_in_flight(make: Make) -> None:
     stages = StagesConfig(steps=[4, 3], max_new_tokens=[20, LONGEST])
-    run = make(1, rollout, steps=7, stages=stages)
+    run = make(1, replace(DEFER, slice_tokens=12), steps=7, stages=stages)
     assert run.in_flight[3] == run.in_flight[6] == [] and any(run.in_flight[:3]) and any(run.in_flight[4:])
     completions_of(run)  # every prompt comes once
     for step, groups in enumerate(run.groups):
@@ -248,62 +235,6 @@ def test_groups_that_another_reward_function_has_scored_are_sampled_anew(
         return sum(all(s.step >= 1 for c in group.completions for s in c.segments) for group in left)
 
     assert begun_again(run) > begun_again(carried) == 0
-
-
-@pytest.fixture(scope="module")
-def with_all_settings(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Callable[[RolloutConfig], Run]:
-    """A run in which all that looks at lengths, rewards and weights is on."""
-    held_out = tmp_path_factory.mktemp("held-out") / "heldout.jsonl"
-    rows = [
-        {"prompt": f"{n}+1=", "solutions": [str(n + 1)], "query_id": f"h{n}", "task": "math"}
-        for n in range(5)
-    ]
-    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    more = {
-        "selection": SelectionConfig(drop_truncated=True),
-        "reward": RewardConfig(
-            function="tests.reward_by_hash:reward", overlong_buffer=40, overlong_penalty=2.0
-        ),
-        "validation": ValidationConfig(
-            every_steps=2, paths=[str(held_out)], before_training=False, temperature=1.0
-        ),
-        # The ratio is 1: every minibatch is discarded.
-        "algorithm": AlgorithmConfig(
-            importance_correction="token", importance_mask_high=5.0, early_stop_ratio=0.5
-        ),
-    }
-    return lambda rollout: make(1, rollout, steps=6, **more)
-
-
-@matrix
-@pytest.mark.parametrize(
-    "rollout", [CARRY, pytest.param(DEFER, marks=pytest.mark.full)], ids=["carry", "defer"]
-)
-def test_penalties_filters_validation_and_early_stop_keep_their_meaning(
-    with_all_settings: Callable[[RolloutConfig], Run], rollout: RolloutConfig
-) -> None:
-    whole, run = with_all_settings(WAIT), with_all_settings(rollout)
-    assert_same_completions(run, whole)
-    rewards = [
-        {
-            (g.prompt.prompt_id, c.sample_index): s.reward
-            for step in one.groups
-            for g in step
-            for c, s in zip(g.completions, g.scores, strict=True)
-        }
-        for one in (run, whole)
-    ]
-    assert rewards[0] == rewards[1] and min(rewards[0].values()) < -1, "the penalty is in some"
-    cut = sum(c.finish_reason == "length" for c in completions_of(whole).values())
-    for one in (run, whole):
-        assert sum(m["selection/filtered/truncated"] for m in one.metrics) == cut > 0
-        assert all(m["train/early_stopped_minibatches"] == m["train/minibatches"] for m in one.metrics)
-        assert {c.policy_version for c in completions_of(one).values()} == {0}
-    without_times = [
-        [{name: value for name, value in found.items() if "seconds" not in name} for found in one.validated]
-        for one in (run, whole)
-    ]
-    assert without_times[0] == without_times[1] and any(without_times[0])
 
 
 @matrix
@@ -331,19 +262,6 @@ def test_staleness_counts_steps_and_versions_count_the_minibatches_learned_from(
         names = [name for name in theirs if name.startswith("rollout/staleness")]
         assert len(names) >= 4 and {n: ours[n] for n in names} == {n: theirs[n] for n in names}
     assert_same_completions(none, carried)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("rollout", [CARRY, DEFER], ids=["carry", "defer"])
-def test_over_thirty_steps_the_completions_are_those_of_whole_rollouts(
-    make: Make, rollout: RolloutConfig
-) -> None:
-    """With weights that do not change: so their lengths, rewards and truncations are the same, not alike."""
-    whole, run = make(2, WAIT, steps=30), make(2, rollout, steps=30)
-    assert_same_completions(run, whole)
-    assert len(completions_of(run)) == 30 * PER_STEP * GROUP and run.in_flight[-1] == []
-    for groups, in_flight in zip(run.groups, run.in_flight, strict=True):
-        assert len(groups) == PER_STEP and len(in_flight) <= 4 * PER_STEP
 
 
 # ---------------------------------------------------------------- defer
@@ -374,20 +292,6 @@ def test_metrics_of_deferred_groups(deferred: Run) -> None:
         assert metrics.get("rollout/deferred_now_short", 0.0) == 0.0 and "rollout/staleness" not in metrics
     assert any("rollout/deferred_now_short" in metrics for metrics in deferred.metrics)
     assert any(metrics["rollout/discarded_tokens"] > 0 for metrics in deferred.metrics)
-
-
-@pytest.mark.parametrize(
-    ("world", "engine"),
-    [(2, 1), pytest.param(4, 1, marks=pytest.mark.full), pytest.param(2, 2, marks=pytest.mark.full)],
-)
-def test_engines_change_nothing_of_deferred_groups(
-    make: Make, deferred: Run, world: int, engine: int
-) -> None:
-    run = make(world, replace(DEFER, tensor_parallel=engine), parallel=ParallelConfig(tensor=engine))
-    assert run.in_flight == deferred.in_flight
-    assert_same_completions(run, deferred)
-    if engine == 1:
-        assert run.groups == deferred.groups
 
 
 @matrix

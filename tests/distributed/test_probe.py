@@ -133,35 +133,9 @@ def test_checksums_and_probes_are_due_at_the_first_sync_and_every_so_many(
             assert all("mlp.down_proj.weight in engine 1" in syncs[number][0] for number in ended)
 
 
-@pytest.mark.parametrize(("case", "engine_size"), [(Case(), 1), (Case(tensor=2), 2)], ids=str)
-@pytest.mark.full
-def test_texts_are_the_same_bits_with_and_without_a_probe_before_them(
-    ranks: RankPool, untied_model: Path, case: Case, engine_size: int
-) -> None:
-    probes = [0, 1, 3, 0]
-    for found in ranks.run(
-        case.ranks, probe_cases.texts_around_a_probe, untied_model, case, engine_size, probes
-    ):
-        assert [report["left"] for report in found] == [{"requests": 0, "prefix blocks": 0}] * len(probes)
-        assert len(found[0]["texts"]) == 13
-        assert all(report["texts"] == found[0]["texts"] for report in found)
-
-
 def test_scored_tokens_do_not_change_texts_that_go_on_from_them(ranks: RankPool, untied_model: Path) -> None:
     """The prompts fill blocks of vLLM's prefix cache, which those of the probe do only where blocks are small."""
     (found,) = ranks.run(1, probe_cases.texts_after_scores, untied_model)
     assert found["scores"][0] == found["scores"][1]
     assert found["left"]["requests"] == 0
     assert found["after scores"] == found["alone"]
-
-
-def test_every_sync_of_a_run_that_offloads_everything_is_checked_and_probed(
-    ranks: RankPool, untied_model: Path
-) -> None:
-    (reports,) = ranks.run(1, probe_cases.cycles, untied_model, Case(optimizer="adam"), 3, EXACT)
-    for number, report in enumerate(reports):
-        assert report["away"] == ("gradients", "optimizer", "parameters")
-        assert report["probed"]["sync/probe_difference"] < EXACT
-        assert report["left"] == {"requests": 0, "prefix blocks": 0}
-        assert report["mismatch"] < 1e-4
-        assert (report["policy moved"] > 0.1) == (number > 0)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from rlmath.distributed.ranks import RankInfo, RankReport, RendezvousResult, hosts_text, ranks_text
 from rlmath.distributed.rendezvous import MissingRanksError, Rendezvous, open_rendezvous
+from tests.distributed.fault_tolerance.runs import wait_for
 
 RANKS_PER_NODE = 2
 SECONDS = 60.0
@@ -208,30 +209,43 @@ def test_a_port_that_another_program_uses_is_told_at_once(monkeypatch: pytest.Mo
     assert time.monotonic() - started < 60
 
 
+def test_a_run_of_another_name_on_the_same_port_is_not_met(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = [sign_in(port, rank, 2) for rank in range(2)]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    mine = sign_in(port, 0, 2)
+    found = outcomes(*(lambda one=one: come(one) for one in other), lambda: come(mine, 1.0))
+    assert found[:2] == [None, None]
+    assert isinstance(found[2], MissingRanksError)
+    assert "Missing: rank 1 on host0 (never started)" in str(found[2])
+
+
 def test_no_rank_ends_with_an_error_before_the_others_have_read_it(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rank to end makes its launcher end the store; rank 3 is slow to look."""
-    monkeypatch.setattr("rlmath.distributed.rendezvous.READ_SECONDS", 20.0)
+    monkeypatch.setattr("rlmath.distributed.rendezvous.READ_SECONDS", SECONDS)
     meetings = [sign_in(port, rank) for rank in range(4)]
-    ended: dict[int, float] = {}
+    ended: list[int] = []
 
     def attend(rank: int) -> None:
         try:
             come(meetings[rank], problem="no folder" if rank == 1 else None)
         finally:
-            ended[rank] = time.monotonic()
+            ended.append(rank)
 
-    answer = meetings[3]._answer
-    slow_until = time.monotonic() + 3
+    others_have_read = [f"{meetings[0]._start}/start/read/{rank}" for rank in range(3)]
+    outcome = meetings[3]._outcome
 
     def slow(at: str) -> object:
-        return answer(at) if time.monotonic() > slow_until else None
+        wait_for(lambda: meetings[3]._store.all_there(others_have_read))
+        assert ended == []
+        return outcome(at)
 
-    monkeypatch.setattr(meetings[3], "_answer", slow)
+    monkeypatch.setattr(meetings[3], "_outcome", slow)
     found = outcomes(*(lambda rank=rank: attend(rank) for rank in range(4)))
     assert all(isinstance(error, ValueError) for error in found), found
-    assert min(ended.values()) > slow_until
 
 
 def test_many_ranks_and_hosts_are_named_shortly() -> None:

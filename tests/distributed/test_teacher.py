@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,42 @@ def test_a_step_learns_from_the_teacher_alone_or_with_rewards(
         told = result.sums["teacher_kl"] / result.sums["tokens"] if told is None else told
         assert told == pytest.approx(kl.item(), rel=1e-4)
         assert (ours.record.teacher_kl is None) == (loss == "full")
+
+
+@pytest.mark.parametrize("loss", keeping(["advantage", "full"], "advantage"))
+def test_a_step_compares_both_over_the_tokens_that_both_know(
+    ranks: RankPool, untied_model: Path, teachers: dict[str, Path], loss: str
+) -> None:
+    """The policy's log-probs for a teacher with fewer tokens are those among these."""
+    torch.set_num_threads(1)
+
+    def known(token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(3 + token % (FEWER - 3) for token in token_ids)
+
+    groups = [
+        replace(
+            group,
+            prompt=replace(group.prompt, token_ids=known(group.prompt.token_ids)),
+            completions=tuple(replace(one, token_ids=known(one.token_ids)) for one in group.completions),
+        )
+        for group in make_groups((4, 3))
+    ]
+    algorithm = AlgorithmConfig(advantage="dr_grpo", early_stop_ratio=None)
+    settings = TeacherConfig(str(teachers["fewer"]), loss, COEF, with_rewards=False)
+    ours, _ = ranks.run(1, teacher_cases.step, untied_model, Case(), groups, algorithm, settings)[0]
+    model = oracle.load(untied_model)
+    samples = [
+        replace(one, behaviour_logprobs=tuple(oracle.completion_logprobs(model, one).tolist()))
+        for one in samples_of(groups, [[0.0] * len(group.completions) for group in groups])
+    ]
+    value, kl = dense_loss(model, oracle.load(teachers["fewer"]), samples, loss)
+    value.backward()
+    wanted = {n: -LEARNING_RATE["sgd"] * g for n, g in oracle.gradients(model).items()}
+    assert_close(ours.update, wanted, 2e-5)
+    (result,) = ours.record.results
+    told = ours.record.teacher_kl
+    told = result.sums["teacher_kl"] / result.sums["tokens"] if told is None else told
+    assert told == pytest.approx(kl.item(), rel=1e-4)
 
 
 def test_the_teachers_logits_are_never_whole_beside_the_policys(

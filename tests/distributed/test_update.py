@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -108,33 +107,6 @@ def test_epochs_over_minibatches_agree_between_layouts(
     first, *later = one.record.results
     assert first.sums["approx_kl"] == pytest.approx(0.0, abs=1e-3)
     assert all(abs(result.sums["approx_kl"]) > 1e-2 for result in later)
-
-
-def test_later_epochs_take_the_minibatches_in_another_order(ranks: RankPool, untied_model: Path) -> None:
-    algorithm = AlgorithmConfig(n_minibatches=8, epochs=2, early_stop_ratio=None)
-    results = step(ranks, untied_model, LAYOUTS[0], algorithm).record.results
-    first, second = ([r.sums["tokens"] for r in results[start : start + 8]] for start in (0, 8))
-    assert sorted(first) == sorted(second) and first != second
-    fixed = dataclasses.replace(algorithm, shuffle=False)
-    results = step(ranks, untied_model, LAYOUTS[0], fixed).record.results
-    first, second = ([r.sums["tokens"] for r in results[start : start + 8]] for start in (0, 8))
-    assert first == second
-
-
-def test_every_step_deals_samples_to_minibatches_anew(ranks: RankPool, untied_model: Path) -> None:
-    """The same groups in three steps of a run, and again with another seed: other minibatches, in both epochs."""
-    algorithm = AlgorithmConfig(n_minibatches=8, epochs=2, early_stop_ratio=None)
-
-    def dealt(seed: int) -> list[tuple[int, ...]]:
-        made = ranks.run(1, update_cases.steps, untied_model, TINY_STEPS, [GROUPS] * 3, algorithm, seed)[0]
-        return [tuple(int(result.sums["tokens"]) for result in one.record.results) for one in made]
-
-    one, other = dealt(1), dealt(2)
-    assert one == dealt(1)
-    first_epochs = [tokens[:8] for tokens in one + other]
-    assert len(set(first_epochs)) == len({tuple(sorted(tokens)) for tokens in first_epochs}) == 6
-    orders = {tuple(tokens[:8].index(n) for n in tokens[8:]) for tokens in one}
-    assert len(orders) == 3, "every step takes the minibatches of its second epoch in an order of its own"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rlmath.data.tokenizer import load_tokenizer
 from rlmath.distributed.mesh import Mesh
-from rlmath.distributed.signed_store import SignedStore
+from rlmath.distributed.run_store import RunStore
 from rlmath.evals.benchmarks import Problem
 from rlmath.evals.completions import CompletionRecord
 from rlmath.evals.plan import GREEDY_INDEX
@@ -99,7 +99,7 @@ def test_the_log_has_how_much_all_engines_have_sampled(
 ) -> None:
     monkeypatch.setattr(collector, "PROGRESS_SECONDS", 0.0)
     monkeypatch.setattr(collector, "PUBLISH_SECONDS", 0.0)
-    store = SignedStore(dist.HashStore(), "evaluation")
+    store = RunStore(dist.HashStore(), "evaluation")
     first, second = (SamplingProgress(10, Mesh(rank, 2, 1, 1, 1), store, "step 7/20") for rank in (0, 1))
     caplog.set_level(logging.INFO)
     first.tick()

@@ -22,7 +22,7 @@ from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
 from rlmath.distributed.ranks import RankReport, RendezvousResult
 from rlmath.distributed.rendezvous import Rendezvous, open_rendezvous
-from rlmath.run.startup import compare_clocks, environment_facts, meet, meet_with_mistake
+from rlmath.run.nodes import compare_clocks, environment_facts, meet, meet_with_mistake
 from rlmath.telemetry.console import setup_logging
 
 HOST = socket.gethostname()

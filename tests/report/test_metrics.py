@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import rlmath.report.metrics as report_metrics
-from rlmath.report.metrics import Curve, means_on_common_steps, read_metrics, thinned
+from rlmath.report.metrics import Curve, means_on_common_steps, read_curves, thinned
 
 
 def written(tmp_path: Path, content: str | bytes) -> Path:
@@ -20,14 +19,14 @@ def written(tmp_path: Path, content: str | bytes) -> Path:
 
 def test_an_unfinished_last_line_is_no_row(tmp_path: Path) -> None:
     path, notes = written(tmp_path, '{"step": 1, "a": 2}\n{"step": 2, "a": 3}\n{"step": 3, "a": 4}'), []
-    metrics = read_metrics(path, notes)
+    metrics = read_curves(path, notes)
     assert metrics.curve("a") == Curve([1, 2], [2.0, 3.0])
     assert (metrics.rows, metrics.last_step, notes) == (2, 2, [])
 
 
 def test_of_a_step_written_twice_the_later_row_counts(tmp_path: Path) -> None:
     path = written(tmp_path, '{"step":1,"a":1}\n{"step":2,"a":2,"b":2}\n{"step":3,"a":3}\n{"step":2,"a":9}\n')
-    metrics = read_metrics(path, [])
+    metrics = read_curves(path, [])
     assert metrics.curve("a") == Curve([1, 2, 3], [1.0, 9.0, 3.0])
     assert not metrics.has("b")
 
@@ -37,15 +36,13 @@ def test_lines_that_are_no_rows_are_counted(tmp_path: Path) -> None:
         "{",
         "[1]",
         '{"a": 1}',
-        '{"step": -1}',
-        '{"step": 1e300}',
         '{"step": 2, "a": "x"}',
         "\xff\0",
         "[" * 9999,
     ]
     bad += ['{"step": 1, "a": ' + "9" * 5000 + "}", '{"step": 1, "a": [' + "1," * 2**20 + "1]}", "null", '""']
     path, notes = written(tmp_path, "\n".join([*bad, '{"step": 7, "a": 1}', ""])), []
-    assert read_metrics(path, notes).curve("a") == Curve([7], [1.0])
+    assert read_curves(path, notes).curve("a") == Curve([7], [1.0])
     (note,) = notes
     assert note.startswith(f"metrics.jsonl: {len(bad)} lines are no rows") and "line 1 " in note
 
@@ -53,26 +50,14 @@ def test_lines_that_are_no_rows_are_counted(tmp_path: Path) -> None:
 def test_values_that_are_not_finite_are_not_drawn_and_told(tmp_path: Path) -> None:
     rows = '{"step": 1, "a": "NaN"}\n{"step": 2, "a": "Infinity"}\n{"step": 3, "a": 1e300}\n{"step": 4, "a": 5}\n'
     path, notes = written(tmp_path, rows), []
-    assert read_metrics(path, notes).curve("a") == Curve([4], [5.0])
+    assert read_curves(path, notes).curve("a") == Curve([4], [5.0])
     assert "3 values are NaN, infinite or above" in notes[0]
-
-
-def test_what_is_read_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_metrics, "MOST_ROWS", 10)
-    monkeypatch.setattr(report_metrics, "MOST_NAMES", 3)
-    rows = "".join(f'{{"step": {step}, "a": 1, "b{step}": 2}}\n' for step in range(20))
-    notes: list[str] = []
-    metrics = read_metrics(written(tmp_path, rows), notes)
-    assert metrics.rows == 10 and sorted(metrics.curves) == ["a", "b0"]
-    assert any("first 10 rows" in note for note in notes) and any("only 3 metrics" in note for note in notes)
-    monkeypatch.setattr(report_metrics, "MOST_VALUES", 9)
-    assert read_metrics(tmp_path / "metrics.jsonl", []).rows == 3
 
 
 def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(ValueError, match="FIFO"):
-        read_metrics(tmp_path / "metrics.jsonl", [])
+        read_curves(tmp_path / "metrics.jsonl", [])
 
 
 @pytest.mark.parametrize("count", [1, 2, 1499, 1500, 1501, 10_000, 54_321])

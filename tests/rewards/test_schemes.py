@@ -15,7 +15,7 @@ SILENT = Verdict(False, "", "no_answer")
 def reward(
     scheme: Scheme, verdict: Verdict, boxed: bool = True, length: int = 10, truncated: bool = False
 ) -> float:
-    return scheme.reward(verdict, boxed, length, limit=100, truncated=truncated)
+    return score(scheme, verdict, boxed, length, 100, truncated).reward
 
 
 def test_right_is_plus_five_and_all_else_minus_five():

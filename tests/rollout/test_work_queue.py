@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from rlmath.distributed.mesh import Mesh
-from rlmath.distributed.signed_store import SignedStore
+from rlmath.distributed.run_store import RunStore
 from rlmath.rollout.sampling import AllAtOnce, Load, Request, RequestResult, RequestSource
 from rlmath.rollout.work_queue import EngineUsage, WorkItem, WorkQueue, idle_shares
 
@@ -70,8 +70,8 @@ def play_in_step(engines: Sequence[PlayedEngine]) -> list[int]:
     return [engine.steps for engine in engines]
 
 
-def new_store(inner: dist.Store | None = None) -> SignedStore:
-    return SignedStore(inner or dist.HashStore(), "rollout", b"secret of the run")
+def new_store(inner: dist.Store | None = None) -> RunStore:
+    return RunStore(inner or dist.HashStore(), "rollout")
 
 
 def sharing_engines(
@@ -253,45 +253,6 @@ def test_no_key_stays_in_the_store(engine_size: int):
     for engine in played:
         engine.source.close()
     assert inner.num_keys() == 0
-
-
-GARBAGE = ["", "1", "-7", "10000", "garbage\x1b[2J", "x" * 100_000, '{"a": 1}', "0" * 64 + "3"]
-
-
-@pytest.mark.parametrize("engines", [1, 3])
-@pytest.mark.parametrize("how", ["garbage", "deleted", "an older value", "always"])
-def test_whatever_a_stranger_writes_every_sample_is_drawn(engines: int, how: str):
-    """A stranger knows all keys, and writes after every step of any engine; with "always" before every request."""
-    for seed in range(6):
-        draw, inner = random.Random(seed), Disturbed() if how == "always" else dist.HashStore()
-        lengths = [draw.choice((1, 2, 3, 30)) for _ in range(9)]
-        running = list(played := sharing_engines(lengths, 3, engines, 4, inner))
-        older: dict[str, bytes] = {}
-        while running:
-            engine = draw.choice(running)
-            if not engine.step():
-                running.remove(engine)
-            for key in inner.list_keys() if how != "always" else ():
-                if how == "an older value":
-                    inner.set(key, older.setdefault(key, inner.get(key)))
-                elif draw.random() < 0.5:
-                    inner.delete_key(key) if how == "deleted" else inner.set(key, draw.choice(GARBAGE))
-        made = [key for engine in played for key in engine.made]
-        assert set(made) == {(p, g) for p in range(9) for g in range(3)}
-        for engine in played:
-            assert len(set(engine.made)) == len(engine.made), "no engine samples anything twice"
-
-
-class Disturbed(dist.Store):
-    """A real store in which a stranger writes over the key of every request, just before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._inner, self._draw = dist.HashStore(), random.Random(1)
-
-    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        self._inner.set(key, self._draw.choice(GARBAGE))
-        return self._inner.compare_set(key, expected, desired)
 
 
 @pytest.mark.parametrize(("engines", "prompts"), [(2, 200), (2, 400), (4, 400), (4, 800)])

@@ -378,30 +378,6 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path):
     assert names(tmp_path / "run") == [".lock", "config.yaml"]
 
 
-def test_a_changed_secret_is_no_other_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Its name is kept, never its value; without it, or given as a value, the run is compared by values."""
-    reference, folder = "telemetry.wandb_project=x-${oc.env:RLMATH_TEST_SECRET}", tmp_path / "run"
-    also = "reward.function=${oc.env:RLMATH_TEST_SECRET}"
-    monkeypatch.setenv("RLMATH_TEST_SECRET", "first-value")
-    claim_run_folder(folder, make_config(folder, reference, also))
-    assert "first-value" not in (folder / "config.yaml").read_text()
-    monkeypatch.setenv("RLMATH_TEST_SECRET", "second-value")
-    claim_run_folder(folder, make_config(folder, reference, also))
-    check_output_folder(folder, make_config(folder, "reward.function=second-value"))
-    monkeypatch.delenv("RLMATH_TEST_SECRET")
-    told = refusal(folder, make_config(folder, "reward.function=third"))
-    assert "reward.function: ${oc.env:RLMATH_TEST_SECRET} there, third now" in told
-
-
-def test_a_config_of_values_compares_with_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    claim_run_folder(tmp_path, make_config(tmp_path, "reward.function=the-value"))
-    monkeypatch.setenv("RLMATH_TEST_SECRET", "another-value")
-    told = refusal(tmp_path, make_config(tmp_path, "reward.function=${oc.env:RLMATH_TEST_SECRET}"))
-    assert "the-value there, ${oc.env:RLMATH_TEST_SECRET} now" in told and "another-value" not in told
-    monkeypatch.setenv("RLMATH_TEST_SECRET", "the-value")
-    check_output_folder(tmp_path, make_config(tmp_path, "reward.function=${oc.env:RLMATH_TEST_SECRET}"))
-
-
 @pytest.mark.parametrize(("umask", "modes"), [(0o077, (0o600, 0o600, 0o700)), (0o002, (0o664, 0o664, 0o775))])
 def test_what_a_start_writes_follows_the_umask(tmp_path: Path, umask: int, modes: tuple[int, int, int]):
     folder, before = tmp_path / "run", os.umask(umask)

@@ -9,24 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.config.hub import HubFailedError
 from rlmath.config.load import load_config
 from rlmath.distributed import process
 from rlmath.distributed.device_kind import CUDA_DEFAULTS
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE, read_exit_status
 from rlmath.distributed.ranks import RankReport, check_launcher_numbers
-from rlmath.distributed.rendezvous import MissingRanksError, Route, prefer_for_gloo, route_to
+from rlmath.distributed.rendezvous import Route, prefer_for_gloo, route_to
 from rlmath.run import startup
-from rlmath.run.startup import (
+from rlmath.run.nodes import (
     CLOCK_SECONDS,
     _compare_nodes,
-    _fact_of,
-    _without_secrets,
     clock_warnings,
     differences,
     labelled,
-    log_mistake,
     node_lines,
+)
+from rlmath.run.startup import (
     prepare_grpo,
     prepare_sft,
     record_exit,
@@ -157,66 +155,6 @@ def test_the_environment_that_is_set_on_gpus_is_documented() -> None:
     page = Path(__file__).resolve().parents[2].joinpath("docs", "clusters.md").read_text()
     for name, value in CUDA_DEFAULTS.items():
         assert f"| `{name}` | {value} |" in page
-
-
-def test_nodes_compare_settings_from_the_environment_without_their_values(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given = [
-        "run.output_dir=o",
-        "model.path=m",
-        "data.train_path=t",
-        "reward.function=${oc.env:RLMATH_TEST_SECRET}",
-    ]
-    said_of = {}
-    for host, secret in (("a", "first-value"), ("b", "first-value"), ("c", "other-value")):
-        monkeypatch.setenv("RLMATH_TEST_SECRET", secret)
-        value = load_config([], given).reward.function
-        said_of[host] = {"reward.function": _fact_of("reward.function", value)}
-    (line,) = differences(said_of)
-    assert "on c; " in line and "on a, b" in line and "value from the environment" in line
-    assert not any(secret in line for secret in ("first-value", "other-value"))
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        ValueError("no project private-team"),
-        json.JSONDecodeError("no project private-team", "{", 0),
-        UnicodeDecodeError("utf-8", b"x", 0, 1, "no project private-team"),
-        FileNotFoundError(2, "No such file", "private-team"),
-        UnicodeEncodeError("ascii", "private-team", 0, 1, "no project private-team"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_an_error_of_any_kind_is_told_without_secrets(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    monkeypatch.setenv("RLMATH_TEST_TEAM", "private-team")
-    given = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
-    load_config([], [*given, "telemetry.wandb_project=${oc.env:RLMATH_TEST_TEAM}"])
-    told = _without_secrets(error)
-    assert "${oc.env:RLMATH_TEST_TEAM}" in str(told) and "private-team" not in str(told)
-    assert isinstance(told, OSError) == isinstance(error, OSError)
-    assert isinstance(told, ValueError) == isinstance(error, ValueError)
-
-
-@pytest.mark.parametrize("kind", [ValueError, HubFailedError, MissingRanksError])
-def test_torchruns_report_has_no_secrets(
-    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    report = tmp_path / "attempt_0" / "0" / "error.json"
-    report.parent.mkdir(parents=True)
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setenv("RLMATH_TEST_TEAM", "private-team")
-    given = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
-    load_config([], [*given, "telemetry.wandb_project=${oc.env:RLMATH_TEST_TEAM}"])
-    log_mistake(kind("hf://private-team/model: the hub was not done"))
-    told = json.loads(report.read_text(encoding="utf-8"))["message"]["message"]
-    assert told == "hf://${oc.env:RLMATH_TEST_TEAM}/model: the hub was not done"
-    assert caplog.messages == [told]
 
 
 def test_the_exit_status_keeps_the_list_of_mistakes(tmp_path: Path) -> None:

@@ -1,11 +1,45 @@
-"""What is computed from the reports of engines on ranks of their own."""
+"""What trainers tell engines on ranks of their own, what a checkpoint has of what these sample, and their reports."""
 
 from __future__ import annotations
 
-import pytest
+import json
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from rlmath.rollout.generation import WeightsTaken
-from rlmath.trainer.rollouts.asynchronous import EngineReport, engine_report_metrics
+import pytest
+import torch.distributed as dist
+
+from rlmath.algorithms.types import Completion, PartialCompletion, Score, ScoredCompletion, Segment
+from rlmath.checkpoint.flight import FLIGHT, read_flight
+from rlmath.config.length_curriculum import length_stages
+from rlmath.config.schema import Config, DataConfig, ModelConfig, RolloutConfig, RunConfig, StagesConfig
+from rlmath.data.dataset import load_inputs
+from rlmath.distributed.bridge import Bridge, Mailbox
+from rlmath.distributed.mesh import Mesh
+from rlmath.rollout.collector import Rollout
+from rlmath.rollout.generation import (
+    Admit,
+    Collected,
+    CollectGroups,
+    Continue,
+    GroupDone,
+    Snapshot,
+    TakeSnapshot,
+    WeightsTaken,
+)
+from rlmath.rollout.sampling import RolloutSeed, SamplingSettings
+from rlmath.trainer.rollouts.asynchronous import (
+    AsynchronousRollouts,
+    EngineConnection,
+    EngineReport,
+    engine_report_metrics,
+)
+from tests.tiny_models import shape_of
 
 
 def report(seconds: float, busy: float, tokens: int, latency: float) -> EngineReport:
@@ -36,3 +70,146 @@ def test_rates_are_over_time_and_not_over_reports() -> None:
 
 def test_without_a_report_there_are_no_metrics() -> None:
     assert engine_report_metrics([], engines=2) == {}
+
+
+# ---------------------------------------------------------------- messages and checkpoints
+
+PER_STEP, GROUP, STALENESS = 3, 2, 1
+
+
+@pytest.fixture
+def ends(tmp_path: Path) -> Iterator[tuple[Mailbox, Mailbox]]:
+    """The mailboxes of a trainer, whose process group is there, and of an engine, over a bridge of the two."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        bridges = list(threads.map(lambda rank: Bridge(store, rank, 2, 1, 60.0), range(2)))
+        boxes = Mailbox(bridges[0], [1]), Mailbox(bridges[1], [0])
+        yield boxes
+        list(threads.map(Mailbox.close, boxes))
+    dist.destroy_process_group()
+
+
+def done(draw: int, step: int) -> GroupDone:
+    """A group that an engine has sampled with the weights of a step, of as many tokens as its draw and one more."""
+    tokens, logprobs = (5,) * (draw + 1), (-0.5,) * (draw + 1)
+    samples = tuple(
+        ScoredCompletion(
+            Completion(g, tokens, logprobs, "", "stop", 2 * step, (Segment(draw + 1, 2 * step, step),)),
+            Score(float(g), bool(g), "", "string"),
+        )
+        for g in range(GROUP)
+    )
+    return GroupDone(draw, samples)
+
+
+class Engine:
+    """The engine's end: what it was sent, one message after the other."""
+
+    def __init__(self, box: Mailbox) -> None:
+        self._box, self._messages = box, deque[Any]()
+
+    def send(self, *messages: object) -> None:
+        for message in messages:
+            self._box.send(0, message)
+
+    def next(self) -> Any:
+        while not self._messages:
+            self._messages += [one.message for one in self._box.receive(0.05)]
+        return self._messages.popleft()
+
+
+def asynchronous(tmp_path: Path, model: Path, connection: EngineConnection) -> AsynchronousRollouts:
+    rows = [{"question": f"{n}+1", "answer": n + 1, "id": f"q{n}"} for n in range(20)]
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = Config(
+        run=RunConfig(seed=7),
+        model=ModelConfig(path=str(model)),
+        data=DataConfig(train_path=str(file), template="raw", prompts_per_step=PER_STEP, shuffle=False),
+        stages=StagesConfig(steps=[1, 4], max_new_tokens=[40, 50]),
+        rollout=RolloutConfig(ranks=1, group_size=GROUP, max_staleness=STALENESS, max_new_tokens=60),
+    )
+    shape = shape_of(model)
+    inputs = load_inputs(config, shape)
+    assert inputs.total_steps == 5
+    return AsynchronousRollouts(config, inputs, connection, shape.vocab_size, inputs.total_steps)
+
+
+def drawn(files: dict[str, bytes]) -> dict[int, list[tuple[int, int]]]:
+    """What a checkpoint has: tokens and steps of the last segment of every sample, by draw; steps -1 where none is."""
+    flight = read_flight(files[FLIGHT], GROUP, 101, lambda tokens: "")
+    return {
+        group.draw: [(len(part.token_ids), *(s.step for s in part.segments[-1:])) for part in group.parts]
+        for group in flight.groups
+    }
+
+
+def test_a_checkpoint_has_what_is_done_what_waits_and_what_is_sampled(
+    tmp_path: Path, tied_model: Path, ends: tuple[Mailbox, Mailbox]
+) -> None:
+    """Step 2 takes the draws 3 to 5 and leaves 6, which is done; meanwhile 8 becomes done, 7 is being sampled."""
+    trainer, engine = ends[0], Engine(ends[1])
+    connection = EngineConnection(Mesh(0, 1, 1, 1, 1, engine_ranks=1), trainer, lambda: None)
+    rollouts = asynchronous(tmp_path, tied_model, connection)
+    stages = length_stages(rollouts._config, 5)
+
+    def sample(draws: list[int], step: int) -> None:
+        engine.send(*(done(draw, step) for draw in draws))
+
+    assert drawn(rollouts.files()) == {}, "nothing has begun: no engine is asked"
+    sample([1, 2, 0], 0)
+    first = rollouts.step(0, stages[0])
+    rollouts.commit()
+    assert [engine.next(), engine.next()] == [Continue([], 0), Admit(0, 3, 0)]
+    assert [one.prompt.prompt_id for one in first.selection.learned] == ["q0", "q1", "q2"]
+    assert first.sampled_tokens == GROUP * (1 + 2 + 3)
+    sample([4, 5, 3, 6], 1)
+    second = rollouts.step(1, stages[1])
+    rollouts.commit()
+    assert engine.next() == Admit(0, 3 + PER_STEP * (STALENESS + 1), 1), "of the second length stage"
+    assert [one.prompt.prompt_id for one in second.selection.learned] == ["q3", "q4", "q5"]
+    part = PartialCompletion((5,) * 9, (-0.5,) * 9, (Segment(9, 2, 1),))
+    sample([8], 1)
+
+    def answer() -> None:
+        assert engine.next() == TakeSnapshot()
+        engine.send(Snapshot({7: (part, PartialCompletion())}))
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    files = rollouts.files()
+    thread.join()
+    assert drawn(files) == {6: [(7, 1)] * 2, 7: [(9, 1), (0,)], 8: [(9, 1)] * 2}
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    connection = EngineConnection(Mesh(0, 1, 1, 1, 1, engine_ranks=1), trainer, lambda: None)
+    again = asynchronous(tmp_path, tied_model, connection)
+    again.resume(folder, 2, reward_changed=False)
+    assert again.next_draw == 9
+    sample([7, 9], 2)
+    third = again.step(2, stages[1])
+    assert [one.prompt.prompt_id for one in third.selection.learned] == ["q6", "q7", "q8"]
+    unfinished = engine.next()
+    assert ([one.draw for one in unfinished.groups], unfinished.length_stage) == ([7], 1)
+    assert engine.next() == Admit(9, 12, 1)
+
+
+def test_what_is_asked_of_the_engines_for_validation_is_what_they_are_sent(
+    ends: tuple[Mailbox, Mailbox],
+) -> None:
+    trainer, engine = ends[0], Engine(ends[1])
+    connection = EngineConnection(Mesh(0, 1, 1, 1, 1, engine_ranks=1), trainer, lambda: None)
+    asked = CollectGroups([], SamplingSettings(2, 0.5, 0.9, 3, 7), RolloutSeed(8, -1), "validation own", True)
+    wanted = Rollout([], [])
+    engine.send(done(4, 0))
+    engine.send(Collected(wanted))
+    found = connection.collect(asked.prompts, asked.sampling, asked.seed, asked.title, validates=True)
+    assert found == wanted and engine.next() == asked
+    assert connection.groups() == [done(4, 0)], "what came meanwhile is kept"
+    plain = replace(asked, validates=False)
+    engine.send(Collected(wanted))
+    connection.collect(plain.prompts, plain.sampling, plain.seed, plain.title)
+    assert engine.next() == plain

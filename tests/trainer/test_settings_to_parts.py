@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from rlmath.algorithms.advantages import advantages, gdpo_advantages
 from rlmath.algorithms.dynamic_sampling import SelectionRules
 from rlmath.algorithms.early_stop import EarlyStop
 from rlmath.algorithms.importance_sampling import Correction
 from rlmath.algorithms.losses import LossSettings, Normalisation
 from rlmath.algorithms.partial_rollouts import FlightRules
-from rlmath.algorithms.types import Completion, Prompt
+from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 from rlmath.answers.verifier import Rules
 from rlmath.config.length_curriculum import (
     engine_length,
@@ -36,31 +37,37 @@ from rlmath.config.schema import (
     RolloutConfig,
     SelectionConfig,
     StagesConfig,
+    TeacherConfig,
 )
-from rlmath.data.dataset import most_updates
+from rlmath.data.dataset import critic_epochs, most_critic_updates, most_updates
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.models import megatron
-from rlmath.models.build import early_stop, loss_settings
+from rlmath.models.build import critic_optimizer, early_stop, loss_settings
 from rlmath.models.megatron import Recompute, selective_modules, transformer_config
 from rlmath.planning.memory_estimate import engine_mesh_of, mesh_of
-from rlmath.rewards.reward_manager import RewardManager, open_reward_workers
+from rlmath.rewards.reward_manager import (
+    RewardManager,
+    open_reward_workers,
+    open_scorer,
+    scorer_settings,
+)
 from rlmath.rewards.schemes import Scheme
 from rlmath.rewards.several_rewards import NamedReward, RewardPools, compared_rewards, named_rewards
 from rlmath.rollout.engine import _device_arguments
 from rlmath.rollout.flight_rules import flight_rules, slice_tokens
 from rlmath.rollout.sampling import SamplingSettings, training_sampling
 from rlmath.run.recovery.save_schedule import Frequency, kept_frequency, recovery_frequency
-from rlmath.trainer.kl_in_reward import KLPenalty
 from rlmath.trainer.policy_update import PolicyUpdater
 from rlmath.trainer.rollouts.synchronous import selection_rules
+from rlmath.trainer.token_advantages import KLPenalty
 from rlmath.trainer.validation import _measure
-from rlmath.workers.hooks import hooks_fingerprint
+from rlmath.workers.hooks import Hook, hooks_fingerprint
 from rlmath.workers.user_functions import scorer_hook
 from rlmath.workers.worker_pool import VerifierPool
 from tests.distinct_settings import DISTINCT
-from tests.tiny_models import shape_of
+from tests.tiny_models import make_samples, shape_of
 
 CPU = Device("cpu", torch.device("cpu"), "gloo", torch.float32)
 SHAPE = ModelShape("Qwen2ForCausalLM", 2, 64, 2, 2, 32, 64, 10, False, 64, 1e4, 1e-6, True, "float32")
@@ -203,6 +210,13 @@ def test_the_reward_scheme_and_the_workers() -> None:
     with open_reward_workers(RewardConfig(workers=1)) as pool:
         assert isinstance(pool, VerifierPool)
         assert pool._settings.rules == Rules(answer_from="boxed", protocol=False)
+
+
+def test_a_scorer_has_the_workers_and_limits_of_rewards() -> None:
+    with open_scorer(Hook("scorer", "math:isnan", "validation.scorer"), DISTINCT.reward) as pool:
+        assert (pool._size, pool.timeout_seconds) == (2, 15.8)
+    settings = scorer_settings(DISTINCT.reward)
+    assert settings == RewardConfig(function="scorer", workers=2, timeout_seconds=15.8)
 
 
 def test_a_score_is_made_with_every_number_of_the_section() -> None:
@@ -384,6 +398,20 @@ def test_updates_of_a_run_are_steps_times_minibatches_times_epochs() -> None:
     assert most_updates(DISTINCT, total_steps=7) == 7 * 164 * 165
 
 
+def test_the_critic_has_a_rate_a_warm_up_and_epochs_of_its_own() -> None:
+    optimizer = critic_optimizer(DISTINCT)
+    own = {"lr": 0.02001, "warmup_steps": 2002, "min_lr": pytest.approx(0.0129 / 0.128 * 0.02001)}
+    assert dataclasses.asdict(optimizer) == dataclasses.asdict(DISTINCT.optimizer) | own
+    plain = replace(DISTINCT, critic=replace(DISTINCT.critic, lr=None, epochs=None))
+    assert critic_optimizer(plain).lr == 2 * 0.128
+    gae = replace(DISTINCT, algorithm=replace(DISTINCT.algorithm, advantage="gae"))
+    assert (critic_epochs(gae), critic_epochs(plain)) == (2009, 165)
+    assert most_critic_updates(gae, total_steps=3000) == 3000 * 164 * 2009
+    assert most_updates(gae, total_steps=3000) == (3000 - 2003) * 164 * 165, (
+        "the critic learns alone at first"
+    )
+
+
 def test_what_two_validations_must_have_in_common() -> None:
     expected = {
         "scorer": "package.scorers:name",
@@ -419,6 +447,78 @@ def test_normalisation_and_kl_penalty_of_the_updates(tied_model: Path) -> None:
     assert updater(DISTINCT, tied_model).penalty is None
     in_loss = replace(DISTINCT, algorithm=replace(DISTINCT.algorithm, kl_in="loss"))
     assert updater(in_loss, tied_model, any_reference).penalty is None
+
+
+def groups_of(*parts_PGK: list[tuple[float, ...]]) -> list[ScoredGroup]:
+    """Groups whose completions have these rewards, and as many tokens as they have places in the group."""
+    return [
+        ScoredGroup(
+            Prompt(f"q{number}", "?", (1,), ("2",), "math"),
+            tuple(Completion(g, (5,) * (g + 1), (0.0,) * (g + 1), "", "stop", 0) for g in range(len(rows))),
+            tuple(Score(sum(row), True, "", "string", parts=row) for row in rows),
+        )
+        for number, rows in enumerate(parts_PGK)
+    ]
+
+
+def test_advantages_are_of_the_kind_the_weights_and_the_eps_that_are_set(tied_model: Path) -> None:
+    """The first reward is right where the second is wrong: their weights decide."""
+    groups = groups_of([(1.0, 0.0), (0.0, 1.0), (0.0, 0.0)], [(1.0, 0.0), (0.0, 1.0)])
+    reward = RewardConfig(rewards=["a=package.one:f", "b=package.two:f"], weights=[1.0, 3.0], combine="gdpo")
+    config = replace(DISTINCT, reward=reward, teacher=TeacherConfig())
+
+    def given(config: Config, teacher: Any = None) -> list[list[float]]:
+        one = replace(updater(config, tied_model), teacher=teacher)
+        return one.reward_advantages(groups, [group.rewards for group in groups], [[1, 2, 3], [1, 2]])
+
+    assert given(config) == gdpo_advantages(
+        [[score.parts for score in group.scores] for group in groups], [1.0, 3.0], 0.00163
+    )
+    (first, second, _), (third, fourth) = given(config)
+    assert second > 0 > first and fourth > 0 > third
+    summed = replace(config, reward=replace(reward, combine="sum"))
+    for kind in ("rloo", "ppo"):
+        one = replace(summed, algorithm=replace(DISTINCT.algorithm, advantage=kind))
+        assert given(one) == advantages(
+            [group.rewards for group in groups], [[1, 2, 3], [1, 2]], kind, 0.00163
+        )
+    nothing = [[0.0] * 3, [0.0] * 2]
+    assert given(replace(config, algorithm=replace(DISTINCT.algorithm, advantage="gae"))) == nothing
+    any_teacher: Any = object()
+    for with_rewards in (False, True):
+        taught = replace(summed, teacher=replace(DISTINCT.teacher, with_rewards=with_rewards))
+        assert (given(taught, any_teacher) == nothing) is not with_rewards
+
+
+def test_what_the_updates_take_from_the_settings(tied_model: Path) -> None:
+    """Seeds from the run's, orders of minibatches for each epoch, the whole budget of tokens, padding where sequences
+    are cut; the critic's numbers from its section, the others from the algorithm's."""
+    any_part: Any = object()
+    gae = replace(DISTINCT, algorithm=replace(DISTINCT.algorithm, advantage="gae"))
+    one = PolicyUpdater(
+        gae, shape_of(tied_model), Mesh(0, 1, 1, 1, 1), any_part, any_part, any_part, PhaseTimers(), any_part
+    )
+    of_critic = one.critic_updater
+    assert of_critic is not None and one.penalty is not None and of_critic.penalty is one.penalty
+    assert (of_critic.critic, of_critic.settings, of_critic.eps) == (any_part, DISTINCT.critic, 0.00163)
+    assert one.penalty == KLPenalty(coef=0.0172, kind="k2", advantage="ppo", eps=0.00163)
+    parallel = replace(DISTINCT.parallel, sequence=True)
+    policy = replace(DISTINCT.policy, max_tokens_per_microbatch=24)
+    few = replace(DISTINCT, parallel=parallel, policy=policy, algorithm=AlgorithmConfig(n_minibatches=3))
+    cut = replace(updater(few, tied_model), mesh=Mesh(0, 4, 4, 1, 1))
+    samples = make_samples(12, seed=1)
+    packed = cut.pack_minibatches(samples, number=5)
+    found = [[batch.sample_indices for batch in minibatch] for minibatch in packed]
+    assert len(found) == 3 and sorted(i for row in found for batch in row for i in batch) == list(range(12))
+    for batch in (batch for minibatch in packed for batch in minibatch):
+        assert sum(samples[i].length for i in batch.sample_indices) <= 24 and len(batch.token_ids_T) % 4 == 0
+    again = [cut.pack_minibatches(samples, number=n) for n in (5, 6)]
+    other = replace(cut, config=replace(few, run=replace(few.run, seed=102)))
+    dealt = [
+        [sorted(i for batch in minibatch for i in batch.sample_indices) for minibatch in one]
+        for one in (packed, *again, other.pack_minibatches(samples, number=5))
+    ]
+    assert dealt[0] == dealt[1] != dealt[2] and dealt[0] != dealt[3]
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.answers.verifier import Verdict, verify_by_string
-from rlmath.workers import fork_server, fork_server_client
-from rlmath.workers.process_tree import cpu_seconds
+from rlmath.answers.verifier import Verdict
+from rlmath.workers import worker as worker_module
 from rlmath.workers.worker_pool import VerifierPool
 from tests.answers.attacks import boxed, hanging
 
@@ -55,19 +54,6 @@ def wait_until(condition, seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-def the_server(before: set[int], *ended: int) -> int:
-    """The fork server of the one pool that was started after `before`, once it is another than those that `ended`."""
-    found: set[int] = set()
-
-    def is_there() -> bool:
-        found.clear()
-        found.update(set(children(os.getpid())) - before - set(ended))
-        return len(found) == 1
-
-    wait_until(is_there, 60.0)
-    return found.pop()
-
-
 @contextmanager
 def lone_pool(timeout_seconds: float) -> Iterator[tuple[VerifierPool, int]]:
     """A pool of one worker, and its fork server's process id."""
@@ -85,7 +71,7 @@ def single():
 
 @pytest.fixture(scope="module")
 def pool():
-    with VerifierPool(workers=2, timeout_seconds=1.5) as shared:
+    with VerifierPool(workers=2, timeout_seconds=1.0) as shared:
         warm(shared)
         yield shared
 
@@ -130,6 +116,7 @@ def test_a_stuck_check_times_out_and_delays_nobody_else(pool):
         other.add_done_callback(lambda _: finished.append("other"))
     assert all(other.result(60) == Verdict(True, other.result().extracted, "symbolic") for other in others)
     assert stuck.result(60) == Verdict(False, HANG[7:-1], "timeout")
+    assert pool.submit(HANG, HALF, "math") is not stuck, "a check that failed is not kept"
     assert finished.count("other") == 30
     assert finished[-1] == "stuck"
 
@@ -179,54 +166,15 @@ def test_equal_questions_are_asked_once(pool):
     assert pool.submit("\\boxed{\\frac{3}{6}}", HALF, "math") is first
 
 
-def test_a_check_that_failed_is_asked_anew(pool):
-    assert pool.submit(hang(7), HALF, "math").result(60).verdict == "timeout"
-    again = pool.submit(hang(7), HALF, "math")
-    assert not again.done()
-    assert again.result(60).verdict == "timeout"
-
-
 def test_an_answer_that_waited_longer_than_its_limit_is_judged():
     progress = []
-    with VerifierPool(workers=1, timeout_seconds=1.0) as pool:
-        asked = [pool.submit(hang(n), HALF, "math") for n in range(7)]
+    with VerifierPool(workers=1, timeout_seconds=0.5) as pool:
+        asked = [pool.submit(hang(n), HALF, "math") for n in range(4)]
         asked.append(pool.submit("\\boxed{\\frac{4}{8}}", HALF, "math"))
         results = pool.results(asked, lambda: progress.append(1))
-    assert [result.verdict for result in results] == ["timeout"] * 7 + ["symbolic"]
-    assert results[-1].correct and results[-1].queue_seconds > 1.0
+    assert [result.verdict for result in results] == ["timeout"] * 4 + ["symbolic"]
+    assert results[-1].correct and results[-1].queue_seconds > 0.5
     assert len(progress) > 1
-
-
-FIRST_ANSWER = ("\\boxed{\\frac{4}{7}}", ("\\int_0^1 x^{4} dx",))
-FIRST_ANSWER_ALONE = f"""
-import time
-from rlmath.answers.verifier import verify
-
-before = time.process_time()
-verify(*{FIRST_ANSWER!r})
-print(time.process_time() - before)
-"""
-
-
-def first_answer_seconds() -> float:
-    """CPU time that the first worker of a pool takes for the first answer."""
-    with lone_pool(timeout_seconds=60.0) as (pool, fork_server):
-        wait_until(lambda: children(fork_server))
-        (worker,) = children(fork_server)
-        before = cpu_seconds(worker)
-        answer = pool.submit(*FIRST_ANSWER, "math").result(60)
-        assert (answer.correct, answer.verdict) == (False, "symbolic")
-        assert children(fork_server) == [worker]
-        return cpu_seconds(worker) - before
-
-
-def test_the_first_answer_for_math_verify_is_judged_by_a_worker_that_is_warm():
-    """A process of its own loads math-verify and fills sympy's caches for it. That took most of a second, and
-    a worker that was forked from a warm server a tenth of it; half decides, and a busy machine has three tries."""
-    alone = subprocess.run(
-        [sys.executable, "-c", FIRST_ANSWER_ALONE], capture_output=True, text=True, check=True
-    )
-    assert any(0 < first_answer_seconds() < float(alone.stdout) / 2 for _ in range(3))
 
 
 def test_a_check_that_gets_no_processor_is_not_late():
@@ -244,25 +192,13 @@ def test_a_check_that_gets_no_processor_is_not_late():
 
 
 def test_a_check_that_never_gets_a_processor_ends(monkeypatch):
-    monkeypatch.setattr(fork_server, "WALL_FACTOR", 2)
+    monkeypatch.setattr(worker_module, "WALL_FACTOR", 2)
     with lone_pool(timeout_seconds=0.3) as (pool, server):
         assert pool.submit("\\boxed{0.61}", HALF, "math").result(60).verdict == "symbolic"
         os.kill(children(server)[0], signal.SIGSTOP)
         started = time.monotonic()
         assert pool.submit("\\boxed{0.62}", HALF, "math").result(60).verdict == "timeout"
         assert time.monotonic() - started >= 0.6
-
-
-def test_stuck_workers_get_help_and_the_help_leaves():
-    with lone_pool(timeout_seconds=60.0) as (pool, fork_server):
-        stuck = pool.submit(HANG, HALF, "math")
-        wait_until(stuck.running)
-        for number in range(1, 51):
-            assert (
-                pool.submit(f"\\boxed{{\\frac{{{number}}}{{{2 * number}}}}}", HALF, "math").result(30).correct
-            )
-        assert not stuck.done()
-        assert len(children(fork_server)) == 2
 
 
 def test_closing_ends_every_process_and_cancels_what_waits():
@@ -297,19 +233,20 @@ def test_workers_die_with_a_parent_that_is_killed():
     wait_until(lambda: not any(map(is_alive, family)), seconds=10.0)
 
 
-def test_a_fork_server_that_is_killed_is_replaced(caplog):
-    before = set(children(os.getpid()))
+def test_a_fork_server_that_is_killed_is_an_error_in_words():
     with lone_pool(timeout_seconds=60.0) as (pool, fork_server):
         running = pool.submit(HANG, HALF, "math")
         waiting = pool.submit("\\boxed{0.5}", HALF, "math")
         wait_until(running.running)
         family = [fork_server, *children(fork_server)]
         os.kill(fork_server, signal.SIGKILL)
-        assert waiting.result(60).correct  # beside the one that hangs again
+        for future in (running, waiting):
+            with pytest.raises(RuntimeError, match=r"dead \(process \d+ has ended, ended by signal 9"):
+                future.result(60)
         wait_until(lambda: not any(map(is_alive, family)))
-        assert not running.done()
-        assert len(set(children(os.getpid())) - before) == 1
-    assert f"process {fork_server}, ended by signal 9" in caplog.text
+        with pytest.raises(RuntimeError, match="dead"):
+            pool.submit("\\boxed{0.5}", HALF, "math")
+        assert pool.submit("\\boxed{5}", ("5",), "math").result().correct
 
 
 def test_a_worker_that_is_killed_from_outside_costs_no_answer(single):
@@ -321,39 +258,12 @@ def test_a_worker_that_is_killed_from_outside_costs_no_answer(single):
     assert running.result(60).verdict == "symbolic"
 
 
-def test_fork_servers_that_end_again_and_again_are_an_error_in_words(monkeypatch):
-    monkeypatch.setattr(fork_server_client, "MAX_SERVER_STARTS", 3)
-    before, killed = set(children(os.getpid())), []
-    with VerifierPool(1, 60.0) as pool:
-        for number in range(3):
-            killed.append(the_server(before, *killed))
-            assert pool.submit(f"\\boxed{{0.6{number}}}", HALF, "math").result(60).verdict == "symbolic"
-            lost = pool.submit(hang(number), HALF, "math") if number == 2 else None
-            os.kill(killed[-1], signal.SIGKILL)
-        with pytest.raises(
-            RuntimeError, match=r"dead .it was started 3 times within 10 minutes; the last.*signal 9"
-        ):
-            lost.result(60)
-        with pytest.raises(RuntimeError, match="was started 3 times"):
-            pool.submit("\\boxed{0.5}", HALF, "math")
-        assert pool.submit("\\boxed{5}", ("5",), "math").result().correct
-
-
 def test_many_solutions_are_compared_in_a_worker_under_its_limit(pool):
     wrong = tuple(f"\\frac{{{n}}}{{7}} + {n}" for n in range(1, 1000))
     right = [pool.submit(f"\\boxed{{{answer}}}", (*wrong, "1/2"), "math") for answer in ("0.5", "1/2", "2/4")]
     assert [future.result(60).correct for future in right] == [True, True, True]
     many = tuple(f"\\sqrt{{{n}}}+x" for n in range(200_000))
-    started = time.thread_time()
-    assert verify_by_string("0.7", many) is None
-    compared = time.thread_time() - started
-    huge = pool.submit("\\boxed{0.7}", many, "math")
-    assert time.thread_time() - started < 1.5 * compared
-    assert huge.result(60).verdict == "timeout"
-
-
-def test_the_longest_limit_of_the_settings_can_be_given():
-    VerifierPool(workers=1, timeout_seconds=3600.0).close()
+    assert pool.submit("\\boxed{0.7}", many, "math").result(60).verdict == "timeout"
 
 
 def test_limits_that_cannot_be_are_refused():

@@ -11,15 +11,14 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import torch.distributed as dist
 
-from rlmath.config.load import without_secrets
 from rlmath.config.run_files import EXIT_STATUS_FILE
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, report_to_torchrun, write_exit_status
 from rlmath.distributed.process import innermost_call, stacks_path, write_stacks
-from rlmath.distributed.signed_store import SignedStore, record_of
+from rlmath.distributed.run_store import RunStore, record_of
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +71,6 @@ def process_start(pid: int) -> str | None:
     # The name before the last ")" may hold anything; state and the rest follow it.
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else fields[19]
-
-
-def status_of(rank: int, value: Any) -> RankStatus | None:
-    """What that rank has published, of a value in the store; None where it is something else."""
-    status = record_of(RankStatus, value)
-    return status if status is not None and status.rank == rank else None
 
 
 def has_died(status: RankStatus, own_namespace: str) -> bool:
@@ -133,9 +126,8 @@ def store_lost(where: str, reason: str, reporter: int) -> Failure:
 
 
 def first_line(error: BaseException) -> str:
-    """ "ValueError: the first line of its text", without what settings took from the environment. The kernel's word for
-    a full disk names none: shared memory is one."""
-    text = without_secrets(str(error)).strip().split("\n")[0]
+    """ "ValueError: the first line of its text". The kernel's word for a full disk names none: shared memory is one."""
+    text = str(error).strip().split("\n")[0]
     if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
         text += "; no file is named: look for a full disk with df and df -i, among them /dev/shm"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -155,7 +147,7 @@ class Shutdown:
     def __init__(self, output_dir: str, rank: int, world_size: int) -> None:
         self._output_dir, self._rank, self._world_size = output_dir, rank, world_size
 
-    def report_and_exit(self, failure: Failure, store: SignedStore, own: RankStatus) -> NoReturn:
+    def report_and_exit(self, failure: Failure, store: RunStore, own: RankStatus) -> NoReturn:
         """Log the failure, write the exit status, end the process. Runs in a thread: the main thread may hang for
         ever."""
         try:
@@ -184,14 +176,14 @@ class Shutdown:
         logging.shutdown()
         os._exit(FAILURE)
 
-    def statuses(self, store: SignedStore) -> dict[int, RankStatus]:
+    def statuses(self, store: RunStore) -> dict[int, RankStatus]:
         """The last status of every rank that published one."""
         # All ranks may ask at once: two requests each, if all ranks have published.
         keys = {f"status/{rank}": rank for rank in range(self._world_size)}
-        found = {keys[key]: status_of(keys[key], value) for key, value in store.get_all(list(keys)).items()}
+        found = {keys[key]: record_of(RankStatus, value) for key, value in store.get_all(list(keys)).items()}
         return {rank: status for rank, status in found.items() if status is not None}
 
-    def _report_hang(self, failure: Failure, store: SignedStore, own: RankStatus) -> None:
+    def _report_hang(self, failure: Failure, store: RunStore, own: RankStatus) -> None:
         """Every rank writes its stacks; rank 0 waits for all and logs where each rank is."""
         write_stacks(self._output_dir, self._rank, f"{own}: {failure.message}")
         store.set(f"stacks/{self._rank}", innermost_call())
@@ -204,7 +196,7 @@ class Shutdown:
             logger.error("%s", self._summary(store, failure))
             store.set(logged, "yes")
 
-    def _summary(self, store: SignedStore, failure: Failure) -> str:
+    def _summary(self, store: RunStore, failure: Failure) -> str:
         statuses = self.statuses(store)
         fewest = min((one.entries for one in statuses.values()), default=0)
         all_level = all(one.entries == fewest for one in statuses.values())

@@ -10,10 +10,6 @@ The rank that detects a failure (a rank that died, raised or stopped beating; no
 store, where the first one stays. All ranks read it with their next beat, log it and exit. The work of a rank does not
 grow with the number of ranks.
 
-Whoever reaches the store's port can write there, so all values are signed (`SignedStore`). One that is not is no beat,
-no failure and no progress: it is ignored, and is not counted as silence. An older value of ours that is written again
-is no beat and no progress either: both are counts that only grow.
-
 Silence is counted in beats of the watching rank, not by the clock: a run that was suspended as a whole continues.
 """
 
@@ -33,12 +29,12 @@ from typing import Any
 import torch.distributed as dist
 
 from rlmath.config.schema import RunConfig
-from rlmath.distributed.collectives import broadcast_from_rank_zero, new_secret
+from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.fault_tolerance import failure as failures
 from rlmath.distributed.fault_tolerance.failure import Failure, RankStatus, Shutdown, first_line
 from rlmath.distributed.fault_tolerance.preemption import LAUNCHER_ENDED, REASONS, StopRequest, under_torchrun
 from rlmath.distributed.ranks import this_rank
-from rlmath.distributed.signed_store import SignedStore, record_of
+from rlmath.distributed.run_store import RunStore, record_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +49,6 @@ REPORT_SECONDS = 10.0
 """How long a rank that failed waits until its failure is in the store."""
 FAILURE_KEY = "failure"
 STOP_KEY, DONE_KEY = "stop", "done"
-FOREIGN = "foreign"
-"""What is read in place of a value that no rank has written."""
 
 
 def watched(rank: int, world_size: int, ranks_per_node: int) -> list[int]:
@@ -106,14 +100,14 @@ class Heartbeat:
         self._launcher_lock = threading.Lock()
         self._wake, self._reported, self._left = threading.Event(), threading.Event(), False
         self._beats = self._sent_progress = 0
-        self._seen_progress: dict[int, int] = {}
-        """By rank: the highest count of its progress that was read."""
+        self._seen_progress: list[int] | None = None
+        """The rank that last made progress, and its count of it."""
         self._silence = dict.fromkeys(self._ring, 0.0)
         self._seen: dict[int, RankStatus] = {}
         self._still = self._unanswered = 0.0
         self._slowest_answer = 0.0
         # torchrun keeps the store over restarts, and its count of them differs between nodes.
-        self._start, self._secret = broadcast(uuid.uuid4().hex), new_secret(broadcast)
+        self._start = broadcast(uuid.uuid4().hex)
         self._store = self._connect(settings.distributed_timeout_seconds)
 
     def __enter__(self) -> Heartbeat:
@@ -220,42 +214,33 @@ class Heartbeat:
         before = self._seen.get(rank)
         if before is not None and before.left:
             return
-        found = self._store.get(f"status/{rank}", foreign=FOREIGN)
-        now = failures.status_of(rank, found)
-        if now is not None and before is not None and now.beats < before.beats and not now.left:
-            now = None  # an older one, which a stranger has written again
+        now = record_of(RankStatus, self._store.get(f"status/{rank}"))
         if now is not None:
             self._seen[rank] = now
             if now.left:
                 return
             if self._has_died(now):
                 self._report(failures.rank_died(now, self._rank))
-        # Where its status was written over or deleted, a rank that is gone may have left without an error.
-        gone = now is None and before is not None and failures.has_died(before, self._namespace)
-        if now is not None and (before is None or now.beats > before.beats):
-            self._silence[rank] = 0.0
-        elif found != FOREIGN or gone:
-            self._silence[rank] += passed
+        has_beaten = now is not None and (before is None or now.beats > before.beats)
+        self._silence[rank] = 0.0 if has_beaten else self._silence[rank] + passed
         if self._silence[rank] > self._settings.heartbeat_timeout_seconds:
-            self._report(failures.rank_silent(rank, now or before, self._silence[rank], self._rank))
+            self._report(failures.rank_silent(rank, now, self._silence[rank], self._rank))
 
     def _has_died(self, status: RankStatus) -> bool:
         """Whether the rank's process is gone and has not said that it leaves. It says so before it ends, and may have
         done both since `status` was read."""
         if not failures.has_died(status, self._namespace):
             return False
-        now = failures.status_of(status.rank, self._store.get(f"status/{status.rank}", foreign=FOREIGN))
+        now = record_of(RankStatus, self._store.get(f"status/{status.rank}"))
         return now is None or not now.left
 
     def _check_progress(self, passed: float) -> None:
         if self._progress != self._sent_progress:
             self._sent_progress = self._progress
             self._store.set("progress", [self._rank, self._progress])
-        last = self._store.get("progress", foreign=FOREIGN)
-        if last != FOREIGN:
-            rank, count = last or (self._rank, 0)
-            self._still = 0.0 if count > self._seen_progress.get(rank, 0) else self._still + passed
-            self._seen_progress[rank] = max(count, self._seen_progress.get(rank, 0))
+        last = self._store.get("progress")
+        self._still = 0.0 if last != self._seen_progress else self._still + passed
+        self._seen_progress = last
         limit = self._settings.hang_timeout_seconds
         if limit is not None and self._still > limit:
             self._report(failures.no_progress(self._still, self._rank))
@@ -285,10 +270,6 @@ class Heartbeat:
         while time.monotonic() < deadline:
             self._exchange(0.0)
             time.sleep(BEAT_SECONDS / 4)
-        # Of a rank that is gone a stranger may have written over the last status.
-        for other in self._seen.values():
-            if not other.left and self._has_died(other):
-                self._report(failures.rank_died(other, self._rank))
         after = self._shutdown.statuses(self._store)
         silent = [
             after[rank]
@@ -314,11 +295,11 @@ class Heartbeat:
 
     # ------------------------------------------------------------ the store and the launcher
 
-    def _connect(self, seconds: float) -> SignedStore:
+    def _connect(self, seconds: float) -> RunStore:
         host, port = self._address
         wait = timedelta(seconds=seconds)
         store = dist.TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False)
-        return SignedStore(store, f"rlmath/heartbeat/{self._start}", self._secret)
+        return RunStore(store, f"rlmath/heartbeat/{self._start}")
 
     def _reconnect(self, error: RuntimeError) -> None:
         if self._left:

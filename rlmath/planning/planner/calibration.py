@@ -19,7 +19,7 @@ from rlmath.config.help import nearest_word, raise_problems
 from rlmath.config.length_curriculum import has_length_stages
 from rlmath.config.load import load_config
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.run_files import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
+from rlmath.config.run_files import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, SWITCH_PHASES
 from rlmath.config.schema import Config
 from rlmath.models.hf_config import planned_shape
 from rlmath.planning.checks import value_problems
@@ -27,29 +27,30 @@ from rlmath.planning.memory_estimate import Target
 from rlmath.planning.memory_fit import planned_target
 from rlmath.planning.parallelism import ranks_of_layout
 from rlmath.planning.planner.lengths import Batch, lengths_measured
-from rlmath.planning.planner.machines import Cluster, cluster_of, machine_of, on_gpu
-from rlmath.planning.planner.step import StepPlan, plan_step, problems_of
-from rlmath.planning.planner.work import NAMES, Coefficients, seconds_by_coefficient, slower_by
+from rlmath.planning.planner.step import StepPlan, plan_step, problems_of, step_inputs
+from rlmath.planning.planner.work import (
+    NAMES,
+    RANKS_PER_NODE,
+    Cluster,
+    Coefficients,
+    cluster_of,
+    machine_of,
+    on_gpu,
+    seconds_by_coefficient,
+    slower_by,
+)
 from rlmath.telemetry.metrics_writer import read_metrics
 
-SWITCH_PHASES = ("offload", "wake", "wake_kv_cache", "sleep", "restore")
-"""Timers that make up the switch, as in `reporter`."""
 WORKING_PHASES = ("sync", "rollout", "logprobs", "reference", "critic", "teacher", "update")
 NOT_OF_A_STEP = ("validation", "probe")
 """Timers inside of a step that no plan is about."""
 NEEDED = ("n_seqs", "avg_prompt_len", "rollout/response_length", "seconds/rollout", "seconds/update")
-MOST_SEQUENCES = 2**24
-"""Of a step that is believed."""
 WARM_UP_STEPS = 2
 """Steps at the start of a run that do not count: kernels are compiled and caches filled."""
-MOST_BYTES = 2**28
-"""Of a metrics file that is read."""
 ROUNDS = 5000
 """Of the fit."""
 MOST_CHANGE = 20.0
 """A fit multiplies or divides no coefficient by more: what little data suggest beyond that is noise."""
-MOST_WHOLE_NUMBER = 2**53
-"""Of a coefficient: beyond, Python's integers need not be floats."""
 LAYOUT = re.compile(
     r"TP(\d+)(?: x CP(\d+))? x PP(\d+)(?: x VPP\d+)? x DP(\d+)(?: x EP\d+)?(?: x ETP\d+)?, .*"
 )
@@ -73,7 +74,8 @@ class Measured:
     """Steps that were looked at."""
 
     def planned(self, coefficients: Coefficients) -> StepPlan:
-        return plan_step(self.config, self.shape, self.target, self.cluster, self.batch, coefficients)
+        inputs = step_inputs(self.config, self.shape, self.target, self.cluster, self.batch)
+        return plan_step(inputs, coefficients)
 
 
 def run_folder_of(path: Path) -> Path:
@@ -101,37 +103,26 @@ def read_config(folder: Path) -> Config:
     return config
 
 
-@dataclass(frozen=True)
-class Where:
-    """Where a run was measured; None: as in its own files, or as is usual."""
-
-    gpu: str | None = None
-    ranks: int | None = None
-    ranks_per_node: int | None = None
-    network_gbps: float | None = None
-    usual_gpu: str | None = None
-    """Of a run whose settings name none."""
-
-
-def read_run(path: Path, where: Where) -> Measured:
-    """The steps of a run, and what they did.
+def read_run(path: Path, gpu: str | None = None, ranks_per_node: int = RANKS_PER_NODE) -> Measured:
+    """The steps of a run, and what they did. `gpu` is that of a run whose settings name none.
 
     Errors: ValueError for what is missing or cannot be read, and for a run with too few steps.
     """
     folder = run_folder_of(path)
-    config = _where_it_was(read_config(folder), where)
+    config = read_config(folder)
+    if config.memory.gpu is None and config.run.device != "cpu":
+        config = on_gpu(config, gpu)
     raise_problems(f"the run {folder}", value_problems(config))
     found = planned_shape(config.model.path)
     raise_problems(f"the model of the run {folder}", found.problems)
     assert found.shape is not None
     rows = read_rows(folder)
     target = planned_target(config)
-    size = where.ranks or ranks_of_layout(config.parallel) or ranks_of_summary(folder)
-    machine = machine_of(config, target, where.network_gbps)
-    cluster = cluster_of(machine, size, ranks_per_node=where.ranks_per_node)
+    size = ranks_of_layout(config.parallel) or ranks_of_summary(folder)
+    cluster = cluster_of(machine_of(config, target), size, ranks_per_node=min(size, ranks_per_node))
     raise_problems(f"the run {folder} on {size} ranks", problems_of(config, found.shape, cluster))
     # Steps of partial rollouts are not alike: some make no round.
-    average = median if config.rollout.tail == "wait" else mean
+    average = statistics.median if config.rollout.tail == "wait" else statistics.fmean
     return Measured(
         str(folder),
         config,
@@ -140,32 +131,25 @@ def read_run(path: Path, where: Where) -> Measured:
         cluster,
         batch_of_rows(config, rows),
         phases_of(rows, average),
-        average(rows, "seconds/step"),
+        over(rows, "seconds/step", average),
         len(rows),
     )
 
 
-def _where_it_was(config: Config, where: Where) -> Config:
-    names_none = config.memory.gpu is None and config.run.device != "cpu"
-    return on_gpu(config, where.gpu or (where.usual_gpu if names_none else None))
-
-
 def read_rows(folder: Path) -> list[dict[str, float]]:
     """The rows of metrics.jsonl after the warm-up; ValueError for those of no GRPO run."""
-    file = folder / METRICS_FILE
-    if file.is_file() and file.stat().st_size > MOST_BYTES:
-        raise ValueError(
-            f"{file} has {file.stat().st_size} bytes, more than {MOST_BYTES}; give one of a shorter run"
-        )
     rows = [row for row in read_metrics(str(folder)) if "seconds/step" in row]
     if len(rows) <= WARM_UP_STEPS:
         raise ValueError(
-            f"{file} has {len(rows)} steps; needed: more than {WARM_UP_STEPS}, as the first ones are slow"
+            f"{folder / METRICS_FILE} has {len(rows)} steps; needed: more than {WARM_UP_STEPS}, as the first ones are "
+            "slow"
         )
     rows = rows[WARM_UP_STEPS:]
     missing = [name for name in NEEDED if not any(name in row for row in rows)]
     if missing:
-        raise ValueError(f"{file} has no {', '.join(missing)}; needed: a run of launch/train_grpo.py")
+        raise ValueError(
+            f"{folder / METRICS_FILE} has no {', '.join(missing)}; needed: a run of launch/train_grpo.py"
+        )
     return rows
 
 
@@ -178,53 +162,43 @@ def ranks_of_summary(folder: Path) -> int:
         return math.prod(int(size or 1) for size in found.groups())
     raise ValueError(
         f"{folder}: neither {CONFIG_FILE} (parallel.data) nor {SUMMARY_FILE} has the number of ranks of the run; "
-        "give --calibrate-ranks"
+        "set parallel.data there"
     )
 
 
-Average = Callable[[Sequence[Mapping[str, float]], str], float]
+Average = Callable[[Sequence[float]], float]
 
 
-def median(rows: Sequence[Mapping[str, float]], name: str) -> float:
-    """Of a metric over the rows that have it, 0 where none has; NaN and infinities do not count."""
-    values = _finite(rows, name)
-    return statistics.median(values) if values else 0.0
+def over(rows: Sequence[Mapping[str, float]], name: str, average: Average = statistics.median) -> float:
+    """A metric over the rows that have it, 0 where none has; NaN and infinities do not count."""
+    values = [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
+    return average(values) if values else 0.0
 
 
-def mean(rows: Sequence[Mapping[str, float]], name: str) -> float:
-    """As `median`."""
-    values = _finite(rows, name)
-    return statistics.fmean(values) if values else 0.0
-
-
-def _finite(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
-    return [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
-
-
-def phases_of(rows: Sequence[Mapping[str, float]], average: Average = median) -> dict[str, float]:
+def phases_of(rows: Sequence[Mapping[str, float]], average: Average = statistics.median) -> dict[str, float]:
     """Average seconds of every phase; what is in none of them is "other"."""
-    seconds = {"switch": sum(average(rows, f"seconds/{name}") for name in SWITCH_PHASES)}
-    seconds |= {name: average(rows, f"seconds/{name}") for name in WORKING_PHASES}
+    seconds = {"switch": sum(over(rows, f"seconds/{name}", average) for name in SWITCH_PHASES)}
+    seconds |= {name: over(rows, f"seconds/{name}", average) for name in WORKING_PHASES}
     counted = (*SWITCH_PHASES, *WORKING_PHASES, *NOT_OF_A_STEP)
     rest = [
         {"rest": row["seconds/step"] - sum(row.get(f"seconds/{name}", 0.0) for name in counted)}
         for row in rows
     ]
-    seconds["other"] = max(0.0, average(rest, "rest"))
+    seconds["other"] = max(0.0, over(rest, "rest", average))
     return {name: value for name, value in seconds.items() if value > 0}
 
 
 def batch_of_rows(config: Config, rows: Sequence[Mapping[str, float]]) -> Batch:
-    """The sequences of the median step; ValueError for a number that no step has."""
-    sequences = round(median(rows, "n_seqs"))
-    if not 1 <= sequences <= MOST_SEQUENCES:
-        raise ValueError(f"the steps have {sequences:g} sequences (n_seqs); needed: 1 to {MOST_SEQUENCES:,}")
-    mean, longest = median(rows, "rollout/response_length"), config.rollout.max_new_tokens
-    lengths = lengths_measured(max(1.0, min(mean, longest)), longest, median(rows, "no_eos_ratio"))
+    """The sequences of the median step; ValueError for steps without any."""
+    sequences = round(over(rows, "n_seqs"))
+    if sequences < 1:
+        raise ValueError(f"the steps have {sequences} sequences (n_seqs); needed: at least 1")
+    mean, longest = over(rows, "rollout/response_length"), config.rollout.max_new_tokens
+    lengths = lengths_measured(max(1.0, min(mean, longest)), longest, over(rows, "no_eos_ratio"))
     return Batch(
         sequences,
         config.rollout.group_size,
-        max(1.0, median(rows, "avg_prompt_len")),
+        max(1.0, over(rows, "avg_prompt_len")),
         lengths,
     )
 
@@ -289,7 +263,6 @@ def read_coefficients(file: Path, kind: str) -> Coefficients:
         if name not in known:
             raise ValueError(f'{file}: there is no coefficient "{name}".{nearest_word(str(name), known)}')
     wrong = [name for name in known if type(values.get(name)) not in (int, float)]
-    wrong += [name for name in known if type(values.get(name)) is int and values[name] > MOST_WHOLE_NUMBER]
     if wrong:
         raise ValueError(f"{file}: needed are numbers for {', '.join(wrong)}")
     return Coefficients(**{name: float(values[name]) for name in known})

@@ -8,7 +8,7 @@ from statistics import NormalDist
 
 SPREAD = 0.78
 """Standard deviation of the logarithm of a length that is not cut off. From the one step log in the documents of AReaL
-(7B, six steps of 16,384 completions, longest 16,384 tokens): mean 7,834, 12.4% cut off (`published.LOGGED`)."""
+(7B, six steps of 16,384 completions, longest 16,384 tokens): mean 7,834, 12.4% cut off."""
 _NORMAL = NormalDist()
 _LEAST_SPREAD, _MOST_SPREAD = 0.02, 3.0
 
@@ -26,9 +26,14 @@ class Lengths:
         return max(1.0, min(self.longest, self.median * math.exp(self.spread * _NORMAL.inv_cdf(share))))
 
     @property
+    def within(self) -> float:
+        """Share of completions that are not cut off."""
+        return _NORMAL.cdf(self._cut)
+
+    @property
     def truncated(self) -> float:
         """Share of completions that are cut off."""
-        return 1 - _NORMAL.cdf(self._cut)
+        return 1 - self.within
 
     @property
     def mean(self) -> float:

@@ -7,23 +7,12 @@ from dataclasses import asdict
 from typing import Any
 
 from rlmath.checkpoint.hf.weight_map import parameter_count
-from rlmath.config.length_curriculum import with_longest_lengths
+from rlmath.config.length_curriculum import has_length_stages, with_longest_lengths
 from rlmath.planning.memory_estimate import plan_ranks
 from rlmath.planning.memory_fit import start_up_lines
-from rlmath.planning.planner.asynchronous import Overlap
 from rlmath.planning.planner.calibration import Measured
-from rlmath.planning.planner.partial_rollouts import PROMPT_SHARE
-from rlmath.planning.planner.published import (
-    PAPER_STEPS,
-    Calibrated,
-    Predicted,
-    errors_of_one_factor,
-    largest_error,
-)
-from rlmath.planning.planner.run import RunPrediction, expected_steps
-from rlmath.planning.planner.splits import Splits, engine_ranks
-from rlmath.planning.planner.step import PHASES, Comparison, StepPlan
-from rlmath.planning.planner.tails import ASYNCHRONOUS_STALENESS, Tails, settings_of_tail
+from rlmath.planning.planner.run import RunPrediction
+from rlmath.planning.planner.step import PHASES, Comparison, Overlap, StepPlan
 from rlmath.planning.planner.work import SHARES, Coefficients
 
 PART_NAMES = {
@@ -41,14 +30,8 @@ PART_NAMES = {
 """What the seconds of a coefficient are spent on."""
 
 
-def run_lines(
-    prediction: RunPrediction,
-    tails: Tails | None,
-    splits: Splits | None,
-    layouts: Comparison | None,
-    shown: int,
-) -> list[str]:
-    """The whole plan of a run for the console. `splits` are there where its engines have ranks of their own."""
+def run_lines(prediction: RunPrediction, layouts: Comparison | None, shown: int) -> list[str]:
+    """The whole plan of a run for the console."""
     place = prediction.place
     lines = [
         f"{place.config.model.path}: {parameter_count(place.shape) / 1e9:.3g} B parameters on "
@@ -61,14 +44,7 @@ def run_lines(
         if len(prediction.stages) > 1:
             lines += ["", stage.line(len(prediction.stages))]
         lines += step_lines(plan)
-    if splits is not None:
-        lines += ["", *split_lines(splits, prediction.stages[-1][1])]
-    lines += [
-        "",
-        *(tail_lines(tails) if tails is not None else no_tail_lines()),
-        "",
-        *epoch_lines(prediction),
-    ]
+    lines += ["", *epoch_lines(prediction)]
     return lines if layouts is None else [*lines, "", *layout_lines(prediction, layouts, shown)]
 
 
@@ -84,16 +60,8 @@ def step_lines(plan: StepPlan) -> Iterator[str]:
         f"{_flops(flops.recomputed)} recomputed"
     )
     yield f"  {_sampling(plan)}; {_micro_batches(plan)}"
-    if (carry := plan.rollout.carry) is not None:
-        yield f"  in {_rounds(carry.rounds)}, for which it prefills {carry.prefilled_again:,.0f} sampled tokens again"
-        yield (
-            f"  a token is learned {carry.staleness:.1f} steps after it was sampled on average, {carry.oldest} at most"
-        )
-    if (defer := plan.rollout.defer) is not None:
-        yield (
-            f"  in {_rounds(defer.rounds)}; {defer.deferred:.0%} of the groups are sampled anew, and "
-            f"{defer.discarded:.0%} of the sampled tokens are discarded"
-        )
+    if plan.rollout.remark:
+        yield f"  {plan.rollout.remark}"
     yield (
         "Predicted seconds:" if plan.overlap is None else "Predicted seconds, of both sides at the same time:"
     )
@@ -107,12 +75,6 @@ def step_lines(plan: StepPlan) -> Iterator[str]:
         yield f"  {'judging':<10}{_seconds(plan.judging_exposed):>10}  not hidden behind the rollout"
     tokens = batch.sequences * lengths.mean / plan.step_seconds
     yield f"  {'step':<10}{_seconds(plan.step_seconds):>10}  {tokens:,.0f} sampled tokens a second"
-    if plan.overlap is not None:
-        read, update = map(_seconds, plan.overlap.floor_parts)
-        yield (
-            f"  {'floor':<10}{_seconds(plan.overlap.floor):>10}  keys and values {read}, update {update}, on all "
-            f"{plan.cluster.ranks} ranks"
-        )
 
 
 def _sampling(plan: StepPlan) -> str:
@@ -135,14 +97,6 @@ def _side_lines(overlap: Overlap) -> Iterator[str]:
     waits = ", in turns" if overlap.take_turns else ""
     yield f"  {'trainers':<10}{_seconds(overlap.trainer_seconds):>10}  on {overlap.trainers} ranks{waits}"
     yield f"  {'engines':<10}{_seconds(overlap.engine_seconds):>10}  on {overlap.engine_ranks} ranks{waits}"
-
-
-def _rounds(number: float) -> str:
-    """
-    >>> _rounds(1.0), _rounds(1.0573)
-    ('1 round', '1.06 rounds')
-    """
-    return f"{number:.3g} round{'s' * (number != 1)}"
 
 
 def _largest_parts(plan: StepPlan, phase: str) -> str:
@@ -168,83 +122,19 @@ def _remarks(plan: StepPlan, phase: str) -> Iterator[str]:
         yield f"    {plan.idle_share:.1%} of it a pipeline stage waits for others"
 
 
-def split_lines(splits: Splits, own: StepPlan) -> Iterator[str]:
-    """The fastest split of the ranks, and a few others."""
-    yield f"Legal splits of the ranks: {len(splits.plans)} fit, {splits.without_room} do not. Predicted:"
-    yield f"{'rollout.ranks':>14}{'trainers':>11}{'engines':>11}{'step':>11}{'running':>9}"
-    for plan in splits.shown(own):
-        assert plan.overlap is not None
-        overlap = plan.overlap
-        sides = f"{_seconds(overlap.trainer_seconds):>9} s{_seconds(overlap.engine_seconds):>9} s"
-        marks = {"fastest": splits.best, "as configured": own}
-        said = ", ".join(
-            text for text, one in marks.items() if one is not None and engine_ranks(one) == engine_ranks(plan)
-        )
-        yield (
-            f"{engine_ranks(plan):>14}{sides}{_seconds(plan.step_seconds):>9} s{overlap.running:>9,.0f}"
-            f"{'  ' * bool(said)}{said}"
-        )
-
-
-def tail_lines(tails: Tails) -> Iterator[str]:
-    """A step with every `rollout.tail`, with engines on ranks of their own, and the fastest."""
-    yield "Predicted step by rollout.tail (age: of learned tokens, mean, in steps):"
-    yield f"{'max_staleness':>33}{'slice_tokens':>14}{'max_groups_in_flight':>22}{'age':>6}"
-    for plan in tails.plans:
-        yield f"  {_seconds(plan.step_seconds):>9} s  {_tail(plan)}"
-    for name, problems in (("carry", tails.problems), ("asynchronous", tails.asynchronous_problems)):
-        for problem in problems:
-            yield f"  {name}: not with these settings. {problem}"
-    found = (("carry", tails.carry), ("asynchronous", tails.asynchronous))
-    own = tails.wait.config.algorithm
-    changed = [name for name, plan in found if plan is not None and plan.config.algorithm != own]
-    if changed:
-        yield f"  {', '.join(changed)}: with algorithm.* as in configs/algorithms/decoupled.yaml"
-    yield f"  defer: assumed is that a prompt has {PROMPT_SHARE:.0%} of the variance of log-lengths"
-    of = settings_of_tail(tails.fastest)
-    named = {
-        "wait": (),
-        "carry": ("max_staleness",),
-        "defer": ("slice_tokens",),
-        "asynchronous": ("ranks", "max_staleness"),
-    }[str(of["tail"])]
-    yield " with ".join(
-        [
-            f"Predicted fastest: {of['tail']}",
-            *([", ".join(f"{name} {of[name]:,}" for name in named)] if named else []),
-        ]
-    )
-
-
-def no_tail_lines() -> Iterator[str]:
-    yield "rollout.tail is not compared: engines in the training ranks could not have this layout, or would not fit."
-
-
-def _tail(plan: StepPlan) -> str:
-    of = settings_of_tail(plan)
-    if of["tail"] == "wait":
-        return "wait"
-    if of["tail"] == "defer":
-        shares = f"deferred {of['deferred']:.0%}, discarded {of['discarded']:.0%}"
-        return f"defer{'':13}{of['slice_tokens']:>14,}{shares:>28}"
-    if of["tail"] == "asynchronous":
-        ranks = f"ranks {of['ranks']}, {of['on_new_weights']}"
-        return f"asynchronous{of['max_staleness']:>6}{ranks:>42}"
-    columns = f"{of['max_staleness']:>13}{of['slice_tokens']:>14,}{of['max_groups_in_flight']:>22,}"
-    return f"carry{columns}{of['staleness']:>6.1f}"
-
-
 def epoch_lines(prediction: RunPrediction) -> Iterator[str]:
     if prediction.steps_per_epoch is None:
         yield "Hours of an epoch: unknown, data.train_path is not there. Give --prompts."
         return
-    config, per_epoch = prediction.place.config, prediction.steps_per_epoch
+    per_epoch, steps = prediction.steps_per_epoch, prediction.total_steps
     hours = prediction.step_seconds / 3600
-    assert prediction.total_steps is not None
+    assert steps is not None
+    what = f"{steps / per_epoch:.3g} epochs"
+    if has_length_stages(prediction.place.config):
+        what = "all stages"
     yield (
         f"An epoch has {per_epoch:,} steps: {per_epoch * hours:,.3g} hours. The run has "
-        f"{expected_steps(config, per_epoch)}: {prediction.total_steps * hours:,.3g} hours, without saving and "
-        "validation"
+        f"{steps:,} steps ({what}): {steps * hours:,.3g} hours, without saving and validation"
     )
     for warning in prediction.warnings:
         yield f"  - {warning}".replace("\n", "\n    ")
@@ -288,117 +178,6 @@ def calibration_lines(runs: Sequence[Measured], coefficients: Coefficients) -> I
         yield ""
 
 
-def published_lines(
-    table: Sequence[Predicted],
-    colocated: Sequence[Predicted],
-    log: Sequence[Predicted],
-    calibrated: Sequence[Calibrated],
-    tails: Sequence[tuple[str, Tails]],
-) -> Iterator[str]:
-    """The published step times beside what is predicted for them."""
-    yield "AReaL v0.2, 512 prompts, sampling and training on halves of the GPUs (seconds of a step):"
-    yield from _rows(table)
-    errors, corrected = [found.error for found in table], errors_of_one_factor(table)
-    yield (
-        f"Largest error: {largest_error(errors):+.0%} as predicted, {largest_error(corrected):+.0%} with one factor "
-        "fitted to the other rows."
-    )
-    yield ""
-    yield "AReaL v0.3, synchronous, all GPUs sample (layouts are not published; those of our recipes):"
-    yield from _rows(colocated)
-    yield f"Largest error: {largest_error([found.error for found in colocated]):+.0%} as predicted."
-    yield ""
-    yield "AReaL, a step log of February 2025, 1,024 prompts, completions of at most 16,384 tokens:"
-    for one in log:
-        yield f"{one.row.name}: {one.row.seconds:,.0f} published, {one.seconds:,.0f} predicted, {one.error:+.0%}"
-    yield ""
-    yield from _calibrated_lines(calibrated)
-    yield ""
-    yield "rlmath with our recipes of the first table, by rollout.tail; async: as in the next table:"
-    yield from _tail_rows(tails)
-    yield ""
-    yield "rlmath with the same recipes, engines on ranks of their own, by rollout.max_staleness:"
-    yield from _asynchronous_rows(tails)
-
-
-def _calibrated_lines(calibrated: Sequence[Calibrated]) -> Iterator[str]:
-    """Asynchronous figures beside what is predicted with the coefficients of the first synchronous one."""
-    first = calibrated[0].found
-    yield (
-        f"AReaL v0.3, all coefficients calibrated by one factor on the {first.row.seconds:.0f} s of {first.row.name}, "
-        "synchronous:"
-    )
-    head = f"{'published':>9}{'calibrated':>11}{'error':>7}{'default':>8}{'x4':>6}{'engines, trainers':>19}"
-    yield f"{'':<29}{head}{'rlmath':>10}"
-    for one in calibrated:
-        row, best = one.found.row, None if one.splits is None else one.splits.best
-        name = f"{row.name}, {'a' * (row.staleness is not None)}synchronous"
-        by_paper = one.default_seconds / PAPER_STEPS / row.seconds - 1
-        sides = "" if row.staleness is None else f"{one.found.rollout:,.0f}, {one.found.update:,.0f}"
-        ours = "" if best is None else f"{best.step_seconds:,.0f} ({engine_ranks(best)})"
-        yield (
-            f"{name:<29}{row.seconds:>9,.0f}{one.found.seconds:>11,.0f}{one.found.error:>+7.0%}"
-            f"{one.default_seconds:>8,.0f}{by_paper:>+6.0%}{sides:>19}{ours:>10}"
-        ).rstrip()
-    yield (
-        f"Largest error: {largest_error([one.found.error for one in calibrated]):+.0%} calibrated. x4: error of the "
-        f"default if a step is {PAPER_STEPS} of these, as AReaL's paper counts."
-    )
-
-
-def _tail_rows(tails: Sequence[tuple[str, Tails]]) -> Iterator[str]:
-    """Carrying with the default settings, and with the fastest ones; deferring with the fastest ones."""
-    yield (
-        f"{'':<15}{'wait':>6}{'carry':>6}{'best':>6}{'max_staleness':>14}{'slice_tokens':>13}{'age':>5}"
-        f"{'defer':>6}{'async':>6}{'fastest':>14}"
-    )
-    for name, one in tails:
-        assert one.carry is not None, one.problems
-        best = min((one.carry, *one.found), key=lambda plan: plan.step_seconds)
-        of = settings_of_tail(best)
-        seconds = "".join(f"{plan.step_seconds:>6,.0f}" for plan in (one.wait, one.carry, best))
-        settings = f"{of['max_staleness']:>14}{of['slice_tokens']:>13,}{of['staleness']:>5.1f}"
-        defer = (one.found_defer or one.defer).step_seconds
-        beside = min(_asynchronous_plans(one), key=lambda plan: plan.step_seconds, default=None)
-        seconds_beside = "none" if beside is None else f"{beside.step_seconds:,.0f}"
-        fastest = settings_of_tail(one.fastest)["tail"]
-        yield f"{name:<15}{seconds}{settings}{defer:>6,.0f}{seconds_beside:>6}{fastest:>14}"
-
-
-def _asynchronous_plans(tails: Tails) -> list[StepPlan]:
-    """Least staleness first."""
-    return [plan for plan in tails.plans if plan.overlap is not None]
-
-
-def _asynchronous_rows(tails: Sequence[tuple[str, Tails]]) -> Iterator[str]:
-    """The fastest split for each staleness, and the ranks of its engines."""
-    yield f"{'':<15}" + "".join(f"{n:>12}" for n in ASYNCHRONOUS_STALENESS) + f"{'floor':>8}{'of ranks':>10}"
-    for name, one in tails:
-        plans = _asynchronous_plans(one)
-        figures = {plan.config.rollout.max_staleness: plan for plan in plans}
-        cells = (
-            f"{figures[n].step_seconds:,.0f} ({engine_ranks(figures[n])})" if n in figures else "none"
-            for n in ASYNCHRONOUS_STALENESS
-        )
-        floors = [plan.overlap.floor for plan in plans if plan.overlap is not None]
-        floor = f"{min(floors):,.0f}" if floors else ""
-        yield (
-            f"{name:<15}"
-            + "".join(f"{cell:>12}" for cell in cells)
-            + f"{floor:>8}{one.wait.cluster.ranks:>10}"
-        )
-
-
-def _rows(table: Sequence[Predicted]) -> Iterator[str]:
-    yield f"{'':<16}{'published':>10}{'predicted':>10}{'error':>8}{'one factor':>12}   rollout, update, rest"
-    for found, corrected in zip(table, errors_of_one_factor(table), strict=True):
-        parts = f"{found.rollout:,.0f}, {found.update:,.0f}, {found.rest:,.0f}"
-        yield (
-            f"{found.row.name:<16}{found.row.seconds:>10,.0f}{found.seconds:>10,.0f}{found.error:>+8.0%}"
-            f"{corrected:>+12.0%}   {parts}"
-        )
-
-
 def _seconds(number: float) -> str:
     """
     >>> _seconds(1234.5), _seconds(0.0123456)
@@ -422,12 +201,7 @@ def _flops(number: float) -> str:
 
 
 def run_data(
-    prediction: RunPrediction,
-    tails: Tails | None,
-    splits: Splits | None,
-    layouts: Comparison | None,
-    coefficients: Coefficients,
-    shown: int,
+    prediction: RunPrediction, layouts: Comparison | None, coefficients: Coefficients, shown: int
 ) -> dict[str, Any]:
     """Seconds, bytes and FLOPs."""
     place = prediction.place
@@ -442,16 +216,9 @@ def run_data(
         "step_seconds": prediction.step_seconds,
         "steps_per_epoch": prediction.steps_per_epoch,
         "total_steps": prediction.total_steps,
-        "tails": [_tail_data(plan) for plan in tails.plans] if tails is not None else [],
-        "fastest_tail": settings_of_tail(tails.fastest) if tails is not None else None,
-        "splits": [_tail_data(plan) for plan in splits.plans] if splits is not None else [],
         "layouts": [{"layout": p.mesh.describe(), "step_seconds": p.step_seconds} for p in fastest],
         "coefficients": asdict(coefficients),
     }
-
-
-def _tail_data(plan: StepPlan) -> dict[str, Any]:
-    return settings_of_tail(plan) | {"step_seconds": plan.step_seconds}
 
 
 def step_data(plan: StepPlan) -> dict[str, Any]:
@@ -467,6 +234,6 @@ def step_data(plan: StepPlan) -> dict[str, Any]:
         "pipeline_idle_share": plan.idle_share,
         "microbatches": plan.microbatches,
         "flops": asdict(plan.flops),
-        "overlap": None if plan.overlap is None else asdict(plan.overlap) | {"floor": plan.overlap.floor},
+        "overlap": None if plan.overlap is None else asdict(plan.overlap),
         "work": {phase: asdict(work) for phase, work in plan.work.items()},
     }

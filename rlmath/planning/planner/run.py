@@ -1,4 +1,4 @@
-"""A whole run on a cluster, predicted: the step of every stage, its epochs, and the layouts it could have instead."""
+"""A whole run on a cluster, predicted: the step of every stage, and its epochs."""
 
 from __future__ import annotations
 
@@ -6,29 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rlmath.config.help import raise_problems
-from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stages, planned_steps
+from rlmath.config.length_curriculum import LengthStage, length_stages, planned_steps
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.models.hf_config import required_shape
-from rlmath.planning.checks import file_problems, memory_problems, value_problems
+from rlmath.planning.checks import file_problems, memory_problems, run_problems, value_problems
 from rlmath.planning.dry_run import count_data
 from rlmath.planning.memory_estimate import Target
 from rlmath.planning.memory_fit import planned_target
 from rlmath.planning.parallelism import ranks_or_least
 from rlmath.planning.planner.calibration import Measured
 from rlmath.planning.planner.lengths import Batch, lengths_with_mean
-from rlmath.planning.planner.machines import Cluster, cluster_of, machine_of, on_gpu
-from rlmath.planning.planner.splits import (
-    Splits,
-    asynchronous,
-    colocated,
-    compare_splits,
-    engine_ranks,
-    start_problems,
-)
-from rlmath.planning.planner.step import Comparison, StepPlan, batch_of, compare, plan_step, problems_of
-from rlmath.planning.planner.tails import Tails, compare_tails
-from rlmath.planning.planner.work import Coefficients
+from rlmath.planning.planner.step import StepPlan, batch_of, plan_step, problems_of, step_inputs
+from rlmath.planning.planner.training import StepInputs
+from rlmath.planning.planner.work import Cluster, Coefficients, cluster_of, machine_of, on_gpu
 
 
 @dataclass(frozen=True)
@@ -56,6 +47,10 @@ class ClusterPlacement:
     target: Target
     cluster: Cluster
 
+    def inputs(self, config: Config, batch: Batch) -> StepInputs:
+        """Of a step with the settings of one stage."""
+        return step_inputs(config, self.shape, self.target, self.cluster, batch)
+
 
 @dataclass(frozen=True)
 class RunPrediction:
@@ -81,6 +76,12 @@ class RunPrediction:
         config, per_epoch = self.place.config, self.steps_per_epoch
         return None if per_epoch is None else planned_steps(config, per_epoch)
 
+    @property
+    def last_step(self) -> StepInputs:
+        """Of the last stage, that of the longest contexts."""
+        stage, plan = self.stages[-1]
+        return self.place.inputs(stage.config, plan.batch)
+
 
 def place_run(config: Config, asked: Asked) -> ClusterPlacement:
     """Model, device and cluster of a run; ValueError that lists what keeps it from having this layout there."""
@@ -95,7 +96,9 @@ def place_run(config: Config, asked: Asked) -> ClusterPlacement:
     cluster = cluster_of(machine, ranks_or_least(config, None), asked.nodes, asked.ranks_per_node)
     raise_problems("this run", problems_of(config, shape, cluster))
     if config.rollout.tail == "carry" or config.rollout.ranks > 0:
-        raise_problems("this run", start_problems(config, shape, cluster.ranks))
+        # A reward function of the user's is not looked for.
+        reward = replace(config.reward, function=None, rewards=[], weights=[], combine="sum")
+        raise_problems("this run", run_problems(replace(config, reward=reward), cluster.ranks, shape))
     return ClusterPlacement(config, shape, note, target, cluster)
 
 
@@ -104,64 +107,15 @@ def predict_run(
 ) -> RunPrediction:
     """`runs` are those that the coefficients were calibrated with: completions are as long as theirs where the limit
     is the same and nothing else is said."""
-    config, shape = place.config, place.shape
-    steps_per_epoch, warnings = _steps_per_epoch(config, shape, asked)
+    config = place.config
+    steps_per_epoch, warnings = _steps_per_epoch(config, place.shape, asked)
     total = None if steps_per_epoch is None else planned_steps(config, steps_per_epoch)
-    planned = [
-        (stage, step_of(place, stage.config, asked, coefficients, runs))
-        for stage in length_stages(config, total)
-    ]
-    problems = memory_problems(config, shape, place.cluster.ranks)
+    planned = []
+    for stage in length_stages(config, total):
+        inputs = place.inputs(stage.config, planned_batch(stage.config, asked, runs))
+        planned.append((stage, plan_step(inputs, coefficients)))
+    problems = memory_problems(config, place.shape, place.cluster.ranks)
     return RunPrediction(place, tuple(planned), tuple(problems), steps_per_epoch, warnings)
-
-
-def step_of(
-    place: ClusterPlacement,
-    config: Config,
-    asked: Asked,
-    coefficients: Coefficients,
-    runs: Sequence[Measured] = (),
-) -> StepPlan:
-    """A step with the settings of one stage."""
-    batch = planned_batch(config, asked, runs)
-    return plan_step(config, place.shape, place.target, place.cluster, batch, coefficients)
-
-
-def compare_layouts(prediction: RunPrediction, coefficients: Coefficients) -> Comparison:
-    """All layouts, by the step of the run's last stage, that of the longest contexts."""
-    place, (stage, plan) = prediction.place, prediction.stages[-1]
-    return compare(stage.config, place.shape, place.target, place.cluster, plan.batch, coefficients)
-
-
-def compare_rollout_tails(
-    prediction: RunPrediction, coefficients: Coefficients, search: bool
-) -> Tails | None:
-    """Every `rollout.tail`, and engines on ranks of their own, by the step of the run's last stage; see
-    `compare_tails`. None where a run with engines on ranks of their own could not have them in its training ranks."""
-    place, (stage, plan) = prediction.place, prediction.stages[-1]
-    if stage.config.rollout.ranks > 0:
-        turns = colocated(stage.config)
-        if problems_of(turns, place.shape, place.cluster) or memory_problems(
-            turns, place.shape, place.cluster.ranks
-        ):
-            return None
-    return compare_tails(
-        stage.config, place.shape, place.target, place.cluster, plan.batch, coefficients, search
-    )
-
-
-def compare_rank_splits(prediction: RunPrediction, coefficients: Coefficients) -> Splits:
-    """Every split of the ranks between trainers and engines, by the step of the run's last stage."""
-    place, (stage, plan) = prediction.place, prediction.stages[-1]
-    return compare_splits(stage.config, place.shape, place.target, place.cluster, plan.batch, coefficients)
-
-
-def with_ranks_of_their_own(prediction: RunPrediction, coefficients: Coefficients) -> ClusterPlacement:
-    """The run with engines on as many ranks of their own as are predicted fastest; ValueError where there are none."""
-    place, splits = prediction.place, compare_rank_splits(prediction, coefficients)
-    raise_problems("this run with engines on ranks of their own", list(splits.problems))
-    assert splits.best is not None
-    return replace(place, config=asynchronous(place.config, engine_ranks(splits.best)))
 
 
 def planned_batch(config: Config, asked: Asked, runs: Sequence[Measured]) -> Batch:
@@ -189,10 +143,3 @@ def _steps_per_epoch(config: Config, shape: ModelShape, asked: Asked) -> tuple[i
         return None, ()
     data = count_data(config, shape)
     return data.order.steps_per_epoch, data.warnings
-
-
-def expected_steps(config: Config, steps_per_epoch: int) -> str:
-    """ "1,035 steps (5 epochs)", or those of the stages."""
-    steps = planned_steps(config, steps_per_epoch)
-    what = "all stages" if has_length_stages(config) else f"{steps / steps_per_epoch:.3g} epochs"
-    return f"{steps:,} steps ({what})"

@@ -1,9 +1,9 @@
 """A step of a run on a cluster, predicted: its work and its seconds, phase by phase, on one layout or on every one.
 
 A step switches from training to sampling and back, syncs weights, samples, and trains; where engines have ranks of
-their own (`rollout.ranks`), they sample while the others train (`asynchronous`). Weights move as the plan of a
-sync says (`weight_sync.reshard_plan`); here their bytes follow from the two layouts as if the model were one even row
-of numbers, which costs nothing for a thousand ranks.
+their own (`rollout.ranks`), they sample while the others train. Weights move as the plan of a sync says
+(`weight_sync.reshard_plan`); here their bytes follow from the two layouts as if the model were one even row of numbers,
+which costs nothing for a thousand ranks.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ from rlmath.planning.memory_estimate import (
     parameter_sizes,
     plan_ranks,
 )
-from rlmath.planning.memory_formulas import engine_bytes
-from rlmath.planning.planner.asynchronous import Overlap, engine_side, floor_of
 from rlmath.planning.planner.lengths import Batch, lengths_with_mean
-from rlmath.planning.planner.machines import Cluster
-from rlmath.planning.planner.partial_rollouts import deferring_rollout_of, partial_rollout_of
-from rlmath.planning.planner.rollout import Rollout, Sampled, rollout_of
+from rlmath.planning.planner.sampling import (
+    BUCKET_MESSAGES,
+    Rollout,
+    Sampled,
+    engine_of,
+    engine_side,
+    rollout_of,
+)
 from rlmath.planning.planner.training import (
     BACKWARD,
     FORWARD,
-    Training,
+    StepInputs,
     critic_work,
     forward_cost,
     head_flops,
@@ -45,28 +48,24 @@ from rlmath.planning.planner.training import (
     update_passes,
     update_work,
 )
-from rlmath.planning.planner.work import Coefficients, Work, seconds_by_coefficient, seconds_of
+from rlmath.planning.planner.work import Cluster, Coefficients, Work, seconds_by_coefficient, seconds_of
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 
-TRAINER_PHASES = ("records", "logprobs", "reference", "critic", "teacher", "update", "publish", "other")
-ENGINE_PHASES = ("rollout", "again", "transfer")
-"""Of a step whose engines have ranks of their own: the two sides work at the same time."""
 PHASES = (
     *("switch", "sync", "rollout", "again", "transfer"),
     *("records", "logprobs", "reference", "critic", "teacher", "update", "publish", "other"),
 )
 """In the order of a step; the switch is both ways. Where engines have no ranks of their own, phases take turns on the
-same memory, none runs beside another."""
+same memory, none runs beside another. Else "rollout", "again" and "transfer" are the engines', and run beside the
+others."""
 TYPICAL_SHARE = 0.3
 """Mean completion as a share of the longest, where not given: 0.29 to 0.31 for R1 models and 27,648 tokens."""
 TYPICAL_PROMPT = 128
 """Mean prompt (tokens) where not given; AReaL's step log has 108."""
 JUDGED_PER_SECOND = 3500.0
 """Answers that one reward worker checks (docs/benchmarks.md, on two server cores)."""
-BUCKET_MESSAGES = 2
-"""Of a round: a rank sends and receives."""
-ROLLOUTS = {"wait": rollout_of, "carry": partial_rollout_of, "defer": deferring_rollout_of}
-"""By `rollout.tail`."""
+ENGINE_SHARES = (1 / 4, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
+"""Of all ranks, that layouts of an asynchronous run give to engines."""
 
 
 # ---------------------------------------------------------------- the step
@@ -82,6 +81,29 @@ class StepFlops:
     """Of the update and of log-probs."""
     backward: float
     recomputed: float
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How the two sides of an asynchronous step share its seconds."""
+
+    trainers: int
+    """Ranks."""
+    engine_ranks: int
+    trainer_seconds: float
+    engine_seconds: float
+    take_turns: bool
+    """One side waits while the other works (`rollout.max_staleness` 0)."""
+    running: float
+    """Sequences that an engine decodes at a time, mean."""
+    places: int
+    """The most of these that it has room for."""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        sides = (self.trainer_seconds, self.engine_seconds)
+        return sum(sides) if self.take_turns else max(sides)
 
 
 @dataclass(frozen=True)
@@ -144,107 +166,73 @@ def batch_of(config: Config, mean_response: float | None = None, mean_prompt: fl
     return Batch(config.data.prompts_per_step * group, group, prompt, lengths_with_mean(mean, longest))
 
 
-def plan_step(
-    config: Config,
-    shape: ModelShape,
-    target: Target,
-    cluster: Cluster,
-    batch: Batch,
-    coefficients: Coefficients,
-) -> StepPlan:
-    """The layout must have no problems (`preflight.parallelism`)."""
-    if config.rollout.ranks > 0:
-        return _plan_asynchronous(config, shape, target, cluster, batch, coefficients)
-    mesh, machine = mesh_of(config, cluster.ranks, 0), cluster.machine
-    training = Training(config, shape, mesh, target, cluster, batch)
-    rollout = ROLLOUTS[config.rollout.tail](config, shape, target, cluster, batch, cluster.ranks)
-    memory, _ = largest(plan_ranks(config, shape, cluster.ranks, target))
-    work = {
-        "switch": switch_work(config, memory, target),
-        "sync": sync_work(config, shape, mesh, target, cluster),
-        "rollout": rollout.work,
-    }
-    if recomputes_logprobs(config):
-        work["logprobs"] = logprobs_work(training)
-    if config.algorithm.kl_coef > 0:
-        work["reference"] = logprobs_work(training) + reference_switch_work(config, memory, target)
-    work |= critic_phase(training, memory)
-    if (teacher := teacher_training(training)) is not None:
-        work["teacher"] = teacher_work(teacher, memory)
-    work |= {"update": update_work(training), "other": Work(steps=1, tokens=batch.tokens / training.parts)}
-    parts = {phase: seconds_by_coefficient(done, machine, coefficients) for phase, done in work.items()}
+def step_inputs(
+    config: Config, shape: ModelShape, target: Target, cluster: Cluster, batch: Batch
+) -> StepInputs:
+    """Of a step with the settings of one stage, on the whole cluster. The layout must have no problems
+    (`preflight.parallelism`)."""
+    return StepInputs(config, shape, mesh_of(config, cluster.ranks, 0), target, cluster, batch)
+
+
+def plan_step(inputs: StepInputs, coefficients: Coefficients) -> StepPlan:
+    """A step and its seconds. With engines on ranks of their own trainers are the first ranks; nothing is switched or
+    offloaded for engines, every trainer gets what is sampled ("records"), and copies its parameters to the host, from
+    where they are sent ("publish")."""
+    config, cluster, machine = inputs.config, inputs.cluster, inputs.cluster.machine
+    own = config.rollout.ranks
+    training = replace(inputs, cluster=cluster.first(cluster.ranks - own))
+    memory, _ = largest(plan_ranks(config, inputs.shape, cluster.ranks, inputs.target))
+    if own:
+        work = {"records": Work(tokens=inputs.batch.tokens)}
+        work |= _training_phases(training, memory) | {"publish": publish_work(training)}
+    else:
+        rollout = rollout_of(inputs)
+        work = {"switch": switch_work(config, memory, inputs.target), "sync": sync_work(inputs)}
+        work |= {"rollout": rollout.work} | _training_phases(training, memory)
+    work["other"] = Work(steps=1, tokens=inputs.batch.tokens / training.parts)
+    overlap = None
+    if own:
+        trainer_seconds = sum(seconds_of(done, machine, coefficients) for done in work.values())
+        engines = engine_side(inputs, coefficients, trainer_seconds)
+        rollout = engines.rollout
+        overlap = Overlap(
+            cluster.ranks - own,
+            own,
+            trainer_seconds,
+            sum(seconds_of(done, machine, coefficients) for done in engines.work.values()),
+            config.rollout.max_staleness == 0,
+            engines.running,
+            engines.places,
+        )
+        work |= engines.work
     return StepPlan(
         config,
-        mesh,
+        inputs.mesh,
         cluster,
-        batch,
+        inputs.batch,
         work,
-        parts,
+        {phase: seconds_by_coefficient(done, machine, coefficients) for phase, done in work.items()},
         rollout,
         training.microbatches,
         1 - 1 / training.idle_factor,
         tail_seconds(rollout, cluster, coefficients),
-        rollout.sampled.finished / mesh.num_engines / config.reward.workers / JUDGED_PER_SECOND,
+        rollout.sampled.finished / inputs.mesh.num_engines / config.reward.workers / JUDGED_PER_SECOND,
         step_flops(training, rollout.sampled),
-    )
-
-
-def _plan_asynchronous(
-    config: Config,
-    shape: ModelShape,
-    target: Target,
-    cluster: Cluster,
-    batch: Batch,
-    coefficients: Coefficients,
-) -> StepPlan:
-    """Trainers are the first ranks. Nothing is switched or offloaded for engines. Every trainer gets what is sampled
-    ("records"), and copies its parameters to the host, from where they are sent ("publish")."""
-    trainers, machine = cluster.ranks - config.rollout.ranks, cluster.machine
-    mesh = mesh_of(config, cluster.ranks, 0)
-    training = Training(config, shape, mesh, target, cluster.first(trainers), batch)
-    work = {"records": Work(tokens=batch.tokens)}
-    if recomputes_logprobs(config):
-        work["logprobs"] = logprobs_work(training)
-    memory, _ = largest(plan_ranks(config, shape, cluster.ranks, target))
-    if config.algorithm.kl_coef > 0:
-        work["reference"] = logprobs_work(training) + reference_switch_work(config, memory, target)
-    work |= critic_phase(training, memory)
-    if (teacher := teacher_training(training)) is not None:
-        work["teacher"] = teacher_work(teacher, memory)
-    work |= {
-        "update": update_work(training),
-        "publish": publish_work(training),
-        "other": Work(steps=1, tokens=batch.tokens / training.parts),
-    }
-    seconds = {phase: seconds_of(done, machine, coefficients) for phase, done in work.items()}
-    trainer_seconds = sum(seconds.values())
-    engines = engine_side(config, shape, target, cluster, batch, coefficients, trainer_seconds)
-    work |= engines.work
-    overlap = Overlap(
-        trainers,
-        config.rollout.ranks,
-        trainer_seconds,
-        sum(seconds_of(done, machine, coefficients) for done in engines.work.values()),
-        config.rollout.max_staleness == 0,
-        engines.running,
-        engines.places,
-        floor_of(config, shape, target, cluster, batch, coefficients, seconds["update"]),
-    )
-    return StepPlan(
-        config,
-        mesh,
-        cluster,
-        batch,
-        work,
-        {phase: seconds_by_coefficient(done, machine, coefficients) for phase, done in work.items()},
-        engines.rollout,
-        training.microbatches,
-        1 - 1 / training.idle_factor,
-        tail_seconds(engines.rollout, cluster, coefficients),
-        engines.rollout.sampled.finished / mesh.num_engines / config.reward.workers / JUDGED_PER_SECOND,
-        step_flops(training, engines.rollout.sampled),
         overlap,
     )
+
+
+def _training_phases(training: StepInputs, memory: MemoryPlan) -> dict[str, Work]:
+    """From log-probs to the update; those that the run has."""
+    config, work = training.config, {}
+    if recomputes_logprobs(config):
+        work["logprobs"] = logprobs_work(training)
+    if config.algorithm.kl_coef > 0:
+        work["reference"] = logprobs_work(training) + reference_switch_work(config, memory, training.target)
+    work |= critic_phase(training, memory)
+    if (teacher := teacher_inputs(training)) is not None:
+        work["teacher"] = teacher_work(teacher, memory)
+    return work | {"update": update_work(training)}
 
 
 def recomputes_logprobs(config: Config) -> bool:
@@ -257,7 +245,7 @@ def recomputes_logprobs(config: Config) -> bool:
     return algorithm.recompute_logprobs and (in_advantages or not only_one)
 
 
-def teacher_training(training: Training) -> Training | None:
+def teacher_inputs(training: StepInputs) -> StepInputs | None:
     """The same ranks and sequences with the teacher for a model, which has as many rows in its embedding as the policy;
     None without a teacher."""
     shape = teacher_shape_of(training.config)
@@ -266,7 +254,7 @@ def teacher_training(training: Training) -> Training | None:
     return replace(training, shape=replace(shape, vocab_size=training.shape.vocab_size))
 
 
-def teacher_work(teacher: Training, plan: MemoryPlan) -> Work:
+def teacher_work(teacher: StepInputs, plan: MemoryPlan) -> Work:
     """A pass of all sequences. For a loss on the whole vocabulary the output layer is computed twice in every epoch,
     inside of the policy's update. An offloaded teacher comes for its pass, and leaves after it; its output layer comes
     twice then."""
@@ -279,7 +267,7 @@ def teacher_work(teacher: Training, plan: MemoryPlan) -> Work:
     return logprobs_work(teacher) + Work(flops=again / parts) + _there_and_back(size, teacher.target)
 
 
-def teacher_flops(teacher: Training) -> float:
+def teacher_flops(teacher: StepInputs) -> float:
     """Of a step, of the whole cluster."""
     cost, batch, config = forward_cost(teacher.shape), teacher.batch, teacher.config
     one_pass = batch.tokens * cost.linear + batch.squares * cost.quadratic
@@ -295,7 +283,7 @@ def tail_seconds(rollout: Rollout, cluster: Cluster, coefficients: Coefficients)
     return seconds_of(fixed, cluster.machine, coefficients)
 
 
-def step_flops(training: Training, sampled: Sampled) -> StepFlops:
+def step_flops(training: StepInputs, sampled: Sampled) -> StepFlops:
     """FLOPs of a step, of the whole cluster."""
     config, shape, batch = training.config, training.shape, training.batch
     cost, algorithm = forward_cost(shape), config.algorithm
@@ -311,7 +299,7 @@ def step_flops(training: Training, sampled: Sampled) -> StepFlops:
     if critic is not None:
         of_critic = forward_cost(critic)
         critic_pass = batch.tokens * of_critic.linear + batch.squares * of_critic.quadratic
-    teacher = teacher_training(training)
+    teacher = teacher_inputs(training)
     of_teacher = 0.0 if teacher is None else teacher_flops(teacher)
     behind_prompts = sampled.squares + 2 * batch.prompt_tokens * sampled.tokens
     return StepFlops(
@@ -326,16 +314,17 @@ def step_flops(training: Training, sampled: Sampled) -> StepFlops:
 # ---------------------------------------------------------------- weight sync, offloading and onloading
 
 
-def sync_work(config: Config, shape: ModelShape, mesh: Mesh, target: Target, cluster: Cluster) -> Work:
+def sync_work(inputs: StepInputs) -> Work:
     """Every engine rank's weights: copied from the rank's own shard as far as it has them, else sent by another."""
-    weights = engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes).weights
+    config, shape, mesh, kind = inputs.config, inputs.shape, inputs.mesh, inputs.target.kind
+    weights = engine_of(inputs).weights
     experts = expert_share(shape)
     own = (1 - experts) * own_share(mesh, mesh.tensor)
     own += experts * own_share(mesh, mesh.expert_tensor) / mesh.expert
     received = weights * (1 - own)
-    rounds = math.ceil(received / bucket_bytes(config.sync.bucket_mib, target.kind, mesh.world_size))
+    rounds = math.ceil(received / bucket_bytes(config.sync.bucket_mib, kind, mesh.world_size))
     replica = math.lcm(mesh.tensor * mesh.context, mesh.expert * mesh.expert_tensor)
-    inside = cluster.in_a_node(replica if mesh.pipeline == 1 else mesh.world_size)
+    inside = inputs.cluster.in_a_node(replica if mesh.pipeline == 1 else mesh.world_size)
     return Work(
         memory=2.0 * weights,
         node=received if inside else 0.0,
@@ -385,7 +374,7 @@ def reference_switch_work(config: Config, plan: MemoryPlan, target: Target) -> W
     return _there_and_back(plan.part("reference") if config.memory.offload_reference else 0, target)
 
 
-def critic_phase(training: Training, plan: MemoryPlan) -> dict[str, Work]:
+def critic_phase(training: StepInputs, plan: MemoryPlan) -> dict[str, Work]:
     """The critic's part of a step, with its way to the device and back where it is offloaded; nothing without one."""
     config = training.config
     shape = critic_shape_of(config, training.shape)
@@ -430,14 +419,18 @@ def with_layout(config: Config, tensor: int, pipeline: int, engine: int) -> Conf
 
 
 def layouts_of(config: Config, shape: ModelShape, cluster: Cluster) -> Iterator[Config]:
-    """TP x PP x engine TP that no check refuses; tensor-parallel ranks stay within a node."""
-    inside = _divisors(cluster.ranks_per_node)
-    for tensor in inside:
-        for pipeline in _divisors(shape.num_layers):
-            for engine in inside:
-                found = with_layout(config, tensor, pipeline, engine)
-                if not problems_of(found, shape, cluster):
-                    yield found
+    """TP x PP x engine TP that no check refuses, of an asynchronous run with several numbers of ranks for engines;
+    tensor-parallel ranks stay within a node."""
+    inside, own = _divisors(cluster.ranks_per_node), config.rollout.ranks
+    for engine in inside:
+        shares = {own, *(round(share * cluster.ranks / engine) * engine for share in ENGINE_SHARES)}
+        for ranks in sorted(shares) if own else [0]:
+            split = replace(config, rollout=replace(config.rollout, ranks=ranks))
+            for tensor in inside:
+                for pipeline in _divisors(shape.num_layers):
+                    found = with_layout(split, tensor, pipeline, engine)
+                    if (ranks or not own) and not problems_of(found, shape, cluster):
+                        yield found
 
 
 def problems_of(config: Config, shape: ModelShape, cluster: Cluster) -> list[str]:
@@ -449,21 +442,15 @@ def problems_of(config: Config, shape: ModelShape, cluster: Cluster) -> list[str
     ]
 
 
-def compare(
-    config: Config,
-    shape: ModelShape,
-    target: Target,
-    cluster: Cluster,
-    batch: Batch,
-    coefficients: Coefficients,
-) -> Comparison:
-    """`config` is that of one stage; ties go to the layout with fewer ranks to a copy of the model."""
+def compare_layouts(inputs: StepInputs, coefficients: Coefficients) -> Comparison:
+    """All layouts of a step; ties go to the layout with fewer ranks to a copy of the model."""
+    shape, target, cluster, batch = inputs.shape, inputs.target, inputs.cluster, inputs.batch
     plans, without_room = [], 0
-    for found in layouts_of(config, shape, cluster):
+    for found in layouts_of(inputs.config, shape, cluster):
         if memory_problems(found, shape, cluster.ranks):
             without_room += 1
         else:
-            plans.append(plan_step(found, shape, target, cluster, batch, coefficients))
+            plans.append(plan_step(step_inputs(found, shape, target, cluster, batch), coefficients))
     return Comparison(tuple(sorted(plans, key=_by_seconds)), without_room)
 
 

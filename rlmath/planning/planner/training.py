@@ -13,8 +13,7 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.planning.memory_estimate import Target, expert_sizes, parameter_sizes, stage_work
 from rlmath.planning.memory_formulas import FLOAT32_BYTES, layer_elements
 from rlmath.planning.planner.lengths import Batch
-from rlmath.planning.planner.machines import Cluster
-from rlmath.planning.planner.work import Work
+from rlmath.planning.planner.work import Cluster, Work
 from rlmath.rollout.weight_sync.shard_layouts import stage_layers
 
 FORWARD, BACKWARD = 1.0, 2.0
@@ -93,14 +92,16 @@ def head_flops(shape: ModelShape) -> float:
 
 
 @dataclass(frozen=True)
-class Training:
-    """Everything that the work of a training phase follows from."""
+class StepInputs:
+    """Everything that the work of a step follows from."""
 
     config: Config
     shape: ModelShape
     mesh: Mesh
+    """Of the ranks that train."""
     target: Target
     cluster: Cluster
+    """Of the ranks that do the work; of a phase of training those that train."""
     batch: Batch
 
     @property
@@ -124,79 +125,79 @@ class Training:
         return (count + (mesh.pipeline - 1) / mesh.virtual_pipeline) / count
 
 
-def update_work(training: Training) -> Work:
+def update_work(inputs: StepInputs) -> Work:
     """All updates of a step, on the rank that has the most to do."""
-    algorithm = training.config.algorithm
-    updates = [_stage_update(training, mesh, layers) for mesh, layers in stages(training)]
+    algorithm = inputs.config.algorithm
+    updates = [_stage_update(inputs, mesh, layers) for mesh, layers in stages(inputs)]
     most = max(updates, key=lambda work: work.flops)
     return most.times(algorithm.epochs)
 
 
-def logprobs_work(training: Training) -> Work:
+def logprobs_work(inputs: StepInputs) -> Work:
     """Log-probs of all sequences of a step: one forward pass."""
     return max(
-        (_pass_work(training, mesh, layers, LOGPROBS) for mesh, layers in stages(training)),
+        (_pass_work(inputs, mesh, layers, LOGPROBS) for mesh, layers in stages(inputs)),
         key=lambda work: work.flops,
     )
 
 
-def critic_work(training: Training) -> Work:
-    """Values of all sequences of a step, and the critic's updates; `training` has the critic's shape."""
-    return logprobs_work(training) + update_work(training)
+def critic_work(inputs: StepInputs) -> Work:
+    """Values of all sequences of a step, and the critic's updates; `inputs` has the critic's shape."""
+    return logprobs_work(inputs) + update_work(inputs)
 
 
-def publish_work(training: Training) -> Work:
+def publish_work(inputs: StepInputs) -> Work:
     """A copy of the parameters of the rank that holds the most, in the host's memory."""
-    held = [sum(one.parameters for one in held_parameters(training, *stage)) for stage in stages(training)]
-    size = max(held) * training.target.itemsize
-    return Work(memory=2.0 * size) if training.target.kind == "cpu" else Work(host=float(size))
+    held = [sum(one.parameters for one in held_parameters(inputs, *stage)) for stage in stages(inputs)]
+    size = max(held) * inputs.target.itemsize
+    return Work(memory=2.0 * size) if inputs.target.kind == "cpu" else Work(host=float(size))
 
 
-def stages(training: Training) -> list[tuple[Mesh, int]]:
+def stages(inputs: StepInputs) -> list[tuple[Mesh, int]]:
     """The first rank of every pipeline stage, and its layers."""
-    mesh, parallel = training.mesh, training.config.parallel
+    mesh, parallel = inputs.mesh, inputs.config.parallel
     uneven = (parallel.first_stage_layers, parallel.last_stage_layers)
-    layers = stage_layers(training.shape.num_layers, mesh.pipeline, mesh.virtual_pipeline, *uneven)
+    layers = stage_layers(inputs.shape.num_layers, mesh.pipeline, mesh.virtual_pipeline, *uneven)
     per_stage = mesh.world_size // mesh.pipeline
     return [(replace(mesh, rank=stage * per_stage), len(held)) for stage, held in enumerate(layers)]
 
 
-def _stage_update(training: Training, mesh: Mesh, layers: int) -> Work:
-    chunk_layers, target = max(1, layers // mesh.virtual_pipeline), training.target
-    passes = update_passes(training.shape, training.config.policy, chunk_layers, target.local_layers)
-    minibatches = training.config.algorithm.n_minibatches
-    each = sum(gradient_exchanges(training, mesh, layers).values(), _optimizer_work(training, mesh, layers))
-    return _pass_work(training, mesh, layers, passes) + each.times(minibatches)
+def _stage_update(inputs: StepInputs, mesh: Mesh, layers: int) -> Work:
+    chunk_layers, target = max(1, layers // mesh.virtual_pipeline), inputs.target
+    passes = update_passes(inputs.shape, inputs.config.policy, chunk_layers, target.local_layers)
+    minibatches = inputs.config.algorithm.n_minibatches
+    each = sum(gradient_exchanges(inputs, mesh, layers).values(), _optimizer_work(inputs, mesh, layers))
+    return _pass_work(inputs, mesh, layers, passes) + each.times(minibatches)
 
 
-def _pass_work(training: Training, mesh: Mesh, layers: int, passes: Passes) -> Work:
+def _pass_work(inputs: StepInputs, mesh: Mesh, layers: int, passes: Passes) -> Work:
     """All sequences of a step through one pipeline stage, once."""
-    shape, batch, config = training.shape, training.batch, training.config
+    shape, batch, config = inputs.shape, inputs.batch, inputs.config
     cost, share = forward_cost(shape), layers / shape.num_layers
     head = head_flops(shape)
     flops = batch.tokens * share * (cost.linear - head) * passes.linear
     flops += batch.squares * share * cost.quadratic * passes.attention
-    tokens = batch.tokens / training.parts
-    stage = stage_work(config, shape, mesh, training.target, layers)
+    tokens = batch.tokens / inputs.parts
+    stage = stage_work(config, shape, mesh, inputs.target, layers)
     touched = layers * layer_elements(shape, stage) * passes.touches
     if mesh.is_last_stage:
         flops += batch.tokens * head * passes.head
         touched += padded_vocab(shape.outputs, mesh.tensor) / mesh.tensor * 3 * passes.head
-    runs = training.microbatches * config.algorithm.n_minibatches * passes.runs
+    runs = inputs.microbatches * config.algorithm.n_minibatches * passes.runs
     work = Work(
-        flops=flops / training.parts / mesh.tensor * training.idle_factor,
-        memory=tokens * touched * training.target.itemsize * training.idle_factor,
-        microbatches=runs * mesh.virtual_pipeline * training.idle_factor,
+        flops=flops / inputs.parts / mesh.tensor * inputs.idle_factor,
+        memory=tokens * touched * inputs.target.itemsize * inputs.idle_factor,
+        microbatches=runs * mesh.virtual_pipeline * inputs.idle_factor,
     )
-    return sum(pass_exchanges(training, mesh, layers, passes).values(), work)
+    return sum(pass_exchanges(inputs, mesh, layers, passes).values(), work)
 
 
-def pass_exchanges(training: Training, mesh: Mesh, layers: int, passes: Passes) -> dict[str, Work]:
+def pass_exchanges(inputs: StepInputs, mesh: Mesh, layers: int, passes: Passes) -> dict[str, Work]:
     """Between the ranks of a micro-batch, in a pass of all sequences of a step: sums of hidden states over
     tensor-parallel ranks, every token to its experts and back, and hidden states to the next stage."""
-    shape, cluster, sequence = training.shape, training.cluster, training.config.parallel.sequence
-    state = training.batch.tokens / training.parts * shape.hidden_size * training.target.itemsize
-    count = training.microbatches * training.config.algorithm.n_minibatches
+    shape, cluster, sequence = inputs.shape, inputs.cluster, inputs.config.parallel.sequence
+    state = inputs.batch.tokens / inputs.parts * shape.hidden_size * inputs.target.itemsize
+    count = inputs.microbatches * inputs.config.algorithm.n_minibatches
     found = {}
     if mesh.tensor > 1:
         # A sum is two exchanges of all hidden states: scattered sums, which are gathered. With sequence parallelism
@@ -251,52 +252,48 @@ class Held:
     """From one of them to the next."""
 
 
-def held_parameters(training: Training, mesh: Mesh, layers: int) -> tuple[Held, ...]:
+def held_parameters(inputs: StepInputs, mesh: Mesh, layers: int) -> tuple[Held, ...]:
     """Experts have groups of their own."""
-    dense = sum(map(sum, parameter_sizes(training.shape, mesh, layers)))
-    experts = sum(map(sum, expert_sizes(training.shape, mesh, layers)))
-    found = Held(dense, training.parts, mesh.tensor)
+    dense = sum(map(sum, parameter_sizes(inputs.shape, mesh, layers)))
+    experts = sum(map(sum, expert_sizes(inputs.shape, mesh, layers)))
+    found = Held(dense, inputs.parts, mesh.tensor)
     if not experts:
         return (found,)
     return found, Held(experts, mesh.expert_data, mesh.expert * mesh.expert_tensor)
 
 
-def _optimizer_work(training: Training, mesh: Mesh, layers: int) -> Work:
+def _optimizer_work(inputs: StepInputs, mesh: Mesh, layers: int) -> Work:
     """One optimizer step: gradients are cleared and measured, and every rank moves its share of the parameters."""
     work = Work(messages=MINIBATCH_MESSAGES)
-    for held in held_parameters(training, mesh, layers):
-        shares = held.ranks if training.config.optimizer.distributed else 1
+    for held in held_parameters(inputs, mesh, layers):
+        shares = held.ranks if inputs.config.optimizer.distributed else 1
         work += Work(memory=held.parameters * (GRADIENT_BYTES + ADAM_BYTES / shares))
     return work
 
 
-def gradient_exchanges(training: Training, mesh: Mesh, layers: int) -> dict[str, Work]:
+def gradient_exchanges(inputs: StepInputs, mesh: Mesh, layers: int) -> dict[str, Work]:
     """One minibatch's gradients in float32: scattered, and the new parameters gathered; or summed on all ranks; and
     those of an embedding that is the output layer, too, between the first and the last stage. What goes to other nodes
     is shared by the network cards of the ranks of a node that are in the same group."""
     # Megatron's two optimizers of a model with experts gather the parameters of both, each.
-    gathers = 2 if training.shape.num_experts else 1
-    ways, messages = FLOAT32_BYTES + gathers * training.target.itemsize, (1 + gathers) * mesh.virtual_pipeline
-    if not training.config.optimizer.distributed:
+    gathers = 2 if inputs.shape.num_experts else 1
+    ways, messages = FLOAT32_BYTES + gathers * inputs.target.itemsize, (1 + gathers) * mesh.virtual_pipeline
+    if not inputs.config.optimizer.distributed:
         ways, messages = 2 * FLOAT32_BYTES, 2 * mesh.virtual_pipeline
     found = {}
-    for name, held in zip(("data", "expert_data"), held_parameters(training, mesh, layers), strict=False):
+    for name, held in zip(("data", "expert_data"), held_parameters(inputs, mesh, layers), strict=False):
         if held.ranks == 1:
             continue
         sent = held.parameters * ways * (held.ranks - 1) / held.ranks
-        if training.cluster.in_a_node(held.stride * held.ranks):
+        if inputs.cluster.in_a_node(held.stride * held.ranks):
             found[name] = _sent(sent, messages, inside=True)
         else:
-            beside = max(1, min(held.ranks, training.cluster.ranks_per_node // held.stride))
+            beside = max(1, min(held.ranks, inputs.cluster.ranks_per_node // held.stride))
             node = sent if beside > 1 else 0.0
             found[name] = Work(node=node, network=sent / beside, messages=messages)
-    if (
-        training.shape.tied_embeddings
-        and mesh.pipeline > 1
-        and (mesh.is_last_stage or mesh.pipeline_rank == 0)
-    ):
+    if inputs.shape.tied_embeddings and mesh.pipeline > 1 and (mesh.is_last_stage or mesh.pipeline_rank == 0):
         # The first and the last stage hold the same matrix.
-        rows = padded_vocab(training.shape.vocab_size, mesh.tensor) // mesh.tensor
-        sent = rows * training.shape.hidden_size * FLOAT32_BYTES
-        found["embedding"] = _sent(sent, 1, training.cluster.nodes == 1)
+        rows = padded_vocab(inputs.shape.vocab_size, mesh.tensor) // mesh.tensor
+        sent = rows * inputs.shape.hidden_size * FLOAT32_BYTES
+        found["embedding"] = _sent(sent, 1, inputs.cluster.nodes == 1)
     return found

@@ -29,10 +29,10 @@ from rlmath.distributed.collectives import shared_store
 from rlmath.distributed.device import Device, synchronize
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.engine_weights import EngineWeights
-from rlmath.rollout.weight_sync.reshard_plan import Copy, RankRound, SyncPlan, plan_own_ranks, rank_rounds
+from rlmath.rollout.weight_sync.reshard_plan import SyncPlan, plan_own_ranks, rank_rounds
 from rlmath.rollout.weight_sync.shard_layouts import TrainingLayout
-from rlmath.rollout.weight_sync.transport import Messages
-from rlmath.rollout.weight_sync.weight_sync import Run, bucket_parts, copy_all, runs_of, source_matrices
+from rlmath.rollout.weight_sync.transport import Messages, Transport
+from rlmath.rollout.weight_sync.weight_sync import pack, runs_of_round, source_matrices, unpack
 
 HOST = torch.device("cpu")
 
@@ -80,10 +80,10 @@ class WeightPublisher:
             name: torch.empty(one.shape, dtype=dtype, device=HOST, pin_memory=device.kind == "cuda")
             for name, one in self._sources.items()
         }
-        self._rounds, self._rank = rank_rounds(plan, mesh.rank), mesh.rank
+        self._rounds = rank_rounds(plan, mesh.rank)
+        self._runs = [runs_of_round(round_, self._copies, mesh.rank) for round_ in self._rounds]
         self._mesh, self._device, self._dtype, self._bridge = mesh, device, dtype, bridge
         self._bytes = plan.bytes_sent(mesh.rank) * mesh.num_engines
-        self._runs: dict[int, list[Run]] = {}
         self._mailbox, self._wanted = mailbox, mailbox.box(WeightsWanted)
         self._published = 0
         self._to_serve = 0
@@ -150,13 +150,10 @@ class WeightPublisher:
             return self._bridge.exchange([(rank + shift, bucket) for rank, bucket in sends], receives)
 
         transport = Messages(self._rounds, self._pack, self._dtype, HOST, exchange)
-        run_rounds(transport, self._rounds, lambda round_, buckets: None)
+        run_rounds(transport, len(self._rounds), lambda number, buckets: None)
 
-    def _pack(self, copies: tuple[Copy, ...], bucket: Tensor) -> None:
-        if id(copies) not in self._runs:
-            self._runs[id(copies)] = runs_of(copies, self._copies, self._rank)
-        runs = self._runs[id(copies)]
-        copy_all(bucket_parts(bucket, runs), [run.source for run in runs])
+    def _pack(self, number: int, peer: int, bucket: Tensor) -> None:
+        pack(bucket, self._runs[number].sends[peer])
 
 
 class WeightReceiver:
@@ -177,9 +174,9 @@ class WeightReceiver:
         self._weights, self._mesh, self._device = weights, mesh, device
         self._bridge, self._mailbox, self._on_progress = bridge, mailbox, on_progress
         part = mesh.rank % mesh.engine_size
-        self._rank = bridge.training_ranks + part
-        self._rounds = rank_rounds(plan, self._rank)
-        self._runs: dict[int, list[Run]] = {}
+        rank = bridge.training_ranks + part
+        self._rounds = rank_rounds(plan, rank)
+        self._runs = [runs_of_round(round_, {}, rank) for round_ in self._rounds]
         self._store = shared_store("weights")
         rows: dict[str, int] = {}
         for copy in (
@@ -188,7 +185,7 @@ class WeightReceiver:
             rows[copy.target_parameter] = max(rows.get(copy.target_parameter, 0), copy.target_row + copy.rows)
         self._planned_rows = rows
         self._taken = 0
-        self.bytes_received = plan.bytes_received(self._rank)
+        self.bytes_received = plan.bytes_received(rank)
 
     @torch.no_grad()
     def take(self) -> float:
@@ -203,33 +200,29 @@ class WeightReceiver:
         synchronize(self._device)  # what still computes with the old ones
         self._weights.begin(self._planned_rows)
         transport = Messages(
-            self._rounds, lambda copies, bucket: None, self._weights.dtype, HOST, self._bridge.exchange
+            self._rounds, lambda number, peer, bucket: None, self._weights.dtype, HOST, self._bridge.exchange
         )
-        run_rounds(transport, self._rounds, self._unpack)
+        run_rounds(transport, len(self._rounds), self._write)
         self._weights.end()
         synchronize(self._device)
         return time.perf_counter() - started
 
-    def _unpack(self, round_: RankRound, buckets: Mapping[int, Tensor]) -> None:
+    def _write(self, number: int, buckets: Mapping[int, Tensor]) -> None:
         for source, bucket in buckets.items():
-            copies = round_.receives[source]
-            if id(copies) not in self._runs:
-                self._runs[id(copies)] = runs_of(copies, {}, self._rank)
-            runs = self._runs[id(copies)]
-            targets = [run.target(self._weights.matrix(run.first.target_parameter)) for run in runs]
-            copy_all(targets, bucket_parts(bucket, runs))
-        for name in round_.complete:
+            unpack(bucket, self._runs[number].receives[source], self._weights)
+        for name in self._rounds[number].complete:
             self._weights.complete(name)
         self._on_progress()
 
 
 def run_rounds(
-    transport: Messages, rounds: list[RankRound], on_round: Callable[[RankRound, Mapping[int, Tensor]], None]
+    transport: Transport, rounds: int, on_round: Callable[[int, Mapping[int, Tensor]], None]
 ) -> None:
-    """Carry out all rounds; the next one is on its way while `on_round` gets the buckets of one by their senders."""
+    """Carry out so many rounds; the next one is on its way while `on_round` gets the number of one and its buckets by
+    their senders."""
     transport.start(0)
-    for number, round_ in enumerate(rounds):
-        if number + 1 < len(rounds):
+    for number in range(rounds):
+        if number + 1 < rounds:
             transport.start(number + 1)
-        on_round(round_, transport.finish(number))
+        on_round(number, transport.finish(number))
     transport.close()

@@ -30,8 +30,8 @@ class Transport(Protocol):
         """Free the buffers."""
 
 
-Packer = Callable[[tuple[Copy, ...], Tensor], None]
-"""Writes the sources of copies one after the other into a bucket."""
+Packer = Callable[[int, int, Tensor], None]
+"""Writes what a round, by its number, sends to a rank into a bucket: copies one after the other."""
 
 
 def elements(copies: Sequence[Copy]) -> int:
@@ -73,10 +73,10 @@ class Messages:
     def start(self, number: int) -> None:
         turn, round_ = number % 2, self._rounds[number]
         sends = []
-        for peer, copies, bucket in _segments(round_.sends, self._out[turn]):
-            self._pack(copies, bucket)
+        for peer, bucket in _segments(round_.sends, self._out[turn]):
+            self._pack(number, peer, bucket)
             sends.append((peer, bucket))
-        receives = [(peer, bucket) for peer, _, bucket in _segments(round_.receives, self._in[turn])]
+        receives = _segments(round_.receives, self._in[turn])
         self._under_way[number] = (self._exchange(sends, receives), dict(receives))
 
     def finish(self, number: int) -> dict[int, Tensor]:
@@ -89,13 +89,12 @@ class Messages:
         self._out, self._in = [], []
 
 
-def _segments(
-    by_peer: dict[int, tuple[Copy, ...]], buffer: Tensor
-) -> list[tuple[int, tuple[Copy, ...], Tensor]]:
+def _segments(by_peer: dict[int, tuple[Copy, ...]], buffer: Tensor) -> list[tuple[int, Tensor]]:
+    """Each rank at the other end with its part of the buffer."""
     start, found = 0, []
     for peer, copies in by_peer.items():
         stop = start + elements(copies)
-        found.append((peer, copies, buffer[start:stop]))
+        found.append((peer, buffer[start:stop]))
         start = stop
     return found
 
@@ -123,8 +122,8 @@ class SharedBuckets:
 
     def finish(self, number: int) -> dict[int, Tensor]:
         round_, turn = self._rounds[number], number % 2
-        for _, copies, part in _segments(round_.sends, self._buckets[dist.get_rank()][turn]):
-            self._pack(copies, part)
+        for peer, part in _segments(round_.sends, self._buckets[dist.get_rank()][turn]):
+            self._pack(number, peer, part)
         dist.barrier()
         return {
             peer: self._buckets[peer][turn][round_.offsets[peer] :][: elements(copies)]

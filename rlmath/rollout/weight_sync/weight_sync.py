@@ -139,9 +139,7 @@ class WeightTransfer:
         self.lower_bound = plan.lower_bound * len(cells(mesh, ranks_per_node))
         """Bytes that must travel between ranks in every sync."""
         self._sources = source_matrices(chunks, shape)
-        self._rank = mesh.rank
-        self._runs: dict[int, list[Run]] = {}
-        """By the identity of a tuple of the plan's copies: `runs_of` them, found once."""
+        self._runs = [runs_of_round(round_, self._sources, mesh.rank) for round_ in self._rounds]
         self._new_checksums = partial(SyncChecksums, shape, layout, mesh, device)
         planned_rows: dict[str, int] = defaultdict(int)
         for round_ in self._rounds:
@@ -197,45 +195,34 @@ class WeightTransfer:
         self, transport: Transport, number: int, round_: RankRound, checksums: SyncChecksums | None
     ) -> None:
         """Parameters that need no other rank are completed while the others' parts travel."""
-        local: dict[str, list[Run]] = defaultdict(list)
-        for run in self._runs_of(round_.local):
+        local: dict[str, list[TensorRun]] = defaultdict(list)
+        for run in self._runs[number].local:
             local[run.first.target_parameter].append(run)
         awaited = {c.target_parameter for copies in round_.receives.values() for c in copies}
         for name in round_.complete:
             if name not in awaited:
                 self._complete(name, local[name], checksums)
         for peer, bucket in transport.finish(number).items():
-            self._unpack(round_.receives[peer], bucket)
+            unpack(bucket, self._runs[number].receives[peer], self._weights)
         for name in round_.complete:
             if name in awaited:
                 self._complete(name, local[name], checksums)
 
-    def _complete(self, name: str, runs: Sequence[Run], checksums: SyncChecksums | None) -> None:
+    def _complete(self, name: str, runs: Sequence[TensorRun], checksums: SyncChecksums | None) -> None:
         copy_all([run.target(self._weights.matrix(name)) for run in runs], [run.source for run in runs])
         if checksums is not None:
             checksums.add_engine(name, self._weights.matrix(name))
         self._weights.complete(name)
 
-    def _runs_of(self, copies: tuple[Copy, ...]) -> list[Run]:
-        if id(copies) not in self._runs:  # the plan keeps its tuples
-            self._runs[id(copies)] = runs_of(copies, self._sources, self._rank)
-        return self._runs[id(copies)]
-
-    def _pack(self, copies: tuple[Copy, ...], bucket: Tensor) -> None:
-        runs = self._runs_of(copies)
-        copy_all(bucket_parts(bucket, runs), [run.source for run in runs])
-
-    def _unpack(self, copies: tuple[Copy, ...], bucket: Tensor) -> None:
-        runs = self._runs_of(copies)
-        targets = [run.target(self._weights.matrix(run.first.target_parameter)) for run in runs]
-        copy_all(targets, bucket_parts(bucket, runs))
+    def _pack(self, number: int, peer: int, bucket: Tensor) -> None:
+        pack(bucket, self._runs[number].sends[peer])
 
 
 # ---------------------------------------------------------------- copies
 
 
 @dataclass(frozen=True)
-class Run:
+class TensorRun:
     """Copies of one tensor that are made in one operation: equal rectangles at equal distances, as the heads of a
     layer's queries lie in Megatron's matrix."""
 
@@ -256,7 +243,7 @@ class Run:
         return _rectangles(matrix, first.target_row, first.target_col, first, self.count, self.target_step)
 
 
-def runs_of(copies: Sequence[Copy], sources: Mapping[str, Tensor], rank: int) -> list[Run]:
+def runs_of(copies: Sequence[Copy], sources: Mapping[str, Tensor], rank: int) -> list[TensorRun]:
     """The copies as runs, in the same order. `sources` are the parameters of rank `rank`."""
     found = []
     start = 0
@@ -272,7 +259,7 @@ def runs_of(copies: Sequence[Copy], sources: Mapping[str, Tensor], rank: int) ->
         if first.source == rank:
             matrix = sources[first.source_parameter]
             source = _rectangles(matrix, first.source_row, first.source_col, first, count, source_step)
-        found.append(Run(first, count, source, target_step))
+        found.append(TensorRun(first, count, source, target_step))
         start = stop
     return found
 
@@ -293,7 +280,38 @@ def _rectangles(matrix: Tensor, row: int, col: int, of: Copy, count: int, step: 
     return corner.as_strided((count, of.rows, of.cols), (step * width, width, matrix.stride(1)))
 
 
-def bucket_parts(bucket: Tensor, runs: Sequence[Run]) -> list[Tensor]:
+@dataclass(frozen=True)
+class RoundRuns:
+    """The copies of one round on one rank, as runs."""
+
+    local: list[TensorRun]
+    sends: dict[int, list[TensorRun]]
+    """By receiving rank."""
+    receives: dict[int, list[TensorRun]]
+    """By sending rank."""
+
+
+def runs_of_round(round_: RankRound, sources: Mapping[str, Tensor], rank: int) -> RoundRuns:
+    """`sources` are the parameters of rank `rank`; none where it only receives."""
+
+    def by_peer(copies_by_peer: Mapping[int, Sequence[Copy]]) -> dict[int, list[TensorRun]]:
+        return {peer: runs_of(copies, sources, rank) for peer, copies in copies_by_peer.items()}
+
+    return RoundRuns(runs_of(round_.local, sources, rank), by_peer(round_.sends), by_peer(round_.receives))
+
+
+def pack(bucket: Tensor, runs: Sequence[TensorRun]) -> None:
+    """Write the sources of runs one after the other into a bucket."""
+    copy_all(_bucket_parts(bucket, runs), [run.source for run in runs])
+
+
+def unpack(bucket: Tensor, runs: Sequence[TensorRun], weights: EngineWeights) -> None:
+    """Write what `pack` has put into a bucket into the engine's weights."""
+    targets = [run.target(weights.matrix(run.first.target_parameter)) for run in runs]
+    copy_all(targets, _bucket_parts(bucket, runs))
+
+
+def _bucket_parts(bucket: Tensor, runs: Sequence[TensorRun]) -> list[Tensor]:
     parts = bucket.split([run.elements for run in runs])
     return [
         part.view(run.count, run.first.rows, run.first.cols) for part, run in zip(parts, runs, strict=True)

@@ -11,9 +11,9 @@ Where a single rank runs it does all of it by itself. Settings without ids come 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,15 +34,6 @@ logger = logging.getLogger(__name__)
 
 class SharedMistakeError(ValueError):
     """A mistake that all ranks know of already."""
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """The ids of a start, and how long it may take to fetch them."""
-
-    ids: Sequence[HubId]
-    seconds: float
-    recorded: Collection[str]
 
 
 def fetch_inputs(config: Config, rendezvous: Rendezvous | None) -> Config:
@@ -71,66 +62,44 @@ def fetch_ids(
     recorded: Collection[str] = (),
 ) -> dict[HubId, str]:
     """The place of every id in this node's cache. Errors and arguments: as `fetch_inputs`; `recorded` is rank 0's."""
-    asked = _Asked(ids, seconds, recorded)
+    logger.info("Looking for what is named by ids of the Hugging Face hub ...")
     if rendezvous is None:
         pins = hub.resolve(ids, seconds, recorded)
-        _fetch(pins.values(), seconds)
+        hub.fetch(list(pins.values()), seconds)
     else:
-        pins = _commits(asked, rendezvous, start_seconds)
-        _fetch_on_node(pins, asked, rendezvous, start_seconds)
+        rank, limit = rendezvous.rank_info, seconds + start_seconds
+
+        def resolve() -> dict[str, str]:
+            return {str(one): pinned.commit for one, pinned in hub.resolve(ids, seconds, recorded).items()}
+
+        def fetch() -> dict[str, str]:
+            hub.fetch(list(pins.values()), seconds)
+            return {}
+
+        commits = _sync(rendezvous, "hub commits", limit, resolve if rank.rank == 0 else dict)
+        lost = [str(one) for one in ids if str(one) not in commits]
+        if lost:
+            raise ValueError(
+                f"the settings of this rank name {lost[0]}, those of rank 0 do not. Give all the same."
+            )
+        pins = {one: hub.with_commit(one, commits[str(one)]) for one in ids}
+        _sync(rendezvous, "hub files", limit, fetch if rank.is_node_leader else dict)
     places = hub.places(pins.values())
     return {one: places[pinned] for one, pinned in pins.items()}
 
 
-def _commits(asked: _Asked, rendezvous: Rendezvous, start_seconds: float) -> dict[HubId, HubId]:
-    """Every id with rank 0's commit. A collective."""
-    place, pins = rendezvous.rank_info, {}
-    report = RankReport(place.host, place.node)
-    if place.rank == 0:
-        try:
-            pins = hub.resolve(asked.ids, asked.seconds, asked.recorded)
-        except (ValueError, HubFailedError) as error:
-            report = replace(report, problem=str(error), may_pass=isinstance(error, HubFailedError))
-    commits = {str(one): pinned.commit for one, pinned in pins.items()}
-    found = _sync(rendezvous, "commits", report, asked.seconds + start_seconds, commits)
-    lost = [str(one) for one in asked.ids if str(one) not in found]
-    if lost:
-        raise ValueError(
-            f"the settings of this rank name {lost[0]}, those of rank 0 do not. Give all the same."
-        )
-    return {one: hub.with_commit(one, found[str(one)]) for one in asked.ids}
-
-
-def _fetch_on_node(
-    pins: Mapping[HubId, HubId], asked: _Asked, rendezvous: Rendezvous, start_seconds: float
-) -> None:
-    """Download on the first rank of every node. A collective."""
-    place = rendezvous.rank_info
-    report = RankReport(place.host, place.node)
-    if place.is_node_leader:
-        try:
-            _fetch(pins.values(), asked.seconds)
-        except (ValueError, HubFailedError) as error:
-            report = replace(report, problem=str(error), may_pass=isinstance(error, HubFailedError))
-    _sync(rendezvous, "files", report, asked.seconds + start_seconds)
-
-
-def _fetch(ids: Iterable[HubId], seconds: float) -> None:
-    logger.info("Looking for what is named by ids of the Hugging Face hub ...")
-    hub.fetch(list(dict.fromkeys(ids)), seconds)
-
-
 def _sync(
-    rendezvous: Rendezvous,
-    name: str,
-    report: RankReport,
-    seconds: float,
-    values: Mapping[str, str] | None = None,
+    rendezvous: Rendezvous, name: str, seconds: float, work: Callable[[], Mapping[str, str]]
 ) -> Mapping[str, str]:
+    """What `work` gives on rank 0; where it fails on a rank, all ranks raise. A collective."""
+    rank, values = rendezvous.rank_info, {}
+    report = RankReport(rank.host, rank.node)
     try:
-        return rendezvous.sync(
-            f"hub {name}", report, seconds, lambda reports: RendezvousResult(values=values or {})
-        )
+        values = work()
+    except (ValueError, HubFailedError) as error:
+        report = replace(report, problem=str(error), may_pass=isinstance(error, HubFailedError))
+    try:
+        return rendezvous.sync(name, report, seconds, lambda reports: RendezvousResult(values=values))
     except ValueError as error:
         raise SharedMistakeError(str(error)) from None
 
@@ -155,19 +124,19 @@ def recorded_ids(config: Config) -> list[str]:
 
 
 def plan_inputs(config: Config) -> tuple[Config, list[str]]:
-    """Likewise for a dry run, which needs everything but weights; and lines that say what a start would download."""
+    """The settings with places for a dry run, which needs all but weights; and lines that say what a start would
+    download."""
     ids = hub.hub_ids(config)
     if not ids:
         return config, []
     raise_problems("this run", schema_problems(config))
     seconds = config.run.hub_timeout_seconds
     pins = hub.resolve(ids, seconds, recorded_ids(config))
-    fetched = hub.fetch(list(pins.values()), seconds, weights=False)
-    places = hub.places(pins.values())
     lines = []
-    for pinned, found in zip(pins.values(), fetched, strict=True):
+    for found in hub.fetch(list(pins.values()), seconds, weights=False, count_weights=True):
         rest = f"a start downloads {found.left} files, {found.left_bytes / 1e9:.3f} GB"
-        lines.append(f"Hub: {pinned}: {rest if found.left else 'nothing is left to download'}")
+        lines.append(f"Hub: {found.pinned}: {rest if found.left else 'nothing is left to download'}")
+    places = hub.places(pins.values())
     return hub.with_places(config, {one: places[pinned] for one, pinned in pins.items()}), lines
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar
 
@@ -30,7 +30,7 @@ from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.distributed.ranks import local_world_size
 from rlmath.models.build import Actor
 from rlmath.models.offload import RESTING, OffloadSets
-from rlmath.rewards.reward_manager import RewardWorkers, open_scorer
+from rlmath.rewards.reward_manager import open_scorer
 from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.generation import End, NewWeights
@@ -41,7 +41,7 @@ from rlmath.rollout.weight_sync.publish import WeightPublisher, plan_of_engines
 from rlmath.rollout.weight_sync.reshard_plan import SyncPlan, bucket_bytes
 from rlmath.rollout.weight_sync.shard_layouts import TrainingLayout, engine_shapes, training_layout
 from rlmath.rollout.weight_sync.weight_sync import WeightSync, WeightTransfer, raise_if_probe_differs
-from rlmath.run.startup import PreparedRun
+from rlmath.trainer.context import RankContext
 from rlmath.trainer.rollouts.asynchronous import AsynchronousRollouts, EngineConnection
 from rlmath.trainer.rollouts.synchronous import Keep, StepRollouts, step_rollouts
 from rlmath.trainer.validation import GroupCollector
@@ -59,11 +59,9 @@ class Engines(ABC):
     phase: ClassVar[str]
     """What a step's time for rollouts is called: "rollout", or "wait_for_groups" where it only waits."""
 
-    def __init__(
-        self, prepared: PreparedRun[Inputs], mesh: Mesh, device: Device, timers: PhaseTimers
-    ) -> None:
-        self._config, self._shape, self._mesh, self._device = prepared.config, prepared.shape, mesh, device
-        self._timers = timers
+    def __init__(self, context: RankContext[Inputs], timers: PhaseTimers) -> None:
+        self._config, self._shape = context.config, context.shape
+        self._mesh, self._device, self._timers = context.mesh, context.device, timers
 
     @abstractmethod
     def connect(self, actor: Actor, offload: OffloadSets) -> None:
@@ -87,21 +85,12 @@ class Engines(ABC):
         """The run ends with this exit status."""
 
 
-def open_engines(
-    prepared: PreparedRun[Inputs],
-    mesh: Mesh,
-    device: Device,
-    timers: PhaseTimers,
-    workers: RewardWorkers | None,
-    bridge: Bridge | None,
-    on_progress: Callable[[], None],
-    keep: Keep | None = None,
-) -> Engines:
-    """As `rollout.ranks` says; `bridge` leads to engines on ranks of their own, else `workers` score completions.
-    `keep` is a function of the user's that selects groups."""
-    if bridge is None:
-        return ColocatedEngines(prepared, mesh, device, timers, workers, on_progress, keep)
-    return SeparateEngines(prepared, mesh, device, timers, bridge, on_progress, keep)
+def open_engines(context: RankContext[Inputs], timers: PhaseTimers, keep: Keep | None = None) -> Engines:
+    """The engines as `rollout.ranks` says: the context's bridge leads to engines on ranks of their own, else its
+    workers score completions. `keep` is a function of the user's that selects groups."""
+    if context.bridge is None:
+        return ColocatedEngines(context, timers, keep)
+    return SeparateEngines(context, context.bridge, timers, keep)
 
 
 class ColocatedEngines(Engines):
@@ -109,19 +98,10 @@ class ColocatedEngines(Engines):
 
     phase = "rollout"
 
-    def __init__(
-        self,
-        prepared: PreparedRun[Inputs],
-        mesh: Mesh,
-        device: Device,
-        timers: PhaseTimers,
-        workers: RewardWorkers | None,
-        on_progress: Callable[[], None],
-        keep: Keep | None = None,
-    ) -> None:
+    def __init__(self, context: RankContext[Inputs], timers: PhaseTimers, keep: Keep | None) -> None:
         """Builds the engine; it sleeps afterwards."""
-        super().__init__(prepared, mesh, device, timers)
-        config, shape, inputs = prepared.config, prepared.shape, prepared.inputs
+        super().__init__(context, timers)
+        config, shape, inputs, mesh = context.config, context.shape, context.inputs, context.mesh
         self._scorer = validation_scorer(config, mesh)
         logger.info("Starting: importing vLLM and building the engine (seconds to minutes) ...")
         self.engine = Engine(
@@ -129,7 +109,7 @@ class ColocatedEngines(Engines):
             config.rollout,
             curriculum.engine_length(config),
             mesh,
-            device,
+            context.device,
             engine_shapes(shape, mesh.engine_size),
         )
         if config.rollout.tail == "carry" and not self.engine.continues_noise:
@@ -138,9 +118,15 @@ class ColocatedEngines(Engines):
                 "anew in every slice of a completion. Set rollout.tail=wait"
             )
         self.engine.memory.sleep()
-        self.engine.on_step = on_progress
+        self.engine.on_step = context.on_progress
         self.collector = Collector(
-            self.engine, mesh, inputs.tokenizer, config.rollout, config.reward, workers, self._scorer
+            self.engine,
+            mesh,
+            inputs.tokenizer,
+            config.rollout,
+            config.reward,
+            context.workers,
+            self._scorer,
         )
         self.rollouts = step_rollouts(
             config, inputs, self.collector, shape.vocab_size, inputs.total_steps, keep
@@ -189,24 +175,17 @@ class SeparateEngines(Engines):
     phase = "wait_for_groups"
 
     def __init__(
-        self,
-        prepared: PreparedRun[Inputs],
-        mesh: Mesh,
-        device: Device,
-        timers: PhaseTimers,
-        bridge: Bridge,
-        on_progress: Callable[[], None],
-        keep: Keep | None = None,
+        self, context: RankContext[Inputs], bridge: Bridge, timers: PhaseTimers, keep: Keep | None
     ) -> None:
-        super().__init__(prepared, mesh, device, timers)
-        config, inputs = prepared.config, prepared.inputs
+        super().__init__(context, timers)
+        config, inputs, mesh = context.config, context.inputs, context.mesh
         self._bridge = bridge
         leaders = range(bridge.training_ranks, bridge.world_size, mesh.engine_size)
         self._mailbox = Mailbox(bridge, leaders)
-        self._connection = EngineConnection(mesh, self._mailbox, on_progress)
+        self._connection = EngineConnection(mesh, self._mailbox, context.on_progress)
         self.collector = self._connection
         self.rollouts = AsynchronousRollouts(
-            config, inputs, self._connection, prepared.shape.vocab_size, inputs.total_steps, keep
+            config, inputs, self._connection, context.shape.vocab_size, inputs.total_steps, keep
         )
         self._step = 0
         self._waited = 0.0

@@ -123,46 +123,22 @@ def lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[He
         dist.destroy_process_group()
 
 
-def test_older_values_that_are_written_again_are_no_beat_and_no_progress(
+def test_a_neighbour_without_beats_and_ranks_without_progress_are_counted_silent(
     lonely: tuple[Heartbeat, dist.TCPStore],
 ) -> None:
-    heartbeat, server = lonely
+    heartbeat, _ = lonely
     neighbour = replace(heartbeat._status(), rank=1)
-    recorded: dict[str, list[bytes]] = {"status/1": [], "progress": []}
-    for count in range(1, 5):
+    for count in (1, 2):
         heartbeat._store.set("status/1", asdict(replace(neighbour, beats=count)))
         heartbeat._store.set("progress", [1, count])
-        for key, values in recorded.items():
-            values.append(server.get(heartbeat._store._full(key)))
         heartbeat._exchange(1.0)
         assert heartbeat._silence[1] == heartbeat._still == 0.0
-    for turn in range(1, 7):
-        for key, values in recorded.items():
-            server.set(heartbeat._store._full(key), values[turn % 3])
+    for turn in (1, 2):
         heartbeat._exchange(1.0)
         assert heartbeat._silence[1] == heartbeat._still == turn
-    heartbeat._store.set("status/1", asdict(replace(neighbour, beats=5)))
-    heartbeat._store.set("progress", [0, 1])
-    heartbeat._exchange(1.0)
-    assert heartbeat._silence[1] == heartbeat._still == 0.0, (
-        "a new beat, and the first progress of another rank"
-    )
-
-
-def test_a_rank_that_left_is_not_missed_when_an_older_status_is_written_again(
-    lonely: tuple[Heartbeat, dist.TCPStore],
-) -> None:
-    heartbeat, server = lonely
-    neighbour, key = replace(heartbeat._status(), rank=1, beats=7), heartbeat._store._full("status/1")
-    heartbeat._store.set("status/1", asdict(neighbour))
-    older = server.get(key)
-    heartbeat._exchange(1.0)
     heartbeat._store.set("status/1", asdict(replace(neighbour, left=True)))
     heartbeat._exchange(1.0)
-    server.set(key, older)
-    for _ in range(3):
-        heartbeat._exchange(1.0)
-    assert heartbeat._silence[1] == 0.0
+    assert heartbeat._silence[1] == 2.0, "who has left is not missed"
 
 
 def test_a_rank_that_left_and_ended_since_its_status_was_read_has_not_died(

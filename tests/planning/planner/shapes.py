@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rlmath.config.load import load_config
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, DataConfig, ModelConfig, PolicyConfig, RolloutConfig, RunConfig
-from rlmath.models.hf_config import required_shape
-from rlmath.planning.memory_estimate import Target, mesh_of
-from rlmath.planning.memory_fit import planned_target
+from rlmath.planning.memory_estimate import Target
 from rlmath.planning.planner.lengths import Batch, Lengths
-from rlmath.planning.planner.machines import Cluster, Machine, machine_of
-from rlmath.planning.planner.published import RECIPES
-from rlmath.planning.planner.step import batch_of
-from rlmath.planning.planner.training import Training
-from rlmath.planning.planner.work import DEFAULTS, Coefficients
+from rlmath.planning.planner.step import step_inputs
+from rlmath.planning.planner.training import StepInputs
+from rlmath.planning.planner.work import Cluster, Machine
 
 TINY = ModelShape(
     architecture="Qwen2ForCausalLM",
@@ -56,18 +51,5 @@ def with_ranks(config: Config, **parallel: int) -> Config:
     return replace(config, parallel=replace(config.parallel, **parallel))
 
 
-def training(config: Config, ranks: int, nodes: int = 1, batch: Batch = BATCH) -> Training:
-    cluster = Cluster(MACHINE, nodes, ranks // nodes)
-    return Training(config, TINY, mesh_of(config, ranks, 0), GPU, cluster, batch)
-
-
-def recipe(name: str, *overrides: str) -> Config:
-    """One of configs/areal."""
-    return load_config([RECIPES / name], list(overrides))
-
-
-def on_nodes(config: Config, nodes: int) -> tuple[ModelShape, Target, Cluster, Batch, Coefficients]:
-    """What the planner needs beside a recipe, on so many nodes of 8 GPUs of its kind."""
-    shape, _ = required_shape(config.model.path)
-    target = planned_target(config)
-    return shape, target, Cluster(machine_of(config, target), nodes, 8), batch_of(config), DEFAULTS["cuda"]
+def inputs(config: Config, ranks: int, nodes: int = 1, batch: Batch = BATCH) -> StepInputs:
+    return step_inputs(config, TINY, GPU, Cluster(MACHINE, nodes, ranks // nodes), batch)

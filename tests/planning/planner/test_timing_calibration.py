@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from rlmath.config.load import load_config, save_config
+from rlmath.config.run_files import SWITCH_PHASES
 from rlmath.config.schema import Config
 from rlmath.models.hf_config import required_shape
 from rlmath.planning.memory_fit import planned_target
 from rlmath.planning.planner.calibration import (
-    SWITCH_PHASES,
-    Where,
     as_file,
     fit,
     phases_of,
@@ -23,9 +21,16 @@ from rlmath.planning.planner.calibration import (
     read_coefficients,
     read_run,
 )
-from rlmath.planning.planner.machines import CPU_CORE, Cluster
-from rlmath.planning.planner.step import StepPlan, batch_of, plan_step
-from rlmath.planning.planner.work import DEFAULTS, Coefficients, Work, seconds_of, slower_by
+from rlmath.planning.planner.step import StepPlan, batch_of, plan_step, step_inputs
+from rlmath.planning.planner.work import (
+    CPU_CORE,
+    DEFAULTS,
+    Cluster,
+    Coefficients,
+    Work,
+    seconds_of,
+    slower_by,
+)
 from tests.tiny_models import make_model_folder
 
 STARTING = DEFAULTS["cpu"]
@@ -50,8 +55,8 @@ def settings(model: Path, *overrides: str) -> Config:
 
 def predicted(config: Config, ranks: int, coefficients: Coefficients) -> StepPlan:
     shape, _ = required_shape(config.model.path)
-    cluster = Cluster(CPU_CORE, 1, ranks)
-    return plan_step(config, shape, planned_target(config), cluster, batch_of(config, 24, 16), coefficients)
+    cluster, batch = Cluster(CPU_CORE, 1, ranks), batch_of(config, 24, 16)
+    return plan_step(step_inputs(config, shape, planned_target(config), cluster, batch), coefficients)
 
 
 def write_run(folder: Path, config: Config, ranks: int, steps: int = 6) -> Path:
@@ -82,19 +87,9 @@ def write_run(folder: Path, config: Config, ranks: int, steps: int = 6) -> Path:
     return folder / "metrics.jsonl"
 
 
-def test_the_switch_is_what_the_reporter_adds_up():
-    reporter = Path(__file__).resolve().parents[3] / "rlmath" / "telemetry" / "reporter.py"
-    (told,) = [
-        ast.literal_eval(node.value)
-        for node in ast.parse(reporter.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SWITCH_PHASES"
-    ]
-    assert told == SWITCH_PHASES
-
-
 def test_a_run_is_read_by_its_medians(model: Path, tmp_path: Path):
     config = settings(model, "parallel.tensor=2", "algorithm.n_minibatches=4")
-    run = read_run(write_run(tmp_path / "run", config, 2), Where())
+    run = read_run(write_run(tmp_path / "run", config, 2))
     truth = predicted(config, 2, TRUE)
     assert run.cluster.ranks == 2 and run.steps == 4
     assert run.step_seconds == pytest.approx(truth.step_seconds)
@@ -104,7 +99,7 @@ def test_a_run_is_read_by_its_medians(model: Path, tmp_path: Path):
 
 
 def test_the_fit_explains_every_phase_of_its_run(model: Path, tmp_path: Path):
-    run = read_run(write_run(tmp_path / "run", settings(model, "parallel.tensor=2"), 2), Where())
+    run = read_run(write_run(tmp_path / "run", settings(model, "parallel.tensor=2"), 2))
     found = run.planned(fit([run], STARTING))
     assert dict(found.seconds) == pytest.approx(dict(run.seconds), rel=0.01, abs=2e-4)
 
@@ -114,7 +109,7 @@ def test_what_is_measured_twice_is_told_apart(model: Path, tmp_path: Path):
     layouts = [("parallel.tensor=2", "data.prompts_per_step=16"), ("data.prompts_per_step=64",)]
     layouts.append(("parallel.pipeline=2", "data.prompts_per_step=256", "algorithm.n_minibatches=4"))
     runs = [
-        read_run(write_run(tmp_path / str(number), settings(model, *layout), 2), Where())
+        read_run(write_run(tmp_path / str(number), settings(model, *layout), 2))
         for number, layout in enumerate(layouts)
     ]
     found = fit(runs, STARTING)
@@ -126,7 +121,7 @@ def test_what_is_measured_twice_is_told_apart(model: Path, tmp_path: Path):
 
 
 def test_what_no_run_has_stays_as_it_was(model: Path, tmp_path: Path):
-    run = read_run(write_run(tmp_path / "run", settings(model), 1), Where())
+    run = read_run(write_run(tmp_path / "run", settings(model), 1))
     assert fit([run], STARTING).link_share == STARTING.link_share
 
 
@@ -142,39 +137,34 @@ def test_a_run_is_read_where_it_was_and_not_where_the_plan_is(model: Path, tmp_p
     config = settings(model, "parallel.tensor=2")
     file = write_run(tmp_path / "run", config, 2)
     path = tmp_path / "run" / "config.yaml"
-    assert read_run(file, Where(usual_gpu="B200-180GB")).cluster.machine.name == "CPU"
+    assert read_run(file, "B200-180GB").cluster.machine.name == "CPU"
     for unnamed in ("memory.gpu=null", "memory.gpu_gib=80"):
         save_config(load_config([path], ["run.device=auto", unnamed]), path)
-        assert read_run(file, Where(usual_gpu="B200-180GB")).cluster.machine.name == "B200-180GB"
+        assert read_run(file, "B200-180GB").cluster.machine.name == "B200-180GB"
     save_config(load_config([path], ["memory.gpu=H100-80GB", "memory.gpu_gib=null"]), path)
-    assert read_run(file, Where(usual_gpu="B200-180GB")).cluster.machine.name == "H100-80GB"
-    assert read_run(file, Where(gpu="B200-180GB")).cluster.machine.name == "B200-180GB"
+    assert read_run(file, "B200-180GB").cluster.machine.name == "H100-80GB"
 
 
 @pytest.mark.parametrize(
-    ("override", "ranks", "told"),
+    ("override", "told"),
     [
-        ("memory.gpu=H100", None, 'memory.gpu is "H100"'),
-        ("algorithm.n_minibatches=0", None, "algorithm.n_minibatches is 0"),
-        ("parallel.tensor=2", 1, "parallel.tensor"),
+        ("memory.gpu=H100", 'memory.gpu is "H100"'),
+        ("parallel.tensor=3", "parallel.tensor is 3"),
     ],
 )
-def test_settings_that_no_run_can_have_are_refused(
-    model: Path, tmp_path: Path, override: str, ranks: int | None, told: str
-):
+def test_settings_that_no_run_can_have_are_refused(model: Path, tmp_path: Path, override: str, told: str):
     file = write_run(tmp_path / "run", settings(model), 2)
     path = tmp_path / "run" / "config.yaml"
     save_config(load_config([path], [override]), path)
     with pytest.raises(ValueError) as error:
-        read_run(file, Where(ranks=ranks))
+        read_run(file)
     assert told in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"n_seqs": 1e300}, "needed: 1 to 16,777,216"),
-        ({"n_seqs": -8}, "needed: 1 to 16,777,216"),
+        ({"n_seqs": -8}, "needed: at least 1"),
         ({"rollout/response_length": None}, "has no rollout/response_length; needed: a run of"),
     ],
 )
@@ -184,7 +174,7 @@ def test_steps_that_no_run_has_are_refused(model: Path, tmp_path: Path, changes:
     kept = [{name: value for name, value in row.items() if value is not None} for row in rows]
     file.write_text("".join(json.dumps(row) + "\n" for row in kept))
     with pytest.raises(ValueError) as error:
-        read_run(file, Where())
+        read_run(file)
     assert told in str(error.value)
 
 
@@ -203,22 +193,21 @@ def test_ranks_are_read_from_the_summary(tmp_path: Path, layout: str, ranks: int
 @pytest.mark.parametrize("layout", ["", "TP2", "TP2 x PP1", "TP-1 x PP1 x DP1, 1 engine of TP1"])
 def test_a_summary_that_tells_no_ranks_is_refused(tmp_path: Path, layout: str):
     (tmp_path / "summary.json").write_text(json.dumps({"layout": layout}), encoding="utf-8")
-    with pytest.raises(ValueError, match="--calibrate-ranks"):
+    with pytest.raises(ValueError, match=r"set parallel\.data"):
         ranks_of_summary(tmp_path)
 
 
 def test_runs_that_tell_nothing_are_refused(model: Path, tmp_path: Path):
     short = write_run(tmp_path / "short", settings(model), 1, steps=2)
     with pytest.raises(ValueError, match="has 2 steps; needed: more than 2"):
-        read_run(short, Where())
+        read_run(short)
     (tmp_path / "short" / "config.yaml").unlink()
     with pytest.raises(ValueError, match=r"there is no config\.yaml"):
-        read_run(short, Where())
+        read_run(short)
     broken = write_run(tmp_path / "broken", settings(model), 1)
-    for text in ("not json", '{"step": Infinity}', "[" * 100_000, '{"step": 1, "x": 1' + "0" * 400 + "}"):
-        broken.write_text(text + "\n", encoding="utf-8")
-        with pytest.raises(ValueError, match="line 1: not a line of metrics"):
-            read_run(broken, Where())
+    broken.write_text("not json\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="line 1: not a line of metrics"):
+        read_run(broken)
 
 
 def test_coefficients_survive_their_file(tmp_path: Path):
@@ -234,10 +223,7 @@ def test_coefficients_survive_their_file(tmp_path: Path):
     [
         ({"flops_shar": 1.0}, 'no coefficient "flops_shar". Did you mean "flops_share"'),
         ({"flops_share": "1e3"}, "needed are numbers for flops_share"),
-        ({"flops_share": True}, "needed are numbers for flops_share"),
         ({"flops_share": 0}, "the coefficient flops_share is 0.0; needed: a number above 0"),
-        ({"flops_share": float("nan")}, "the coefficient flops_share is nan"),
-        ({"flops_share": 10**400}, "needed are numbers for flops_share"),
     ],
 )
 def test_wrong_coefficients_are_refused(tmp_path: Path, change: dict, told: str):

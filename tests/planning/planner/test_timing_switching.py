@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from rlmath.planning.memory_estimate import mesh_of, plan_ranks
-from rlmath.planning.planner.machines import Cluster, Machine
 from rlmath.planning.planner.step import (
     own_share,
     plan_step,
@@ -14,7 +13,16 @@ from rlmath.planning.planner.step import (
     switch_work,
     sync_work,
 )
-from rlmath.planning.planner.work import DEFAULTS, NAMES, Work, seconds_by_coefficient, seconds_of, slower_by
+from rlmath.planning.planner.work import (
+    DEFAULTS,
+    NAMES,
+    Cluster,
+    Machine,
+    Work,
+    seconds_by_coefficient,
+    seconds_of,
+    slower_by,
+)
 from rlmath.rollout.weight_sync.reshard_plan import plan_sync
 from rlmath.rollout.weight_sync.shard_layouts import training_layout
 from tests.planning.planner.shapes import (
@@ -26,6 +34,7 @@ from tests.planning.planner.shapes import (
     MACHINE,
     PAIR_FLOPS,
     TINY,
+    inputs,
     with_ranks,
 )
 
@@ -42,7 +51,7 @@ def test_bytes_received_are_those_of_the_exact_plan(tensor: int, pipeline: int, 
     config = replace(config, rollout=replace(config.rollout, tensor_parallel=engine))
     mesh = mesh_of(config, 4, 0)
     exact = plan_sync(LARGER, training_layout(4, mesh, None, None), mesh, 2, 2**20)
-    found = sync_work(config, LARGER, mesh, GPU, Cluster(MACHINE, 1, 4))
+    found = sync_work(replace(inputs(config, 4), shape=LARGER))
     # The first stage has the embedding, the last the head: shares of the model are not quite even.
     assert found.node == pytest.approx(exact.lower_bound / 4, rel=0.12, abs=1)
     assert found.network == 0
@@ -55,16 +64,15 @@ def test_every_rank_has_a_part_of_what_its_engine_needs():
 
 
 def test_stages_of_other_nodes_send_over_the_network():
-    mesh = mesh_of(with_ranks(CONFIG, pipeline=2), 4, 0)
-    found = sync_work(CONFIG, TINY, mesh, GPU, Cluster(MACHINE, 2, 2))
+    found = sync_work(inputs(with_ranks(CONFIG, pipeline=2), 4, nodes=2))
     assert found.node == 0 and found.network > 0
 
 
 def test_experts_of_other_nodes_send_over_the_network():
     moe = replace(TINY, architecture="Qwen3MoeForCausalLM", num_experts=8, experts_per_token=2, qk_norm=True)
-    mesh = mesh_of(with_ranks(CONFIG, expert=4), 4, 0)
-    assert sync_work(CONFIG, moe, mesh, GPU, Cluster(MACHINE, 2, 2)).network > 0
-    assert sync_work(CONFIG, moe, mesh, GPU, Cluster(MACHINE, 1, 4)).network == 0
+    config = with_ranks(CONFIG, expert=4)
+    assert sync_work(replace(inputs(config, 4, nodes=2), shape=moe)).network > 0
+    assert sync_work(replace(inputs(config, 4), shape=moe)).network == 0
 
 
 def test_what_is_offloaded_goes_there_and_back():
@@ -92,7 +100,7 @@ def test_seconds_are_the_sum_over_coefficients():
 
 
 def test_a_step_is_its_phases_one_after_the_other():
-    plan = plan_step(CONFIG, TINY, GPU, Cluster(MACHINE, 1, 2), BATCH, DEFAULTS["cuda"])
+    plan = plan_step(inputs(CONFIG, 2), DEFAULTS["cuda"])
     assert plan.step_seconds == pytest.approx(sum(plan.seconds.values()))
     assert list(plan.seconds) == ["switch", "sync", "rollout", "update", "other"]
     assert 0 < plan.tail_seconds < plan.seconds["rollout"]
@@ -102,7 +110,7 @@ def test_judging_is_hidden_behind_the_rollout_as_far_as_it_goes():
     fast = Machine("fast", "cuda", 1e15, 1e15, 1e15, 1e15, 1e15)
     many = replace(BATCH, sequences=80000)
     quick = slower_by(DEFAULTS["cuda"], {"decode_step_seconds": 1e-9, "sequence_step_seconds": 1e-9})
-    plan = plan_step(CONFIG, TINY, GPU, Cluster(fast, 1, 2), many, quick)
+    plan = plan_step(replace(inputs(CONFIG, 2, batch=many), cluster=Cluster(fast, 1, 2)), quick)
     assert plan.judging_seconds == pytest.approx(40000 / 3500 / CONFIG.reward.workers)
     assert plan.judging_exposed == pytest.approx(plan.judging_seconds - plan.seconds["rollout"])
     assert plan.step_seconds == pytest.approx(sum(plan.seconds.values()) + plan.judging_exposed)
@@ -125,7 +133,7 @@ def test_log_probs_are_recomputed_where_the_update_does(changes: dict, expected:
 
 def test_a_reference_has_a_pass_of_its_own():
     config = replace(CONFIG, algorithm=replace(CONFIG.algorithm, kl_coef=0.1, n_minibatches=2))
-    plan = plan_step(config, TINY, GPU, Cluster(MACHINE, 1, 2), BATCH, DEFAULTS["cuda"])
+    plan = plan_step(inputs(config, 2), DEFAULTS["cuda"])
     assert plan.seconds["reference"] == plan.seconds["logprobs"] > 0
 
 
@@ -135,7 +143,7 @@ def test_flops_of_a_step_are_those_of_all_its_passes():
         policy=replace(CONFIG.policy, recompute_granularity="full", recompute_method="uniform"),
         algorithm=replace(CONFIG.algorithm, kl_coef=0.1, epochs=2),
     )
-    flops = plan_step(config, TINY, GPU, Cluster(MACHINE, 1, 2), BATCH, DEFAULTS["cuda"]).flops
+    flops = plan_step(inputs(config, 2), DEFAULTS["cuda"]).flops
     layers, attention = BATCH.tokens * 4 * LAYER_FLOPS, BATCH.squares * PAIR_FLOPS
     one_pass = layers + attention + BATCH.tokens * HEAD_FLOPS
     assert flops.forward == pytest.approx(4 * one_pass)  # two epochs, the policy's log-probs, the reference's

@@ -1,0 +1,209 @@
+"""All nodes of a run must be alike: they are compared before anything is started, and their clocks once it is.
+
+meet(rendezvous, facts_of(prepared), seconds)     ValueError on all ranks where nodes differ
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from rlmath.config.help import as_yaml_word, setting_values
+from rlmath.config.load import shown_values
+from rlmath.config.schema import Config
+from rlmath.distributed.collectives import gather_to_rank_zero
+from rlmath.distributed.process import code_hash, library_versions
+from rlmath.distributed.ranks import (
+    RankReport,
+    RendezvousResult,
+    hosts_text,
+    ranks_text,
+    this_rank,
+)
+from rlmath.distributed.rendezvous import (
+    GLOO_INTERFACE,
+    MissingRanksError,
+    Rendezvous,
+    prefer_for_gloo,
+    route_to,
+)
+from rlmath.run.prepared import PreparedRun
+from rlmath.run.recovery.resume import (
+    model_fingerprint,
+)
+from rlmath.workers.hooks import hooks_fingerprint
+from rlmath.workers.user_functions import scorer_hook
+
+logger = logging.getLogger(__name__)
+
+MOST_NODES_NAMED = 16
+MOST_CHARACTERS = 200
+"""Of a value that differs, in an error."""
+CLOCK_SECONDS = 2.0
+"""Clocks of nodes that differ by more get a warning: lines of several logs cannot be put in order any more, and a
+shared disk's times mislead. Nothing that a run computes depends on them."""
+
+
+def meet_with_mistake(rendezvous: Rendezvous, mistake: ValueError | OSError, seconds: float) -> None:
+    """Report what only this node may see. Raises ValueError with what all ranks found, MissingRanksError where ranks
+    are missing after `seconds`."""
+    report = RankReport(rendezvous.rank_info.host, rendezvous.rank_info.node, problem=str(mistake))
+    try:
+        rendezvous.sync("start", report, seconds, _compare_nodes)
+    except MissingRanksError as lost:
+        raise MissingRanksError(f"{mistake}\nThe other ranks could not be reached: {lost}") from mistake
+
+
+def meet(rendezvous: Rendezvous, facts: Mapping[str, str], seconds: float, data: str = "") -> None:
+    """Come together before anything is started. ValueError, on all ranks, where any rank found a mistake or nodes
+    differ; MissingRanksError where ranks are missing after `seconds`. `data` is the fingerprint of what this rank has
+    read, where a function of the user's may have given it something else than others."""
+    place, address = rendezvous.rank_info, ""
+    if place.several_nodes:
+        route = route_to(os.environ["MASTER_ADDR"])
+        prefer_for_gloo(route)
+        address = "" if route is None else str(route)
+        if route is not None and os.environ.get(GLOO_INTERFACE, route.interface) != route.interface:
+            address += f", gloo over {os.environ[GLOO_INTERFACE]}"
+    report = RankReport(place.host, place.node, data=data)
+    if place.is_node_leader:
+        report = replace(report, facts=facts, address=address)
+    rendezvous.sync("start", report, seconds, _compare_nodes)
+
+
+def facts_of(prepared: PreparedRun[Any]) -> dict[str, str]:
+    """What of a run must be the same on all nodes, by name; of its settings those that are not at their defaults."""
+    origin = {
+        "model.path (contents)": prepared.origin.model,
+        "training data (contents)": prepared.origin.data,
+        "reward.function (contents)": prepared.origin.reward or "none",
+        "functions of yours (contents)": prepared.origin.hooks or "none",
+    }
+    if prepared.validation and (scorer := scorer_hook(prepared.config)) is not None:
+        origin["validation.scorer (contents)"] = hooks_fingerprint([scorer])
+    values, defaults = shown_values(prepared.config), setting_values(Config())
+    critic = prepared.config.critic.path if prepared.config.algorithm.advantage == "gae" else None
+    for name, path in (("teacher", prepared.config.teacher.path), ("critic", critic)):
+        if path is not None:
+            origin[f"{name}.path (contents)"] = model_fingerprint(path)
+    settings = {key: as_yaml_word(value) for key, value in values.items() if value != defaults[key]}
+    return environment_facts() | origin | settings
+
+
+def environment_facts() -> dict[str, str]:
+    """What of the installation must be the same on all nodes, by name."""
+    python = platform.python_version()
+    return {"Python": python} | library_versions() | {"rlmath's code (hash)": code_hash()}
+
+
+# ---------------------------------------------------------------- what rank 0 compares
+
+
+def _compare_nodes(reports: Mapping[int, RankReport]) -> RendezvousResult:
+    nodes = {label: report for label, report in labelled(reports).items() if report.facts}
+    problems = list(differences({label: report.facts for label, report in nodes.items()}))
+    problems += list(_lonely_loopbacks(nodes))
+    if len({report.data for report in reports.values()}) > 1:
+        first = reports[min(reports)].data
+        others = [rank for rank, report in reports.items() if report.data != first]
+        problems.append(
+            f"what a function of yours makes of the data: {ranks_text(others)} read other prompts than rank "
+            f"{min(reports)}. It must give the same for the same row in every process, without random numbers and "
+            "clocks"
+        )
+    if problems:
+        text = "\n".join(f"  {problem}" for problem in problems)
+        return RendezvousResult(f"The nodes differ, and must be alike in:\n{text}", is_mistake=True)
+    for line in node_lines(reports):
+        logger.info("%s", line)
+    return RendezvousResult()
+
+
+def labelled(reports: Mapping[int, RankReport]) -> dict[str, RankReport]:
+    """One report of each node, by its host's name; with its number where several nodes have one name."""
+    first: dict[int, RankReport] = {}
+    for _, report in sorted(reports.items()):
+        first.setdefault(report.node, report)
+    hosts = [report.host for report in first.values()]
+    return {
+        report.host if hosts.count(report.host) == 1 else f"{report.host} (node {node})": report
+        for node, report in first.items()
+    }
+
+
+def differences(facts_of_node: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """One line for each fact that is not the same on all nodes: what it is where, the rarest first.
+
+    >>> list(differences({"a": {"torch": "2.13.0"}, "b": {"torch": "2.13.0"}, "c": {"torch": "2.12.1"}}))
+    ['torch: 2.12.1 on c; 2.13.0 on a, b']
+    """
+    for name in dict.fromkeys(name for facts in facts_of_node.values() for name in facts):
+        nodes_with: dict[str, list[str]] = {}
+        for node, facts in facts_of_node.items():
+            default = "its default" if "." in name and "(" not in name else "not there"
+            nodes_with.setdefault(facts.get(name, default), []).append(node)
+        if len(nodes_with) > 1:
+            rarest = sorted(nodes_with.items(), key=lambda one: len(one[1]))
+            parts = [f"{value[:MOST_CHARACTERS]} on {hosts_text(nodes)}" for value, nodes in rarest]
+            yield f"{name}: {'; '.join(parts[:MOST_NODES_NAMED])}"
+
+
+def _lonely_loopbacks(nodes: Mapping[str, RankReport]) -> Iterator[str]:
+    """Nodes on which the first node's name resolves to a loopback address, while other nodes use a real one."""
+    inside = [node for node, report in nodes.items() if report.address.startswith(("127.", "::1"))]
+    if inside and len(inside) < len(nodes) and any("gloo over" not in nodes[node].address for node in inside):
+        yield (
+            f"the name of the first node stands for {nodes[inside[0]].address} on {hosts_text(inside)}, where the "
+            f"others cannot come. Correct /etc/hosts there, or set {GLOO_INTERFACE} to the interface that the others "
+            "reach and start torchrun with --local-addr"
+        )
+
+
+def node_lines(reports: Mapping[int, RankReport]) -> list[str]:
+    """Which ranks are where, by which address: a line for each of the first nodes; none where there is only one."""
+    ranks_on: dict[int, list[int]] = {}
+    for rank, report in sorted(reports.items()):
+        ranks_on.setdefault(report.node, []).append(rank)
+    if len(ranks_on) < 2:
+        return []
+    lines = [f"{len(ranks_on)} nodes, {len(reports)} ranks:"]
+    for label, report in list(labelled(reports).items())[:MOST_NODES_NAMED]:
+        lines.append(f"  {label}: {ranks_text(ranks_on[report.node])}, {report.address or 'address unknown'}")
+    if len(ranks_on) > MOST_NODES_NAMED:
+        lines.append(f"  and {len(ranks_on) - MOST_NODES_NAMED} more nodes")
+    return lines
+
+
+# ---------------------------------------------------------------- clocks
+def compare_clocks() -> None:
+    """Warn, on rank 0, of nodes whose clocks differ. A collective, once at the start of a run on several nodes."""
+    place = this_rank()
+    if not place.several_nodes:
+        return
+    dist.barrier()
+    mine = (place.host, time.time()) if place.is_node_leader else None
+    for line in clock_warnings([one for one in gather_to_rank_zero(mine) or [] if one is not None]):
+        logger.warning("%s", line)
+
+
+def clock_warnings(clocks: Sequence[tuple[str, float]]) -> list[str]:
+    """Warnings about clocks that were read at the same moment, of (host, seconds since 1970); the first is the
+    measure.
+
+    >>> clock_warnings([("a", 100.0), ("b", 100.4), ("c", 131.0)])
+    ['The clocks of nodes differ from that of a: c by +31.0 s. Let them keep time (chrony, NTP)']
+    """
+    off = [(host, at - clocks[0][1]) for host, at in clocks if abs(at - clocks[0][1]) > CLOCK_SECONDS]
+    if not off:
+        return []
+    text = hosts_text([f"{host} by {seconds:+.1f} s" for host, seconds in off])
+    return [
+        f"The clocks of nodes differ from that of {clocks[0][0]}: {text}. Let them keep time (chrony, NTP)"
+    ]

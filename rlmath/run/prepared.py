@@ -1,0 +1,63 @@
+"""A run that can be started: what its settings, model and data came to, before any process group or engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic
+
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config
+from rlmath.data.dataset import ValidationFile
+from rlmath.distributed.bridge import Bridge
+from rlmath.distributed.device import Device
+from rlmath.distributed.mesh import Mesh
+from rlmath.run.recovery.resume import Origin, Recovery, data_fingerprint
+from rlmath.trainer.context import InputsT, RankContext
+
+
+@dataclass(frozen=True)
+class PreparedRun(Generic[InputsT]):
+    """A run that can be started, as far as files and settings show."""
+
+    config: Config
+    shape: ModelShape
+    inputs: InputsT
+    origin: Origin
+    recovery: Recovery | None
+    """What there is to resume from, as far as manifests show."""
+    lines: tuple[str, ...] = ()
+    """For the console."""
+    validation: tuple[ValidationFile, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """What is odd about the data, and a reward function that took too long on them; on rank 0."""
+
+    @property
+    def data_read(self) -> str:
+        """Fingerprint of all data that this rank has read."""
+        prompts = [prompt for file in self.validation for prompt in file.prompts]
+        return f"{self.origin.data} {data_fingerprint(prompts)}"
+
+    def on_rank(
+        self,
+        mesh: Mesh,
+        device: Device,
+        workers: Any = None,
+        bridge: Bridge | None = None,
+        on_phase: Callable[[str], None] = lambda name: None,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> RankContext[InputsT]:
+        """What this rank's part of the run is made of."""
+        return RankContext(
+            self.config,
+            self.shape,
+            self.inputs,
+            mesh,
+            device,
+            self.validation,
+            self.origin.reward,
+            workers=workers,
+            bridge=bridge,
+            on_phase=on_phase,
+            on_progress=on_progress,
+        )

@@ -1,0 +1,142 @@
+"""What the life cycle (`rlmath.run.loop`) asks of a training program on one rank. GRPO (`grpo`), supervised training
+(`sft`) and the replay of a step are three of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from rlmath.checkpoint.directory import Progress
+from rlmath.checkpoint.sharded_state import POLICY, SavedModel
+from rlmath.config.schema import Config
+from rlmath.data.order import Rollback
+from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.peak_flops import peak_flops
+from rlmath.distributed.phase_timers import PhaseTimers
+from rlmath.models.build import Actor
+from rlmath.models.megatron import start_megatron
+from rlmath.planning.memory_estimate import Kind
+from rlmath.telemetry.reporter import StepRecord, ValidationResult
+from rlmath.trainer.context import RankContext
+
+
+class Export(Protocol):
+    """Writes the model as it is in Hugging Face form into a folder, with some files `more`. A collective. OSError on
+    rank 0 where the disk refuses."""
+
+    def __call__(self, folder: Path, more: Mapping[str, bytes] | None = None) -> None: ...
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A step that was not made: the run was asked to stop while it validated."""
+
+    reason: str
+    """One of `preemption.REASONS`."""
+
+
+class Trainer(ABC):
+    """One training program on this rank: its models, its data and its step."""
+
+    kind: ClassVar[Kind]
+    rollbacks: tuple[Rollback, ...] = ()
+    """The run's rollbacks so far."""
+    weight_syncs_per_step: ClassVar[int] = 0
+    """1 where there are engines."""
+    actor: Actor
+
+    def __init__(self, context: RankContext[Any]) -> None:
+        """Starts Megatron's process groups; needs the process group. A subclass builds its models, `actor` among
+        them."""
+        self.config, self.shape = context.config, context.shape
+        self.mesh, self.device = context.mesh, context.device
+        self.order = context.inputs.order
+        self.total_steps: int = context.inputs.total_steps
+        self.timers = PhaseTimers(context.on_phase)
+        start_megatron(
+            self.mesh, self.device, self.config.run.seed, self.config.run.distributed_timeout_seconds
+        )
+        self.peak_flops = peak_flops(self.shape, self.mesh, self.device)
+
+    @staticmethod
+    def open_workers(config: Config, mesh: Mesh) -> AbstractContextManager[Any]:
+        """Processes that this rank needs beside it; opened before process groups and engines, whose threads they must
+        not inherit. `RankContext.workers` is what the context manager gives."""
+        return nullcontext()
+
+    @property
+    @abstractmethod
+    def layout(self) -> str:
+        """For the summary: "TP2 x PP1 x DP1, ..."."""
+
+    def begin(self, steps_done: int, export: Export, asked_to_stop: Callable[[], str | None]) -> None:  # noqa: B027
+        """Called once before the first step, with the weights and the optimizer restored. `export` writes the model as
+        it is; `asked_to_stop` gives the reason if any rank was asked to. Both are collectives."""
+
+    @property
+    def models(self) -> list[SavedModel]:
+        """The models whose weights a checkpoint may have: each is loaded from it where the checkpoint has it."""
+        return [SavedModel(POLICY, self.actor.chunks, self.actor.learner.optimizer)]
+
+    def saved_models(self) -> list[SavedModel]:
+        """The models that a checkpoint of now must have, some of `models`."""
+        return self.models
+
+    def models_on_device(self, models: Sequence[SavedModel]) -> AbstractContextManager[Any]:
+        """Inside, these are on the device, though they may be offloaded between steps. Not to be nested."""
+        return nullcontext()
+
+    @property
+    def critic_updates(self) -> int:
+        """Optimizer steps of the critic, 0 without one."""
+        return 0
+
+    def checkpoint_files(self) -> dict[str, bytes]:
+        """What a checkpoint keeps of this run beside tensors and `Progress`, by file name; rank 0 writes it."""
+        return {}
+
+    def resume(self, folder: Path, progress: Progress) -> None:  # noqa: B027
+        """Continue with the files of `checkpoint_files` in a checkpoint's folder. ValueError where one is damaged."""
+
+    def roll_back(self, rollbacks: Sequence[Rollback]) -> None:
+        """The run has made these so far: later prompts and samples have other seeds, and the learning rate is
+        lower."""
+        self.rollbacks = tuple(rollbacks)
+        self.order.roll_back(rollbacks)
+        self.actor.learner.lr_scale = self.config.algorithm.rollback_lr_factor ** len(rollbacks)
+
+    def next_draw_step(self, steps_done: int) -> int:
+        """The first step of which nothing is drawn yet with so many steps done."""
+        return steps_done
+
+    def evaluate_before_training(self) -> dict[str, float]:
+        """Metrics of the model as it came; asked for before step 0 only."""
+        return {}
+
+    @abstractmethod
+    def step(self, number: int) -> StepRecord | Interrupted:
+        """Make step `number`, counted from 0 over the whole run."""
+
+    def validate_at_end(self) -> ValidationResult | None:
+        """The validation of the weights after the last step, if one is due."""
+        return None
+
+    def at_end(self) -> dict[str, Any]:
+        """Called once after the last step, before the summary, to which it adds."""
+        return {}
+
+    def busy_seconds(self) -> float:
+        """Seconds since the last call in which this rank's models computed without waiting for other replicas."""
+        return self.actor.forward_backward.pop_busy_seconds()
+
+    def write_last_step(self, reason: str) -> None:  # noqa: B027
+        """The run fails or diverges, on this rank at least: write what the last step's update was made of, where the
+        program keeps that. Not a collective."""
+
+    def close(self, status: int) -> None:  # noqa: B027
+        """End what the constructor started, when the run has ended or stops early with this exit status; not called
+        after an error."""

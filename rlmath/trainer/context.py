@@ -1,0 +1,39 @@
+"""What a training program is made of on one rank: one record for what the trainer, its engines and models are given.
+Importing it loads neither Megatron nor vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config
+from rlmath.data.dataset import Inputs, SftInputs, ValidationFile
+from rlmath.distributed.bridge import Bridge
+from rlmath.distributed.device import Device
+from rlmath.distributed.mesh import Mesh
+
+InputsT = TypeVar("InputsT", Inputs, SftInputs)
+
+
+@dataclass(frozen=True)
+class RankContext(Generic[InputsT]):
+    """What a training program is made of on one rank."""
+
+    config: Config
+    shape: ModelShape
+    inputs: InputsT
+    mesh: Mesh
+    device: Device
+    validation: tuple[ValidationFile, ...] = ()
+    reward_fingerprint: str = ""
+    """Of the reward function's file and settings; "" without one."""
+    workers: Any = None
+    """What `Trainer.open_workers` gave."""
+    bridge: Bridge | None = None
+    """Leads to engines on ranks of their own; None where they are in the training ranks."""
+    on_phase: Callable[[str], None] = lambda name: None
+    """Called with the name of every phase that this rank enters."""
+    on_progress: Callable[[], None] = lambda: None
+    """Called for every micro-batch and every step of an engine."""

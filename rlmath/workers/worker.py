@@ -1,0 +1,175 @@
+"""A worker: a process that verifies answers, or calls the user's function, one request after the other.
+
+It is forked by `fork_server`, gets JSON requests over its channel from the pool, and answers each with one JSON reply.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+from rlmath.answers.verifier import Rules, verify_by_parser, verify_by_string
+from rlmath.distributed.process import end_with_parent
+from rlmath.workers import process_tree
+from rlmath.workers.custom_function import call_function, call_hook, call_scorer
+from rlmath.workers.hooks import Hook
+
+WALL_FACTOR = 10
+"""A check by the verifier is ended after the time limit on its processor, and after so many times that by the clock: on
+a busy machine it gets a small share of a core. A reward function, which may wait for a network, has the limit by the
+clock."""
+GRACE_SECONDS = 5.0
+"""Added to the pool's time limits for the kernel's own limits, which end a worker if the pool cannot."""
+LENGTH_BYTES = 4
+"""Before every message on a worker's channel: its length, big-endian."""
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """The settings of all workers of one pool."""
+
+    memory_bytes: int
+    """Address space of every process of a worker, and memory of all of them together."""
+    timeout_seconds: float
+    rules: Rules
+    function: Hook | None
+    """The user's function; None: the verifier."""
+
+    @property
+    def wall_seconds(self) -> float:
+        """The time limit of one answer by the clock."""
+        return self.timeout_seconds * (WALL_FACTOR if self.function is None else 1)
+
+    def as_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> WorkerSettings:
+        values = json.loads(text)
+        function = values["function"]
+        if function is not None:
+            function = Hook(**{**function, "plugins": tuple(function["plugins"])})
+        return WorkerSettings(**{**values, "rules": Rules(**values["rules"]), "function": function})
+
+
+def framed(message: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
+    """A message as it goes over a worker's channel: JSON after its length; `default` as in `json.dumps`."""
+    content = json.dumps(message, default=default).encode()
+    return len(content).to_bytes(LENGTH_BYTES) + content
+
+
+def run_worker(channel_fd: int, parent: int, settings: WorkerSettings, function: Callable | None) -> NoReturn:
+    """A worker's main loop: one request in, one result out, until the pool closes the channel. `parent` is the fork
+    server's process id."""
+    try:
+        end_with_parent(parent)
+        os.setsid()  # a signal that the function sends to its own group reaches nobody else
+        process_tree.adopt_orphans()
+        _reset_signals()
+        os.set_inheritable(channel_fd, False)
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        # What a function prints goes where the fork server's standard output goes: to the pool's log.
+        for stream in (1, 2):
+            os.dup2(null if function is None else 1, stream)
+        resource.setrlimit(resource.RLIMIT_AS, (settings.memory_bytes, settings.memory_bytes))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if function is None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        _serve(socket.socket(fileno=channel_fd), settings, function)
+    except (EOFError, OSError):
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def _reset_signals() -> None:
+    """SIGTERM and SIGUSR1, which a cluster sends to all processes of a job, stay without effect here, but not in what
+    the function starts: there they end a process as everywhere."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)  # a handler of Python's is not inherited by another program
+        os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
+
+
+def _serve(channel: socket.socket, settings: WorkerSettings, function: Callable | None) -> None:
+    channel.sendall(framed({"ready": os.getpid()}))
+    while True:
+        request = json.loads(_receive(channel, int.from_bytes(_receive(channel, LENGTH_BYTES))))
+        _limit_request(settings)
+        if function is not None:
+            assert settings.function is not None
+            result = _call(settings.function.kind, function, request)
+        else:
+            result = _verify(request, settings.rules)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        channel.sendall(framed({"id": request["id"], **result}))
+
+
+def _receive(channel: socket.socket, size: int) -> bytes:
+    """EOFError when the pool has closed its end."""
+    content = bytearray()
+    while len(content) < size:
+        part = channel.recv(min(size - len(content), 2**20))
+        if not part:
+            raise EOFError("the channel is closed")
+        content += part
+    return bytes(content)
+
+
+def _verify(request: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
+    answer, solutions = request["answer"], request["solutions"]
+    verdict = verify_by_string(answer, solutions, rules) if request["strings"] else None
+    verdict = verdict or verify_by_parser(answer, solutions, rules)
+    return {"correct": verdict.correct, "verdict": verdict.verdict}
+
+
+def _call(kind: str, function: Callable, request: Mapping[str, Any]) -> dict[str, Any]:
+    """The function's result, and whether this worker is not fit for further answers."""
+    if "arguments" in request:
+        result = call_hook(kind, function, request["arguments"])
+    else:
+        call = call_scorer if kind == "scorer" else call_function
+        result = dataclasses.asdict(
+            call(function, request["completion"], request["solutions"], request["row"])
+        )
+    flush_streams()
+    return result | {"left_over": _has_children()}
+
+
+def flush_streams() -> None:
+    """Print what the function has not ended a line after; it may have closed or replaced the streams."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _has_children() -> bool:
+    """Whether processes that the function has started still run; those that have ended are reaped."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+        return True
+    return False
+
+
+def _limit_request(settings: WorkerSettings) -> None:
+    """Let the kernel end this worker after so much time, or so much CPU time, if the pool does not. A function may use
+    all cores at once."""
+    # SIGALRM's default action ends the process.
+    signal.setitimer(signal.ITIMER_REAL, settings.wall_seconds + GRACE_SECONDS)
+    cores = 1 if settings.function is None else os.cpu_count() or 1
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    soft = int(used.ru_utime + used.ru_stime + cores * (settings.timeout_seconds + GRACE_SECONDS)) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))

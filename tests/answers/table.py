@@ -1,0 +1,28 @@
+"""Tables of cases that run in one test."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+
+def check_table(function: Callable[..., Any], rows: Iterable[Sequence[Any]]) -> None:
+    """Each row is the arguments of a function, then its result; those with another result, or an exception, are shown
+    together."""
+    wrong = []
+    for *arguments, expected in rows:
+        try:
+            found = function(*arguments)
+        except Exception as error:
+            found = error
+        if found != expected:
+            wrong.append(f"{arguments}: {found!r}, not {expected!r}")
+    assert not wrong, "\n".join(wrong)
+
+
+def check_refused(error: type[Exception], function: Callable[[Any], Any], arguments: Iterable[Any]) -> None:
+    """All arguments for which a function does not raise this exception are shown together."""
+    taken = []
+    for argument in arguments:
+        with contextlib.suppress(error):
+            taken.append(f"{argument}: {function(argument)!r}")
+    assert not taken, "\n".join(taken)

@@ -1,0 +1,166 @@
+"""An evaluation of small files, by a model that guesses: what is asked of the engine for every completion."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlmath.answers.verifier import verify
+from rlmath.evals.benchmarks import LengthLimits, Problem
+from rlmath.evals.command import parse, plan_of, rollout_of
+from rlmath.evals.plan import GREEDY_INDEX, Plan, completion_seed
+from rlmath.evals.sampling import Missing, _requests
+from tests.distributed.rank_pool import RankPool
+from tests.evals.guessing_model import make_guessing_model
+from tests.evals.test_evaluation import evaluate_in_pool
+
+SAMPLES, NEW_TOKENS, PROMPT_TOKENS, LIMIT, SEED = 5, 21, 40, 3, 9
+ROWS = {"first": 4, "second": 2}
+"""Problems of each file; the last one of the second is too long."""
+
+
+def test_requests_have_the_seeds_the_lengths_and_the_temperatures_of_the_plan(tmp_path: Path) -> None:
+    """The greedy completion has the temperature 0 and the whole distribution, the samples have the plan's."""
+    plan = Plan(
+        tmp_path, ("quiz",), tmp_path, tmp_path / "out", temperature=0.7, top_p=0.9, samples=2, seed=SEED
+    )
+    problem = Problem("quiz", "q", "1+1=", (4, 5), ("2",), "math")
+    assert plan.indices == (GREEDY_INDEX, 0, 1)
+    found = _requests(6, Missing(problem, plan.indices), plan, LengthLimits(8, 30))
+    assert [(one.key, one.temperature, one.top_p) for one in found] == [
+        ((6, GREEDY_INDEX), 0.0, 1.0),
+        ((6, 0), 0.7, 0.9),
+        ((6, 1), 0.7, 0.9),
+    ]
+    assert [one.seed for one in found] == [
+        completion_seed(SEED, "quiz", "q", n) for n in (GREEDY_INDEX, 0, 1)
+    ]
+    assert {(one.token_ids, one.min_new_tokens, one.max_new_tokens) for one in found} == {((4, 5), 0, 30)}
+
+
+def test_every_option_reaches_the_plan_and_the_engines(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def judge(completion, solutions, row): return True\n")
+    (tmp_path / "model").mkdir()
+    given = {
+        "model": tmp_path / "model",
+        "benchmarks": "one,two",
+        "data-dir": tmp_path / "data",
+        "output": tmp_path / "out",
+        "samples": 3,
+        "temperature": 0.71,
+        "top-p": 0.82,
+        "max-new-tokens": 93,
+        "max-prompt-tokens": 104,
+        "template": "raw",
+        "scorer": f"{tmp_path}/own.py:judge",
+        "seed": 115,
+        "limit": 126,
+        "tensor-parallel": 2,
+        "cpu-kv-cache-gib": 0.3,
+        "memory-share": 0.45,
+        "max-num-seqs": 137,
+    }
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    for more, greedy in (([], True), (["--no-greedy"], False)):
+        arguments = parse([*words, *more])
+        assert plan_of(arguments) == Plan(
+            model=tmp_path / "model",
+            benchmarks=("one", "two"),
+            data_dir=tmp_path / "data",
+            output=tmp_path / "out",
+            greedy=greedy,
+            samples=3,
+            temperature=0.71,
+            top_p=0.82,
+            max_new_tokens=93,
+            max_prompt_tokens=104,
+            template="raw",
+            scorer=f"{tmp_path}/own.py:judge",
+            seed=115,
+            limit=126,
+        )
+    engines = rollout_of(arguments)
+    assert (engines.tensor_parallel, engines.cpu_kv_cache_gib) == (2, 0.3)
+    assert (engines.memory_share, engines.max_num_seqs) == (0.45, 137)
+
+
+@pytest.fixture(scope="module")
+def plan(arithmetic: Path) -> Plan:
+    model = make_guessing_model(arithmetic / "base", arithmetic / "guessing")
+    data = arithmetic / "benchmarks"
+    data.mkdir()
+    for name, count in ROWS.items():
+        rows = [
+            {
+                "prompt": f"{n}+{n}=",
+                "solutions": [f"\\boxed{{{n}}}"],
+                "query_id": f"{name}-{n}",
+                "task": "math",
+            }
+            for n in range(count)
+        ]
+        if name == "second":
+            rows[-1]["prompt"] = "0+" * PROMPT_TOKENS
+        (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Plan(
+        model,
+        tuple(ROWS),
+        data,
+        arithmetic / "evaluated",
+        samples=SAMPLES,
+        temperature=1.3,
+        top_p=0.98,
+        max_new_tokens=NEW_TOKENS,
+        max_prompt_tokens=PROMPT_TOKENS,
+        template="raw",
+        seed=SEED,
+        limit=LIMIT,
+    )
+
+
+def greedy_tokens(model: Path, prompt: str) -> str:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    out = loaded.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
+    )
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.distributed
+def test_every_problem_has_its_greedy_answer_and_its_samples(plan: Plan, ranks: RankPool) -> None:
+    ranks.run(1, evaluate_in_pool, plan)
+    wanted = greedy_tokens(Path(plan.model), "1+1=")
+    tables = json.loads((plan.output / "results.json").read_text())["benchmarks"]
+    texts = set()
+    for name, problems in (("first", LIMIT), ("second", 1)):
+        lines = [
+            line
+            for path in (plan.output / "generations" / name).glob("*.jsonl")
+            for line in path.read_text().splitlines()
+        ]
+        records: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        assert len(records) == problems * (1 + SAMPLES)
+        for one in records:
+            index = GREEDY_INDEX if one["mode"] == "greedy" else one["sample"]
+            assert one["seed"] == completion_seed(SEED, name, one["problem_id"], index)
+            assert one["tokens"] <= NEW_TOKENS and (one["tokens"] < NEW_TOKENS) <= (
+                one["finish_reason"] == "stop"
+            )
+            number = one["problem_id"].rpartition("-")[2]
+            assert one["correct"] == verify(one["text"], [f"\\boxed{{{number}}}"]).correct
+            texts.add(one["text"])
+            if index == GREEDY_INDEX:
+                assert one["text"] == wanted
+        of_modes = {one["sample"] for one in records if one["mode"] == "sample"}
+        assert of_modes == set(range(SAMPLES))
+        row = tables[name]["row"]
+        assert (row["num_questions"], row["too_long"]) == (problems + (name == "second"), name == "second")
+    assert len(texts) > SAMPLES

@@ -1,0 +1,65 @@
+"""Step times that AReaL has published, and what is predicted for them with the default coefficients."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from rlmath.config.load import load_config
+from rlmath.models.hf_config import required_shape
+from rlmath.planning.memory_fit import planned_target
+from rlmath.planning.planner.lengths import Batch, lengths_measured
+from rlmath.planning.planner.sampling import rollout_of
+from rlmath.planning.planner.step import step_inputs, with_layout
+from rlmath.planning.planner.training import update_work
+from rlmath.planning.planner.work import DEFAULTS, Cluster, Work, machine_of, seconds_of
+
+RECIPES = Path(__file__).resolve().parents[3] / "configs" / "areal"
+LENGTHS = lengths_measured(7941.9 - 107.8, 16384, 0.1238)
+"""Of the step log in the tutorial of AReaL, with a limit of 16,384 tokens; the rows have 27,648."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step on nodes of 8 H800, sampling and training on halves of the GPUs, one after the other (AReaL v0.2, the
+    hardware table of its tutorial; layouts from its examples/configs)."""
+
+    recipe: str
+    nodes: int
+    seconds: float
+    engine: int
+    tensor: int
+    pipeline: int
+    running: int = 1024
+
+
+TABLE = (
+    Row("1.5b_n1.yaml", 1, 3461, 1, 1, 2),
+    Row("1.5b_n4.yaml", 4, 997, 1, 1, 2),
+    Row("1.5b_n16.yaml", 16, 391, 1, 1, 2),
+    Row("7b_n4.yaml", 4, 2275, 1, 1, 2),
+    Row("7b_n16.yaml", 16, 815, 1, 1, 2),
+    Row("32b_n16.yaml", 16, 6707, 8, 4, 4, running=128),
+)
+
+
+def predicted(row: Row) -> float:
+    config = with_layout(load_config([RECIPES / row.recipe], []), row.tensor, row.pipeline, row.engine)
+    config = replace(config, rollout=replace(config.rollout, max_num_seqs=row.running))
+    shape, _ = required_shape(config.model.path)
+    target = planned_target(config)
+    group, longest = config.rollout.group_size, config.rollout.max_new_tokens
+    batch = Batch(config.data.prompts_per_step * group, group, 107.8, replace(LENGTHS, longest=longest))
+    ranks = 4 * row.nodes
+    half = Cluster(machine_of(config, target), ranks // min(8, ranks), min(8, ranks))
+    inputs = step_inputs(config, shape, target, half, batch)
+    rollout = rollout_of(inputs)
+    rest = Work(steps=1, tokens=batch.tokens / inputs.parts, network=float(rollout.weights))
+    return sum(
+        seconds_of(work, half.machine, DEFAULTS["cuda"]) for work in (rollout.work, update_work(inputs), rest)
+    )
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.recipe)
+def test_a_published_step_is_predicted_within_a_quarter(row: Row):
+    assert predicted(row) == pytest.approx(row.seconds, rel=0.25)

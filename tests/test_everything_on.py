@@ -1,0 +1,361 @@
+"""One run with everything on, as a user starts it: what its records on the disk say each part was given.
+
+Two ranks that train and sample, a critic, two length stages, partial rollouts, two updates a step and three epochs of
+the critic, two rewards of weights 1 and 3, functions of a plugin's, validation with a template, lengths and a scorer of
+its own, pass rates of an earlier run, a captured step; its third step breaks the policy, and it goes back. No two
+settings are alike that one part could take for another.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from rlmath.algorithms.partial_rollouts import Flight
+from rlmath.checkpoint.directory import read_progress
+from rlmath.checkpoint.flight import FLIGHT, read_flight
+from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, read_exit_status
+from rlmath.replay.capture import read_capture
+from rlmath.telemetry.metrics_writer import without_times
+from tests.programs import TRAIN, run, small_run, torchrun_command
+from tests.spoiled_sft import SPOILED_STEP
+from tests.test_end_to_end import replay
+
+pytestmark = pytest.mark.distributed
+
+STAGES, LIMITS = (2, 3), (12, 12, 20, 20, 20)
+STEPS, PER_STEP, GROUP, PROMPTS = sum(STAGES), 5, 3, 80
+MINIBATCHES, CRITIC_EPOCHS, PRETRAIN = 2, 3, 1
+LR, MIN_LR, WARMUP, CRITIC_LR, CRITIC_WARMUP = 2e-3, 2e-4, 3, 5e-3, 7
+FACTOR, SAVED = 0.25, 4
+"""Of the learning rates after the rollback; the step after which the run is killed."""
+PLUGIN = """
+from pathlib import Path
+from rlmath import hooks
+
+def note(name, text):
+    with Path(__file__).with_name(name).open("a") as file:
+        file.write(text + "\\n")
+
+@hooks.template("asked")
+def asked(problem, row):
+    return "Q" + problem
+
+@hooks.template("held_out")
+def held_out(problem, row):
+    note("templates", row["query_id"])
+    return "HH" + problem
+
+@hooks.reward("digits")
+def digits(completion, solutions, row):
+    return sum(one.isdigit() for one in completion) / 10, {"correct": 0}
+
+@hooks.scorer("by_row")
+def by_row(completion, solutions, row):
+    note("scored", row["query_id"])
+    return row["query_id"] == "held-0"
+
+@hooks.metric("texts")
+def texts(groups):
+    return {"groups": len(groups), "rewards": sum(sum(one.rewards) for one in groups)}
+"""
+SETTINGS = (
+    "run.plugins=[{place}/own.py]",
+    "run.seed=3",
+    "run.total_steps=null",
+    "data.train_path={place}/few.jsonl",
+    "data.template=asked",
+    f"data.prompts_per_step={PER_STEP}",
+    "data.max_prompt_tokens=13",
+    "data.history_path={place}/rates.jsonl",
+    "data.curriculum=skip_solved",
+    "data.solved_samples=8",
+    "data.curriculum_floor=0.01",
+    f"stages.steps=[{STAGES[0]},{STAGES[1]}]",
+    "stages.max_new_tokens=[12,20]",
+    "stages.max_tokens_per_microbatch=[128,192]",
+    "parallel.tensor=1",
+    "rollout.max_new_tokens=27",
+    f"rollout.group_size={GROUP}",
+    "rollout.tail=carry",
+    "rollout.slice_tokens=4",
+    "rollout.max_staleness=2",
+    "rollout.max_groups_in_flight=11",
+    f"optimizer.lr={LR}",
+    f"optimizer.min_lr={MIN_LR}",
+    f"optimizer.warmup_steps={WARMUP}",
+    "sync.probe_every=3",
+    "memory.offload_critic=true",
+    "memory.offload_reference=true",
+    "reward.rewards=[length,digits]",
+    "reward.weights=[1,3]",
+    "reward.workers=1",
+    "algorithm.advantage=gae",
+    f"algorithm.n_minibatches={MINIBATCHES}",
+    "algorithm.kl_coef=0.05",
+    "algorithm.kl_in=reward",
+    "algorithm.reference_every_steps=4",
+    "algorithm.recompute_logprobs=true",
+    "algorithm.importance_correction=token",
+    "algorithm.importance_mask_high=5",
+    "algorithm.early_stop_ratio=null",
+    "algorithm.rollback=2",
+    f"algorithm.rollback_lr_factor={FACTOR}",
+    "critic.path={place}/critic",
+    f"critic.lr={CRITIC_LR}",
+    f"critic.warmup_steps={CRITIC_WARMUP}",
+    f"critic.epochs={CRITIC_EPOCHS}",
+    f"critic.pretrain_steps={PRETRAIN}",
+    "validation.every_steps=3",
+    "validation.paths=[{place}/held.jsonl]",
+    "validation.template=held_out",
+    "validation.scorer=by_row",
+    "validation.before_training=false",
+    "validation.batch_size=2",
+    "validation.samples=4",
+    "validation.temperature=0.8",
+    "validation.max_new_tokens=9",
+    "validation.keep_best=true",
+    "telemetry.sample_groups_per_step=100",
+    "telemetry.metrics=[texts]",
+    "telemetry.capture_steps=[5]",
+    "save.ckpt_freq_steps=1",
+    "save.ckpt_freq_secs=null",
+    f"save.keep_last={STEPS + 1}",
+)
+SPOILED = (
+    "tests/spoiled_run.py",
+    "--config",
+    TRAIN[2],
+    *["--program", "grpo", "--spoil", "nan", "--times", "1"],
+)
+HELD = 3
+
+
+def train(place: Path, folder: Path, *program: str) -> str:
+    """What the console said."""
+    everything = [*small_run(place, folder), *(one.format(place=place) for one in SETTINGS)]
+    return run(*torchrun_command(2, *program, *everything), timeout=600).stderr
+
+
+@pytest.fixture(scope="module")
+def place(arithmetic: Path) -> Path:
+    """Data, models and a plugin. Every second prompt was always right in an earlier run."""
+    rows = [json.loads(line) for line in (arithmetic / "data" / "train.jsonl").read_text().splitlines()]
+    held = [row | {"query_id": f"held-{n}"} for n, row in enumerate(rows[PROMPTS : PROMPTS + HELD])]
+    rates = [{"query_id": row["query_id"], "correct": 8, "sampled": 8} for row in rows[:PROMPTS:2]]
+    for name, content in {"few": rows[:PROMPTS], "held": held, "rates": rates}.items():
+        text = "".join(json.dumps(row) + "\n" for row in content)
+        (arithmetic / f"{name}.jsonl").write_text(text)
+    (arithmetic / "own.py").write_text(PLUGIN)
+    run("-m", "rlmath.cli.make_tiny_model", "--output", str(arithmetic / "critic"), "--seed", "8")
+    return arithmetic
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> Path:
+    """The folder of the run, which was never killed."""
+    folder = place / "whole"
+    (folder.with_suffix(".txt")).write_text(train(place, folder, *SPOILED))
+    return folder
+
+
+def rows_of(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, float]]:
+    return [without_times(json.loads(line)) for line in (folder / name).read_text().splitlines()]
+
+
+def groups_of(folder: Path, step: int) -> list[dict[str, Any]]:
+    """The groups of a step, counted from 1, as they are kept."""
+    file = folder / "samples" / f"step-{step:06d}.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def flight_of(folder: Path, step: int) -> Flight:
+    """What was in flight when so many steps were done."""
+    content = (folder / "checkpoints" / f"step-{step:06d}" / FLIGHT).read_bytes()
+    return read_flight(content, GROUP, 1000, lambda tokens: "")
+
+
+def updates_before(step: int) -> int:
+    """Optimizer steps of the policy before a step, counted from 1: the critic learns alone at first."""
+    return MINIBATCHES * max(0, step - 1 - PRETRAIN)
+
+
+def test_it_goes_back_once_and_ends(whole: Path) -> None:
+    assert read_exit_status(whole).status == FINISHED
+    found = rows_of(whole)
+    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
+    assert whole.with_suffix(".txt").read_text().count("Rollback 1 of at most 2") == 1
+    (record,) = json.loads((whole / "rollbacks.json").read_text())["rollbacks"]
+    assert (record["step"], record["diverged_step"]) == (SPOILED_STEP - 1, SPOILED_STEP)
+
+
+def test_every_step_has_the_lengths_of_its_stage_which_leaves_its_model(whole: Path) -> None:
+    for step, (row, limit) in enumerate(zip(rows_of(whole), LIMITS, strict=True), start=1):
+        assert (row["stage"], row["rollout/max_new_tokens"]) == (1 if limit == 12 else 2, limit)
+        made = [one for group in groups_of(whole, step) for one in group["completions"]]
+        assert len(made) == PER_STEP * GROUP and max(one["length"] for one in made) == limit
+        assert any(one["finish_reason"] == "length" for one in made)
+        assert all(one["length"] == limit for one in made if one["finish_reason"] == "length")
+    last, second = (whole / name / "model.safetensors" for name in ("hf_model", "models/stage-2"))
+    assert last.read_bytes() == second.read_bytes() and (whole / "models" / "stage-1").is_dir()
+    assert "12 tokens, 128 tokens per micro-batch" in whole.with_suffix(".txt").read_text()
+
+
+def test_what_is_in_flight_knows_the_step_and_the_weights_that_sampled_it(whole: Path) -> None:
+    """Every token of a step was sampled with the version of all updates before it, and no checkpoint lacks a group."""
+    drawn: Counter[str] = Counter()
+    for step in range(1, STEPS + 1):
+        flight, row = flight_of(whole, step), rows_of(whole)[step - 1]
+        assert len(flight.groups) == row["rollout/groups_in_flight"]
+        assert (len(flight.groups) > 0) == (step not in (STAGES[0], STEPS)), (
+            "none is in flight at a stage's end"
+        )
+        for segment in (one for group in flight.groups for part in group.parts for one in part.segments):
+            assert segment.policy_version == updates_before(segment.step + 1)
+        drawn.update(group["prompt_id"] for group in groups_of(whole, step))
+        assert row["rollout/staleness_max"] <= 2
+        versions = {one["policy_version"] for group in groups_of(whole, step) for one in group["completions"]}
+        assert versions <= {updates_before(one) for one in range(1, step + 1)}
+    assert set(drawn.values()) == {1}
+
+
+def test_prompts_have_the_template_of_training_and_none_was_solved_before(place: Path, whole: Path) -> None:
+    solved = {json.loads(line)["query_id"] for line in (place / "rates.jsonl").read_text().splitlines()}
+    for step in range(1, STEPS + 1):
+        for group in groups_of(whole, step):
+            assert group["prompt"][0] == "Q" and group["prompt_id"] not in solved
+    left = [json.loads(line) for line in (whole / "prompt_history.jsonl").read_text().splitlines()]
+    assert solved <= {row.get("query_id") for row in left} and rows_of(whole)[0]["history/skipped_share"] > 0
+
+
+def test_rewards_are_weighed_as_they_are_listed(whole: Path) -> None:
+    for step, row in enumerate(rows_of(whole), start=1):
+        groups = groups_of(whole, step)
+        rewards = []
+        for one in (one for group in groups for one in group["completions"]):
+            short, digits = 1 - one["length"] / LIMITS[step - 1], sum(map(str.isdigit, one["text"])) / 10
+            assert one["reward"] == pytest.approx(1 * short + 3 * digits, abs=1e-5)
+            rewards.append(one["reward"])
+        assert row["task_reward"] == pytest.approx(fmean(rewards), abs=1e-5)
+        assert row["own/texts/groups"] == len(groups) == PER_STEP
+        assert row["own/texts/rewards"] == pytest.approx(sum(rewards), abs=1e-3)
+
+
+def rate(update: int, most: float, least: float, warmup: int, updates: int) -> float:
+    """Of update `update`, counted from 0, of so many."""
+    if update < warmup:
+        return most * (update + 1) / (warmup + 1)
+    return most - (most - least) * (update - warmup) / (updates - warmup)
+
+
+def test_policy_and_critic_have_rates_and_epochs_of_their_own_and_both_are_lowered(whole: Path) -> None:
+    found, least = rows_of(whole), MIN_LR / LR * CRITIC_LR
+    of_critic = MINIBATCHES * CRITIC_EPOCHS
+    for step, row in enumerate(found, start=1):
+        factor = FACTOR if step >= SPOILED_STEP else 1.0
+        wanted = rate(step * of_critic - 1, CRITIC_LR, least, CRITIC_WARMUP, STEPS * of_critic)
+        assert row["critic/learning_rate"] == pytest.approx(factor * wanted)
+        if step > PRETRAIN:
+            every = MINIBATCHES * (STEPS - PRETRAIN)
+            wanted = rate(updates_before(step + 1) - 1, LR, MIN_LR, WARMUP, every)
+            assert row["train/learning_rate"] == pytest.approx(factor * wanted)
+        progress = read_progress(whole / "checkpoints" / f"step-{step:06d}")
+        assert progress.updates == updates_before(step + 1)
+        assert (progress.critic_updates, progress.syncs) == (step * of_critic, step)
+        assert progress.has_model("reference") == (step >= 4)
+    assert abs(found[1]["critic/value"]) > 0, "the model of critic.path has a head of its own, or has learned"
+
+
+def test_validation_is_asked_with_settings_of_its_own(place: Path, whole: Path) -> None:
+    found = rows_of(whole, "validation.jsonl")
+    assert [row["step"] for row in found] == [3, 5]
+    for row in found:
+        assert row["validation/held/accuracy"] == pytest.approx(1 / HELD)
+        assert row["validation/held/mean_tokens"] <= 9 and 0 < row["validation/held/truncated"] <= 1
+    names = [f"held-{n}" for n in range(HELD)]
+    assert set((place / "templates").read_text().split()) == set(names), "training prompts have another"
+    scored = Counter((place / "scored").read_text().split())
+    assert {name: scored[name] for name in names} == dict.fromkeys(names, 2 * 4)
+    account = json.loads((whole / "best_model" / "validation.json").read_text())
+    assert (account["step"], account["measured_with"]["template"]) == (3, "held_out")
+    assert account["measured_with"]["max_new_tokens"] == 9
+
+
+def test_weights_are_probed_as_often_as_asked(whole: Path) -> None:
+    probed = ["sync/probe_difference" in row for row in rows_of(whole)]
+    assert probed == [True, False, False, True, False]
+    assert all(row["sync/probe_difference_max"] < 1e-5 for row in rows_of(whole)[::3])
+
+
+def test_tensorboard_has_the_validations_at_their_steps(whole: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(whole / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("validation/accuracy")] == [3, 5]
+
+
+def test_a_captured_step_has_its_place_in_the_run(whole: Path) -> None:
+    diverged = read_capture(whole / "captures" / f"step-{SPOILED_STEP:06d}")
+    assert diverged.reason.startswith("diverged: ") and diverged.rollbacks == 0
+    captured = read_capture(whole / "captures" / "step-000005")
+    assert (captured.step, captured.length_stage, captured.rollbacks) == (4, 1, 1)
+    assert (captured.total_steps, len(captured.groups)) == (STEPS, PER_STEP)
+    assert captured.sampling_seed not in (1, 3), "the rollback changed it"
+    assert captured.update is not None
+    made = len(captured.update.minibatches), len(captured.update.critic_minibatches)
+    assert made == (MINIBATCHES, MINIBATCHES * CRITIC_EPOCHS)
+
+
+def test_a_captured_step_is_made_again_to_the_bit_without_the_data(
+    place: Path, whole: Path, tmp_path: Path
+) -> None:
+    """A colleague has the capture and the checkpoint before it, and no data set. The step is one of the second stage,
+    with a critic, and at the rate of after the rollback."""
+    mine, state = tmp_path / "step-000005", tmp_path / "step-000004"
+    shutil.copytree(whole / "captures" / mine.name, mine)
+    shutil.copytree(whole / "checkpoints" / state.name, state)
+    settings = (mine / "config.yaml").read_text().replace(str(place / "few.jsonl"), "/nowhere/few.jsonl")
+    (mine / "config.yaml").write_text(settings)
+    found, console = replay(mine, "--state", str(state))
+    assert found["start"] == "equal" and found["weights"] == 0 and found["bit_equal"]
+    of_critic = [f"critic {n + 1}" for n in range(MINIBATCHES * CRITIC_EPOCHS)]
+    assert {one["minibatch"] for one in found["differences"]} == {
+        "all",
+        *(str(n + 1) for n in range(MINIBATCHES)),
+        *of_critic,
+    }
+    assert all(one["captured"] == one["replayed"] for one in found["differences"])
+    assert "The same to the bit" in console
+    more = ("optimizer.weight_decay=10", "--output", str(tmp_path / "elsewhere"))
+    found, console = replay(mine, "--state", str(state), *more, expect=1)
+    assert not found["same"] and found["weights"] > 1e-3 and "NOT the same" in console
+    assert len(list((tmp_path / "elsewhere").glob("*/replay.json"))) == 1
+
+
+def test_killed_later_it_goes_on_with_all_of_it(place: Path, whole: Path, tmp_path: Path) -> None:
+    """What a run leaves that is killed in its last step; what follows is the same bit for bit."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    for gone in ("checkpoints/step-000005", "hf_model", "models/stage-2", "captures"):
+        shutil.rmtree(folder / gone)
+    for name in ("metrics.jsonl", "validation.jsonl"):
+        lines = [line for line in (folder / name).read_text().splitlines() if f'"step": {STEPS}' not in line]
+        (folder / name).write_text("".join(f"{line}\n" for line in lines) + '{"step": 5, "lo')
+    console = train(place, folder, *TRAIN)
+    assert f"step-{SAVED:06d}, made on TP1 x PP1 x DP2" in console
+    assert rows_of(folder) == rows_of(whole) and len(rows_of(folder)) == STEPS
+    assert rows_of(folder, "validation.jsonl") == rows_of(whole, "validation.jsonl")
+    for name in ("hf_model", "models/stage-2"):
+        ours, theirs = (one / name / "model.safetensors" for one in (folder, whole))
+        assert ours.read_bytes() == theirs.read_bytes()
+    assert groups_of(folder, STEPS) == groups_of(whole, STEPS)
+    assert (folder / "prompt_history.jsonl").read_bytes() == (whole / "prompt_history.jsonl").read_bytes()
+    assert not list((folder / "checkpoints").glob("*.partial"))
