@@ -25,10 +25,10 @@ from rlmath.config.schema import Config
 from rlmath.config.terminal import escape_terminal
 from rlmath.models.hf_config import planned_shape, required_shape
 from rlmath.planning.checks import setting_problems, shape_problems
-from rlmath.planning.length_curriculum import of_longest_stage
 from rlmath.planning.memory_estimate import MemoryPlan, Target, mesh_of, table_rows
 from rlmath.planning.memory_fit import GIB, all_plans, fit_problems, planned_target, usable_bytes
 from rlmath.planning.parallelism import ranks_or_least, roles
+from rlmath.planning.rollout_checks import of_longest_stage
 
 MISTAKE = 2
 NOT_NEEDED = ("run.output_dir=unused", "data.train_path=unused")

@@ -24,7 +24,7 @@ from rlmath.config.help import (
     setting_values,
 )
 from rlmath.config.hub import is_hub_id, push_problems
-from rlmath.config.length_curriculum import validates
+from rlmath.config.length_curriculum import stage_list_problems, validates
 from rlmath.config.model_shape import ModelShape, cpu_head_dim_problem
 from rlmath.config.schema import (
     AlgorithmConfig,
@@ -35,14 +35,39 @@ from rlmath.distributed.device_kind import cuda_is_available, set_cuda_defaults
 from rlmath.distributed.memory import available_bytes, total_bytes
 from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.models.hf_config import inspect_model_folder
-from rlmath.planning import critic, hook_checks, parallelism, teacher
-from rlmath.planning import curriculum_and_rollback as draws
-from rlmath.planning import length_curriculum as curriculum
-from rlmath.planning import rollout_checks as rollouts
+from rlmath.planning import parallelism
 from rlmath.planning.memory_estimate import Kind
 from rlmath.planning.memory_fit import GIB, fit_problems
 from rlmath.planning.memory_formulas import FLOAT32_BYTES, longest_sequence_bytes
-from rlmath.planning.reward_checks import reward_problems, reward_warnings
+from rlmath.planning.model_checks import (
+    critic_folder_problems,
+    critic_layout_problems,
+    critic_length_problems,
+    critic_warnings,
+    teacher_folder_problems,
+    teacher_layout_problems,
+    teacher_length_problems,
+    teacher_problems,
+    teacher_warnings,
+    teaches_alone,
+)
+from rlmath.planning.reward_checks import hook_problems, hook_warnings, reward_problems, reward_warnings
+from rlmath.planning.rollout_checks import (
+    asynchronous_problems,
+    asynchronous_warnings,
+    curriculum_problems,
+    curriculum_warnings,
+    in_every_stage,
+    in_validation,
+    length_stage_warnings,
+    of_longest_stage,
+    old_token_warnings,
+    partial_rollout_problems,
+    partial_rollout_warnings,
+    rollback_problems,
+    rollback_warnings,
+    validation_problems,
+)
 from rlmath.rewards.several_rewards import reward_hooks
 from rlmath.telemetry.wandb import wandb_problems
 from rlmath.workers.hooks import function_problem
@@ -74,8 +99,8 @@ def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> ModelS
         *(wandb_problems(config.telemetry) if environment_rank() == 0 else ()),
         *push_problems(config.save, environment_rank() == 0),
         *model_problems,
-        *(teacher.folder_problems(config) if kind == "grpo" else ()),
-        *(critic.folder_problems(config, shape) if kind == "grpo" else ()),
+        *(teacher_folder_problems(config) if kind == "grpo" else ()),
+        *(critic_folder_problems(config, shape) if kind == "grpo" else ()),
     ]
     if shape is not None and not problems:
         problems += memory_problems(config, shape, world_size, kind)
@@ -99,8 +124,8 @@ def check_replay(config: Config, world_size: int, samples: bool) -> ModelShape:
     else:
         problems += device_problems(config, shape, on_gpu or config.run.device == "cuda")
         problems += transformer_engine_problems(config.policy.transformer_impl) if on_gpu else ()
-        problems += teacher.folder_problems(config)
-        problems += critic.folder_problems(config, shape)
+        problems += teacher_folder_problems(config)
+        problems += critic_folder_problems(config, shape)
     if shape is not None and not problems:
         problems += memory_problems(config, shape, world_size)
     raise_problems("this replay", problems)
@@ -110,19 +135,19 @@ def check_replay(config: Config, world_size: int, samples: bool) -> ModelShape:
 
 def run_problems(config: Config, world_size: int, shape: ModelShape | None, kind: Kind = "grpo") -> list[str]:
     """What no machine could run, for a model of this shape; None: not known."""
-    problems = [*setting_problems(config, world_size, kind), *draws.rollback_problems(config)]
+    problems = [*setting_problems(config, world_size, kind), *rollback_problems(config)]
     if kind == "grpo":
         for check in (
             algorithm_problems,
-            teacher.setting_problems,
+            teacher_problems,
             reward_problems,
-            draws.curriculum_problems,
-            rollouts.partial_rollout_problems,
-            rollouts.asynchronous_problems,
+            curriculum_problems,
+            partial_rollout_problems,
+            asynchronous_problems,
         ):
-            problems += curriculum.in_every_stage(config, check)
+            problems += in_every_stage(config, check)
     # Once for all stages: an import may take long.
-    problems += hook_checks.hook_problems(config, kind)
+    problems += hook_problems(config, kind)
     return problems + (shape_problems(config, shape, kind) if shape is not None else [])
 
 
@@ -138,10 +163,10 @@ def setting_problems(config: Config, world_size: int, kind: Kind = "grpo") -> li
         return [*problems, *_sequence_length_problems(config)]
     return [
         *problems,
-        *curriculum.stage_list_problems(config),
-        *curriculum.in_every_stage(config, _length_problems),
-        *curriculum.of_longest_stage(config, _engine_problems),
-        *curriculum.validation_problems(config),
+        *stage_list_problems(config),
+        *in_every_stage(config, _length_problems),
+        *of_longest_stage(config, _engine_problems),
+        *validation_problems(config),
     ]
 
 
@@ -153,12 +178,12 @@ def shape_problems(config: Config, shape: ModelShape, kind: Kind = "grpo") -> li
         return [*problems, *_sequence_position_problems(config, shape)]
     return [
         *problems,
-        *critic.layout_problems(config, shape),
-        *curriculum.in_every_stage(config, lambda stage: critic.length_problems(stage, shape)),
-        *teacher.layout_problems(config),
-        *curriculum.in_every_stage(config, teacher.length_problems),
-        *curriculum.in_every_stage(config, lambda stage: _model_length_problems(stage, shape)),
-        *curriculum.in_validation(config, lambda validation: _model_length_problems(validation, shape)),
+        *critic_layout_problems(config, shape),
+        *in_every_stage(config, lambda stage: critic_length_problems(stage, shape)),
+        *teacher_layout_problems(config),
+        *in_every_stage(config, teacher_length_problems),
+        *in_every_stage(config, lambda stage: _model_length_problems(stage, shape)),
+        *in_validation(config, lambda validation: _model_length_problems(validation, shape)),
     ]
 
 
@@ -167,9 +192,7 @@ def device_problems(config: Config, shape: ModelShape | None, on_gpu: bool, kind
     problems = list(parallelism.context_problems(config.parallel, config.policy, on_gpu))
     problems += parallelism.expert_tensor_problems(config.parallel, on_gpu)
     if kind == "grpo" and shape is not None and not on_gpu:
-        problems += curriculum.of_longest_stage(
-            config, lambda largest: _engine_model_problems(largest, shape)
-        )
+        problems += of_longest_stage(config, lambda largest: _engine_model_problems(largest, shape))
     return problems
 
 
@@ -206,7 +229,7 @@ def memory_problems(config: Config, shape: ModelShape, world_size: int, kind: Ki
     """What of the longest lengths does not fit the GPU. The layout must have no problems."""
     if kind == "sft":
         return fit_problems(config, shape, world_size, kind)
-    return curriculum.of_longest_stage(config, lambda largest: fit_problems(largest, shape, world_size))
+    return of_longest_stage(config, lambda largest: fit_problems(largest, shape, world_size))
 
 
 def host_memory_problems(config: Config) -> Iterator[str]:
@@ -274,16 +297,16 @@ def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
             "memory.offload_reference has no effect with algorithm.kl_coef=0: there is no reference."
         )
     more = (
-        rollouts.partial_rollout_warnings,
-        rollouts.asynchronous_warnings,
-        draws.curriculum_warnings,
-        draws.rollback_warnings,
-        rollouts.old_token_warnings,
+        partial_rollout_warnings,
+        asynchronous_warnings,
+        curriculum_warnings,
+        rollback_warnings,
+        old_token_warnings,
         algorithm_warnings,
-        critic.critic_warnings,
-        teacher.setting_warnings,
-        curriculum.length_stage_warnings,
-        hook_checks.hook_warnings,
+        critic_warnings,
+        teacher_warnings,
+        length_stage_warnings,
+        hook_warnings,
     )
     return [*warnings, *(text for find in more for text in find(config))]
 
@@ -389,7 +412,7 @@ def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 def algorithm_problems(config: Config) -> Iterator[str]:
     """What was got, what is needed and what to change, one text per problem."""
     algorithm = config.algorithm
-    compares = algorithm.advantage in GROUP_ADVANTAGES and not teacher.teaches_alone(config)
+    compares = algorithm.advantage in GROUP_ADVANTAGES and not teaches_alone(config)
     if config.rollout.group_size < 2 and compares:
         yield (
             f'rollout.group_size is {config.rollout.group_size}; algorithm.advantage="{algorithm.advantage}" compares '
