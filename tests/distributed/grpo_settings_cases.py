@@ -104,8 +104,12 @@ def settings(model: Path, folder: Path) -> Config:
             top_p=0.9,
             max_new_tokens=7,
         ),
-        telemetry=TelemetryConfig(tensorboard=False, sample_groups_per_step=2, profile_steps=[2]),
-        save=SaveConfig(ckpt_freq_secs=None),
+        telemetry=TelemetryConfig(
+            tensorboard=False, sample_groups_per_step=2, profile_steps=[2], capture_steps=[99]
+        ),
+        save=SaveConfig(
+            ckpt_freq_secs=None, ckpt_freq_steps=53, save_freq_steps=54, keep_last=13, keep_models=14
+        ),
     )
 
 
@@ -139,6 +143,8 @@ def whole_run(model: Path, folder: Path) -> dict[str, Any]:
             super().begin(progress, checkpointer)
             check = checkpointer._divergence
             found["diverges"] = check._max_discarded_steps, check.rule
+            found["keeps"] = checkpointer._store._retention
+            found["saves"] = checkpointer._points._frequency, checkpointer._models._frequency
 
         def step(self, number: int) -> Any:
             record = super().step(number)
