@@ -19,8 +19,8 @@ from typing import Any
 from rlmath.config.terminal import visible
 from rlmath.report.overview import Fact, facts_of
 from rlmath.report.panels import MOST_SINGLE, Section, markers, sections
+from rlmath.report.run_events import Message
 from rlmath.report.run_folder import Run
-from rlmath.report.run_log import Message
 from rlmath.report.settings import changed, differing, doc
 
 SHOWN_WARNINGS = 3
@@ -188,7 +188,7 @@ def _section(section: Section, figures: Sequence[dict[str, Any]]) -> str:
 def _events(runs: Sequence[Run]) -> str:
     parts = []
     for run in runs:
-        found = [*_restarts(run), *_rollbacks(run), *_messages(run.log.messages)]
+        found = [*_restarts(run), *_rollbacks(run), *_messages(run.events.messages)]
         if found and len(runs) > 1:
             parts.append(f"<h3>{html_text(run.label)}</h3>")
         parts += found
@@ -196,9 +196,9 @@ def _events(runs: Sequence[Run]) -> str:
 
 
 def _restarts(run: Run) -> Iterable[str]:
-    if len(run.log.starts) > 1:
+    if len(run.events.starts) > 1:
         rows = []
-        for number, start in enumerate(run.log.starts, start=1):
+        for number, start in enumerate(run.events.starts, start=1):
             began = (
                 "step 1" if start.resumed_after is None else f"the checkpoint of step {start.resumed_after}"
             )

@@ -527,7 +527,7 @@ def _titled(title: str, run: Run, runs: Sequence[Run]) -> str:
 def markers(run: Run) -> list[dict[str, Any]]:
     """Steps at which the run went on from a checkpoint, for dotted lines: {"x": steps done there, "kind": ...}."""
     found = [{"x": one.step, "kind": "rollback"} for one in run.rollbacks]
-    for before, start in pairwise([None, *run.log.starts]):
+    for before, start in pairwise([None, *run.events.starts]):
         if before is not None and start is not None and start.resumed_after is not None:
             found.append({"x": start.resumed_after, "kind": "restart"})
     return found[:40]

@@ -12,8 +12,8 @@ from rlmath.config.files import open_regular, read_json_object
 from rlmath.config.run_files import (
     CONFIG_FILE,
     EARLIER_FOLDER,
+    EVENTS_FILE,
     EXIT_STATUS_FILE,
-    LOG_FILE,
     METRICS_FILE,
     ROLLBACKS_FILE,
     SUMMARY_FILE,
@@ -21,9 +21,10 @@ from rlmath.config.run_files import (
 )
 from rlmath.config.terminal import visible
 from rlmath.report.metrics import Metrics, read_curves
-from rlmath.report.run_log import Log, read_log
+from rlmath.report.run_events import Events, events_of
 from rlmath.report.samples import SHOWN_CHARS, Samples, number_of, samples_of, text_of
 from rlmath.report.settings import Settings, read_settings
+from rlmath.telemetry.metrics_writer import last_step
 
 MOST_RUNS = 24
 MOST_LABEL = 60
@@ -64,7 +65,7 @@ class Run:
     settings: Settings
     summary: dict[str, Any]
     exit_status: dict[str, Any]
-    log: Log
+    events: Events
     samples: Samples
     rollbacks: list[Rollback] = field(default_factory=list)
     earlier: list[EarlierRun] = field(default_factory=list)
@@ -131,7 +132,7 @@ def _read_run(folder: Path, label: str, most_chars: int) -> Run:
         read_settings(folder / CONFIG_FILE, notes),
         _read_object(folder / SUMMARY_FILE, notes),
         _read_object(folder / EXIT_STATUS_FILE, notes),
-        read_log(folder / LOG_FILE, notes),
+        events_of(folder / EVENTS_FILE, metrics.last_step, notes),
         samples_of(folder, notes, most_chars),
         notes=notes,
     )
@@ -193,20 +194,8 @@ def _earlier(folder: Path, notes: list[str]) -> list[EarlierRun]:
     for name in names[-MOST_EARLIER:]:
         status = _read_object(base / name / EXIT_STATUS_FILE, notes)
         ended = text_of(status.get("meaning"), 40) or "it left no exit status"
-        found.append(EarlierRun(name, _last_step(base / name / METRICS_FILE), ended))
+        found.append(EarlierRun(name, last_step(base / name / METRICS_FILE) or None, ended))
     return found
-
-
-def _last_step(path: Path) -> int | None:
-    """Of the last rows of a file of metrics."""
-    try:
-        with open_regular(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - 2**16))
-            rows = file.read(2**16).split(b"\n")[:-1]
-    except (OSError, ValueError):
-        return None
-    steps = [row.partition(b'"step": ')[2].partition(b",")[0] for row in rows[-3:]]
-    return max((int(step) for step in steps if step.isdigit() and len(step) < 13), default=None)
 
 
 def labels_of(folders: Sequence[Path]) -> list[str]:

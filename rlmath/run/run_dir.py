@@ -51,7 +51,8 @@ from rlmath.config.run_files import (
 from rlmath.config.schema import Config
 from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.run.recovery.resume import refused_changes
-from rlmath.telemetry.metrics_writer import keep_metrics
+from rlmath.telemetry.events import take_back_events
+from rlmath.telemetry.metrics_writer import keep_metrics, last_step
 from rlmath.telemetry.samples import keep_samples
 
 logger = logging.getLogger(__name__)
@@ -238,11 +239,12 @@ def _content_problems(folder: Path, config: Config) -> Iterator[str]:
 
 def take_back(folder: Path, steps_done: int) -> None:
     """Leave in a run's folder what it had with so many steps done: later checkpoints get another name, later models,
-    rows of metrics and validations, and samples, are dropped. OSError where the disk refuses."""
+    rows of metrics and validations, events and samples, are dropped. OSError where the disk refuses."""
     set_newer_aside(folder / CHECKPOINTS_FOLDER, steps_done)
     for model in (folder / MODELS_FOLDER).glob("step-" + "[0-9]" * 6):
         if int(model.name.removeprefix("step-")) > steps_done:
             remove(model)
+    take_back_events(folder, steps_done, last_step(folder / METRICS_FILE))
     rows = keep_metrics(folder, steps_done)
     if rows < steps_done:
         logger.warning(

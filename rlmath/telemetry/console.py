@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from rlmath.config.run_files import LOG_FILE
 from rlmath.config.terminal import escape_terminal, visible
+from rlmath.telemetry.events import EventFile
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ LONG_LINE_METRICS = {
     "rollout/deferred_groups": ".0f",
     "rollout/discarded_tokens": ".0f",
 }
-"""Likewise of a step's line in the log file."""
+"""Formats of the metrics in a step's line of the log file."""
 
 
 _QUIET = ("vllm", "transformers", "megatron", "torch", "filelock", "urllib3", "asyncio")
@@ -99,22 +100,25 @@ def setup_logging(rank: int) -> None:
 
 
 def open_log_file(output_dir: str | Path) -> None:
-    """From now on this process's lines go to `run.log` in the folder, too, those before included; it is appended to.
-    There is one at a time.
+    """From now on this process's lines go to `run.log` in the folder, and what of them are events to `events.jsonl`,
+    too, those before included; both are appended to. There is one of each at a time.
     OSError where it cannot be opened; what the disk refuses later is lost, with one warning."""
     root = logging.getLogger()
     file = _LogFile(Path(output_dir) / LOG_FILE, encoding="utf-8", errors="backslashreplace")
     file.setFormatter(
         _LogFileFormatter("%(asctime)s.%(msecs)03d %(levelname)s: %(message)s", "%Y%m%d-%H:%M:%S")
     )
+    events = EventFile(output_dir)
     for handler in list(root.handlers):
-        if isinstance(handler, (_EarlyLines, _LogFile)):
+        if isinstance(handler, (_EarlyLines, _LogFile, EventFile)):
             root.removeHandler(handler)
             handler.close()
         if isinstance(handler, _EarlyLines):
             for record in handler.records:
                 file.handle(record)
+                events.handle(record)
     root.addHandler(file)
+    root.addHandler(events)
 
 
 class ConsoleFormatter(logging.Formatter):

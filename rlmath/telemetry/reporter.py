@@ -35,6 +35,7 @@ from rlmath.telemetry.console import (
     long_step_line,
     step_line,
 )
+from rlmath.telemetry.events import event
 from rlmath.telemetry.metrics_writer import Unwritten, open_metrics, read_metrics
 from rlmath.telemetry.samples import SampleWriter, samples_file
 
@@ -117,7 +118,7 @@ class Reporter:
         if kind == "grpo":
             dropped = None if steps_done else dropped_alert(inputs.dropped_share, config.telemetry)
             if dropped is not None:
-                logger.warning("Alert (logged once): %s", dropped)
+                logger.warning("Alert (logged once): %s", dropped, extra=event("alert", 0, text=dropped))
             key = "stages.max_new_tokens" if has_length_stages(config) else "rollout.max_new_tokens"
             self._alerts = Alerts(
                 config.telemetry,
@@ -156,9 +157,10 @@ class Reporter:
             text = "Step %d: the update was skipped: %s. Weights and optimizer stayed as they were"
             logger.warning(text, number + 1, record.skipped)
         for text in self._look_for_alerts(number, metrics):
-            logger.warning("Step %d, alert (logged once): %s", number + 1, text)
+            extra = event("alert", number + 1, text=text)
+            logger.warning("Step %d, alert (logged once): %s", number + 1, text, extra=extra)
         progress = self._progress(number, record.epoch, metrics)
-        logger.info("%s", step_line(progress, metrics))
+        logger.info("%s", step_line(progress, metrics), extra=event("step", number + 1))
         logger.debug("%s", long_step_line(progress, metrics))
 
     def _progress(self, number: int, epoch: int, metrics: Mapping[str, float]) -> Progress:
@@ -232,7 +234,7 @@ class Reporter:
         }
         path, text = Path(self._config.run.output_dir) / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n"
         if self._unwritten.attempt(SUMMARY_FILE, lambda: write_whole(path, text)):
-            logger.info("The summary is in %s", path)
+            logger.info("The summary is in %s", path, extra=event("end", self._total_steps))
 
     def close(self) -> None:
         """Close the files, of a run that ends here or stops before its end, and log what the disk refused."""

@@ -23,10 +23,19 @@ from rlmath.algorithms.types import ScoredGroup
 from rlmath.config.schema import CriticConfig
 from rlmath.data.packing import MicroBatch
 from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.models.critic import Critic, TokenValues, ValueTargets
 from rlmath.models.forward_backward import TokenLogprobs
 from rlmath.models.learner import MinibatchResult
-from rlmath.trainer.kl_in_reward import KLPenalty, RewardKL, token_kl
+from rlmath.models.offload import OffloadSets
+from rlmath.trainer.token_advantages import (
+    Advantages,
+    KLPenalty,
+    PackedStep,
+    RewardKL,
+    StepLogprobs,
+    token_kl,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -225,8 +234,38 @@ class _TokenEstimates:
         return ValueTargets(self.spread(batch, self.values_N), self.spread(batch, self.returns_N))
 
 
+@dataclass(frozen=True)
+class CriticInAdvantages:
+    """Advantages by the critic as it is, and its own updates afterwards."""
+
+    updater: CriticUpdater
+    epochs: int
+    shuffle: bool
+    offload: OffloadSets
+    timers: PhaseTimers
+
+    def apply(self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages) -> Advantages:
+        scored = packed.scored
+        orders = packed.orders(self.epochs, self.shuffle)
+        with self.timers.phase("critic"), self.offload.on_device("critic", "critic_gradients"):
+            estimates = self.updater.estimate(
+                advantages.batches, scored.groups, scored.rewards_PG, logprobs.old, logprobs.reference
+            )
+            minibatches = [estimates.batches[which] for which in packed.minibatches]
+            targets = [estimates.targets[which] for which in packed.minibatches]
+            results = self.updater.learn(minibatches, targets, orders, scored.number)
+        return replace(
+            advantages,
+            batches=estimates.batches,
+            means_PG=estimates.advantages,
+            reward_kl=estimates.reward_kl,
+            critic_results=results,
+            critic_metrics=estimates.metrics | critic_metrics(results),
+        )
+
+
 def critic_metrics(results: Sequence[MinibatchResult]) -> dict[str, float]:
-    """Of the minibatches that were learned from, means over tokens; of all where every one was discarded."""
+    """Metrics of the minibatches that were learned from, means over tokens; of all where every one was discarded."""
     kept = [result for result in results if result.discarded is None]
 
     def mean(name: str, of: str) -> float:

@@ -33,6 +33,7 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.replay.recorder import StepRecorder
 from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers, raise_if_every_call_failed
 from rlmath.rewards.several_rewards import functions_of, summed_rewards
+from rlmath.telemetry.events import event
 from rlmath.telemetry.reporter import StepRecord, ValidationResult
 from rlmath.trainer.base import Export, Interrupted
 from rlmath.trainer.context import RankContext
@@ -193,7 +194,9 @@ class GrpoTrainer(PolicyTrainer):
         """The length stage of a step; logged where it is the first one of this start."""
         stage = curriculum.length_stage_at(self.length_stages, number)
         if curriculum.has_length_stages(self.config) and stage.number != self.entered_length_stage:
-            logger.info("%s", stage.line(len(self.length_stages)))
+            logger.info(
+                "%s", stage.line(len(self.length_stages)), extra=event("length stage", stage.first_step)
+            )
             self.entered_length_stage = stage.number
         return stage
 

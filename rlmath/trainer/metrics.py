@@ -18,7 +18,7 @@ from rlmath.data.seqlen_balancing import Cost
 from rlmath.models.learner import MinibatchResult
 from rlmath.rewards.several_rewards import compared_rewards, named_rewards
 from rlmath.rollout.work_queue import EngineUsage, idle_shares
-from rlmath.trainer.kl_in_reward import RewardKL
+from rlmath.trainer.token_advantages import RewardKL
 from rlmath.workers.custom_function import MAX_METRICS
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class UpdateRecord:
     passes: float = 0.0
     """How often the samples were learned from; less than `algorithm.epochs` where early stop ended the step."""
     critic_results: list[MinibatchResult] = field(default_factory=list)
-    """Likewise of the critic, where there is one."""
+    """Of every minibatch of the critic, where there is one."""
     critic_metrics: dict[str, float] = field(default_factory=dict)
     teacher_kl: float | None = None
     """KL(policy || teacher) per token (nats), estimated from the sampled ones, where the teacher is in the

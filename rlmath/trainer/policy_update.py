@@ -14,7 +14,6 @@ The formulas are in `algorithms/`, the loss of a minibatch in `models/learner.py
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -45,12 +44,21 @@ from rlmath.models.learner import MinibatchResult
 from rlmath.models.offload import OffloadSets, SetName, training_sets
 from rlmath.models.teacher import Teacher, TeacherStates
 from rlmath.rewards.several_rewards import named_rewards, summed_rewards
+from rlmath.telemetry.events import event
 from rlmath.trainer.base import Trainer
 from rlmath.trainer.context import RankContext
-from rlmath.trainer.critic import CriticEstimates, CriticUpdater, critic_metrics
-from rlmath.trainer.kl_in_reward import KLPenalty, apply_kl_penalty
+from rlmath.trainer.critic import CriticInAdvantages, CriticUpdater
 from rlmath.trainer.metrics import UpdateRecord
-from rlmath.trainer.teacher_advantages import TeacherAdvantages, add_teacher_advantages
+from rlmath.trainer.token_advantages import (
+    AdvantagePart,
+    Advantages,
+    KLInReward,
+    KLPenalty,
+    PackedStep,
+    ScoredStep,
+    StepLogprobs,
+    TeacherInAdvantages,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -217,77 +225,107 @@ class PolicyUpdater:
     ) -> UpdateRecord:
         """Learn from the groups of step `number`, with the advantages that a function of the user's gave, if it did.
         Without any completion nothing happens. A collective."""
-        algorithm, timed = self.config.algorithm, self.timers.phase
-        rewards_PG = [summed_rewards(group, self.config.reward) for group in groups]
-        tokens_PG = token_counts(groups)
-        advantages_PG = own_advantages
-        if advantages_PG is None:
-            advantages_PG = self.reward_advantages(groups, rewards_PG, tokens_PG)
+        scored = self.score(groups, number)
+        means_PG = own_advantages
+        if means_PG is None:
+            means_PG = self.reward_advantages(groups, scored.rewards_PG, scored.tokens_PG)
         if not groups:
-            return UpdateRecord([], advantages_PG, None)
+            return UpdateRecord([], means_PG, None)
+        packed = self.pack(scored, means_PG)
+        logprobs = self.logprobs(packed)
+        advantages = Advantages(packed.batches, means_PG)
+        for part in self.parts(number):
+            advantages = part.apply(packed, logprobs, advantages)
+        results: list[MinibatchResult] = []
+        if not self.pretrains(number):
+            minibatches = self.minibatches(packed, logprobs, advantages)
+            orders = packed.orders(self.config.algorithm.epochs, self.config.algorithm.shuffle)
+            with self.timers.phase("update"), self.offload.on_device("teacher_head"):
+                results = self.run_minibatches(minibatches, orders, number)
+        return UpdateRecord(
+            results,
+            advantages.means_PG,
+            advantages.reward_kl,
+            passes=len(results) / len(packed.minibatches),
+            critic_results=list(advantages.critic_results),
+            critic_metrics=dict(advantages.critic_metrics),
+            teacher_kl=advantages.teacher_kl,
+        )
 
-        with timed("pack"):
-            packed = self.pack_minibatches(make_samples(groups, advantages_PG), number)
-        batches = list(chain.from_iterable(packed))
+    def score(self, groups: Sequence[ScoredGroup], number: int) -> ScoredStep:
+        """The step's groups with their rewards, summed over the reward functions."""
+        rewards_PG = [summed_rewards(group, self.config.reward) for group in groups]
+        return ScoredStep(number, groups, rewards_PG, token_counts(groups))
 
-        old = reference = reward_kl = None
-        pretrains = self.critic is not None and number < self.config.critic.pretrain_steps
-        needed = self.penalty is not None or not pretrains
-        if algorithm.recompute_logprobs and not self.on_policy and needed:
-            with timed("logprobs"):
-                old = self.actor.forward_backward.logprobs(batches)
-        if self.reference is not None and needed:
-            with timed("reference"), self.offload.on_device("reference"):
-                reference = self.reference.logprobs(batches)
-        seed, shuffle = step_seed(self.config.run.seed, number), algorithm.shuffle
-        orders = minibatch_orders(len(packed), algorithm.epochs, shuffle, seed)
-        critic_results: list[MinibatchResult] = []
-        of_critic: dict[str, float] = {}
+    def pack(self, scored: ScoredStep, means_PG: Sequence[Sequence[float]]) -> PackedStep:
+        """This data-parallel rank's micro-batches, with these advantages in all tokens of a completion."""
+        with self.timers.phase("pack"):
+            packed = self.pack_minibatches(make_samples(scored.groups, means_PG), scored.number)
+        bounds = pairwise(accumulate(map(len, packed), initial=0))
+        slices = tuple(slice(start, end) for start, end in bounds)
+        seed = step_seed(self.config.run.seed, scored.number)
+        return PackedStep(scored, list(chain.from_iterable(packed)), slices, seed)
+
+    def logprobs(self, packed: PackedStep) -> StepLogprobs:
+        """Log-probs under the policy, where they are recomputed, and under the reference. A collective."""
+        old = reference = None
+        if self.penalty is not None or not self.pretrains(packed.scored.number):
+            if self.config.algorithm.recompute_logprobs and not self.on_policy:
+                with self.timers.phase("logprobs"):
+                    old = self.actor.forward_backward.logprobs(packed.batches)
+            if self.reference is not None:
+                with self.timers.phase("reference"), self.offload.on_device("reference"):
+                    reference = self.reference.logprobs(packed.batches)
+        return StepLogprobs(old, reference)
+
+    def pretrains(self, number: int) -> bool:
+        """Whether only the critic learns in this step."""
+        return self.critic is not None and number < self.config.critic.pretrain_steps
+
+    def parts(self, number: int) -> list[AdvantagePart]:
+        """What changes the advantages of step `number`, in this order."""
+        algorithm, parts = self.config.algorithm, []
         if self.critic_updater is not None:
-            estimates, critic_results, of_critic = self.update_critic(
-                batches, packed, groups, rewards_PG, old, reference, number
+            epochs = critic_epochs(self.config)
+            parts.append(
+                CriticInAdvantages(self.critic_updater, epochs, algorithm.shuffle, self.offload, self.timers)
             )
-            batches, advantages_PG = estimates.batches, estimates.advantages
-            reward_kl = estimates.reward_kl
         elif self.penalty is not None:
-            assert reference is not None
-            batches, advantages_PG, reward_kl = apply_kl_penalty(
-                batches,
-                old,
-                reference,
-                rewards_PG,
-                tokens_PG,
-                self.penalty,
-                self.mesh,
-            )
-        if self.penalty is not None:
-            reference = None
-        if pretrains:
-            return UpdateRecord(
-                [], advantages_PG, reward_kl, critic_results=critic_results, critic_metrics=of_critic
-            )
-
-        states = teacher_kl = None
-        if self.teaches("full"):
-            states = self.teacher_states(batches)
-        elif self.teaches("advantage"):
-            taught = self.teacher_advantages(batches, old, advantages_PG, tokens_PG)
-            batches, advantages_PG = taught.batches, taught.mean_advantages
-            teacher_kl = taught.kl_per_token
-
-        with timed("update"), self.offload.on_device("teacher_head"):
-            minibatches = [
-                Minibatch(
-                    batches[i:j],
-                    old[i:j] if old else None,
-                    reference[i:j] if reference else None,
-                    states[i:j] if states else None,
+            parts.append(KLInReward(self.penalty, self.mesh))
+        if self.teacher is not None and self.teaches("advantage") and not self.pretrains(number):
+            parts.append(
+                TeacherInAdvantages(
+                    self.teacher,
+                    self.actor,
+                    coef=self.config.teacher.coef,
+                    vocab_size=self.shape.vocab_size,
+                    offload=self.offload,
+                    timers=self.timers,
+                    mesh=self.mesh,
                 )
-                for i, j in bounds_of(packed)
-            ]
-            results = self.run_minibatches(minibatches, orders, number)
-        passes = len(results) / len(minibatches)
-        return UpdateRecord(results, advantages_PG, reward_kl, passes, critic_results, of_critic, teacher_kl)
+            )
+        return parts
+
+    def minibatches(
+        self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages
+    ) -> list[Minibatch]:
+        """What each optimizer step learns from; with the teacher's states where its distributions are in the loss. A
+        collective."""
+        states = None
+        if self.teacher is not None and self.teaches("full"):
+            with self.timers.phase("teacher"), self.offload.on_device("teacher", "teacher_head"):
+                states = self.teacher.states(advantages.batches)
+        old = logprobs.old
+        reference = logprobs.reference if self.penalty is None else None  # else it is in the advantages
+        return [
+            Minibatch(
+                advantages.batches[which],
+                old[which] if old else None,
+                reference[which] if reference else None,
+                states[which] if states else None,
+            )
+            for which in packed.minibatches
+        ]
 
     def reward_advantages(
         self,
@@ -306,55 +344,6 @@ class PolicyUpdater:
         if not groups:
             return []
         return advantages(rewards_PG, tokens_PG, algorithm.advantage, algorithm.advantage_eps)
-
-    def update_critic(
-        self,
-        batches: Sequence[MicroBatch],
-        packed: Sequence[Sequence[MicroBatch]],
-        groups: Sequence[ScoredGroup],
-        rewards_PG: Sequence[Sequence[float]],
-        old: Sequence[TokenLogprobs] | None,
-        reference: Sequence[TokenLogprobs] | None,
-        number: int,
-    ) -> tuple[CriticEstimates, list[MinibatchResult], dict[str, float]]:
-        """Advantages by the critic as it is, its own updates afterwards, and its metrics. A collective."""
-        assert self.critic_updater is not None
-        seed, shuffle = step_seed(self.config.run.seed, number), self.config.algorithm.shuffle
-        orders = minibatch_orders(len(packed), critic_epochs(self.config), shuffle, seed)
-        with self.timers.phase("critic"), self.offload.on_device("critic", "critic_gradients"):
-            estimates = self.critic_updater.estimate(batches, groups, rewards_PG, old, reference)
-            minibatches = [estimates.batches[i:j] for i, j in bounds_of(packed)]
-            targets = [estimates.targets[i:j] for i, j in bounds_of(packed)]
-            results = self.critic_updater.learn(minibatches, targets, orders, number)
-        return estimates, results, estimates.metrics | critic_metrics(results)
-
-    def teacher_states(self, batches: Sequence[MicroBatch]) -> TeacherStates:
-        """For the loss on the whole vocabulary. A collective."""
-        assert self.teacher is not None
-        with self.timers.phase("teacher"), self.offload.on_device("teacher", "teacher_head"):
-            return self.teacher.states(batches)
-
-    def teacher_advantages(
-        self,
-        batches: Sequence[MicroBatch],
-        old: Sequence[TokenLogprobs] | None,
-        advantages_PG: Sequence[Sequence[float]],
-        tokens_PG: Sequence[Sequence[int]],
-    ) -> TeacherAdvantages:
-        """The micro-batches with the teacher's part in their advantages; `old` are the recomputed log-probs, None to
-        compare the engine's. A collective."""
-        assert self.teacher is not None
-        common, policy = self.teacher.vocab_size, old
-        with self.timers.phase("teacher"):
-            # Both distributions are compared over the tokens that both know.
-            if common < self.shape.vocab_size:
-                policy = self.actor.forward_backward.logprobs(batches, common)
-            with self.offload.on_device("teacher", "teacher_head"):
-                scored = self.teacher.logprobs(batches)
-        coef = self.config.teacher.coef
-        return add_teacher_advantages(
-            batches, policy, scored, advantages_PG, tokens_PG, coef, common, self.mesh
-        )
 
     def pack_minibatches(self, samples: Sequence[Sample], number: int) -> list[list[MicroBatch]]:
         """This data-parallel rank's micro-batches of every minibatch."""
@@ -396,7 +385,10 @@ class PolicyUpdater:
                 results.append(result)
                 if result.discarded is None:
                     continue
-                logger.info("step %d: minibatch %d discarded: %s", number + 1, len(results), result.discarded)
+                what = number + 1, len(results), result.discarded
+                logger.info(
+                    "step %d: minibatch %d discarded: %s", *what, extra=event("discarded", number + 1)
+                )
                 if algorithm.early_stop_action == "end":
                     return results
         return results
@@ -414,22 +406,6 @@ def make_samples(groups: Sequence[ScoredGroup], advantages_PG: Sequence[Sequence
 def token_counts(groups: Sequence[ScoredGroup]) -> list[list[int]]:
     """Lengths of the completions by group and sample."""
     return [[len(one.token_ids) for one in group.completions] for group in groups]
-
-
-def minibatch_orders(count: int, epochs: int, shuffle: bool, seed: int) -> list[list[int]]:
-    """The order of a step's minibatches in every epoch."""
-    order, draw = list(range(count)), random.Random(seed)
-    orders = []
-    for epoch in range(epochs):
-        if epoch > 0 and shuffle:
-            draw.shuffle(order)
-        orders.append(list(order))
-    return orders
-
-
-def bounds_of(packed: Sequence[Sequence[MicroBatch]]) -> list[tuple[int, int]]:
-    """Where each minibatch's micro-batches begin and end in the list of all."""
-    return list(pairwise(accumulate(map(len, packed), initial=0)))
 
 
 def step_seed(run_seed: int, number: int) -> int:

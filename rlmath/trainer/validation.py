@@ -37,6 +37,7 @@ from rlmath.workers.user_functions import scorer_hook
 
 if TYPE_CHECKING:
     from rlmath.rollout.collector import Rollout
+from rlmath.telemetry.events import event
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +164,8 @@ class Validator:
             failed = broadcast_from_rank_zero(failed)
         if failed is None:
             self._best = accuracy
-            logger.info("Best model so far: that of step %d, in %s", measured.step, folder)
+            extra = event("best", measured.step)
+            logger.info("Best model so far: that of step %d, in %s", measured.step, folder, extra=extra)
         elif self.mesh.rank == 0:
             logger.warning(
                 "The best model, of step %d, was not kept: %s. The run continues", measured.step, failed

@@ -280,14 +280,6 @@ def test_what_save_to_disk_left_is_read(tmp_path):
     assert "which state.json names, is not there" in refused(tmp_path / "set")
 
 
-def test_state_json_may_not_name_files_elsewhere(tmp_path):
-    save_to_disk(tmp_path / "set", [simplerl(0)])
-    (tmp_path / "set" / "state.json").write_text(
-        json.dumps({"_data_files": [{"filename": "../secret.arrow"}]})
-    )
-    assert "does not name the data files" in refused(tmp_path / "set")
-
-
 def test_arrow_files_are_read_and_damaged_ones_refused(tmp_path):
     table = pa.Table.from_pylist([dapo()])
     with pa.OSFile(str(tmp_path / "t.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as file:

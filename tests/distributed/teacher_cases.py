@@ -34,7 +34,7 @@ def gradients(
     folder: Path, case: Case, samples: list[Sample], settings: TeacherConfig
 ) -> dict[str, Tensor] | None:
     """Gradients of one minibatch, from rank 0, with the teacher in the advantages or in the loss."""
-    from rlmath.trainer.teacher_advantages import add_teacher_advantages
+    from rlmath.trainer.token_advantages import add_teacher_advantages
 
     stage, teacher = _build(folder, replace(case, optimizer="sgd"), settings)
     batches, states, learner = microbatches(stage, samples), None, stage.actor.learner

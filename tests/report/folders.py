@@ -28,13 +28,8 @@ def make_run(folder: Path, steps: int = 12, settings: Sequence[str] = (), **more
         folder / "summary.json", {"steps": steps, "layout": "TP1 x PP1 x DP1", "tokens_per_second": 99.5}
     )
     write_json(folder / "exit_status.json", {"status": 0, "message": "all is done", "meaning": "finished"})
-    (folder / "run.log").write_text(
-        "20260102-10:00:00.000 INFO: Starting: reading settings, model and data ...\n"
-        "20260102-10:00:01.000 DEBUG: not shown\n"
-        f"20260102-10:00:02.000 INFO: step 1/{steps} reward 1 acc 0.5 len 9 cut 0.00 1.00s left 0:10\n"
-        "20260102-10:00:03.000 WARNING: Step 2, alert (logged once): 40% of the completions were cut off\n",
-        encoding="utf-8",
-    )
+    write_event(folder, "start", text="Starting")
+    write_event(folder, "alert", 2, text="40% of the completions were cut off")
     for step in range(1, min(steps, 5) + 1):
         write_samples(folder, step, [group(f"text of step {step}")])
     return folder
@@ -81,6 +76,12 @@ def write_samples(folder: Path, step: int, groups: Sequence[Any], kind: str = "s
     (folder / "samples").mkdir(exist_ok=True)
     lines = "".join(json.dumps(one) + "\n" for one in groups)
     (folder / "samples" / f"{kind}-{step:06d}.jsonl").write_text(lines, encoding="utf-8")
+
+
+def write_event(folder: Path, kind: str, step: int | None = None, **fields: Any) -> None:
+    row = {"time": "2026-01-02 10:00:00", "kind": kind, "step": step, "text": "", **fields}
+    with (folder / "events.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 def write_json(path: Path, value: Any) -> None:

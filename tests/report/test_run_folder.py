@@ -8,50 +8,54 @@ from pathlib import Path
 import pytest
 
 from rlmath.report.panels import markers
+from rlmath.report.run_events import events_of
 from rlmath.report.run_folder import NoRunError, Rollback, labels_of, read_runs, require_run
-from rlmath.report.run_log import read_log
 from rlmath.report.settings import changed, differing
-from tests.report.folders import make_run, write_json
+from tests.report.folders import make_run, write_event, write_json
 
-LOG = """20260102-10:00:00.000 INFO: Starting: reading settings, model and data ...
-20260102-10:00:01.000 WARNING: slow disk
-20260102-10:00:02.000 INFO: step 1/9 reward 1
-20260102-10:00:03.000 INFO: step 2/9 reward 1
-20260102-10:00:04.000 WARNING: slow disk
-20260102-10:00:05.000 ERROR: rank 1 failed
-  with a second line
-20260102-11:00:00.000 INFO: Starting: reading settings, model and data ...
-20260102-11:00:01.000 INFO: Resuming from /x/step-000002, made on TP1: 2 steps and 8 updates are done
-20260102-11:00:02.000 INFO: step 3/9 reward 1
-20260102-11:00:03.000 WARNING: Step 3, alert (logged once): entropy fell
-20260102-11:00:04.000 WARNING: unfinish"""
+
+def write_two_starts(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "events.jsonl").unlink(missing_ok=True)
+    write_event(folder, "start")
+    write_event(folder, "warning", text="slow disk")
+    write_event(folder, "warning", 2, text="slow disk")
+    write_event(folder, "error", 2, text="rank 1 failed\n  with a second line")
+    write_event(folder, "took back", 2, last_step=4)
+    write_event(folder, "start")
+    write_event(folder, "resume", 2)
+    write_event(folder, "alert", 3, text="entropy fell")
 
 
 def test_starts_and_messages_have_their_steps(tmp_path: Path) -> None:
-    (tmp_path / "run.log").write_text(LOG, encoding="utf-8")
-    log = read_log(tmp_path / "run.log", [])
-    assert [(one.resumed_after, one.last_step) for one in log.starts] == [(None, 2), (2, 3)]
-    assert [(one.kind, one.text, one.count, one.steps) for one in log.messages] == [
-        ("error", "rank 1 failed\n  with a second line", 1, ["after step 2"]),
-        ("alert", "entropy fell", 1, ["step 3"]),
-        ("warning", "slow disk", 2, ["before the first step of start 1", "after step 2"]),
-        ("warning", "unfinish", 1, ["after step 3"]),
-    ]
-
-
-def test_a_log_is_read_with_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlmath.report.run_log.MOST_HEAD_BYTES", 200)
-    monkeypatch.setattr("rlmath.report.run_log.MOST_TAIL_BYTES", 300)
-    (tmp_path / "run.log").write_text(LOG.replace("rank 1", "x" * 5000), encoding="utf-8")
+    write_two_starts(tmp_path)
     notes: list[str] = []
-    log = read_log(tmp_path / "run.log", notes)
-    assert [one.kind for one in log.messages] == ["alert", "warning", "warning"]
-    assert len(notes) == 1 and "were read" in notes[0]
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write("{}\n{unfinished")
+    found = events_of(tmp_path / "events.jsonl", 3, notes)
+    assert [(one.resumed_after, one.last_step) for one in found.starts] == [(None, 4), (2, 3)]
+    assert [(one.kind, one.text, one.count, one.steps) for one in found.messages] == [
+        ("error", "rank 1 failed\n  with a second line", 1, ["step 2"]),
+        ("alert", "entropy fell", 1, ["step 3"]),
+        ("warning", "slow disk", 2, ["before the first step of start 1", "step 2"]),
+    ]
+    assert notes == ["events.jsonl: 1 lines are no events and were left out."]
+
+
+def test_different_messages_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlmath.report.run_events.MOST_MESSAGES", 2)
+    write_two_starts(tmp_path)
+    notes: list[str] = []
+    assert [one.kind for one in events_of(tmp_path / "events.jsonl", 3, notes).messages] == [
+        "error",
+        "warning",
+    ]
+    assert "1 more warnings and errors" in notes[0]
 
 
 def test_restarts_and_rollbacks_are_marked(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "a")
-    (folder / "run.log").write_text(LOG, encoding="utf-8")
+    write_two_starts(folder)
     rows = [{"step": 4, "draw_step": 4, "diverged_step": 6, "reason": "the loss is NaN"}]
     write_json(folder / "rollbacks.json", {"version": 1, "rollbacks": rows})
     (folder / "earlier" / "001").mkdir(parents=True)

@@ -9,7 +9,6 @@ from rlmath.data.seqlen_balancing import Cost
 from rlmath.models.learner import MinibatchResult
 from rlmath.rewards.several_rewards import TAKEN
 from rlmath.rollout.work_queue import EngineUsage
-from rlmath.trainer.kl_in_reward import RewardKL
 from rlmath.trainer.metrics import (
     UpdateRecord,
     engine_metrics,
@@ -22,6 +21,7 @@ from rlmath.trainer.metrics import (
     teacher_metrics,
     update_metrics,
 )
+from rlmath.trainer.token_advantages import RewardKL
 
 RIGHT = Score(5.0, True, "2", "string", True, (("steps", 4.0),))
 WRONG = Score(-5.0, False, "3", "number", True)

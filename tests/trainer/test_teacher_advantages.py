@@ -12,7 +12,7 @@ from rlmath.algorithms.types import Sample
 from rlmath.data.packing import pack
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.forward_backward import TokenLogprobs
-from rlmath.trainer.teacher_advantages import add_teacher_advantages
+from rlmath.trainer.token_advantages import add_teacher_advantages
 
 ALONE = Mesh(0, 1, 1, 1, 1)
 SAMPLES = [

@@ -1,18 +1,16 @@
 """Reward functions of a user's, run by real workers."""
 
-import contextlib
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rlmath.workers.custom_function import checked_result
 from rlmath.workers.fork_server import MAX_PRINTED_LINES
-from rlmath.workers.hooks import code_fingerprint, function_problem, load_function
+from rlmath.workers.hooks import code_fingerprint, function_problem
 from rlmath.workers.worker_pool import VerifierPool
+from tests.workers.test_worker_pool import is_alive, wait_until
 
 SOURCE = """
 import os, sys, threading, time
@@ -46,14 +44,6 @@ lock = threading.Lock()
 def keeps_the_lock(completion, solutions, row):
     lock.acquire()
     return 1.0
-
-loaded = []
-
-def slow_to_load(completion, solutions, row):
-    if not loaded:
-        time.sleep(0.8)
-    loaded.append(completion)
-    return float(len(loaded))
 
 def echo(completion, solutions, row):
     return 1.0, {row["name"]: 2.0}
@@ -226,14 +216,13 @@ def test_a_reply_that_no_function_gives_is_none(reply):
         checked_result(reply)
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_slow_answers_wait_for_each_other_and_none_times_out(folder, workers):
-    """Of 0.1 s each they take several limits, on no more workers than were asked for."""
-    asked = range(30 * workers)
+def test_slow_answers_wait_for_each_other_and_none_times_out(folder):
+    """Of 0.1 s each they take two limits and more, on as many workers as were asked for, each of which stays."""
+    asked, workers = range(60), 2
     with VerifierPool(workers, 1.2, function="my_rewards:naps") as pool:
         results = pool.results([pool.call(str(number), [], ROW) for number in asked])
     assert [(one.reward, one.failure) for one in results] == [(float(number), None) for number in asked]
-    assert max(one.queue_seconds for one in results) > 2 * 1.2
+    assert max(one.queue_seconds for one in results) > 2 * 1.2, "waiting is no timeout"
     assert len({dict(one.metrics)["pid"] for one in results}) == workers
 
 
@@ -251,23 +240,6 @@ def test_an_answer_that_hangs_because_of_one_before_it_is_scored_again(folder):
     assert [one.reward for one in results] == [1.0] * 3
 
 
-def test_a_worker_stays_after_a_slow_answer(folder):
-    """What the function has loaded with its first answer is there for the next ones."""
-    with VerifierPool(1, 4.0, function="my_rewards:slow_to_load") as pool:
-        results = pool.results([pool.call("x", [], ROW) for _ in range(4)])
-    assert [one.reward for one in results] == [1.0, 2.0, 3.0, 4.0]
-
-
-def test_a_function_that_hangs_costs_its_limit_only(folder):
-    with VerifierPool(1, 1.0, function="my_rewards:slow") as pool:
-        assert pool.call("quick", [], ROW).result(60).reward == 1.0
-        started = time.monotonic()
-        slow, quick = pool.call("slow", [], ROW), pool.call("quick", [], ROW)
-        assert quick.result(60).reward == 1.0
-        assert slow.result(60).failure == "timeout"
-        assert time.monotonic() - started < 5.0
-
-
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
@@ -282,8 +254,13 @@ def test_a_function_that_cannot_be_loaded_is_refused_with_the_reason(folder, spe
     problem = function_problem(spec)
     assert problem is not None
     assert problem.startswith("reward.function") and reason in problem
-    with VerifierPool(1, 5.0, function=spec) as pool, pytest.raises(RuntimeError, match=r"reward\.function"):
-        pool.call("x", [], ROW).result(60)
+    assert "breaks" not in sys.modules
+
+
+def test_a_pool_whose_function_cannot_be_loaded_raises_the_reason(folder):
+    with VerifierPool(1, 5.0, function="breaks:plain") as pool:
+        with pytest.raises(RuntimeError, match=r"reward\.function: importing 'breaks' failed"):
+            pool.call("x", [], ROW).result(60)
 
 
 def test_a_wrong_file_name_and_a_line_that_is_no_python_are_named(folder):
@@ -293,11 +270,7 @@ def test_a_wrong_file_name_and_a_line_that_is_no_python_are_named(folder):
     assert "line 1): def plain(text))" in (function_problem("wrong.py:plain") or "")
 
 
-def test_one_that_can_be_loaded_is_not(folder):
-    assert function_problem("my_rewards:plain") is None
-
-
-@pytest.mark.parametrize("ending", ["sys.exit()", "sys.exit(0)", "os._exit(0)"])
+@pytest.mark.parametrize("ending", ["sys.exit(0)", "os._exit(0)"])
 def test_a_program_that_ends_while_it_is_imported_cannot_be_loaded(folder, ending):
     (folder / "program.py").write_text(f"import os, sys\n{SOURCE}\n{ending}")
     problem = function_problem("program:plain")
@@ -306,16 +279,14 @@ def test_a_program_that_ends_while_it_is_imported_cannot_be_loaded(folder, endin
 
 def test_what_a_module_starts_does_not_hold_the_check_up(folder):
     """A thread that is no daemon, and a process that inherits the streams."""
-    started = "import subprocess, threading, time\nthreading.Thread(target=time.sleep, args=(120,)).start()\n"
-    started += "open('pid', 'w').write(str(subprocess.Popen(['sleep', '120']).pid))\n"
+    started = (
+        "import subprocess, threading, time\nthreading.Thread(target=time.sleep, args=(9999,)).start()\n"
+    )
+    started += "open('pid', 'w').write(str(subprocess.Popen(['sleep', '9999']).pid))\n"
     (folder / "starts.py").write_text(started + SOURCE)
-    before = time.monotonic()
     assert function_problem("starts:plain") is None
-    assert time.monotonic() - before < 60
-    with contextlib.suppress(psutil.NoSuchProcess):  # it has been killed; init may take a moment to reap it
-        while psutil.Process(int((folder / "pid").read_text())).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() - before < 60
-            time.sleep(0.1)
+    started_pid = int((folder / "pid").read_text())
+    wait_until(lambda: not is_alive(started_pid))
 
 
 def test_a_module_that_ignores_the_ends_of_its_children_is_served(folder):
@@ -328,17 +299,8 @@ def test_a_module_that_ignores_the_ends_of_its_children_is_served(folder):
     assert messages == ["its worker ended (exit code 3)"] * 4
 
 
-def test_the_check_does_not_import_into_this_process(folder):
-    assert function_problem("breaks:plain")
-    assert "breaks" not in sys.modules
-
-
 def test_the_command_says_what_is_wrong(folder):
     command = [sys.executable, "-m", "rlmath.workers.hooks", "reward", "json:dumbs"]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 2
     assert "'json' has no function 'dumbs'" in found.stderr
-
-
-def test_library_functions_can_be_named():
-    assert load_function("json:dumps") is not None

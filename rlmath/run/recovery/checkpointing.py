@@ -25,6 +25,7 @@ from rlmath.run.divergence import DivergenceCheck
 from rlmath.run.recovery import save_schedule
 from rlmath.run.recovery.resume import Origin
 from rlmath.run.run_dir import stage_folder
+from rlmath.telemetry.events import event
 from rlmath.trainer.base import Trainer
 
 logger = logging.getLogger(__name__)
@@ -219,7 +220,11 @@ class Checkpointer:
         if self._trainer.mesh.rank == 0:
             size = sum(entry.size for entry in saved.checkpoint.files.values())
             logger.info(
-                "Checkpoint of step %d: %s (%.3f GiB)", saved.step, saved.checkpoint.folder, size / 2**30
+                "Checkpoint of step %d: %s (%.3f GiB)",
+                saved.step,
+                saved.checkpoint.folder,
+                size / 2**30,
+                extra=event("checkpoint", saved.step),
             )
 
     def _log_failure(self, saved: Saved) -> None:

@@ -1,0 +1,311 @@
+"""Advantages of tokens, where more than the completion's reward gives them: KL in the reward, a teacher, a critic
+(`critic`).
+
+A step is scored, packed, given log-probs; then every `AdvantagePart` that the settings have makes new `Advantages`
+of the last ones, and the minibatches are learned from. All ranks call all of it alike.
+
+The teacher adds coef x (log teacher_t - log q_t) to the advantage of token t, q being the policy that the step began
+with: on-policy distillation. Its mean over what q samples is -coef x KL(q || teacher) of this token; what the token
+changes for later tokens is not in it.
+"""
+
+# Shape legend: P prompts, G completions of a prompt, T packed tokens of one micro-batch, N samples of the step.
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlmath.algorithms.advantages import AdvantageKind, KLTotals, kl_shaped_advantages
+from rlmath.algorithms.kl import KLKind, kl_estimate, to_go
+from rlmath.algorithms.types import ScoredGroup
+from rlmath.data.packing import MicroBatch
+from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.phase_timers import PhaseTimers
+from rlmath.models.build import Actor
+from rlmath.models.forward_backward import TokenLogprobs
+from rlmath.models.learner import MinibatchResult
+from rlmath.models.offload import OffloadSets
+from rlmath.models.teacher import Teacher
+
+# ---------------------------------------------------------------- the records of a step, one for each stage
+
+
+@dataclass(frozen=True)
+class ScoredStep:
+    """What a step learns from."""
+
+    number: int
+    """Of the step, from 0 over the whole run."""
+    groups: Sequence[ScoredGroup]
+    rewards_PG: list[list[float]]
+    tokens_PG: list[list[int]]
+    """Lengths of the completions."""
+
+
+@dataclass(frozen=True)
+class PackedStep:
+    """A scored step's samples as this data-parallel rank's micro-batches."""
+
+    scored: ScoredStep
+    batches: list[MicroBatch]
+    minibatches: tuple[slice, ...]
+    """The micro-batches of each minibatch, in `batches`."""
+    seed: int
+    """Of everything that the step shuffles."""
+
+    def orders(self, epochs: int, shuffle: bool) -> list[list[int]]:
+        """The order of the minibatches in every epoch."""
+        order, draw = list(range(len(self.minibatches))), random.Random(self.seed)
+        orders = []
+        for epoch in range(epochs):
+            if epoch > 0 and shuffle:
+                draw.shuffle(order)
+            orders.append(list(order))
+        return orders
+
+
+@dataclass(frozen=True)
+class StepLogprobs:
+    """Log-probs of a packed step's tokens at the step's beginning."""
+
+    old: list[TokenLogprobs] | None
+    """Under the policy; None: the engine's are used, or those of the update's own forward pass."""
+    reference: list[TokenLogprobs] | None
+    """Under the reference; None where there is no KL."""
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """Advantages of a step's tokens, and what the parts that gave them report of themselves."""
+
+    batches: list[MicroBatch]
+    """This rank's, with advantages."""
+    means_PG: list[list[float]]
+    """The mean advantage of every completion."""
+    reward_kl: RewardKL | None = None
+    critic_results: Sequence[MinibatchResult] = ()
+    critic_metrics: Mapping[str, float] = field(default_factory=dict)
+    teacher_kl: float | None = None
+
+
+class AdvantagePart(Protocol):
+    """A part of the algorithm that changes advantages: critic, KL in the reward, teacher."""
+
+    def apply(self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages) -> Advantages:
+        """The advantages with this part in them. A collective."""
+        ...
+
+
+# ---------------------------------------------------------------- KL in the reward
+
+
+@dataclass(frozen=True)
+class KLPenalty:
+    """How KL is part of the reward; see `AlgorithmConfig`."""
+
+    coef: float
+    kind: KLKind
+    advantage: AdvantageKind
+    eps: float
+
+
+@dataclass(frozen=True)
+class RewardKL:
+    """KL of the sampling policy against the reference, by the chosen estimate (nats)."""
+
+    per_token: float
+    per_completion: float
+
+
+@dataclass(frozen=True)
+class KLInReward:
+    """The reference's log-probs become part of every token's advantage."""
+
+    penalty: KLPenalty
+    mesh: Mesh
+
+    def apply(self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages) -> Advantages:
+        penalty, mesh, batches = self.penalty, self.mesh, advantages.batches
+        rewards, tokens = packed.scored.rewards_PG, packed.scored.tokens_PG
+        old, reference = logprobs.old, logprobs.reference
+        assert reference is not None
+        to_go_by_batch = []
+        if mesh.is_last_stage:
+            to_go_by_batch = [
+                _to_go(
+                    batch, None if old is None else old[i].logprobs_T, reference[i].logprobs_T, penalty.kind
+                )
+                for i, batch in enumerate(batches)
+            ]
+        totals = _gather_totals(batches, to_go_by_batch, rewards, mesh)
+        shaped = kl_shaped_advantages(rewards, tokens, totals, penalty.coef, penalty.advantage, penalty.eps)
+        kl = sum(total.total for row in totals for total in row)
+        reward_kl = RewardKL(kl / sum(map(sum, tokens)), kl / sum(map(len, rewards)))
+        if mesh.is_last_stage:  # nothing else looks at advantages
+            offsets_N = torch.tensor([a for row in shaped.offsets for a in row], dtype=torch.float64)
+            batches = [
+                replace(batch, advantages_T=_token_advantages(batch, to_go_T, offsets_N, shaped.slope))
+                for batch, to_go_T in zip(batches, to_go_by_batch, strict=True)
+            ]
+        mean_advantages = [
+            [offset - shaped.slope * total.mean for offset, total in zip(*rows, strict=True)]
+            for rows in zip(shaped.offsets, totals, strict=True)
+        ]
+        return replace(advantages, batches=list(batches), means_PG=mean_advantages, reward_kl=reward_kl)
+
+
+def _gather_totals(
+    batches: Sequence[MicroBatch],
+    to_go_by_batch: Sequence[Tensor],
+    rewards: Sequence[Sequence[float]],
+    mesh: Mesh,
+) -> list[list[KLTotals]]:
+    """The totals of all samples by group, on every rank; over gloo."""
+    totals_N3 = torch.zeros(sum(map(len, rewards)), 3, dtype=torch.float64)
+    if mesh.counts_loss:
+        for batch, to_go_T in zip(batches, to_go_by_batch, strict=True):
+            counted_T = batch.completion_index_T >= 0
+            bounds = batch.cu_seqlens_S1.tolist()
+            for index, start, end in zip(batch.sample_indices, bounds, bounds[1:], strict=False):
+                K = to_go_T[start:end][counted_T[start:end]]
+                if len(K):
+                    totals_N3[index] = torch.stack((K[0], K.mean(), (K - K.mean()).square().sum()))
+    dist.all_reduce(totals_N3)
+    rest = iter(totals_N3.tolist())
+    return [[KLTotals(*next(rest)) for _ in row] for row in rewards]
+
+
+def _to_go(batch: MicroBatch, old_T: Tensor | None, reference_T: Tensor, kind: KLKind) -> Tensor:
+    """For every completion token the KL from there to the end of its completion; float64, on the CPU."""
+    counted_T, kl_T = batch.completion_index_T >= 0, token_kl(batch, old_T, reference_T, kind)
+    return to_go(torch.where(counted_T, kl_T, 0.0), batch.cu_seqlens_S1)
+
+
+def token_kl(batch: MicroBatch, old_T: Tensor | None, reference_T: Tensor, kind: KLKind) -> Tensor:
+    """The KL of every token (nats), of which those of completions have a meaning; float64, on the CPU. `old_T` are the
+    log-probs of the policy that sampled, None to use the engine's own."""
+    sampled_T = batch.behaviour_logprobs_T if old_T is None else old_T.cpu()
+    return kl_estimate(kind, sampled_T.double(), reference_T.cpu().double())
+
+
+def _token_advantages(batch: MicroBatch, to_go_T: Tensor, offsets_N: Tensor, slope: float) -> Tensor:
+    padding = batch.n_segments - len(batch.sample_indices)
+    offsets_S = torch.cat((offsets_N[list(batch.sample_indices)], offsets_N.new_zeros(padding)))
+    advantages_T = offsets_S[batch.segments_T] - slope * to_go_T
+    return torch.where(batch.completion_index_T >= 0, advantages_T, 0.0).float()
+
+
+# ---------------------------------------------------------------- teacher
+
+
+@dataclass(frozen=True)
+class TaughtAdvantages:
+    """What the teacher adds to a step."""
+
+    batches: list[MicroBatch]
+    """This rank's, with new advantages."""
+    mean_advantages: list[list[float]]
+    """By group and completion, over its tokens."""
+    kl_per_token: float
+    """KL(policy || teacher), estimated from the sampled tokens (nats)."""
+
+
+def add_teacher_advantages(
+    batches: Sequence[MicroBatch],
+    policy: Sequence[TokenLogprobs] | None,
+    teacher: Sequence[TokenLogprobs],
+    mean_advantages: Sequence[Sequence[float]],
+    tokens: Sequence[Sequence[int]],
+    coef: float,
+    vocab_size: int,
+    mesh: Mesh,
+) -> TaughtAdvantages:
+    """This rank's micro-batches with the teacher's part in their advantages. A collective.
+
+    `policy` are the log-probs of the policy that sampled, None to use the engine's own. Tokens from `vocab_size` on are
+    not known to both, and get nothing. `mean_advantages` are those without the teacher, `tokens` the numbers of tokens,
+    both of all completions by group, in the order of the step's samples.
+    """
+    gaps = []
+    if mesh.is_last_stage:
+        gaps = [
+            _gap(batch, None if policy is None else policy[i].logprobs_T, teacher[i].logprobs_T, vocab_size)
+            for i, batch in enumerate(batches)
+        ]
+        batches = [  # nothing else looks at advantages
+            replace(batch, advantages_T=(batch.advantages_T.double() + coef * gap_T).float())
+            for batch, gap_T in zip(batches, gaps, strict=True)
+        ]
+    sums_N = _gather_sums(batches, gaps, sum(map(len, tokens)), mesh)
+    rest = iter(sums_N.tolist())
+    mean = [
+        [advantage + coef * next(rest) / max(1, count) for advantage, count in zip(*rows, strict=True)]
+        for rows in zip(mean_advantages, tokens, strict=True)
+    ]
+    return TaughtAdvantages(list(batches), mean, -float(sums_N.sum()) / max(1, sum(map(sum, tokens))))
+
+
+def _gap(batch: MicroBatch, policy_T: Tensor | None, teacher_T: Tensor, vocab_size: int) -> Tensor:
+    """The teacher's log-prob minus the policy's, of completion tokens; float64, on the CPU."""
+    sampled_T = batch.behaviour_logprobs_T if policy_T is None else policy_T.cpu()
+    counted_T = (batch.completion_index_T >= 0) & (batch.token_ids_T < vocab_size)
+    return torch.where(counted_T, teacher_T.cpu().double() - sampled_T.double(), 0.0)
+
+
+def _gather_sums(batches: Sequence[MicroBatch], gaps: Sequence[Tensor], samples: int, mesh: Mesh) -> Tensor:
+    """The sum of every sample's gaps, on every rank; over gloo."""
+    sums_N = torch.zeros(samples, dtype=torch.float64)
+    if mesh.counts_loss:
+        for batch, gap_T in zip(batches, gaps, strict=True):
+            bounds = itertools.pairwise(batch.cu_seqlens_S1.tolist())
+            for index, (start, end) in zip(batch.sample_indices, bounds, strict=False):
+                sums_N[index] = gap_T[start:end].sum()
+    dist.all_reduce(sums_N)
+    return sums_N
+
+
+@dataclass(frozen=True)
+class TeacherInAdvantages:
+    """The teacher's log-probs become part of every token's advantage."""
+
+    teacher: Teacher
+    actor: Actor
+    coef: float
+    vocab_size: int
+    """Of the policy."""
+    offload: OffloadSets
+    timers: PhaseTimers
+    mesh: Mesh
+
+    def apply(self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages) -> Advantages:
+        common, policy = self.teacher.vocab_size, logprobs.old
+        with self.timers.phase("teacher"):
+            # Both distributions are compared over the tokens that both know.
+            if common < self.vocab_size:
+                policy = self.actor.forward_backward.logprobs(advantages.batches, common)
+            with self.offload.on_device("teacher", "teacher_head"):
+                scored = self.teacher.logprobs(advantages.batches)
+        taught = add_teacher_advantages(
+            advantages.batches,
+            policy,
+            scored,
+            mean_advantages=advantages.means_PG,
+            tokens=packed.scored.tokens_PG,
+            coef=self.coef,
+            vocab_size=common,
+            mesh=self.mesh,
+        )
+        return replace(
+            advantages,
+            batches=taught.batches,
+            means_PG=taught.mean_advantages,
+            teacher_kl=taught.kl_per_token,
+        )
