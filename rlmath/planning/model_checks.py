@@ -218,3 +218,8 @@ def _token_text(token: tuple[str, bool] | None) -> str:
         return "none"
     text, special = token
     return f"{text[:60]!r}{' (special)' if special else ''}"
+
+
+def folder_problems(config: Config, shape: ModelShape | None) -> list[str]:
+    """Of the files of both, for a policy of this shape."""
+    return [*teacher_folder_problems(config), *critic_folder_problems(config, shape)]

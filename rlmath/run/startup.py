@@ -160,57 +160,80 @@ def start(
     """
     set_up_rank_logging()
     end_at_interrupt(environment_rank())
-    config, rendezvous, start_timeout = None, None, RunConfig.start_timeout_seconds
     logger.info("Starting: reading settings, model and data ...", extra=event("start"))
+    rank = StartingRank()
     with ExitStack() as stack:
         try:
-            rendezvous = open_rendezvous(start_timeout)
-            try:
-                config = load()
-                start_timeout = config.run.start_timeout_seconds
-                config = fetch_inputs(config, rendezvous)
-                prepared = prepare(config)
-                if (mistake := launcher_mistake()) is not None:
-                    raise ValueError(mistake)
-                if environment_rank() == 0:
-                    prepared = _take_folder(prepared, stack)
-            except (ValueError, OSError) as found:
-                error = _with_launcher_mistake(found)
-                several = rendezvous is not None and rendezvous.rank_info.several_nodes
-                if rendezvous is not None and several and not isinstance(found, SharedMistakeError):
-                    meet_with_mistake(rendezvous, error, start_timeout)
-                raise error from None
-            if rendezvous is not None:
-                data = prepared.data_read if data_hooks(prepared.config) else ""
-                meet(rendezvous, facts_of(prepared), start_timeout, data)
+            prepared = rank.get_ready(load, prepare, stack)
+            rank.meet_others(prepared)
         except (ValueError, MissingRanksError, HubFailedError) as error:
-            status = exit_codes.MISTAKE if isinstance(error, ValueError) else exit_codes.FAILURE
             log_mistake(error)
             stack.close()
-            if config is not None:
-                record_exit(config.run.output_dir, status, str(error))
+            status = exit_codes.MISTAKE if isinstance(error, ValueError) else exit_codes.FAILURE
+            if rank.config is not None:
+                record_exit(rank.config.run.output_dir, status, str(error))
             return status
         try:
-            if under_torchrun():
-                # Without torchrun a rank would wait long for its peers. Once they have met, the heartbeat watches it.
-                end_with_parent(os.getppid())
-            logger.info("Starting: importing Megatron ...")
-            prepare_imports(resolve_kind(prepared.config.run.device))
-            # Megatron imports W&B, which takes seconds and makes folders that stay when this process is killed.
-            with process.without_module("wandb"):
-                from rlmath.run.engine_rank import run_engine_rank
-
-                program = load_program()
-            if environment_rank() >= training_ranks(prepared.config, environment_world_size()):
-                status = run_engine_rank(prepared, rendezvous)
-            else:
-                status = program(prepared, rendezvous)
+            program = import_program(prepared.config, load_program)
+            status = program(prepared, rank.rendezvous)
             process.skip_collection_at_exit()
             return status
         except BaseException as error:
-            if rendezvous is not None:
-                rendezvous.report_failure(first_line(error))
+            if rank.rendezvous is not None:
+                rank.rendezvous.report_failure(first_line(error))
             end_broken()
+
+
+class StartingRank:
+    """This rank until all have met; it has what a failure must know."""
+
+    config: Config | None = None
+    rendezvous: Rendezvous | None = None
+    """None where there is one rank."""
+    start_timeout = RunConfig.start_timeout_seconds
+
+    def get_ready(
+        self, load: Callable[[], Config], prepare: Callable[[Config], PreparedRun[Any]], stack: ExitStack
+    ) -> PreparedRun[Any]:
+        """Read and check all that this rank is given; rank 0 takes the run's folder until `stack` ends. ValueError and
+        OSError for what is wrong with it, on several nodes with what the other nodes found."""
+        self.rendezvous = open_rendezvous(self.start_timeout)
+        try:
+            self.config = load()
+            self.start_timeout = self.config.run.start_timeout_seconds
+            self.config = fetch_inputs(self.config, self.rendezvous)
+            prepared = prepare(self.config)
+            if (mistake := launcher_mistake()) is not None:
+                raise ValueError(mistake)
+            return _take_folder(prepared, stack) if environment_rank() == 0 else prepared
+        except (ValueError, OSError) as found:
+            error = _with_launcher_mistake(found)
+            several = self.rendezvous is not None and self.rendezvous.rank_info.several_nodes
+            if self.rendezvous is not None and several and not isinstance(found, SharedMistakeError):
+                meet_with_mistake(self.rendezvous, error, self.start_timeout)
+            raise error from None
+
+    def meet_others(self, prepared: PreparedRun[Any]) -> None:
+        """All ranks come together, and their nodes are compared."""
+        if self.rendezvous is not None:
+            data = prepared.data_read if data_hooks(prepared.config) else ""
+            meet(self.rendezvous, facts_of(prepared), self.start_timeout, data)
+
+
+def import_program(config: Config, load_program: Callable[[], Program]) -> Program:
+    """What this rank runs, with Megatron loaded."""
+    if under_torchrun():
+        # Without torchrun a rank would wait long for its peers. Once they have met, the heartbeat watches it.
+        end_with_parent(os.getppid())
+    logger.info("Starting: importing Megatron ...")
+    prepare_imports(resolve_kind(config.run.device))
+    # Megatron imports W&B, which takes seconds and makes folders that stay when this process is killed.
+    with process.without_module("wandb"):
+        from rlmath.run.engine_rank import run_engine_rank
+
+        program = load_program()
+    trains = environment_rank() < training_ranks(config, environment_world_size())
+    return program if trains else run_engine_rank
 
 
 def set_up_rank_logging() -> None:
