@@ -257,7 +257,7 @@ def main(arguments: list[str] | None = None) -> int:
         bench_all_functions(options.quick)
     if options.only == "functions":
         return 0
-    labelled = labelled_cases()
+    labelled = labelled_cases()[:: 8 if options.quick else 1]
     cases, name, repeats = labelled, "labelled cases", 1 if options.quick else 3
     if options.benchmarks:
         golds = benchmark_golds(Path(options.benchmarks))
@@ -267,7 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
         cases, name = mixture(golds, 1000 if options.quick else None), "benchmark answers"
     library_seconds(cases[:5])
     bench_mixture(name, cases, repeats)
-    bench_classes(labelled if not options.quick else labelled[::4])
+    bench_classes(labelled)
     bench_hanging(cases, 1000 if options.quick else 10_000, 1)
     return 0
 

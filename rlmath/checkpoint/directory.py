@@ -26,7 +26,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ METADATA_FILES = "hf"
 CRITIC = "critic"
 """Name of the critic among a checkpoint's models."""
 REFERENCE = "reference"
-"""Likewise of the reference, which a checkpoint has where it is not the model that the run started from."""
+"""Name of the reference, which a checkpoint has where it is not the model that the run started from."""
 CRITIC_CONFIG = "critic_config.json"
 """The critic's config.json, beside the state."""
 PARTIAL = ".partial"
@@ -454,11 +454,11 @@ class Progress:
     good_step: int = 2**62
     """Steps done at the end of the best rewards, where the run looks at them (`algorithm.rollback_reward_drop`)."""
     rewards: tuple[float, ...] = ()
-    """Likewise the mean reward of every step."""
+    """The mean reward of every step, where the run looks at them."""
     rollback_steps: tuple[int, ...] = ()
     """Steps done in the checkpoints that the run went back to, in the order of its rollbacks."""
     rollback_draw_steps: tuple[int, ...] = ()
-    """Likewise the first step of other prompts and seeds."""
+    """The first step of other prompts and seeds, by rollback."""
 
     def has_model(self, name: str) -> bool:
         """Whether the checkpoint has the weights of a model; "" is the policy."""
@@ -499,22 +499,10 @@ def read_progress(folder: Path) -> Progress:
     path = folder / PROGRESS
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
-        # What older versions did not write.
-        older = {
-            "discarded_steps": 0,
-            "learned_step": values["step"],
-            "reward_fingerprint": "",
-            "cpu_sampler": 1,
-            "models": [],
-            "critic_updates": 0,
-            "good_step": 2**62,
-            "rewards": [],
-            "rollback_steps": [],
-            "rollback_draw_steps": [],
-        }
-        values = older | values
-        known = {field.name: values[field.name] for field in fields(Progress)}
-        for field in fields(Progress):
+        values = {"learned_step": values["step"]} | values  # older versions did not write all fields
+        written = [field for field in fields(Progress) if field.default is MISSING or field.name in values]
+        known = {field.name: values[field.name] for field in written}
+        for field in written:
             kind, fits = _KINDS[field.type]
             if not fits(known[field.name]):
                 raise ValueError(f'"{field.name}" is {known[field.name]!r:.80}; needed: {kind}')

@@ -292,9 +292,9 @@ class CheckpointManager:
                     self._root,
                     stay.keep_last,
                     stay.keep_models,
-                    save.learned_step,
-                    stay.judged_after,
-                    stay.always,
+                    learned_step=save.learned_step,
+                    judged_after=stay.judged_after,
+                    always=stay.always,
                 )
             )
         except (OSError, ValueError) as error:

@@ -183,7 +183,7 @@ def optimizer_pieces(optimizer: Any, pieces: Sequence[Piece], names: Sequence[st
                 at = piece.start + _flat(offset, piece.shape) - held.start
                 for name in (one for one in names if one in tensors):
                     data = tensors[name][at : at + math.prod(size)]
-                    found.append(_placed(piece, offset, size, name, data, held.is_share))
+                    found.append(_placed(piece, offset, size, name=name, data=data, is_share=held.is_share))
     return found
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rlmath.checkpoint.hf.weight_map import parameter_count
@@ -25,10 +26,10 @@ from rlmath.config.schema import Config
 from rlmath.config.terminal import escape_terminal
 from rlmath.models.hf_config import planned_shape, required_shape
 from rlmath.planning.checks import setting_problems, shape_problems
-from rlmath.planning.length_curriculum import of_longest_stage
 from rlmath.planning.memory_estimate import MemoryPlan, Target, mesh_of, table_rows
 from rlmath.planning.memory_fit import GIB, all_plans, fit_problems, planned_target, usable_bytes
 from rlmath.planning.parallelism import ranks_or_least, roles
+from rlmath.planning.rollout_checks import of_longest_stage
 
 MISTAKE = 2
 NOT_NEEDED = ("run.output_dir=unused", "data.train_path=unused")
@@ -80,15 +81,7 @@ def as_data(plans: list[MemoryPlan], problems: list[str], target: Target, ranks:
         "device": {"kind": target.kind, "name": target.name, "total": target.total_bytes, "usable": usable},
         "ranks": ranks,
         "plans": [
-            {
-                "rank": plan.rank,
-                "stage": plan.stage,
-                "is_engine": plan.is_engine,
-                "phases": {name: dict(held) for name, held in plan.phases.items()},
-                "host": dict(plan.host),
-                "held": {phase: plan.held(phase) for phase in plan.phases},
-                "worst": plan.worst,
-            }
+            asdict(plan) | {"held": {phase: plan.held(phase) for phase in plan.phases}, "worst": plan.worst}
             for plan in plans
         ],
         "problems": problems,
@@ -97,19 +90,11 @@ def as_data(plans: list[MemoryPlan], problems: list[str], target: Target, ranks:
 
 def heading(config: Config, shape: ModelShape, ranks: int, target: Target) -> str:
     """Model, layout and device."""
-    parallel = config.parallel
-    data = mesh_of(config, ranks, 0).data
-    layout = f"TP{parallel.tensor} x CP{parallel.context} x PP{parallel.pipeline} x DP{data}"
-    if shape.num_experts:
-        layout += f" x EP{parallel.expert} x ETP{parallel.expert_tensor}"
     lines = [
-        f"{config.model.path}: {parameter_count(shape) / 1e9:.3g} B parameters on {ranks} rank{'s' * (ranks != 1)}, "
-        f"{layout}, engines of TP{config.rollout.tensor_parallel}"
+        f"{config.model.path}: {parameter_count(shape) / 1e9:.3g} B parameters on {ranks} rank{'s' * (ranks != 1)}",
+        f"Layout: {mesh_of(config, ranks, 0).describe()}",
+        *filter(None, [roles(config, ranks), planned_shape(config.model.path).note]),
     ]
-    if who := roles(config, ranks):
-        lines[0] += f" on ranks of their own: {who}"
-    if note := planned_shape(config.model.path).note:
-        lines.append(note)
     if target.total_bytes is None:
         lines.append("Planned for the CPU, in float32; name a GPU by memory.gpu or memory.gpu_gib.")
     else:

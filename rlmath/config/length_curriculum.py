@@ -49,7 +49,7 @@ def has_length_stages(config: Config) -> bool:
 def length_stages(config: Config, total_steps: int | None) -> list[LengthStage]:
     """The stages in their order; one where `stages` is empty, which has `total_steps` (None: not known yet).
 
-    The lists must be equally long, as `preflight.length_curriculum` checks.
+    The lists must be equally long, as `stage_list_problems` checks.
     """
     lists = config.stages
     if not has_length_stages(config):
@@ -162,3 +162,36 @@ def validation_tokens(config: Config) -> int:
     validation on, so that all of a run can be compared."""
     own = config.validation.max_new_tokens
     return own if own is not None else max(config.stages.max_new_tokens or [config.rollout.max_new_tokens])
+
+
+def stage_list_problems(config: Config) -> Iterator[str]:
+    """Lists of `stages` that do not go together."""
+    if not has_length_stages(config):
+        return
+    lists = ("steps", "max_new_tokens", "max_tokens_per_microbatch")
+    counts = {name: len(getattr(config.stages, name)) for name in lists}
+    given = {name: count for name, count in counts.items() if count or name != lists[-1]}
+    if len(set(given.values())) > 1:
+        listed = ", ".join(f"stages.{name} has {count}" for name, count in given.items())
+        yield f"{listed}; each needs one number for every stage. Make them equally long."
+    if config.run.total_steps is not None:
+        yield (
+            f"run.total_steps is {config.run.total_steps} beside stages.steps, which give the length of the run. "
+            "Set run.total_steps=null."
+        )
+
+
+def in_flight_problem(config: Config, total_steps: int, steps_done: int, wanted: int) -> str | None:
+    """What is wrong where a run resumes with more groups in flight than the rest of their stage learns from: the next
+    stage has other lengths. `wanted` are those that selection does not drop; those of the last stage may be left."""
+    stages = length_stages(config, total_steps)
+    stage, per_step = length_stage_at(stages, steps_done - 1), config.data.prompts_per_step
+    left, needed = stage.end - steps_done, -(-wanted // per_step)
+    if stage is stages[-1] or wanted <= per_step * left:
+        return None
+    return (
+        f"stages: stage {stage.number + 1} ends after step {stage.end}, and the checkpoint of step {steps_done} has "
+        f"{wanted} groups in flight, which need {needed} steps of data.prompts_per_step={per_step} "
+        f"groups; the stage has {left} left, and the next one has other lengths. Let it end after step "
+        f"{steps_done + needed} or later."
+    )

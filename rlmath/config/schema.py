@@ -90,7 +90,7 @@ class RunConfig:
     total_epochs: PositiveInt = 1
     """Passes over the training prompts."""
     total_steps: PositiveInt | None = None
-    """Steps to train; ends the run before `total_epochs` if smaller. Null: as many as the epochs have."""
+    """Steps to train; ends the run before `total_epochs` if smaller. null: as many as the epochs have."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"cpu" (gloo, float32), "cuda" (nccl, bfloat16), or "auto": cuda if there is one."""
     recover_mode: Literal["auto", "resume", "disabled"] = "auto"
@@ -110,7 +110,7 @@ class RunConfig:
     another rank runs on its node."""
     hang_timeout_seconds: HeartbeatSeconds | None = 1500.0
     """The run ends, and logs where every rank is, when no rank has entered a phase or made other progress for so long
-    (seconds). Below `distributed_timeout_seconds`, or that ends it first, without such a log. Null: never."""
+    (seconds). Below `distributed_timeout_seconds`, or that ends it first, without such a log. null: never."""
     hub_timeout_seconds: Seconds = 3600.0
     """How long downloads of what is named by ids of the Hugging Face hub may take at the start, and the upload of
     `save.push_to_hub` at the end (seconds); ranks wait for each other so much longer then."""
@@ -166,7 +166,7 @@ class DataConfig:
     """A new order every epoch, drawn from `run.seed`; false keeps the file's order."""
     history_path: str | None = None
     """File of pass rates to begin with: what an earlier run left as prompt_history.jsonl, or rows {"query_id": ...,
-    "correct": 3, "sampled": 8}. A run that resumes has its own. Null: none."""
+    "correct": 3, "sampled": 8}. A run that resumes has its own. null: no pass rates."""
     history_groups: Annotated[int, Range(1, 1000)] = 4
     """Groups of a prompt that its pass rate counts, the last ones: what older weights sampled is forgotten."""
     curriculum: Literal["none", "skip_solved", "band"] = "none"
@@ -202,14 +202,14 @@ class ValidationConfig:
     TensorBoard; see docs/training.md."""
 
     every_steps: PositiveInt | None = None
-    """After every so many steps, and after the last. Null: never."""
+    """After every so many steps, and after the last. null: no validation."""
     paths: list[str] = field(default_factory=list)
     """Files, or hf:// ids, of problems, in any form that docs/data.md lists; each is named after its file."""
     template: Template | None = None
-    """As `data.template`. Null: the same."""
+    """As `data.template`. null: the same."""
     scorer: Annotated[str, TakesFunction("scorer")] | None = None
     """A function of yours, "package.module:name" or "path/to/file.py:name", that says which completions count as right
-    in validation; see docs/hooks.md. Null: as in training."""
+    in validation; see docs/hooks.md. null: answers are verified as in training."""
     before_training: bool = True
     """Also before the first step."""
     batch_size: PositiveInt = 128
@@ -221,7 +221,7 @@ class ValidationConfig:
     top_p: PositiveFraction = 0.95
     """Nucleus truncation."""
     max_new_tokens: PositiveInt | None = None
-    """Longest completion (tokens). Null: `rollout.max_new_tokens`, or the largest of `stages.max_new_tokens`."""
+    """Longest completion (tokens). null: `rollout.max_new_tokens`, or the largest of `stages.max_new_tokens`."""
     keep_best: bool = False
     """Keep the Hugging Face model with the best mean accuracy so far in `<output_dir>/best_model`."""
 
@@ -234,12 +234,12 @@ class SftConfig:
     max_sequence_tokens: Annotated[int, Range(2)] = 4096
     """Longer sequences (prompt and completion) are dropped, and counted on the console."""
     held_out_path: str | None = None
-    """File, or its hf:// id, of sequences to evaluate on. Null: `held_out_share` of the training file."""
+    """File, or its hf:// id, of sequences to evaluate on. null: `held_out_share` of the training file."""
     held_out_share: FractionBelowOne = 0.01
     """Share of the training sequences that are only evaluated on (0: none)."""
     eval_every_steps: PositiveInt | None = 100
     """Steps between evaluations of the held-out loss; there is one before the first and after the last step, too.
-    Null: none."""
+    null: no evaluations."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class ParallelConfig:
     rollout.tensor_parallel 2. A word without a plus sign leaves these two as they are."""
 
     data: PositiveInt | None = None
-    """Data-parallel size: replicas of the model. Null: what remains of the ranks."""
+    """Data-parallel size: replicas of the model. null: what remains of the ranks."""
     tensor: PositiveInt = 1
     """Tensor-parallel size: ranks that share every matrix. Divides attention heads and key-value groups."""
     pipeline: PositiveInt = 1
@@ -260,9 +260,9 @@ class ParallelConfig:
     """Model chunks of one pipeline stage (Megatron's interleaved schedule): more of them leave the stages less idle and
     send more messages. Needs `pipeline` above 1; `pipeline` x `virtual_pipeline` divides the number of layers."""
     first_stage_layers: PositiveInt | None = None
-    """Layers of the first pipeline stage, which also holds the embedding. Null: as many as the other stages."""
+    """Layers of the first pipeline stage, which also holds the embedding. null: as many as the other stages."""
     last_stage_layers: PositiveInt | None = None
-    """Layers of the last pipeline stage, which also holds the output layer. Null: as many as the other stages."""
+    """Layers of the last pipeline stage, which also holds the output layer. null: as many as the other stages."""
     context: PositiveInt = 1
     """Context-parallel size: ranks that share the tokens of every pack, for sequences too long for one. Needs GPUs with
     Transformer Engine; written to its rules, but not run on GPUs yet."""
@@ -287,7 +287,7 @@ class PolicyConfig:
     need no further package. On CPU the layers are local ones."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Activation recomputation, as Megatron has it: all of a layer ("full"), or its MLP, of local layers its attention
-    ("selective"). Null: none."""
+    ("selective"). null: no recomputation."""
     recompute_method: Literal["uniform", "block"] | None = None
     """How layers are recomputed with "full"."""
     recompute_num_layers: PositiveInt | None = None
@@ -322,7 +322,7 @@ class OptimizerConfig:
     distributed: bool = True
     """Share the optimizer's state over the data-parallel ranks (Megatron's distributed optimizer; only for "adam")."""
     overlap_grad_reduce: bool | None = None
-    """Reduce gradients over the data-parallel ranks while the backward pass goes on. Null: on GPU."""
+    """Reduce gradients over the data-parallel ranks while the backward pass goes on. null: on GPU."""
 
 
 @dataclass(frozen=True)
@@ -364,13 +364,13 @@ class RolloutConfig:
     "finish" ends them first, under the old weights."""
     max_concurrent_sequences: PositiveInt | None = None
     """Engines on `ranks` of their own: most sequences that one engine has begun at a time, in whole groups (AReaL, of
-    all engines: max_concurrent_rollouts). Null: as many as fill `max_num_seqs`."""
+    all engines: max_concurrent_rollouts). null: as many as fill `max_num_seqs`."""
     slice_tokens: PositiveInt | None = None
-    """"carry": most new tokens of a completion in a round; a step has as many rounds as it takes. Null:
+    """"carry": most new tokens of a completion in a round; a step has as many rounds as it takes. null:
     `max_new_tokens` / (`max_staleness` + 1): about one round a step. "defer": longest completion of a group that is not
-    deferred. Null: half of `max_new_tokens`."""
+    deferred. null: half of `max_new_tokens`."""
     max_groups_in_flight: PositiveInt | None = None
-    """"carry": most groups in flight, begun and not learned from. Null: data.prompts_per_step x (`max_staleness` + 1),
+    """"carry": most groups in flight, begun and not learned from. null: data.prompts_per_step x (`max_staleness` + 1),
     which is the most that can be."""
     memory_share: PositiveFraction = 0.6
     """GPU: share of the device's memory that an engine may take while it generates."""
@@ -423,12 +423,13 @@ class MemoryConfig:
     offload_reference: bool = False
     """Move the reference model to the host whenever it is not computing, in training, too."""
     offload_teacher: bool = False
-    """Likewise the teacher (`teacher.path`); with teacher.loss="full" its output layer comes back for the update."""
+    """Move the teacher (`teacher.path`) to the host, too; with teacher.loss="full" its output layer comes back for the
+    update."""
     gpu: GpuName | None = None
-    """GPU whose memory the run must fit, for example "H100-80GB". Null: the one that is there; on CPU nothing is
+    """GPU whose memory the run must fit, for example "H100-80GB". null: the one that is there; on CPU nothing is
     refused."""
     gpu_gib: PositiveFloat | None = None
-    """Memory of the GPU (GiB), for one that `gpu` has no name for. Null: as `gpu` says."""
+    """Memory of the GPU (GiB), for one that `gpu` has no name for. null: as `gpu` says."""
     leak_threshold_mib: PositiveFloat = 512.0
     """More memory than planned, or than the same phase of earlier steps held, is reported above this (MiB)."""
     stop_on_leak: bool = False
@@ -445,7 +446,7 @@ class RewardConfig:
     format_penalty: FiniteFloat = -1.0
     """Schemes "mix" and "independent": what an answer without a box gets (SimpleRL's FORMAT_PENALTY_VALUE)."""
     output_scaling: PositiveFloat | None = None
-    """AReaL's reward_output_scaling. Null: 5 for "correctness", which makes +5 and -5, and 1 for the others."""
+    """AReaL's reward_output_scaling. null: 5 for "correctness", which makes +5 and -5, and 1 for the others."""
     output_bias: FiniteFloat = 0.0
     """AReaL's reward_output_bias, subtracted before scaling."""
     mask_no_eos_with_zero: bool = False
@@ -489,14 +490,14 @@ class SelectionConfig:
     dynamic_sampling: Literal["accuracy", "reward"] | Annotated[str, TakesFunction("selection")] | None = None
     """DAPO's dynamic sampling (arXiv:2503.14476): "accuracy" drops groups that are all right or all wrong, "reward"
     those whose rewards are all the same, a function of yours those that it says (docs/hooks.md), and other prompts are
-    sampled in their place. Null keeps every group."""
+    sampled in their place. null keeps every group."""
     max_extra_prompts: NonNegativeInt = 0
     """With dynamic sampling: most prompts of a step beyond data.prompts_per_step. What is still missing then is left
     out: the step learns from fewer groups."""
     min_completion_tokens: NonNegativeInt = 0
     """Shorter completions leave their group, before advantages."""
     max_completion_tokens: PositiveInt | None = None
-    """Longer completions leave their group, before advantages. Null: none."""
+    """Longer completions leave their group, before advantages. null: no limit."""
     drop_truncated: bool = False
     """Completions cut off at rollout.max_new_tokens leave their group, before advantages (as DAPO's overlong
     filtering, which leaves them in the group's statistics)."""
@@ -534,37 +535,38 @@ class AlgorithmConfig:
     clip_ratio: PositiveFraction = 0.2
     """The importance ratio is clipped below 1 - clip_ratio, and above 1 + clip_ratio where clip_ratio_high is null."""
     clip_ratio_high: PositiveFloat | None = None
-    """The importance ratio is clipped above 1 + clip_ratio_high (DAPO's clip-higher). Null: clip_ratio."""
+    """The importance ratio is clipped above 1 + clip_ratio_high (DAPO's clip-higher). null: clip_ratio."""
     dual_clip: RatioAboveOne | None = None
-    """Largest importance ratio that counts where the advantage is negative (AReaL: c_clip, verl: clip_ratio_c). Null:
-    none."""
+    """Largest importance ratio that counts where the advantage is negative (AReaL: c_clip, verl: clip_ratio_c). null:
+    no bound."""
     recompute_logprobs: bool = True
     """Ratio against log-probs recomputed by the policy before its first update, the proximal policy (AReaL:
     recompute_logprob); false: against the engine's own."""
     importance_correction: Literal["token", "sequence"] | None = None
     """Weight of the surrogate for the difference between engine and recomputed log-probs: "token" (AReaL:
-    use_decoupled_loss) or "sequence", the product over a completion. Null: none."""
+    use_decoupled_loss) or "sequence", the product over a completion. null: no weight."""
     importance_cap: Annotated[float, Range(1, why=_EQUAL_RATIO)] | None = None
-    """Truncated importance sampling: most of that weight. Null: no bound."""
+    """Truncated importance sampling: the largest such weight. null: no bound."""
     importance_mask_low: Annotated[float, Range(0, 1, open_high=True, why=_EQUAL_RATIO)] | None = None
-    """Tokens, or completions, whose weight is below this are left out of the surrogate. Null: none."""
+    """Tokens, or completions, whose weight is below this are left out of the surrogate. null: no bound."""
     importance_mask_high: Annotated[float, Range(1, open_low=True, why=_EQUAL_RATIO)] | None = None
-    """Likewise above this, before the cap (AReaL: behav_imp_weight_cap). Null: none."""
+    """Tokens, or completions, whose weight is above this, before the cap, are left out (AReaL: behav_imp_weight_cap).
+    null: no bound."""
     importance_mask_geometric_low: Annotated[float, Range(0, 1, open_high=True, why=_EQUAL_RATIO)] | None = (
         None
     )
     """Completions whose geometric mean of recomputed over engine probability is below this are left out of the
-    surrogate (verl: rollout_rs=geometric); also without importance_correction. Null: none."""
+    surrogate (verl: rollout_rs=geometric); also without importance_correction. null: no bound."""
     importance_mask_geometric_high: Annotated[float, Range(1, open_low=True, why=_EQUAL_RATIO)] | None = None
-    """Likewise above this. Null: none."""
+    """Completions whose geometric mean is above this are left out, too. null: no bound."""
     importance_mask_binary_kl: PositiveFloat | None = None
     """Tokens are left out of the surrogate where the KL (nats) from the recomputed to the engine's distribution, over
-    "this token" and "any other", is above this (AReaL: KPop); also without importance_correction. Null: none."""
+    "this token" and "any other", is above this (AReaL: KPop); also without importance_correction. null: no bound."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of KL(policy || reference). 0: no reference model."""
     reference_every_steps: PositiveInt | None = None
     """After every so many steps of the run the policy becomes the reference (ProRL, arXiv:2505.24864, which also resets
-    the optimizer; here it goes on). Null: the reference stays the model that the run started from."""
+    the optimizer; here it goes on). null: the reference stays the model that the run started from."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL counts: in the "loss" of every token, or in the "reward", before advantages (AReaL: kl_ctl)."""
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
@@ -573,11 +575,12 @@ class AlgorithmConfig:
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus: the mean entropy of the policy's distribution is subtracted from the loss."""
     early_stop_ratio: RatioAboveOne | None = 5.0
-    """A minibatch whose token-weighted mean importance ratio exceeds this is discarded (as RLinf). Null: never."""
+    """A minibatch whose token-weighted mean importance ratio exceeds this is discarded (as RLinf). null: no bound."""
     early_stop_ratio_low: Annotated[float, Range(0, 1, open_high=True, why=_FIRST_RATIO)] | None = None
-    """Likewise when the mean falls below this. Null: never. Values that are not finite always discard."""
+    """A minibatch whose mean ratio falls below this is discarded. null: no bound. Values that are not finite always
+    discard."""
     early_stop_kl: PositiveFloat | None = None
-    """Likewise when the mean of k3, KL(proximal || policy) per token (nats), exceeds this. Null: never."""
+    """A minibatch whose mean k3, KL(proximal || policy) per token (nats), exceeds this is discarded. null: no bound."""
     early_stop_action: Literal["skip", "end"] = "skip"
     """After a discarded minibatch: "skip" continues with the next, "end" ends the step's updates."""
     rollback: NonNegativeInt = 0
@@ -588,7 +591,7 @@ class AlgorithmConfig:
     rollback_reward_drop: PositiveFloat | None = None
     """With `rollback`: go back, too, when the mean reward of `rollback_reward_steps` steps has fallen from the best
     such mean by more than this share of its gain over the first one, and by more than three deviations of single steps.
-    Null: rewards are not looked at."""
+    null: rewards are not looked at."""
     rollback_reward_steps: Annotated[int, Range(2)] = 10
     """Steps that those means are over."""
 
@@ -610,25 +613,25 @@ class CriticConfig:
 
     path: str | None = None
     """Folder, or hf:// id, of the Hugging Face model that the critic starts from, with a value head
-    (...ForTokenClassification) or without. Null: model.path."""
+    (...ForTokenClassification) or without. null: model.path."""
     lr: PositiveFloat | None = None
-    """Peak learning rate. Null: twice optimizer.lr (VAPO)."""
+    """Peak learning rate. null: twice optimizer.lr (VAPO)."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up."""
     epochs: PositiveInt | None = None
-    """Passes over a step's samples (verl: critic.ppo_epochs). Null: algorithm.epochs."""
+    """Passes over a step's samples (verl: critic.ppo_epochs). null: algorithm.epochs."""
     pretrain_steps: NonNegativeInt = 0
     """First steps of the run in which the critic alone learns (VAPO's value pretraining)."""
     clip: PositiveFloat | None = None
     """Values count as no further than this from those of the step's start (in units of the reward, which is 5 or -5 by
-    default; verl: cliprange_value). Null: no clip."""
+    default; verl: cliprange_value). null: no clip."""
     gamma: PositiveFraction = 1.0
     """Discount of a token."""
     policy_lambda: Fraction = 1.0
     """Lambda of the policy's advantages: 1 takes rewards alone, 0 one token and the next value. Without effect where
     policy_length_alpha is given."""
     policy_length_alpha: PositiveFloat | None = None
-    """Lambda of the policy's advantages by a completion's length: 1 - 1 / (this x its tokens); VAPO: 0.05. Null:
+    """Lambda of the policy's advantages by a completion's length: 1 - 1 / (this x its tokens); VAPO: 0.05. null:
     policy_lambda."""
     value_lambda: Fraction = 1.0
     """Lambda of the returns that the critic learns."""
@@ -644,7 +647,7 @@ class TeacherConfig:
 
     path: str | None = None
     """Folder, or hf:// id, of the teacher, a Hugging Face model with the same tokenizer; its shape may differ from the
-    policy's, as far as `parallel` can lay it out. Null: none."""
+    policy's, as far as `parallel` can lay it out. null: no teacher."""
     loss: Literal["advantage", "full"] = "advantage"
     """"advantage": `coef` x (teacher's log-prob - policy's) is added to every sampled token's advantage; "full": `coef`
     x KL(policy || teacher) over the whole vocabulary, at every token, is part of the loss, with gradient."""
@@ -678,20 +681,20 @@ class TelemetryConfig:
     """Weights & Biases, too: "off", "offline" (files under `<output_dir>/wandb`, without an account) or "online" (with
     an account, `wandb login`). Needs `pip install rlmath[wandb]`."""
     wandb_project: str = "rlmath"
-    """Its project."""
+    """Project of Weights & Biases."""
     wandb_name: str | None = None
-    """Its name of the run. Null: the name of `run.output_dir`."""
+    """Name of the run in Weights & Biases. null: the name of `run.output_dir`."""
     warn_truncated: Fraction = 0.05
     """A share of truncated completions above this is warned of, once (1: never). SimpleRL's report: normal is less than
     5%."""
     warn_dropped: Fraction = 0.05
-    """Likewise a share of prompts that the filters drop, at the start (1: never)."""
+    """Alert: a larger share of prompts that the filters drop, at the start (1: never)."""
     warn_importance_weight: PositiveFloat = 0.1
-    """Likewise a mean importance weight that is further from 1 than this (a large one: never)."""
+    """Alert: a mean importance weight that is further from 1 than this (a large one: never)."""
     warn_flat_steps: Annotated[int, Range(2)] = 50
-    """Likewise a reward that has not risen beyond its noise over so many steps (more than the run has: never)."""
+    """Alert: a reward that has not risen beyond its noise over so many steps (more than the run has: never)."""
     warn_entropy_share: Fraction = 0.2
-    """Likewise an entropy below this share of the first steps', and fallen twice as far as the share of wrong answers
+    """Alert: an entropy below this share of the first steps', and fallen twice as far as the share of wrong answers
     (0: never)."""
 
 
@@ -700,30 +703,30 @@ class SaveConfig:
     """What a run leaves behind: checkpoints to keep, recovery points to resume from, models in Hugging Face form."""
 
     save_freq_epochs: PositiveInt | None = None
-    """Keep a checkpoint after every so many epochs (AReaL: exp_ctrl.save_freq_epochs). Null: none."""
+    """Keep a checkpoint after every so many epochs (AReaL: exp_ctrl.save_freq_epochs). null: no such checkpoints."""
     save_freq_steps: PositiveInt | None = None
-    """Likewise after every so many steps."""
+    """Keep a checkpoint after every so many steps."""
     save_freq_secs: PositiveFloat | None = None
-    """Likewise after the step in which so many seconds have passed since the last one."""
+    """Keep a checkpoint after the step in which so many seconds have passed since the last one."""
     export_hf: bool = False
     """Export the model of every kept checkpoint to `<output_dir>/models/step-NNNNNN`, too, while training waits. The
     last one is always exported, to `<output_dir>/hf_model`."""
     export_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of the exported Hugging Face models; "auto": as it was trained."""
     ckpt_freq_epochs: PositiveInt | None = None
-    """Make a recovery point after every so many epochs (AReaL: exp_ctrl.ckpt_freq_epochs). Null: none."""
+    """Make a recovery point after every so many epochs (AReaL: exp_ctrl.ckpt_freq_epochs). null: no such points."""
     ckpt_freq_steps: PositiveInt | None = None
-    """Likewise after every so many steps."""
+    """Make a recovery point after every so many steps."""
     ckpt_freq_secs: PositiveFloat | None = 600.0
-    """Likewise after the step in which so many seconds have passed since the last one. With any of these three there is
-    a recovery point after the second step, too, and one after the last."""
+    """Make a recovery point after the step in which so many seconds have passed since the last one. With any of these
+    three there is a recovery point after the second step, too, and one after the last."""
     keep_last: PositiveInt = 2
     """Recovery points that stay: the newest ones. With 2, one is left when the newest is damaged."""
     keep_models: PositiveInt | None = None
-    """Checkpoints of `save_freq_*` that stay: the newest ones. Null: all."""
+    """Checkpoints of `save_freq_*` that stay: the newest ones. null: all stay."""
     push_to_hub: str | None = None
     """Repository of the Hugging Face hub, org/name, to which the model of a finished run (`<output_dir>/hf_model`) is
-    uploaded; made, private, where there is none. Needs a token (HF_TOKEN or `hf auth login`) and `export_hf`. Null:
+    uploaded; made, private, where there is none. Needs a token (HF_TOKEN or `hf auth login`) and `export_hf`. null:
     nothing is uploaded."""
     background: bool = True
     """Write checkpoints during training; a rank's part is held a second time in the host's memory meanwhile."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 EXAMPLES = 3
 """Prompts named with a finding."""
 SHOWN_CHARACTERS = 480
-"""Of a prompt's text; of a longer one its beginning and its end."""
+"""Characters of a prompt's text that are shown; of a longer one its beginning and its end."""
 LINE_CHARACTERS = 76
 REFERENCE_SECONDS = 10.0
 """Time for references; what is left then is not looked at."""

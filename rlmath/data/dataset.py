@@ -46,7 +46,7 @@ class PromptFiles:
     """The prompts that are left after filtering, and the order of their use."""
 
     prompts: list[Prompt]
-    """Of all files, one behind the other."""
+    """The prompts of all files, one behind the other."""
     order: PromptOrder
     total_steps: int
     """Steps of the whole run."""
@@ -65,7 +65,7 @@ class PromptFiles:
 
     @property
     def prompts_of_files(self) -> list[tuple[str, list[Prompt]]]:
-        """By file, in their order."""
+        """(path, prompts) of every file, in their order."""
         ends = list(itertools.accumulate(report.kept for report in self.reports))
         starts = [0, *ends]
         return [
@@ -101,7 +101,7 @@ class SftInputs:
     held_out: list[WrittenSequence]
     """Only evaluated on; empty where nothing is evaluated."""
     order: PromptOrder
-    """Of `sequences`."""
+    """The order of `sequences`."""
     total_steps: int
     """Steps of the whole run."""
     lines: tuple[str, ...]
@@ -253,7 +253,7 @@ def most_updates(config: Config, total_steps: int) -> int:
 
 
 def most_critic_updates(config: Config, total_steps: int) -> int:
-    """Likewise of its critic."""
+    """Optimizer steps of the critic in a GRPO run that discards nothing."""
     return total_steps * config.algorithm.n_minibatches * critic_epochs(config)
 
 

@@ -26,7 +26,7 @@ CHARACTERS_PER_TOKEN = 128
 """Longest token of common vocabularies, a run of spaces. A text with more for each token that it may have is not
 tokenized: a tokenizer takes seconds and hundreds of MB for every million characters."""
 MAX_TEXT_CHARACTERS = 2**20
-"""Of a problem, where there is no limit of tokens."""
+"""Longest problem, where there is no limit of tokens."""
 _SPLIT = "train"
 _SUFFIXES = (".parquet", ".arrow", ".jsonl")
 _SHARD = re.compile(r"(?P<name>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})(?:-[0-9a-f]+)?\.\w+")
@@ -103,7 +103,7 @@ def _files(place: Path, below: str = "") -> list[Path]:
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """Those that state.json names."""
+    """The data files that state.json names."""
     entries = read_json_object(folder / "state.json").get("_data_files")
     listed = entries if isinstance(entries, list) else []
     found = [entry.get("filename") for entry in listed if isinstance(entry, dict)]

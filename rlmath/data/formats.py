@@ -306,7 +306,7 @@ def _plain_row(columns: dict, number: int) -> PromptRow:
 
 
 def _plain_solutions(columns: dict) -> tuple[str, ...]:
-    """Of `answer`; else of `final_answer` (OlympiadBench); else of the box in `solution` (Minerva)."""
+    """Answers in `answer`; else in `final_answer` (OlympiadBench); else of the box in `solution` (Minerva)."""
     if columns.get("answer") is not None:
         return _answers(columns["answer"], "answer")
     if columns.get("final_answer") is not None:
@@ -436,7 +436,7 @@ _CHARACTERS_AT_ONCE = 2**25
 _MOST_LATE = 20
 """Rows of a file on which a data form of the user's may take too long."""
 FORMS: dict[str, Form] = {form.name: form for form in (BOBA, DAPO, SIMPLERL, V01, PLAIN)}
-"""By their words of data.format, in the order in which a row is compared with them."""
+"""Forms by their words of data.format, in the order in which a row is compared with them."""
 
 
 def form_of(columns: dict) -> Form | None:

@@ -45,9 +45,9 @@ HISTORY = "prompt_history.jsonl"
 """The file in a checkpoint, and in the run's folder at its end."""
 VERSION = 1
 MAX_LINE_BYTES = 2**16
-"""Of a row that is read; the first line of a file of ours may be as long as a checkpoint's."""
+"""Longest row that is read; the first line of a file of ours may be as long as a checkpoint's."""
 MAX_GROUPS = 1000
-"""Of a row that is read."""
+"""Most groups of a row that is read."""
 _MOST = 2**31
 """Above every count."""
 
@@ -81,7 +81,7 @@ class DrawState:
     queue: dict[int, None] = field(default_factory=dict)
     """Prompts that were passed over and wait, the longest first."""
     in_flight: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """By draw that has not left yet: (prompt, how often it comes before in its batch)."""
+    """Draws that have not left yet: (prompt, how often it comes before in its batch)."""
     passed_easy: int = 0
     passed_hard: int = 0
     """Places that were passed over so far, by verdict."""

@@ -75,7 +75,7 @@ class PromptFile:
 
     @property
     def unusable_share(self) -> float:
-        """Of all rows (0 to 1)."""
+        """Unusable rows as a share of all (0 to 1)."""
         return len(self.unusable) / max(1, len(self.rows) + self.repeated + len(self.unusable))
 
 

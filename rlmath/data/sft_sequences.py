@@ -66,15 +66,15 @@ class SequenceReport:
     path: str
     kept: int
     dropped: int
-    """Because they are too long."""
+    """Sequences that are too long."""
     longest: int
-    """Of those; 0 where there are none."""
+    """The longest of the dropped ones; 0 where there are none."""
     limit: int
     unusable: tuple[UnusableRow, ...]
     example: tuple[str, WrittenSequence] | None = None
     """The first that is kept: the text of its prompt, and its tokens. None where nothing is kept."""
     characters: frozenset[str] = frozenset()
-    """Of all texts that are kept."""
+    """Characters of all texts that are kept."""
 
     @property
     def read(self) -> int:

@@ -294,8 +294,8 @@ def unknown_token_ids(tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
 
 
 def characters_without_token(characters: Iterable[str], tokenizer: PreTrainedTokenizerFast) -> frozenset[str]:
-    """Those that the tokenizer leaves out: alone, they give no token at all. Of white space only the space is looked
-    at, between letters; marks and what shows nothing are not, which many tokenizers normalise."""
+    """Characters that the tokenizer leaves out: alone, they give no token at all. Of white space only the space is
+    looked at, between letters; marks and what shows nothing are not, which many tokenizers normalise."""
     given = set(characters)
     looked_at = sorted(one for one in given if unicodedata.category(one)[0] not in "CMZ")
     ids = token_ids_of([*looked_at, "a b", "ab"], tokenizer, special_tokens=False)

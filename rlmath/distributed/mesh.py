@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mesh:
-    """The layout of a run as one rank sees it. Sizes must divide: `preflight` has checked it."""
+    """The layout of a run as one rank sees it. Sizes must divide: `planning.parallelism` has checked it."""
 
     rank: int
     world_size: int

@@ -116,7 +116,15 @@ def this_rank() -> RankInfo:
     per_node = local_world_size() or world_size
     node = int(os.environ.get("GROUP_RANK", rank // per_node))
     local_rank = int(os.environ.get("LOCAL_RANK", rank % per_node))
-    return RankInfo(rank, world_size, node, local_rank, per_node, socket.gethostname(), os.getpid())
+    return RankInfo(
+        rank,
+        world_size,
+        node,
+        local_rank=local_rank,
+        ranks_per_node=per_node,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+    )
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,14 @@ def build_actor(
     chunks, wrapped, optimizer = _trained_chunks(config, shape, mesh, device, config.optimizer)
     mask = MinTokensMask(stop_token_ids, config.rollout.min_new_tokens)
     learner = GrpoLearner(
-        ForwardBackward(wrapped, mesh, device, config.rollout.temperature, shape.vocab_size, mask),
+        ForwardBackward(
+            wrapped,
+            mesh,
+            device,
+            temperature=config.rollout.temperature,
+            vocab_size=shape.vocab_size,
+            min_tokens_mask=mask,
+        ),
         optimizer,
         build_scheduler(config.optimizer, optimizer, total_updates),
         settings=loss_settings(config.algorithm, config.teacher),
@@ -87,7 +94,9 @@ def build_sft_actor(
 ) -> Actor[SftLearner]:
     """Likewise, for supervised training: the distribution is the model's own, at temperature 1 and without a mask."""
     chunks, wrapped, optimizer = _trained_chunks(config, shape, mesh, device, config.optimizer)
-    forward_backward = ForwardBackward(wrapped, mesh, device, 1.0, shape.vocab_size, MinTokensMask())
+    forward_backward = ForwardBackward(
+        wrapped, mesh, device, temperature=1.0, vocab_size=shape.vocab_size, min_tokens_mask=MinTokensMask()
+    )
     scheduler = build_scheduler(config.optimizer, optimizer, total_updates)
     return Actor(SftLearner(forward_backward, optimizer, scheduler), chunks)
 
@@ -97,9 +106,16 @@ def build_reference(
 ) -> ForwardBackward:
     """The model to start from, sharded like the actor, without gradients. Build it only where KL is used: it holds
     the memory of its parameters."""
-    chunks = _frozen_chunks(config, config.model.path, shape, mesh, device, "model.path")
+    chunks = _frozen_chunks(config, config.model.path, shape, mesh=mesh, device=device, option="model.path")
     mask = MinTokensMask(stop_token_ids, config.rollout.min_new_tokens)
-    return ForwardBackward(chunks, mesh, device, config.rollout.temperature, shape.vocab_size, mask)
+    return ForwardBackward(
+        chunks,
+        mesh,
+        device,
+        temperature=config.rollout.temperature,
+        vocab_size=shape.vocab_size,
+        min_tokens_mask=mask,
+    )
 
 
 def build_critic(config: Config, shape: ModelShape, mesh: Mesh, device: Device, total_updates: int) -> Critic:
@@ -107,9 +123,18 @@ def build_critic(config: Config, shape: ModelShape, mesh: Mesh, device: Device, 
     is that of `hf_config.critic_shape`."""
     settings, path = critic_optimizer(config), config.critic.path
     start = ("model.path", config.model.path) if path is None else ("critic.path", path)
-    chunks, wrapped, optimizer = _trained_chunks(config, shape, mesh, device, settings, start)
+    chunks, wrapped, optimizer = _trained_chunks(
+        config, shape, mesh, device=device, optimizer=settings, start=start
+    )
     learner = CriticLearner(
-        ForwardBackward(wrapped, mesh, device, 1.0, shape.vocab_size, MinTokensMask()),
+        ForwardBackward(
+            wrapped,
+            mesh,
+            device,
+            temperature=1.0,
+            vocab_size=shape.vocab_size,
+            min_tokens_mask=MinTokensMask(),
+        ),
         optimizer,
         build_scheduler(settings, optimizer, total_updates),
         clip=config.critic.clip,
@@ -147,10 +172,21 @@ def build_teacher(
     is that of the tokens which both know, at the same temperature and with the same mask."""
     assert config.teacher.path is not None
     same_rows = replace(teacher_shape, vocab_size=shape.vocab_size)
-    chunks = _frozen_chunks(config, config.teacher.path, same_rows, mesh, device, "teacher.path")
+    chunks = _frozen_chunks(
+        config, config.teacher.path, same_rows, mesh=mesh, device=device, option="teacher.path"
+    )
     mask = MinTokensMask(stop_token_ids, config.rollout.min_new_tokens)
     common = min(shape.vocab_size, teacher_shape.vocab_size)
-    return Teacher(ForwardBackward(chunks, mesh, device, config.rollout.temperature, common, mask))
+    return Teacher(
+        ForwardBackward(
+            chunks,
+            mesh,
+            device,
+            temperature=config.rollout.temperature,
+            vocab_size=common,
+            min_tokens_mask=mask,
+        )
+    )
 
 
 def _frozen_chunks(
@@ -158,7 +194,7 @@ def _frozen_chunks(
 ) -> list[GPTModel]:
     """This rank's chunks of a model that is only read, with the weights of `path`, which the setting `option` names."""
     megatron = transformer_config(shape, mesh, device, config.parallel, Recompute())
-    chunks = load_chunks(path, shape, mesh, device, megatron, option)
+    chunks = load_chunks(path, shape, mesh, device=device, megatron=megatron, option=option)
     for chunk in chunks:
         chunk.requires_grad_(False).eval()
     return chunks
@@ -181,7 +217,7 @@ def _trained_chunks(
             "installed (the Dockerfile builds it)"
         )
     megatron = actor_config(config, shape, mesh, device)
-    chunks = load_chunks(path, shape, mesh, device, megatron, option)
+    chunks = load_chunks(path, shape, mesh, device=device, megatron=megatron, option=option)
     overlap = optimizer.overlap_grad_reduce
     if overlap is None:
         overlap = device.kind == "cuda"
@@ -218,10 +254,10 @@ def loss_settings(algorithm: AlgorithmConfig, teacher: TeacherConfig = NO_TEACHE
             algorithm.importance_correction,
             algorithm.importance_cap,
             algorithm.importance_mask_low,
-            algorithm.importance_mask_high,
-            algorithm.importance_mask_geometric_low,
-            algorithm.importance_mask_geometric_high,
-            algorithm.importance_mask_binary_kl,
+            mask_high=algorithm.importance_mask_high,
+            geometric_low=algorithm.importance_mask_geometric_low,
+            geometric_high=algorithm.importance_mask_geometric_high,
+            binary_kl=algorithm.importance_mask_binary_kl,
         )
     high = algorithm.clip_ratio if algorithm.clip_ratio_high is None else algorithm.clip_ratio_high
     return LossSettings(

@@ -29,16 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 32 * 2**20}
-"""Size of one float32 chunk of logits by kind of device; two are held at a time. On a CPU they should stay in a core's
-cache (16 MiB was measured to take twice the time of 4). On a GPU one chunk fits the 50 MB cache of an H100 or H200, but
-its kernels take longer to start than to run: five chunks took 2.8 ms on an H100, the plain way 2.4
-(docs/benchmarks.md). Larger ones were not measured."""
-
-TEACHER_BLOCK_BYTES = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
-"""Size of one float32 block of a teacher's logits by kind of device; three are held at a time. On a GPU some 200 rows
-of a whole vocabulary: the output layer is read from memory once for each block, and with fewer rows its product would
-wait for that (calculated, not measured)."""
+from rlmath.models.scratch_sizes import CHUNK_BYTES, TEACHER_BLOCK_BYTES
 
 MASKED_LOGIT = -1e30
 """Scaled logit (bits) of a token that cannot be sampled: finite, so that 0 times it is 0."""

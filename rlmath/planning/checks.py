@@ -24,7 +24,7 @@ from rlmath.config.help import (
     setting_values,
 )
 from rlmath.config.hub import is_hub_id, push_problems
-from rlmath.config.length_curriculum import validates
+from rlmath.config.length_curriculum import stage_list_problems, validates
 from rlmath.config.model_shape import ModelShape, cpu_head_dim_problem
 from rlmath.config.schema import (
     AlgorithmConfig,
@@ -35,14 +35,12 @@ from rlmath.distributed.device_kind import cuda_is_available, set_cuda_defaults
 from rlmath.distributed.memory import available_bytes, total_bytes
 from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.models.hf_config import inspect_model_folder
-from rlmath.planning import critic, hook_checks, parallelism, teacher
-from rlmath.planning import curriculum_and_rollback as draws
-from rlmath.planning import length_curriculum as curriculum
+from rlmath.planning import model_checks, parallelism
 from rlmath.planning import rollout_checks as rollouts
 from rlmath.planning.memory_estimate import Kind
 from rlmath.planning.memory_fit import GIB, fit_problems
 from rlmath.planning.memory_formulas import FLOAT32_BYTES, longest_sequence_bytes
-from rlmath.planning.reward_checks import reward_problems, reward_warnings
+from rlmath.planning.reward_checks import hook_problems, hook_warnings, reward_problems, reward_warnings
 from rlmath.rewards.several_rewards import reward_hooks
 from rlmath.telemetry.wandb import wandb_problems
 from rlmath.workers.hooks import function_problem
@@ -59,70 +57,81 @@ def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> ModelS
     Errors: ValueError that lists every problem of the config, the model's folder and the training files.
     """
     shape, model_problems = inspect_model_folder(Path(config.model.path))
-    on_gpu = config.run.device != "cpu" and cuda_is_available()
     problems = [
         *run_problems(config, world_size, shape, kind),
-        *device_problems(config, shape, on_gpu or config.run.device == "cuda", kind),
-    ]
-    if kind == "grpo" and not on_gpu:
-        problems += host_memory_problems(config)
-    if on_gpu:
-        problems += transformer_engine_problems(config.policy.transformer_impl)
-    problems += [
-        *cuda_problems(config.run.device),
+        *machine_problems(config, shape, kind),
+        *(host_memory_problems(config) if kind == "grpo" and not runs_on_gpu(config) else ()),
         *file_problems(config, kind),
         *(wandb_problems(config.telemetry) if environment_rank() == 0 else ()),
         *push_problems(config.save, environment_rank() == 0),
         *model_problems,
-        *(teacher.folder_problems(config) if kind == "grpo" else ()),
-        *(critic.folder_problems(config, shape) if kind == "grpo" else ()),
+        *(model_checks.folder_problems(config, shape) if kind == "grpo" else ()),
     ]
-    if shape is not None and not problems:
-        problems += memory_problems(config, shape, world_size, kind)
-    raise_problems("this run", problems)
-    assert shape is not None
-    return shape
+    return _fitting_shape("this run", problems, config, shape, world_size, kind)
 
 
 def check_replay(config: Config, world_size: int, samples: bool) -> ModelShape:
-    """Likewise for the replay of a captured step (`replay`): data files are not looked at, and reward functions and
-    engines only where it `samples`."""
+    """As `check_config`, for the replay of a captured step (`replay`): data files are not looked at, and reward
+    functions and engines only where it `samples`."""
     shape, problems = inspect_model_folder(Path(config.model.path))
-    on_gpu = config.run.device != "cpu" and cuda_is_available()
     problems += setting_problems(config, world_size)
     if shape is not None:
         problems += shape_problems(config, shape)
-    problems += cuda_problems(config.run.device)
     if samples:
+        problems += cuda_problems(config.run.device)
         problems += filter(None, map(function_problem, reward_hooks(config.reward, config.run.plugins)))
-        problems += () if on_gpu else host_memory_problems(config)
+        problems += () if runs_on_gpu(config) else host_memory_problems(config)
     else:
-        problems += device_problems(config, shape, on_gpu or config.run.device == "cuda")
-        problems += transformer_engine_problems(config.policy.transformer_impl) if on_gpu else ()
-        problems += teacher.folder_problems(config)
-        problems += critic.folder_problems(config, shape)
+        problems += machine_problems(config, shape)
+        problems += model_checks.folder_problems(config, shape)
+    return _fitting_shape("this replay", problems, config, shape, world_size)
+
+
+def _fitting_shape(
+    what: str,
+    problems: list[str],
+    config: Config,
+    shape: ModelShape | None,
+    world_size: int,
+    kind: Kind = "grpo",
+) -> ModelShape:
+    """`shape`; ValueError for the problems, and where there is none for what does not fit the memory."""
     if shape is not None and not problems:
-        problems += memory_problems(config, shape, world_size)
-    raise_problems("this replay", problems)
+        problems = memory_problems(config, shape, world_size, kind)
+    raise_problems(what, problems)
     assert shape is not None
     return shape
+
+
+def runs_on_gpu(config: Config) -> bool:
+    return config.run.device != "cpu" and cuda_is_available()
+
+
+def machine_problems(config: Config, shape: ModelShape | None, kind: Kind = "grpo") -> list[str]:
+    """What of the layout and the layers this machine cannot run, and a GPU that is asked for and not there."""
+    on_gpu = runs_on_gpu(config)
+    return [
+        *device_problems(config, shape, on_gpu or config.run.device == "cuda", kind),
+        *(transformer_engine_problems(config.policy.transformer_impl) if on_gpu else ()),
+        *cuda_problems(config.run.device),
+    ]
 
 
 def run_problems(config: Config, world_size: int, shape: ModelShape | None, kind: Kind = "grpo") -> list[str]:
     """What no machine could run, for a model of this shape; None: not known."""
-    problems = [*setting_problems(config, world_size, kind), *draws.rollback_problems(config)]
+    problems = [*setting_problems(config, world_size, kind), *rollouts.rollback_problems(config)]
     if kind == "grpo":
         for check in (
             algorithm_problems,
-            teacher.setting_problems,
+            model_checks.teacher_problems,
             reward_problems,
-            draws.curriculum_problems,
+            rollouts.curriculum_problems,
             rollouts.partial_rollout_problems,
             rollouts.asynchronous_problems,
         ):
-            problems += curriculum.in_every_stage(config, check)
+            problems += rollouts.in_every_stage(config, check)
     # Once for all stages: an import may take long.
-    problems += hook_checks.hook_problems(config, kind)
+    problems += hook_problems(config, kind)
     return problems + (shape_problems(config, shape, kind) if shape is not None else [])
 
 
@@ -138,10 +147,10 @@ def setting_problems(config: Config, world_size: int, kind: Kind = "grpo") -> li
         return [*problems, *_sequence_length_problems(config)]
     return [
         *problems,
-        *curriculum.stage_list_problems(config),
-        *curriculum.in_every_stage(config, _length_problems),
-        *curriculum.of_longest_stage(config, _engine_problems),
-        *curriculum.validation_problems(config),
+        *stage_list_problems(config),
+        *rollouts.in_every_stage(config, _length_problems),
+        *rollouts.of_longest_stage(config, _engine_problems),
+        *rollouts.validation_problems(config),
     ]
 
 
@@ -153,12 +162,12 @@ def shape_problems(config: Config, shape: ModelShape, kind: Kind = "grpo") -> li
         return [*problems, *_sequence_position_problems(config, shape)]
     return [
         *problems,
-        *critic.layout_problems(config, shape),
-        *curriculum.in_every_stage(config, lambda stage: critic.length_problems(stage, shape)),
-        *teacher.layout_problems(config),
-        *curriculum.in_every_stage(config, teacher.length_problems),
-        *curriculum.in_every_stage(config, lambda stage: _model_length_problems(stage, shape)),
-        *curriculum.in_validation(config, lambda validation: _model_length_problems(validation, shape)),
+        *model_checks.critic_layout_problems(config, shape),
+        *rollouts.in_every_stage(config, lambda stage: model_checks.critic_length_problems(stage, shape)),
+        *model_checks.teacher_layout_problems(config),
+        *rollouts.in_every_stage(config, model_checks.teacher_length_problems),
+        *rollouts.in_every_stage(config, lambda stage: _model_length_problems(stage, shape)),
+        *rollouts.in_validation(config, lambda validation: _model_length_problems(validation, shape)),
     ]
 
 
@@ -167,9 +176,7 @@ def device_problems(config: Config, shape: ModelShape | None, on_gpu: bool, kind
     problems = list(parallelism.context_problems(config.parallel, config.policy, on_gpu))
     problems += parallelism.expert_tensor_problems(config.parallel, on_gpu)
     if kind == "grpo" and shape is not None and not on_gpu:
-        problems += curriculum.of_longest_stage(
-            config, lambda largest: _engine_model_problems(largest, shape)
-        )
+        problems += rollouts.of_longest_stage(config, lambda largest: _engine_model_problems(largest, shape))
     return problems
 
 
@@ -206,7 +213,7 @@ def memory_problems(config: Config, shape: ModelShape, world_size: int, kind: Ki
     """What of the longest lengths does not fit the GPU. The layout must have no problems."""
     if kind == "sft":
         return fit_problems(config, shape, world_size, kind)
-    return curriculum.of_longest_stage(config, lambda largest: fit_problems(largest, shape, world_size))
+    return rollouts.of_longest_stage(config, lambda largest: fit_problems(largest, shape, world_size))
 
 
 def host_memory_problems(config: Config) -> Iterator[str]:
@@ -276,14 +283,14 @@ def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
     more = (
         rollouts.partial_rollout_warnings,
         rollouts.asynchronous_warnings,
-        draws.curriculum_warnings,
-        draws.rollback_warnings,
+        rollouts.curriculum_warnings,
+        rollouts.rollback_warnings,
         rollouts.old_token_warnings,
         algorithm_warnings,
-        critic.critic_warnings,
-        teacher.setting_warnings,
-        curriculum.length_stage_warnings,
-        hook_checks.hook_warnings,
+        model_checks.critic_warnings,
+        model_checks.teacher_warnings,
+        rollouts.length_stage_warnings,
+        hook_warnings,
     )
     return [*warnings, *(text for find in more for text in find(config))]
 
@@ -389,7 +396,7 @@ def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 def algorithm_problems(config: Config) -> Iterator[str]:
     """What was got, what is needed and what to change, one text per problem."""
     algorithm = config.algorithm
-    compares = algorithm.advantage in GROUP_ADVANTAGES and not teacher.teaches_alone(config)
+    compares = algorithm.advantage in GROUP_ADVANTAGES and not model_checks.teaches_alone(config)
     if config.rollout.group_size < 2 and compares:
         yield (
             f'rollout.group_size is {config.rollout.group_size}; algorithm.advantage="{algorithm.advantage}" compares '

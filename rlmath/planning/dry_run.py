@@ -6,7 +6,6 @@ shape; without a tokenizer prompts are counted and their lengths are not checked
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import shutil
@@ -25,14 +24,8 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.audit import EXAMPLES
 from rlmath.data.dataset import (
-    audit_inputs,
-    load_inputs,
-    load_prompt_files,
-    load_sft_inputs,
-    load_validation,
     most_updates,
 )
-from rlmath.data.order import PromptOrder
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, FINISHED, MISTAKE
 from rlmath.distributed.memory import total_bytes
 from rlmath.distributed.ranks import environment_rank
@@ -45,37 +38,23 @@ from rlmath.models.hf_config import (
     missing_folder_problem,
     planned_shape,
 )
-from rlmath.planning import checks, hook_checks
-from rlmath.planning.length_curriculum import stage_list_problems
+from rlmath.planning import checks
 from rlmath.planning.memory_estimate import Kind, Target, mesh_of
 from rlmath.planning.memory_fit import GIB, planned_target, start_up_lines
 from rlmath.planning.parallelism import planned_ranks, roles
-from rlmath.planning.teacher import check_teacher_tokenizer
+from rlmath.planning.prepare import RunData, dropped_warning, read_data, tokenizer_problem
+from rlmath.planning.reward_checks import hook_lines
 from rlmath.rollout.flight_rules import flight_rules, flight_size, slice_tokens
 from rlmath.run.recovery import save_schedule
 from rlmath.run.recovery.hub_inputs import plan_inputs
-from rlmath.run.recovery.resume import Origin, Recovery, find_recovery, origin_of, sft_origin_of
+from rlmath.run.recovery.resume import Recovery, find_recovery
 from rlmath.run.run_dir import folder_problems
-from rlmath.telemetry.alerts import dropped_alert
 from rlmath.telemetry.console import terminal_width, wrapped
 
 DATA_FUNCTIONS = ("run.plugins:", "data.format:", "data.template:", "validation.template:")
 """How problems of functions begin that the data cannot be read without."""
 LARGE_SHARE = 0.85
 """Share of a GPU's memory below which an engine that has it for itself leaves much of it empty."""
-
-
-@dataclass(frozen=True)
-class CountedData:
-    """The prompts of a run, or the sequences of a supervised one, counted."""
-
-    order: PromptOrder
-    total_steps: int
-    lines: tuple[str, ...]
-    """One or more for each file, for the console."""
-    warnings: tuple[str, ...]
-    origin: Origin
-    """"" for what cannot be known without weights or a tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +68,7 @@ class RunPlan:
     shape_note: str
     ranks: int
     target: Target
-    data: CountedData
+    data: RunData
     kind: Kind = "grpo"
     unused: tuple[str, ...] = ()
     """Settings that have no effect in a supervised run."""
@@ -101,6 +80,10 @@ class RunPlan:
     """Neither settings nor a launcher nor the user named their number."""
     not_here: tuple[str, ...] = ()
     """Why a start on this machine would be refused, in a plan for another."""
+
+    @property
+    def total_steps(self) -> int:
+        return self.data.inputs.total_steps
 
 
 def dry_run(
@@ -144,18 +127,14 @@ def plan_run(given: Config, ranks: int | None = None, kind: Kind = "grpo") -> Ru
     of_data = [one for one in checks.value_problems(config) if one.startswith(("data.", "sft."))]
     of_data += [one for one in of_settings if one.startswith(DATA_FUNCTIONS)]
     try:
-        is_readable = not (of_files or of_data or any(stage_list_problems(config)))
+        is_readable = not (of_files or of_data or any(curriculum.stage_list_problems(config)))
         if (
             shape is not None
             and is_readable
             and (kind == "grpo" or tokenizer_problem(config) is None or not of_model)
         ):
-            calls_function = not of_settings  # where it cannot be imported, that is found already
-            data = (
-                count_data(config, shape, calls_function)
-                if kind == "grpo"
-                else count_sequences(config, shape)
-            )
+            # Where a function cannot be imported, that is found already.
+            data = read_data(config, shape, kind, calls_functions=not of_settings, examples=EXAMPLES)
     except ValueError as error:
         problems.append(str(error))
     recovery, refused = _recovery(config, data)
@@ -193,12 +172,12 @@ def plan_run(given: Config, ranks: int | None = None, kind: Kind = "grpo") -> Ru
     )
 
 
-def _recovery(config: Config, data: CountedData | None) -> tuple[Recovery | None, list[str]]:
+def _recovery(config: Config, data: RunData | None) -> tuple[Recovery | None, list[str]]:
     """What a start here would resume from, and why it would refuse to. Without data it is not known."""
     if data is None:
         return None, []
     try:
-        return find_recovery(config, data.origin, data.total_steps), []
+        return find_recovery(config, data.origin, data.inputs.total_steps), []
     except ValueError as error:
         return None, [str(error).replace("\n", "\n  ")]
 
@@ -213,63 +192,6 @@ def model_problems(model_path: str, planned: PlannedShape) -> tuple[list[str], l
     if not folder.is_dir() or has_weights(folder):
         return problems, []
     return planned.problems, [problem for problem in problems if problem not in planned.problems]
-
-
-# ---------------------------------------------------------------- data
-
-
-def count_data(config: Config, shape: ModelShape, calls_function: bool = True) -> CountedData:
-    """The prompts that the run would use; ValueError for those that it could not, and where a reward function fails on
-    them, if it is called. Without a tokenizer none is dropped for its length."""
-    tokenizer, of_teacher = None, ()
-    problem = tokenizer_problem(config)
-    if problem is None:
-        found = load_inputs(config, shape)
-        tokenizer = found.tokenizer
-        of_teacher = check_teacher_tokenizer(config, tokenizer)
-    else:
-        found = load_prompt_files(config, tokenizer)
-    validation = load_validation(config, tokenizer, shape.vocab_size)
-    audit = audit_inputs(config, found, validation, tokenizer)
-    tried = hook_checks.try_functions(config, found.prompts) if calls_function else ()
-    lines = (*found.lines, *(line for file in validation for line in file.lines()), *audit.lines())
-    warning = dropped_alert(found.dropped_share, config.telemetry)
-    if tokenizer is None:
-        warning = (
-            f"lengths were not checked: {problem}. Prompts longer than "
-            f"data.max_prompt_tokens={config.data.max_prompt_tokens} will be dropped, and steps may be fewer."
-        )
-    warnings = (*tried, *of_teacher, *audit.warnings(EXAMPLES), *(() if warning is None else (warning,)))
-    origin = origin_of(config, found, has_weights(Path(config.model.path)))
-    if tokenizer is None:
-        origin = replace(origin, data="")
-    return CountedData(found.order, found.total_steps, lines, warnings, origin)
-
-
-def count_sequences(config: Config, shape: ModelShape) -> CountedData:
-    """The sequences that a supervised run would use; ValueError for those that it could not, and without a tokenizer:
-    they are written with it."""
-    if (problem := tokenizer_problem(config)) is not None:
-        raise ValueError(
-            f"the sequences of supervised training are written with a tokenizer, and cannot be counted: {problem}. "
-            "A dry run needs config.json and the tokenizer's files of the model, and transformers (rlmath install cpu, "
-            "or gpu)."
-        )
-    found = load_sft_inputs(config, shape)
-    lines = (*found.lines, *found.audit.lines())
-    origin = sft_origin_of(config, found, has_weights(Path(config.model.path)))
-    return CountedData(found.order, found.total_steps, lines, found.audit.warnings(EXAMPLES), origin)
-
-
-def tokenizer_problem(config: Config) -> str | None:
-    """Why a plan is made without the model's tokenizer; None where its folder has one, and the package is there that
-    reads it."""
-    folder = Path(config.model.path)
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
-        return f'"{folder}" has no tokenizer here'
-    if importlib.util.find_spec("transformers") is None:
-        return f'transformers is not installed, which reads the tokenizer of "{folder}"'
-    return None
 
 
 # ---------------------------------------------------------------- the plan as text
@@ -293,7 +215,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
         *([least] if plan.ranks_are_least else ()),
         "Data:",
         *(f"  {line}" for line in plan.data.lines),
-        *hook_checks.hook_lines(config, plan.kind),
+        *hook_lines(config, plan.kind),
         *(_step_lines(plan) if plan.kind == "grpo" else _sft_step_lines(plan)),
         *start_up_lines(curriculum.with_longest_lengths(config), shape, plan.ranks, plan.kind),
         *_disk_lines(plan),
@@ -316,7 +238,7 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
     updates = minibatches * epochs
     yield (
         f"  {minibatches} minibatch{'es' * (minibatches != 1)} x {epochs} epoch{'s' * (epochs != 1)} over them: "
-        f"{updates} update{'s' * (updates != 1)} a step, {most_updates(config, data.total_steps):,} in all at most"
+        f"{updates} update{'s' * (updates != 1)} a step, {most_updates(config, plan.total_steps):,} in all at most"
     )
     critic = critic_shape_of(config, plan.shape)
     if critic is not None:
@@ -327,7 +249,7 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
         )
     if config.selection.dynamic_sampling is not None:
         yield f"  dynamic sampling may ask for up to {config.selection.max_extra_prompts} prompts more a step"
-    stages = curriculum.length_stages(config, data.total_steps)
+    stages = curriculum.length_stages(config, data.inputs.total_steps)
     slices = ", ".join(dict.fromkeys(f"{slice_tokens(stage.config.rollout):,}" for stage in stages))
     if config.rollout.tail == "carry":
         yield (
@@ -422,10 +344,10 @@ def _sft_step_lines(plan: RunPlan) -> Iterator[str]:
         yield f"Held-out sequences: their loss every {sft.eval_every_steps} steps"
 
 
-def _steps(data: CountedData) -> str:
-    per_epoch = data.order.steps_per_epoch
-    epochs_in_all = f"{data.total_steps / per_epoch:,.1f}".removesuffix(".0")
-    return f"Steps: {data.total_steps:,} in all, {per_epoch:,} an epoch ({epochs_in_all} epochs)"
+def _steps(data: RunData) -> str:
+    per_epoch = data.inputs.order.steps_per_epoch
+    epochs_in_all = f"{data.inputs.total_steps / per_epoch:,.1f}".removesuffix(".0")
+    return f"Steps: {data.inputs.total_steps:,} in all, {per_epoch:,} an epoch ({epochs_in_all} epochs)"
 
 
 def _tokens(config: Config) -> str:
@@ -464,7 +386,7 @@ def needed_disk(plan: RunPlan) -> int:
     config, save = plan.config, plan.config.save
     checkpoint = save_schedule.checkpoint_bytes(config, plan.shape) + flight_size(config).after_step
     model = save_schedule.export_bytes(config, plan.shape)
-    kept = kept_checkpoints(config, plan.data.total_steps, plan.data.order.steps_per_epoch)
+    kept = kept_checkpoints(config, plan.total_steps, plan.data.inputs.order.steps_per_epoch)
     never = save_schedule.recovery_frequency(save).never and save_schedule.kept_frequency(save).never
     points = 0 if never else save.keep_last + 1
     models = save_schedule.most_models(config) + (kept if save.export_hf else 0)
@@ -473,7 +395,7 @@ def needed_disk(plan: RunPlan) -> int:
 
 def _disk_lines(plan: RunPlan) -> Iterator[str]:
     config, save = plan.config, plan.config.save
-    kept = kept_checkpoints(config, plan.data.total_steps, plan.data.order.steps_per_epoch)
+    kept = kept_checkpoints(config, plan.total_steps, plan.data.inputs.order.steps_per_epoch)
     yield (
         f"Disk: a checkpoint is {_gib(save_schedule.checkpoint_bytes(config, plan.shape))} GiB, the exported model "
         f"{_gib(save_schedule.export_bytes(config, plan.shape))}"
@@ -509,8 +431,10 @@ def _resume_lines(plan: RunPlan) -> Iterator[str]:
 def _warnings(plan: RunPlan) -> Iterator[str]:
     config = plan.config
     yield from plan.data.warnings
-    yield from curriculum.fewer_steps_warnings(config, plan.data.order.steps_per_epoch)
-    yield from curriculum.late_steps_warnings(config, plan.data.total_steps)
+    if plan.kind == "grpo" and (dropped := dropped_warning(config, plan.data)) is not None:
+        yield dropped
+    yield from curriculum.fewer_steps_warnings(config, plan.data.inputs.order.steps_per_epoch)
+    yield from curriculum.late_steps_warnings(config, plan.total_steps)
     if plan.recovery is not None:
         yield from (*plan.recovery.notes, *plan.recovery.warnings)
     for problem in plan.missing:

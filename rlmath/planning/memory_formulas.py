@@ -26,14 +26,10 @@ from functools import lru_cache
 from rlmath.checkpoint.hf.weight_map import padded_vocab
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import PolicyConfig, RolloutConfig
+from rlmath.models.scratch_sizes import CHUNK_BYTES, CHUNKS_HELD, TEACHER_BLOCK_BYTES, TEACHER_BLOCKS_HELD
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, engine_vocab_rows
 
 FLOAT32_BYTES = 4
-LOGPROB_SCRATCH_BYTES = {"cpu": 2 * 4 * 2**20, "cuda": 2 * 32 * 2**20}
-"""Two chunks of logits in float32 (`models.logprobs.CHUNK_BYTES`)."""
-TEACHER_BLOCK_BYTES = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
-TEACHER_BLOCKS = 3
-"""Blocks of logits that the loss holds at a time for a teacher (as those of `models.logprobs`)."""
 BLOCK_TOKENS = {"cpu": 128, "cuda": 16}
 """Tokens of one block of the KV cache."""
 
@@ -221,7 +217,7 @@ def _scratch_bytes(shape: ModelShape, work: StageWork) -> int:
     """What the head's output is worked on in: chunks of logits, or float32 hidden states for a value."""
     if shape.outputs == 1:
         return 2 * work.tokens * shape.hidden_size * FLOAT32_BYTES if work.itemsize < FLOAT32_BYTES else 0
-    return LOGPROB_SCRATCH_BYTES[work.device_kind]
+    return CHUNKS_HELD * CHUNK_BYTES[work.device_kind]
 
 
 def head_bytes(shape: ModelShape, tensor: int, itemsize: int) -> int:
@@ -236,7 +232,7 @@ def teacher_loss_bytes(teacher: ModelShape, work: StageWork) -> int:
         return 0
     columns = padded_vocab(teacher.vocab_size, work.tensor) // work.tensor
     rows = max(1, TEACHER_BLOCK_BYTES[work.device_kind] // (FLOAT32_BYTES * columns))
-    blocks = TEACHER_BLOCKS * min(rows, work.tokens) * columns * FLOAT32_BYTES
+    blocks = TEACHER_BLOCKS_HELD * min(rows, work.tokens) * columns * FLOAT32_BYTES
     copied = work.device_kind == "cuda" or work.sequence
     return blocks + (work.tokens * teacher.hidden_size * work.itemsize if copied else 0)
 

@@ -1,11 +1,25 @@
-"""What is wrong with partial rollouts, tail batching and engines on ranks of their own, and what of them changes
-nothing."""
+"""What is wrong, or without effect, in the settings of completions and their schedule: partial rollouts, tail batching
+and engines on ranks of their own; `data.curriculum`; `algorithm.rollback`; `stages` and `validation`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
-from rlmath.config.schema import AlgorithmConfig, Config, MemoryConfig, RolloutConfig
+from rlmath.config import length_curriculum as curriculum
+from rlmath.config.schema import (
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    MemoryConfig,
+    PolicyConfig,
+    RolloutConfig,
+    ValidationConfig,
+)
+from rlmath.run.recovery.save_schedule import kept_frequency, recovery_frequency
+
+# ---------------------------------------------------------------- partial rollouts, engines on ranks of their own
 
 
 def partial_rollout_problems(config: Config) -> Iterator[str]:
@@ -142,3 +156,187 @@ def partial_rollout_warnings(config: Config) -> Iterator[str]:
             f"rollout.slice_tokens={rollout.slice_tokens} is no less than the longest completion ({longest} tokens): "
             "nothing is deferred."
         )
+
+
+# ---------------------------------------------------------------- curriculum and rollback
+
+
+def rollback_problems(config: Config) -> Iterator[str]:
+    """What a run that may go back to a checkpoint needs."""
+    algorithm, save = config.algorithm, config.save
+    if algorithm.rollback == 0:
+        return
+    if config.rollout.ranks > 0:
+        yield (
+            f"algorithm.rollback is {algorithm.rollback} and rollout.ranks {config.rollout.ranks}: engines on ranks of "
+            "their own have begun prompts ahead of the steps, with weights that would be discarded, and cannot go "
+            "back. Set algorithm.rollback=0, or rollout.ranks=0."
+        )
+    if recovery_frequency(save).never and kept_frequency(save).never:
+        yield (
+            f"algorithm.rollback is {algorithm.rollback}, and the run makes no checkpoint to go back to. Set "
+            "save.ckpt_freq_steps or save.ckpt_freq_secs, or algorithm.rollback=0."
+        )
+
+
+def rollback_warnings(config: Config) -> Iterator[str]:
+    """Settings of rollbacks that change nothing."""
+    algorithm, default = config.algorithm, AlgorithmConfig()
+    names = ["rollback_lr_factor", "rollback_reward_drop", "rollback_reward_steps"]
+    if algorithm.rollback > 0:
+        names = ["rollback_reward_steps"] if algorithm.rollback_reward_drop is None else []
+    changed = [name for name in names if getattr(algorithm, name) != getattr(default, name)]
+    if changed:
+        missing = "algorithm.rollback" if algorithm.rollback == 0 else "algorithm.rollback_reward_drop"
+        yield f"{', '.join(f'algorithm.{one}' for one in changed)}: no effect without {missing}."
+    if algorithm.rollback > 0 and algorithm.rollback_reward_drop is not None:
+        for key, why in (
+            (config.data.curriculum != "none", "data.curriculum skips prompts that the policy solves"),
+            (bool(config.stages.steps), "stages change the length of completions"),
+        ):
+            if key:
+                yield f"algorithm.rollback_reward_drop: {why}, and rewards may fall without a worse policy."
+
+
+def curriculum_problems(config: Config) -> Iterator[str]:
+    """What does not go with draws by pass rate."""
+    data, group_size = config.data, config.rollout.group_size
+    if data.curriculum != "none" and config.rollout.ranks > 0:
+        yield (
+            f'data.curriculum is "{data.curriculum}" and rollout.ranks {config.rollout.ranks}: engines on ranks of '
+            "their own begin prompts when they have a free place, so that which pass rates a draw would see depends on "
+            "the clock, and no resumed run could draw the same. Set data.curriculum=none, or rollout.ranks=0."
+        )
+    if data.curriculum == "band" and data.band_low > data.band_high:
+        yield (
+            f"data.band_low is {data.band_low:g}, above data.band_high {data.band_high:g}: no pass rate lies between "
+            "them. Lower the former, or raise the latter."
+        )
+    most = data.history_groups * group_size
+    if data.curriculum == "skip_solved" and data.solved_samples > most:
+        yield (
+            f"data.solved_samples is {data.solved_samples}; a pass rate counts data.history_groups x "
+            f"rollout.group_size = {data.history_groups} x {group_size} = {most} completions at most, and nothing "
+            "would ever be skipped. Lower the former, or raise data.history_groups."
+        )
+
+
+def curriculum_warnings(config: Config) -> Iterator[str]:
+    """Settings of the curriculum that change nothing."""
+    data, default = config.data, DataConfig()
+    used = {
+        "none": (),
+        "skip_solved": ("solved_samples", "curriculum_floor"),
+        "band": ("band_low", "band_high", "curriculum_floor"),
+    }[data.curriculum]
+    names = ("solved_samples", "band_low", "band_high", "curriculum_floor")
+    unused = [one for one in names if one not in used and getattr(data, one) != getattr(default, one)]
+    if unused:
+        yield f'{", ".join(f"data.{one}" for one in unused)}: no effect with data.curriculum="{data.curriculum}".'
+    if data.curriculum == "band" and data.band_low == 0 and data.band_high == 1:
+        yield 'data.curriculum="band" skips nothing with data.band_low=0 and data.band_high=1.'
+
+
+# ---------------------------------------------------------------- stages and validation
+
+
+Check = Callable[[Config], Iterable[str]]
+
+
+def in_every_stage(config: Config, check: Check) -> list[str]:
+    """The problems of every stage, which is named; one that all stages have alike is listed once.
+
+    Where the lists do not go together, there is no stage to check.
+    """
+    if any(curriculum.stage_list_problems(config)):
+        return []
+    stages = curriculum.length_stages(config, None)
+    found = [list(check(stage.config)) for stage in stages]
+    if not curriculum.has_length_stages(config):
+        return found[0]
+    common = [problem for problem in found[0] if all(problem in other for other in found[1:])]
+    return [_renamed(problem, _names(config)) for problem in common] + [
+        f"Stage {stage.number + 1}: {_renamed(problem, _names(config))}"
+        for stage, problems in zip(stages, found, strict=True)
+        for problem in problems
+        if problem not in common
+    ]
+
+
+def of_longest_stage(config: Config, check: Check) -> list[str]:
+    """The problems of the run's largest lengths (`with_longest_lengths`)."""
+    if any(curriculum.stage_list_problems(config)):
+        return []
+    names = _names(config)
+    if curriculum.engine_length(config) > curriculum.engine_length(curriculum.without_validation(config)):
+        names["rollout.max_new_tokens"] = "validation.max_new_tokens"
+    return [_renamed(problem, names) for problem in check(curriculum.with_longest_lengths(config))]
+
+
+def _names(config: Config) -> dict[str, str]:
+    """What the keys of lengths are called that stages have of their own."""
+    names = {}
+    if curriculum.has_length_stages(config):
+        names["rollout.max_new_tokens"] = "stages.max_new_tokens"
+    if config.stages.max_tokens_per_microbatch:
+        names["policy.max_tokens_per_microbatch"] = "stages.max_tokens_per_microbatch"
+    return names
+
+
+def in_validation(config: Config, check: Check) -> list[str]:
+    """The problems that validation has with its own longest completion, which is named so."""
+    if not curriculum.validates(config) or config.validation.max_new_tokens is None:
+        return []
+    rollout = replace(config.rollout, max_new_tokens=curriculum.validation_tokens(config))
+    found = check(replace(config, rollout=rollout))
+    own = [problem for problem in found if "rollout.max_new_tokens" in problem]
+    return [_renamed(problem, {"rollout.max_new_tokens": "validation.max_new_tokens"}) for problem in own]
+
+
+def _renamed(problem: str, names: dict[str, str]) -> str:
+    for old, new in names.items():
+        problem = problem.replace(old, new)
+    return problem
+
+
+def validation_problems(config: Config) -> Iterator[str]:
+    """Settings of `validation` that do not go together."""
+    settings = config.validation
+    if settings.keep_best and settings.every_steps is None:
+        yield "validation.keep_best needs accuracies to compare. Set validation.every_steps, or keep_best=false."
+    if curriculum.validates(config) and not settings.paths:
+        yield (
+            f"validation.every_steps is {settings.every_steps}, and validation.paths is empty. Name files of problems, "
+            "or set validation.every_steps=null."
+        )
+    names = Counter(curriculum.validation_names(settings.paths))
+    for name in (name for name, count in names.items() if count > 1):
+        yield f'validation.paths: {names[name]} files are named "{name}", and so would be their metrics. Rename one.'
+
+
+def length_stage_warnings(config: Config) -> Iterator[str]:
+    """Settings of `stages` and `validation` that change nothing in this run."""
+    stages, validation = config.stages, config.validation
+    if curriculum.has_length_stages(config):
+        if config.run.total_epochs != 1:
+            yield f"run.total_epochs={config.run.total_epochs} has no effect beside stages.steps."
+        if config.rollout.max_new_tokens != RolloutConfig().max_new_tokens:
+            yield f"rollout.max_new_tokens={config.rollout.max_new_tokens} has no effect beside stages.max_new_tokens."
+        budget = config.policy.max_tokens_per_microbatch
+        if stages.max_tokens_per_microbatch and budget != PolicyConfig().max_tokens_per_microbatch:
+            yield (
+                f"policy.max_tokens_per_microbatch={budget} has no effect beside stages.max_tokens_per_microbatch."
+            )
+    if not curriculum.validates(config):
+        own, usual = vars(validation), vars(ValidationConfig())
+        changed = [f"validation.{name}" for name in usual if name != "keep_best" and own[name] != usual[name]]
+        if changed:
+            yield f"{', '.join(changed)}: no effect without validation.every_steps."
+    elif validation.temperature == 0:
+        if validation.samples > 1:
+            yield (
+                f"validation.samples={validation.samples} samples the same completion again and again with "
+                "validation.temperature=0."
+            )
+        if validation.top_p < 1:
+            yield "validation.top_p has no effect with validation.temperature=0."

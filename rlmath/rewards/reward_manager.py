@@ -34,7 +34,7 @@ def open_reward_workers(reward: RewardConfig, plugins: Sequence[str] = ()) -> Re
 
 
 def open_pool(reward: RewardConfig, plugins: Sequence[str] = ()) -> VerifierPool:
-    """Those of the verifier, or of `reward.function`."""
+    """The workers of the verifier, or of `reward.function`."""
     rules = Rules(reward.answer_from, protocol=not reward.strict)
     hook = None
     if reward.function is not None:
@@ -92,7 +92,7 @@ def try_reward_function(
 
 
 def try_scorer(hook: Hook, reward: RewardConfig, prompts: Sequence[Prompt]) -> tuple[str, ...]:
-    """The same for a function that says what is right in validation."""
+    """Call a function that says what is right in validation on the first of the prompts; see `try_reward_function`."""
     return _try_function(hook.setting, hook, replace(reward, rewards=[]), prompts[0]) if prompts else ()
 
 
@@ -174,7 +174,7 @@ class _Submitted:
     completion: Completion
     boxed: bool
     futures: dict[str, Future[Any]]
-    """By the name of the reward; "" where there is one reward."""
+    """Results to come, by the name of the reward; "" where there is one reward."""
     was_known: frozenset[str]
     """Futures that were done at once: the answer waited for no worker."""
     key: Any

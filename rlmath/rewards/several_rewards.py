@@ -8,7 +8,7 @@
 | "format" | 1 where the final part of the completion has a complete box, else 0 |
 | "length" | 1 - tokens / rollout.max_new_tokens, right or wrong: from almost 1 down to 0 |
 | "name=package.module:function" | what the user's function returns |
-| the name of one that a plugin registers | likewise |
+| the name of one that a plugin registers | what the function returns |
 
 Every function has workers of its own, and so has the verifier: one that hangs or breaks keeps no other waiting.
 """
@@ -72,7 +72,7 @@ def functions_of(reward: RewardConfig) -> dict[str, str]:
 
 
 def reward_hooks(reward: RewardConfig, plugins: Sequence[str] = ()) -> list[Hook]:
-    """The same, to be loaded."""
+    """The user's functions, to be loaded."""
     return [Hook("reward", one, setting, tuple(plugins)) for setting, one in functions_of(reward).items()]
 
 

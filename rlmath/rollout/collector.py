@@ -144,7 +144,7 @@ class Collector:
         progress = SamplingProgress(len(by_key), self._mesh, store, title, self._rollout.progress_bar)
         rewards = None if self._pool is None else self._reward_manager(max_new_tokens, validates)
         gathered = all_gather_objects(
-            self._sample(by_key, work_queue, max_new_tokens, step, progress, rewards)
+            self._sample(by_key, work_queue, max_new_tokens, step=step, progress=progress, rewards=rewards)
         )
         progress.close()
         progress.forget()

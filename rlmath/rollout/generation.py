@@ -61,7 +61,7 @@ from rlmath.rollout.work_queue import share_in_engine
 
 logger = logging.getLogger(__name__)
 
-LEADER = 0
+RECEIVER = 0
 """Rank of the run that the engines report to."""
 STEPS_BETWEEN_MESSAGES = 4
 """Steps of vLLM's after which a busy engine reads its messages."""
@@ -221,6 +221,54 @@ class _Usage:
     """Summed over steps."""
 
 
+class _Draws:
+    """The draws that the leader of an engine takes from the counter of all engines."""
+
+    def __init__(self, engines: int) -> None:
+        self.admitted = Admit(0, 0, 0)
+        self._engines = engines
+        self._store = shared_store("generation")
+        self._held: int | None = None
+        """A draw that was taken from the counter, and that is not admitted yet."""
+
+    def take(self, places: int, places_of_a_group: int, samples: int) -> list[int]:
+        """As many as groups of so many `samples` begin in the free `places`; none where no more is admitted. An engine
+        leaves the others their share of what is admitted."""
+        draws: list[int] = []
+        most = 0
+        while places >= places_of_a_group:
+            if self._held is None:
+                self._held = self.admitted.first + self._store.fetch_add("draws")
+            left = self.admitted.draws - self._held
+            most = most or -(-left // self._engines)
+            if left <= 0 or len(draws) == most:
+                break
+            draws.append(self._held)
+            self._held = None
+            places -= samples
+        return draws
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """What the engines of a run sample, and how it is scored."""
+
+    inputs: Inputs
+    rollout: RolloutConfig
+    reward: RewardConfig
+    sampling_of_stage: Sequence[SamplingSettings]
+    """By length stage."""
+    run_seed: int
+
+
+@dataclass(frozen=True)
+class Leader:
+    """What the first rank of an engine has beside the others."""
+
+    mailbox: Mailbox
+    workers: RewardWorkers
+
+
 class GenerationLoop:
     """Of one rank of an engine on ranks of its own."""
 
@@ -228,36 +276,27 @@ class GenerationLoop:
         self,
         engine: Engine,
         mesh: Mesh,
+        *,
         receiver: WeightReceiver,
         collector: Collector,
-        inputs: Inputs,
-        rollout: RolloutConfig,
-        reward: RewardConfig,
-        sampling_of_stage: Sequence[SamplingSettings],
-        run_seed: int,
-        mailbox: Mailbox | None,
-        pool: RewardWorkers | None,
+        plan: SamplingPlan,
+        leader: Leader | None,
     ) -> None:
-        """`mesh` is that of the engines' world; an engine's first rank has a `mailbox` and a `pool`."""
+        """`mesh` is the one of the engines' world; `leader` is None on other ranks than an engine's first."""
         self._engine, self._mesh, self._receiver, self._collector = engine, mesh, receiver, collector
-        self._inputs, self._reward, self._pool = inputs, reward, pool
-        self._sampling_of_stage, self._run_seed = sampling_of_stage, run_seed
-        self._mailbox = mailbox
+        self._plan, self._leader, rollout = plan, leader, plan.rollout
         self._on_new_weights: Literal["recompute", "keep", "finish"] = rollout.on_new_weights
         self._capacity = rollout.max_concurrent_sequences or rollout.max_num_seqs
         # Without a limit of the user's, the last group may be begun in part: vLLM queues the others.
         self._free_for_a_group = rollout.group_size if rollout.max_concurrent_sequences else 1
         self._running = engine.running_requests()
-        self._store = shared_store("generation")
-        self._sampling = sampling_of_stage[0]
+        self._sampling = plan.sampling_of_stage[0]
         self._rewards: RewardManager | None = None
         self._groups: dict[int, _Group] = {}
         """By draw; on ranks that lead no engine those that are being sampled."""
         self._unfinished: list[GroupInFlight] = []
         """Of an earlier start; begun before any other."""
-        self._admitted = Admit(0, 0, 0)
-        self._held: int | None = None
-        """A draw that the leader has taken from the counter, and that is not admitted yet."""
+        self._draws = _Draws(mesh.num_engines)
         self._all_drawn = True
         """Nothing more is admitted; the same on all ranks of the engine."""
         self._pending: NewWeights | None = None
@@ -293,14 +332,14 @@ class GenerationLoop:
         return share_in_engine(mine) if self._mesh.engine_size > 1 else mine
 
     def _read_messages(self) -> list[Any]:
-        if self._mailbox is None:
+        if self._leader is None:
             return []
         idle = not self._running.busy and not self._queue and self._pending is None
-        return [envelope.message for envelope in self._mailbox.receive(IDLE_SECONDS if idle else 0.0)]
+        return [envelope.message for envelope in self._leader.mailbox.receive(IDLE_SECONDS if idle else 0.0)]
 
     def _send(self, message: Any) -> None:
-        if self._mailbox is not None:
-            self._mailbox.send(LEADER, message)
+        if self._leader is not None:
+            self._leader.mailbox.send(RECEIVER, message)
 
     # ------------------------------------------------------------ messages
 
@@ -333,14 +372,14 @@ class GenerationLoop:
         self._queue = waiting
 
     def _admit(self, message: Admit) -> None:
-        self._admitted, self._all_drawn = message, False
+        self._draws.admitted, self._all_drawn = message, False
         self._enter_length_stage(message.length_stage)
 
     def _enter_length_stage(self, number: int) -> None:
-        sampling = self._sampling_of_stage[number]
-        if self._pool is not None and (self._rewards is None or sampling != self._sampling):
+        sampling = self._plan.sampling_of_stage[number]
+        if self._leader is not None and (self._rewards is None or sampling != self._sampling):
             self._finish_scored(wait=True)
-            self._rewards = RewardManager(self._pool, self._reward, sampling.max_new_tokens)
+            self._rewards = RewardManager(self._leader.workers, self._plan.reward, sampling.max_new_tokens)
         self._sampling = sampling
 
     def _take_weights(self, message: NewWeights) -> None:
@@ -415,8 +454,7 @@ class GenerationLoop:
     # ------------------------------------------------------------ groups
 
     def _begin_groups(self) -> None:
-        """Begin as many groups as have a place; first those of an earlier start, then draws. An engine leaves the
-        others their share of what is admitted."""
+        """Begin as many groups as have a place; first those of an earlier start, then draws."""
         if self._pending is not None:
             return
         while self._unfinished and self._free() >= self._free_for_a_group:
@@ -424,7 +462,10 @@ class GenerationLoop:
             self._begin(group.draw, group.samples)
         if self._all_drawn or self._free() < self._free_for_a_group:
             return
-        draws = self._share(self._draw() if self._mailbox is not None else [])
+        draws: list[int] = []
+        if self._leader is not None:
+            draws = self._draws.take(self._free(), self._free_for_a_group, self._sampling.samples)
+        draws = self._share(draws)
         self._all_drawn = not draws
         for draw in draws:
             self._begin(draw, (NOTHING_SAMPLED,) * self._sampling.samples)
@@ -433,26 +474,10 @@ class GenerationLoop:
         """Places for sequences."""
         return self._capacity - len(self._running)
 
-    def _draw(self) -> list[int]:
-        """Draws that this engine begins now, on its leader; none where no more is admitted."""
-        draws: list[int] = []
-        free, most = self._free(), 0
-        while free >= self._free_for_a_group:
-            if self._held is None:
-                self._held = self._admitted.first + self._store.fetch_add("draws")
-            left = self._admitted.draws - self._held
-            most = most or -(-left // self._mesh.num_engines)
-            if left <= 0 or len(draws) == most:
-                break
-            draws.append(self._held)
-            self._held = None
-            free -= self._sampling.samples
-        return draws
-
     def _begin(self, draw: int, samples: Sequence[PartialCompletion | ScoredCompletion]) -> None:
-        step, index, times = self._inputs.order.drawn(draw)
-        prompt = self._inputs.prompts[index]
-        requests = requests_of(prompt, draw, self._sampling, RolloutSeed(self._run_seed, step), times)
+        step, index, times = self._plan.inputs.order.drawn(draw)
+        prompt = self._plan.inputs.prompts[index]
+        requests = requests_of(prompt, draw, self._sampling, RolloutSeed(self._plan.run_seed, step), times)
         # Their sample indices count over the step's times of a prompt; here they count from 0.
         requests = [replace(request, key=(draw, g)) for g, request in enumerate(requests)]
         self._groups[draw] = _Group(prompt, requests, list(samples))
@@ -525,9 +550,17 @@ class GenerationLoop:
         draw, g = result.key
         group, whole = self._groups[draw], self._extended(result)
         reason: FinishReason = "stop" if result.finish_reason == "stop" else "length"
-        text = "" if self._pool is None else completion_text(self._collector.tokenizer, whole.token_ids)
+        text = "" if self._leader is None else completion_text(self._collector.tokenizer, whole.token_ids)
         version = whole.segments[-1].policy_version
-        completion = Completion(g, whole.token_ids, whole.logprobs, text, reason, version, whole.segments)
+        completion = Completion(
+            g,
+            whole.token_ids,
+            whole.logprobs,
+            text=text,
+            finish_reason=reason,
+            policy_version=version,
+            segments=whole.segments,
+        )
         group.samples[g] = completion
         if self._rewards is not None:
             self._rewards.submit(group.prompt, completion, key=(draw, g))

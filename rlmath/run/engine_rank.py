@@ -26,11 +26,11 @@ from rlmath.planning.memory_estimate import engine_mesh_of, mesh_of
 from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers
 from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
-from rlmath.rollout.generation import GenerationLoop
+from rlmath.rollout.generation import GenerationLoop, Leader, SamplingPlan
 from rlmath.rollout.sampling import training_sampling
 from rlmath.rollout.weight_sync.publish import WeightReceiver
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
-from rlmath.run.loop import join_run
+from rlmath.run.opening import join_run
 from rlmath.run.prepared import PreparedRun
 from rlmath.trainer.context import RankContext
 from rlmath.trainer.rollouts.engines import engines_plan, validation_scorer
@@ -88,9 +88,9 @@ class EngineRank:
                 config.model.path,
                 config.rollout,
                 curriculum.engine_length(config),
-                mesh,
-                device,
-                engine_shapes(shape, mesh.engine_size),
+                mesh=mesh,
+                device=device,
+                weight_shapes=engine_shapes(shape, mesh.engine_size),
             )
         engine.on_step = context.on_progress
         if config.rollout.on_new_weights == "recompute" and not engine.continues_noise:
@@ -100,20 +100,38 @@ class EngineRank:
             )
         plan = engines_plan(config, shape, mesh_of(config, bridge.world_size, 0), device)
         stages = curriculum.length_stages(config, inputs.total_steps)
+        leader = None
+        if self._mailbox is not None and context.workers is not None:
+            leader = Leader(self._mailbox, context.workers)
         self._loop = GenerationLoop(
             engine,
             mesh,
-            WeightReceiver(engine.weights, plan, mesh, device, bridge, self._mailbox, context.on_progress),
-            Collector(
-                engine, mesh, inputs.tokenizer, config.rollout, config.reward, context.workers, self._scorer
+            receiver=WeightReceiver(
+                engine.weights,
+                plan,
+                mesh,
+                device=device,
+                bridge=bridge,
+                mailbox=self._mailbox,
+                on_progress=context.on_progress,
             ),
-            inputs,
-            config.rollout,
-            config.reward,
-            [training_sampling(stage.config.rollout) for stage in stages],
-            config.run.seed,
-            self._mailbox,
-            context.workers,
+            collector=Collector(
+                engine,
+                mesh,
+                inputs.tokenizer,
+                rollout=config.rollout,
+                reward=config.reward,
+                pool=context.workers,
+                scorer=self._scorer,
+            ),
+            plan=SamplingPlan(
+                inputs,
+                config.rollout,
+                config.reward,
+                [training_sampling(stage.config.rollout) for stage in stages],
+                config.run.seed,
+            ),
+            leader=leader,
         )
 
     def run(self, on_weights: Callable[[int], None] = lambda step: None) -> int:

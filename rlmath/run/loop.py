@@ -1,6 +1,6 @@
 """The life cycle of a training program, whatever it learns from.
 
-    process group -> heartbeat -> checkpoint to resume from -> run folder -> trainer -> steps -> model -> exit status
+    process group -> heartbeat -> checkpoint to resume from -> run folder -> trainer -> steps -> model -> ending
 
 `run_training` is called on every rank once all ranks have met (`startup.start`). A program is a `Trainer`: its models,
 its data and its step. GRPO (`grpo`) and supervised training (`sft`) are two of them.
@@ -9,9 +9,7 @@ its data and its step. GRPO (`grpo`) and supervised training (`sft`) are two of 
 from __future__ import annotations
 
 import logging
-import socket
 import time
-from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,42 +19,33 @@ import torch.distributed as dist
 
 from rlmath.checkpoint.directory import Progress, read_progress
 from rlmath.checkpoint.manager import load_checkpoint
-from rlmath.config.help import all_settings, as_yaml_word
-from rlmath.config.load import config_as_yaml, shown_values
-from rlmath.config.run_files import CONFIG_FILE, LOG_FILE, ROLLBACKS_FILE
-from rlmath.config.schema import AlgorithmConfig, Config
-from rlmath.data.loader import write_report
+from rlmath.config.run_files import ROLLBACKS_FILE
+from rlmath.config.schema import AlgorithmConfig
 from rlmath.distributed import process
-from rlmath.distributed.bridge import Bridge, open_worlds
-from rlmath.distributed.collectives import all_gather_objects, broadcast_from_rank_zero
-from rlmath.distributed.device import Device, device_bytes, held_bytes, init_process_group, open_device
+from rlmath.distributed.collectives import broadcast_from_rank_zero
+from rlmath.distributed.device import device_bytes, held_bytes, open_device
 from rlmath.distributed.fault_tolerance import exit_codes
-from rlmath.distributed.fault_tolerance.failure import may_be_caused_by_peer
 from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
-from rlmath.distributed.fault_tolerance.preemption import StopRequest, launcher_advice
+from rlmath.distributed.fault_tolerance.preemption import StopRequest
 from rlmath.distributed.fault_tolerance.stragglers import StragglerDetector
-from rlmath.distributed.mesh import Mesh
-from rlmath.distributed.process import library_versions, outlive_parent
 from rlmath.distributed.ranks import (
-    RankReport,
-    RendezvousResult,
     environment_rank,
     environment_world_size,
-    hosts_text,
 )
 from rlmath.distributed.rendezvous import Rendezvous
-from rlmath.planning.memory_estimate import Kind, mesh_of
+from rlmath.planning.memory_estimate import mesh_of
 from rlmath.planning.memory_fit import measured_line
-from rlmath.run.divergence import ADVICE, DivergedError, DivergenceCheck, RewardRule
+from rlmath.run.divergence import DivergedError, DivergenceCheck, RewardRule
+from rlmath.run.endings import END, Ending, conclude
 from rlmath.run.nodes import compare_clocks
+from rlmath.run.opening import OnError, claim_folder, join_run
 from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.checkpoint_choice import choose_checkpoint
 from rlmath.run.recovery.checkpointing import Checkpointer
 from rlmath.run.recovery.hub_inputs import push_model
 from rlmath.run.recovery.resume import CheckpointToResume, Recovery
 from rlmath.run.recovery.rollback import RollbackRecord, numbered, records_of, unnumbered, write_rollbacks
-from rlmath.run.run_dir import claim_run_folder, take_back
-from rlmath.telemetry.console import open_log_file
+from rlmath.run.run_dir import take_back
 from rlmath.telemetry.events import event
 from rlmath.telemetry.profile import StepProfiler
 from rlmath.telemetry.reporter import Reporter, write_run_report
@@ -88,57 +77,22 @@ def run_training(
         resumed = choose_checkpoint(prepared.recovery, heartbeat.report_progress)
         claim_folder(prepared, mesh, resumed, trainer_class.kind)
         trainer = trainer_class(
-            prepared.on_rank(mesh, device, workers, bridge, heartbeat.enter_phase, heartbeat.report_progress)
+            prepared.on_rank(
+                mesh,
+                device,
+                workers=workers,
+                bridge=bridge,
+                on_phase=heartbeat.enter_phase,
+                on_progress=heartbeat.report_progress,
+            )
         )
         on_error.trainer = trainer
         process.freeze_live_objects()
-        divergence = DivergenceCheck(
-            trainer,
-            config.run.max_discarded_steps,
-            None if resumed is None else resumed[1],
-            reward_rule(config.algorithm),
-        )
-        checkpointer = Checkpointer(trainer, prepared.origin, stop, divergence, heartbeat.report_progress)
-        stack.callback(checkpointer.close)
-        if resumed is not None:
-            trainer.roll_back(numbered(shared_rollbacks(trainer, resumed[1])))
-        try:
-            progress = restore(trainer, resumed, heartbeat)
-        except UserFunctionError as error:
-            status = end_at_resume(trainer, error, stop)
-            trainer.close(status)
-            return status
-        reporter = open_reporter(trainer, prepared, progress)
-        while True:
-            try:
-                status = _train(
-                    trainer, progress, checkpointer, divergence, reporter, heartbeat, stop, started
-                )
-            except DivergedError as error:
-                if mesh.rank == 0:
-                    trainer.write_last_step(f"diverged: {error}")
-                try:
-                    progress = roll_back(trainer, checkpointer, heartbeat, error)
-                except UserFunctionError as failed:
-                    status = end_at_resume(trainer, failed, stop)
-                    break
-                if progress is not None:
-                    divergence.begin_at(progress)
-                    if reporter is not None:
-                        reporter.close()
-                    take_back_files(trainer, progress)
-                    reporter = open_reporter(trainer, prepared, progress)
-                    continue
-                status = end_diverged(trainer, checkpointer, heartbeat.step, error, stop)
-            except UserFunctionError as error:
-                if mesh.rank == 0:
-                    trainer.write_last_step(f"the step after it failed: {error}")
-                status = end_at_failed_function(trainer, checkpointer, heartbeat.step, error, stop)
-            break
-        if reporter is not None:
-            reporter.close()  # it may wait for a network: all is saved by now, and no rank waits
-            if status != exit_codes.SAVED_AND_STOPPED:  # who stopped it may not wait
-                write_run_report(config)
+        run = TrainingRun(prepared, trainer, heartbeat, stop, resumed)
+        stack.callback(run.checkpointer.close)
+        ending = run.train(started)
+        status = conclude(ending, config, stop, mesh.rank)
+        run.close_reporter(status)
         trainer.close(status)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -147,219 +101,254 @@ def run_training(
     return status
 
 
-def _train(
-    trainer: Trainer,
-    progress: Progress | None,
-    checkpointer: Checkpointer,
-    divergence: DivergenceCheck,
-    reporter: Reporter | None,
-    heartbeat: Heartbeat,
-    stop: StopRequest,
-    started: float,
-) -> int:
-    """All steps that are left, then the model and the summary; the exit status. DivergedError, on all ranks, where the
-    policy can no longer be trained."""
-    config, mesh, total_steps = trainer.config, trainer.mesh, trainer.total_steps
-    steps_done = 0 if progress is None else progress.step
-    checkpointer.newest = stop.saved_step = steps_done or None
-    reason = checkpointer.asked_to_stop()
-    if reason is not None and steps_done < total_steps:
-        return stop_early(trainer, checkpointer, steps_done, reason, stop)
-    checkpointer.export_length_stage(steps_done, even_if_there=False)
-    heartbeat.enter_phase("first step")
-    trainer.begin(steps_done, checkpointer.export, checkpointer.asked_to_stop)
-    if mesh.rank == 0:
-        logger.info("Ready, %.1f s after this program's start", process.seconds_since_start())
-    if steps_done == 0:
-        before = trainer.evaluate_before_training()
-        if reporter is not None:
-            reporter.before_training(before)
-    stragglers = StragglerDetector(mesh)
-    profiler = StepProfiler(
-        config.telemetry.profile_steps, Path(config.run.output_dir), mesh.rank, trainer.device.kind == "cuda"
-    )
-    stop.in_steps = True
-    for number in range(steps_done, total_steps):
-        heartbeat.step = number + 1
-        with profiler.step(number + 1):
-            record = trainer.step(number)
-        if isinstance(record, Interrupted):
-            checkpointer.save_to_stop(number)
-            return stop_early(trainer, checkpointer, number, record.reason, stop)
-        if number == steps_done and mesh.rank == 0 and trainer.device.kind == "cuda":
+class CannotResumeError(Exception):
+    """A function of the user's fails on what the run would go on with."""
+
+
+class TrainingRun:
+    """A run on this rank, from its checkpoint to its ending. All ranks call its methods alike."""
+
+    def __init__(
+        self,
+        prepared: PreparedRun[Any],
+        trainer: Trainer,
+        heartbeat: Heartbeat,
+        stop: StopRequest,
+        resumed: CheckpointToResume | None,
+    ) -> None:
+        self.prepared, self.trainer, self.heartbeat, self.stop = prepared, trainer, heartbeat, stop
+        self.resumed = resumed
+        config = prepared.config
+        progress, rule = None if resumed is None else resumed[1], reward_rule(config.algorithm)
+        self.divergence = DivergenceCheck(trainer, config.run.max_discarded_steps, progress, rule)
+        self.checkpointer = Checkpointer(
+            trainer, prepared.origin, stop, self.divergence, heartbeat.report_progress
+        )
+        self.reporter: Reporter | None = None
+        """Rank 0's, once the run has begun."""
+
+    def train(self, started: float) -> Ending:
+        """Steps until the run ends; after a divergence from an earlier checkpoint, where the run may go back.
+        `started` is when the program did, by `time.perf_counter`."""
+        trainer = self.trainer
+        try:
+            if self.resumed is not None:
+                trainer.roll_back(numbered(shared_rollbacks(trainer, self.resumed[1])))
+            progress = restore(trainer, self.resumed, self.heartbeat)
+            while True:
+                self.open_reporter(progress)
+                try:
+                    return self.make_steps(progress, started)
+                except DivergedError as error:
+                    if trainer.mesh.rank == 0:
+                        trainer.write_last_step(f"diverged: {error}")
+                    progress = self.roll_back(error)
+                    if progress is None:
+                        return self.ending_of_divergence(error)
+                    self.divergence.begin_at(progress)
+                    self.close_reporter()
+                    take_back_files(trainer, progress)
+        except CannotResumeError as error:
+            return Ending(END["cannot resume"], error=error)
+        except UserFunctionError as error:
+            if trainer.mesh.rank == 0:
+                trainer.write_last_step(f"the step after it failed: {error}")
+            return self.ending_of_failed_function(error)
+
+    def make_steps(self, progress: Progress | None, started: float) -> Ending:
+        """All steps that are left, then the model and the summary. DivergedError, on all ranks, where the policy can no
+        longer be trained; UserFunctionError where a function of the user's fails."""
+        config, trainer, checkpointer = self.prepared.config, self.trainer, self.checkpointer
+        mesh, total_steps = trainer.mesh, trainer.total_steps
+        steps_done = 0 if progress is None else progress.step
+        checkpointer.newest = self.stop.saved_step = steps_done or None
+        reason = checkpointer.asked_to_stop()
+        if reason is not None and steps_done < total_steps:
+            return self.ending_of_stop(steps_done, reason)
+        checkpointer.export_length_stage(steps_done, even_if_there=False)
+        self.heartbeat.enter_phase("first step")
+        trainer.begin(steps_done, checkpointer.export, checkpointer.asked_to_stop)
+        if mesh.rank == 0:
+            logger.info("Ready, %.1f s after this program's start", process.seconds_since_start())
+        if steps_done == 0:
+            before = trainer.evaluate_before_training()
+            if self.reporter is not None:
+                self.reporter.before_training(before)
+        stragglers, profiler = StragglerDetector(mesh), self.profiler()
+        self.stop.in_steps = True
+        for number in range(steps_done, total_steps):
+            self.heartbeat.step = number + 1
+            with profiler.step(number + 1):
+                record = trainer.step(number)
+            if isinstance(record, Interrupted):
+                checkpointer.save_to_stop(number)
+                return self.ending_of_stop(number, record.reason)
+            if number == steps_done:
+                self.log_measured_memory()
+            metrics = stragglers.after_step(trainer.busy_seconds(), self.heartbeat.slowest_answer())
+            metrics["memory_gib"] = held_bytes(trainer.device) / 2**30
+            metrics["seconds/save"] = checkpointer.seconds
+            if self.reporter is not None:
+                self.reporter.step(number, record, metrics)
+            self.divergence.after_step(number + 1, record.results, record.metrics.get("task_reward"))
+            is_last = number + 1 == total_steps
+            reason = checkpointer.after_step(number + 1, is_last)
+            if reason is not None and not is_last:
+                return self.ending_of_stop(number + 1, reason)
+            checkpointer.export_length_stage(number + 1, even_if_there=True)
+        if config.algorithm.rollback > 0:
+            self.divergence.raise_if_not_finite()  # while the run may go back
+        self.stop.done()  # a request to stop comes too late now
+        checkpointer.export_final_model()
+        validated, more = trainer.validate_at_end(), trainer.at_end()
+        if self.reporter is not None:
+            if validated is not None:
+                self.reporter.validation(validated)
+            self.reporter.write_summary(time.perf_counter() - started, more)
+        return Ending(END["finished"], steps=total_steps)
+
+    def open_reporter(self, progress: Progress | None) -> None:
+        """A reporter on rank 0, of the steps after `progress`."""
+        trainer = self.trainer
+        if trainer.mesh.rank == 0:
+            steps_done = 0 if progress is None else progress.step
+            self.reporter = Reporter(
+                trainer.config, self.prepared.inputs, trainer.kind, trainer.layout, steps_done
+            )
+
+    def close_reporter(self, status: int | None = None) -> None:
+        """It may wait for a network: all is saved by now, and no rank waits. With the run's exit status `report.html`
+        is written, too; who stopped the run may not wait for that."""
+        if self.reporter is not None:
+            self.reporter.close()
+            if status not in (None, exit_codes.SAVED_AND_STOPPED):
+                write_run_report(self.prepared.config)
+
+    def profiler(self) -> StepProfiler:
+        config, mesh = self.prepared.config, self.trainer.mesh
+        folder, on_gpu = Path(config.run.output_dir), self.trainer.device.kind == "cuda"
+        return StepProfiler(config.telemetry.profile_steps, folder, mesh.rank, on_gpu)
+
+    def log_measured_memory(self) -> None:
+        """Rank 0 logs what the first step held of a GPU beside what was planned."""
+        trainer = self.trainer
+        if trainer.mesh.rank == 0 and trainer.device.kind == "cuda":
             most, used = (
                 torch.cuda.max_memory_reserved(trainer.device.torch_device),
                 device_bytes(trainer.device),
             )
-            logger.info("%s", measured_line(config, trainer.shape, mesh, trainer.kind, most, used))
-        metrics = stragglers.after_step(trainer.busy_seconds(), heartbeat.slowest_answer())
-        metrics |= {"memory_gib": held_bytes(trainer.device) / 2**30, "seconds/save": checkpointer.seconds}
-        if reporter is not None:
-            reporter.step(number, record, metrics)
-        divergence.after_step(number + 1, record.results, record.metrics.get("task_reward"))
-        is_last = number + 1 == total_steps
-        reason = checkpointer.after_step(number + 1, is_last)
-        if reason is not None and not is_last:
-            return stop_early(trainer, checkpointer, number + 1, reason, stop)
-        checkpointer.export_length_stage(number + 1, even_if_there=True)
-    if config.algorithm.rollback > 0:
-        divergence.raise_if_not_finite()  # while the run may go back
-    stop.done()  # a request to stop comes too late now
-    checkpointer.export_final_model()
-    validated = trainer.validate_at_end()
-    more = trainer.at_end()
-    if reporter is not None:
-        if validated is not None:
-            reporter.validation(validated)
-        reporter.write_summary(time.perf_counter() - started, more)
-        message = f"all {total_steps} steps are done"
-        exit_codes.write_exit_status(config.run.output_dir, exit_codes.FINISHED, message)
-    dist.barrier()
-    return exit_codes.FINISHED
+            line = measured_line(trainer.config, trainer.shape, trainer.mesh, trainer.kind, most, used)
+            logger.info("%s", line)
 
+    # ------------------------------------------------------------ endings
 
-# ---------------------------------------------------------------- the steps of the life cycle
+    def ending_of_stop(self, step: int, reason: str) -> Ending:
+        """The run was asked to stop after `step` steps."""
+        if step == 0:
+            return Ending(END["stopped before its first step"], reason=reason)
+        saved = step == self.checkpointer.newest
+        return Ending(END["stopped" if saved else "stopped unsaved"], step=step, reason=reason)
 
+    def ending_of_divergence(self, error: DivergedError) -> Ending:
+        """The policy has diverged; nothing is saved but what is being written."""
+        self.checkpointer.finish()
+        left = "no checkpoint is from before that"
+        try:
+            sound = self.checkpointer.newest_sound() if self.trainer.mesh.rank == 0 else None
+        except (OSError, ValueError) as refused:
+            sound, left = None, f"the checkpoints cannot be looked at: {refused}"
+        if sound is not None:
+            left = f"the newest checkpoint from before that is {sound}, of which rlmath convert to-hf makes a model"
+        return Ending(END["diverged"], step=self.heartbeat.step, error=error, left=left)
 
-def join_run(
-    stack: ExitStack,
-    config: Config,
-    device: Device,
-    rendezvous: Rendezvous | None,
-    stop: StopRequest,
-    on_error: OnError | None = None,
-) -> tuple[Bridge | None, Heartbeat]:
-    """Join the process group, or, where engines have ranks of their own, this rank's of the two; and the heartbeat of
-    all ranks, which `stack` ends. A collective of all ranks of the run."""
-    store, timeout = group_store(rendezvous, config), config.run.distributed_timeout_seconds
-    bridge = None
-    if config.rollout.ranks:
-        assert store is not None, "a run with engines on ranks of their own has several ranks"
-        bridge = open_worlds(device, timeout, store, config.rollout.ranks)
-    else:
-        init_process_group(device, timeout, store)
-    heartbeat = Heartbeat(
-        config.run,
-        environment_rank(),
-        environment_world_size(),
-        config.run.output_dir,
-        stop,
-        broadcast_from_rank_zero if bridge is None else bridge.broadcast,
-    )
-    stack.enter_context(heartbeat)
-    outlive_parent()
-    stack.push(on_error or OnError())
-    return bridge, heartbeat
+    def ending_of_failed_function(self, error: UserFunctionError) -> Ending:
+        """A function of the user's failed; the steps before are saved."""
+        step = self.heartbeat.step
+        self.checkpointer.save_to_stop(step - 1)
+        saved = step > 1 and self.checkpointer.newest == step - 1
+        kind = END["function failed, steps saved" if saved else "function failed"]
+        return Ending(kind, step=step, error=error, saved=step - 1)
 
+    # ------------------------------------------------------------ rollbacks
 
-def group_store(rendezvous: Rendezvous | None, config: Config) -> dist.Store | None:
-    """The store of the process group. All ranks meet once more before: ranks that are missing are named, where a
-    process group would wait for them in silence."""
-    if rendezvous is None:
-        return None
-    run, place = config.run, rendezvous.rank_info
-    report = RankReport(place.host, place.node)
-    rendezvous.sync("group", report, run.start_timeout_seconds, lambda reports: RendezvousResult())
-    return rendezvous.group_store(run.distributed_timeout_seconds)
-
-
-class OnError:
-    """What a rank does about an error before anything else."""
-
-    trainer: Trainer | None = None
-    """Once it is there."""
-
-    def __call__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Log it in one line, at once: what is closed next may take its time, and the heartbeat does not wait for it.
-        Then write the last step; where a peer may have failed, rank 0 alone does."""
-        if kind is None or error is None:
-            return
-        rank, host = environment_rank(), socket.gethostname()
-        logger.error("rank %d on %s failed; the run ends: %s: %s", rank, host, kind.__name__, error)
-        if self.trainer is not None and (rank == 0 or not may_be_caused_by_peer(error)):
-            self.trainer.write_last_step(f"failed on rank {rank}: {kind.__name__}: {error}")
-
-
-def claim_folder(
-    prepared: PreparedRun[Any], mesh: Mesh, resumed: CheckpointToResume | None, kind: Kind
-) -> None:
-    """Make `run.output_dir` this run's, and log its settings and start-up lines. A collective. ValueError where a rank
-    does not see the folder."""
-    config = prepared.config
-    if mesh.rank == 0:
-        claim_run_folder(config.run.output_dir, config, None if resumed is None else resumed[1].step)
-        log_settings(config, kind)
-        advice = launcher_advice(config.run.stop_grace_seconds)
-        for text in with_details((*filter(None, [advice]), *prepared.lines)):
-            logger.info("%s", text)
-        for text in prepared.warnings:
-            logger.warning("%s", text)
-        write_report(config.run.output_dir, prepared.inputs.reports)
-    dist.barrier()
-    folder = Path(config.run.output_dir)
-    host = None if (folder / CONFIG_FILE).is_file() else socket.gethostname()
-    blind = list(dict.fromkeys(one for one in all_gather_objects(host) if one is not None))
-    if blind:
-        raise ValueError(
-            f'what rank 0 wrote into run.output_dir "{folder}" is not seen on {hosts_text(blind)}; it must lie on a '
-            "disk that all nodes share"
+    def roll_back(self, error: DivergedError) -> Progress | None:
+        """Go back to the last good checkpoint, after a divergence: where its run stands; None where the run must end,
+        as it has no such checkpoint, or no rollback left. The rollback is on the disk when it returns, and nothing else
+        there is changed."""
+        trainer, config, diverged_step = self.trainer, self.prepared.config, self.heartbeat.step
+        most = config.algorithm.rollback
+        if most == 0:
+            return None
+        self.checkpointer.finish()
+        records = shared_rollbacks(trainer, None)
+        if len(records) < len(trainer.rollbacks):  # the file is lost
+            records = unnumbered(trainer.rollbacks)
+        resumed = None
+        if len(records) < most:
+            resumed = self.good_checkpoint()
+        if resumed is None:
+            left = len(records) < most
+            why = "no checkpoint is good" if left else f"all {most} of algorithm.rollback are made"
+            if trainer.mesh.rank == 0:
+                logger.error("No rollback after the divergence in step %d: %s", diverged_step, why)
+            return None
+        checkpoint, progress = resumed
+        # What is restored has the rate of the new rollback.
+        trainer.roll_back(numbered([*records, RollbackRecord(progress.step, progress.step)]))
+        restore(trainer, resumed, self.heartbeat)
+        records.append(
+            RollbackRecord(progress.step, trainer.next_draw_step(progress.step), diverged_step, str(error))
         )
+        trainer.roll_back(numbered(records))
+        refused = None
+        if trainer.mesh.rank == 0:
+            try:
+                write_rollbacks(config.run.output_dir, records)
+            except OSError as failed:
+                refused = str(failed)
+        refused = broadcast_from_rank_zero(refused)
+        if trainer.mesh.rank == 0 and refused is not None:
+            logger.error(
+                "No rollback: %s cannot be written, and it would not be counted: %s", ROLLBACKS_FILE, refused
+            )
+        elif trainer.mesh.rank == 0:
+            logger.error(
+                "Rollback %d of at most %d: the run diverged in step %d: %s. It goes back to %s, of step %d; the "
+                "learning rate is %g times what the settings say, and from step %d on prompts and samples have "
+                "other seeds",
+                len(records),
+                most,
+                diverged_step,
+                error,
+                checkpoint.folder,
+                progress.step,
+                trainer.actor.learner.lr_scale,
+                records[-1].draw_step + 1,
+                extra=event("rollback", progress.step, diverged_step=diverged_step),
+            )
+        return None if refused is not None else progress
 
-
-def log_settings(config: Config, kind: Kind) -> None:
-    """Open the run's log file, and log all settings there; on the console those that are not at their defaults."""
-    folder = Path(config.run.output_dir)
-    try:
-        open_log_file(folder)
-    except OSError as error:
-        logger.warning("%s cannot be written: %s. The run continues without it", folder / LOG_FILE, error)
-    changed = changed_settings(config)
-    unused = changed.pop("sft", []) if kind == "grpo" else []
-    shown = "\n".join(f"  {section}: {', '.join(settings)}" for section, settings in changed.items())
-    logger.info("Settings that are not at their defaults; all are in %s:\n%s", CONFIG_FILE, shown)
-    if unused:
-        logger.warning("Without effect in a GRPO run: %s", ", ".join(f"sft.{one}" for one in unused))
-    logger.debug("The settings of this run:\n%s", config_as_yaml(config))
-    logger.debug(
-        "Versions: %s", ", ".join(f"{name} {version}" for name, version in library_versions().items())
-    )
-
-
-def with_details(lines: Iterable[str]) -> list[str]:
-    """Texts of a line and the indented ones below it, which are its details.
-
-    >>> with_details(["Memory:", "  sync: 1 GiB", "Layout: TP1"])
-    ['Memory:\\n  sync: 1 GiB', 'Layout: TP1']
-    """
-    texts: list[str] = []
-    for line in lines:
-        if texts and line.startswith(" "):
-            texts[-1] += f"\n{line}"
-        else:
-            texts.append(line)
-    return texts
-
-
-def changed_settings(config: Config) -> dict[str, list[str]]:
-    """By section the settings that are not at their defaults: {"data": ["prompts_per_step=8"], ...}."""
-    sections: dict[str, list[str]] = {}
-    for key, value in shown_values(config).items():
-        setting = all_settings()[key]
-        if value != setting.default:
-            sections.setdefault(setting.section, []).append(f"{setting.name}={as_yaml_word(value)}")
-    return sections
-
-
-def open_reporter(trainer: Trainer, prepared: PreparedRun[Any], progress: Progress | None) -> Reporter | None:
-    """Rank 0's reporter; None elsewhere."""
-    if trainer.mesh.rank != 0:
-        return None
-    steps_done = 0 if progress is None else progress.step
-    return Reporter(trainer.config, prepared.inputs, trainer.kind, trainer.layout, steps_done)
+    def good_checkpoint(self) -> CheckpointToResume | None:
+        """The newest good one whose files are as they were written. A collective."""
+        self.heartbeat.enter_phase("check checkpoint")
+        recovery = None
+        if self.trainer.mesh.rank == 0:
+            try:
+                found = [(one, read_progress(one.folder)) for one in self.checkpointer.sound()]
+                recovery = Recovery(found, []) if found else None
+            except (OSError, ValueError) as refused:
+                logger.warning("The checkpoints cannot be looked at: %s", refused)
+        try:
+            return choose_checkpoint(recovery, self.heartbeat.report_progress)
+        except ValueError as refused:
+            if self.trainer.mesh.rank == 0:
+                logger.warning("%s", refused)
+            return None
 
 
 def restore(trainer: Trainer, resumed: CheckpointToResume | None, heartbeat: Heartbeat) -> Progress | None:
-    """Load weights, optimizer and schedule of the checkpoint, if there is one; where its run stands."""
+    """Load weights, optimizer and schedule of the checkpoint, if there is one; where its run stands.
+    CannotResumeError where a function of the user's fails on it."""
     if resumed is None:
         return None
     checkpoint, progress = resumed
@@ -368,7 +357,10 @@ def restore(trainer: Trainer, resumed: CheckpointToResume | None, heartbeat: Hea
     with trainer.models_on_device(trainer.models):
         load_checkpoint(trainer.models, trainer.device, checkpoint, progress)
     actor.learner.restore_schedule(progress.updates)
-    trainer.resume(checkpoint.folder, progress)
+    try:
+        trainer.resume(checkpoint.folder, progress)
+    except UserFunctionError as error:
+        raise CannotResumeError(str(error)) from error
     if trainer.mesh.rank == 0:
         done = f"{progress.step} steps and {progress.updates} updates are done"
         extra = event("resume", progress.step)
@@ -397,170 +389,8 @@ def shared_rollbacks(trainer: Trainer, progress: Progress | None) -> list[Rollba
     return found
 
 
-def roll_back(
-    trainer: Trainer, checkpointer: Checkpointer, heartbeat: Heartbeat, error: DivergedError
-) -> Progress | None:
-    """Go back to the last good checkpoint, after a divergence: where its run stands; None where the run must end, as it
-    has no such checkpoint, or no rollback left. A collective. The rollback is on the disk when it returns, and nothing
-    else there is changed."""
-    config, diverged_step = trainer.config, heartbeat.step
-    most = config.algorithm.rollback
-    if most == 0:
-        return None
-    checkpointer.finish()
-    records = shared_rollbacks(trainer, None)
-    if len(records) < len(trainer.rollbacks):  # the file is lost
-        records = unnumbered(trainer.rollbacks)
-    resumed = None
-    if len(records) < most:
-        resumed = good_checkpoint(trainer, checkpointer, heartbeat)
-    if resumed is None:
-        if trainer.mesh.rank == 0:
-            why = (
-                "no checkpoint is good"
-                if len(records) < most
-                else f"all {most} of algorithm.rollback are made"
-            )
-            logger.error("No rollback after the divergence in step %d: %s", diverged_step, why)
-        return None
-    checkpoint, progress = resumed
-    number = len(records) + 1
-    trainer.roll_back(
-        numbered([*records, RollbackRecord(progress.step, progress.step)])
-    )  # the rate, for `restore`
-    restore(trainer, resumed, heartbeat)
-    records.append(
-        RollbackRecord(progress.step, trainer.next_draw_step(progress.step), diverged_step, str(error))
-    )
-    trainer.roll_back(numbered(records))
-    refused = None
-    if trainer.mesh.rank == 0:
-        try:
-            write_rollbacks(config.run.output_dir, records)
-        except OSError as failed:
-            refused = str(failed)
-    refused = broadcast_from_rank_zero(refused)
-    if trainer.mesh.rank == 0:
-        if refused is not None:
-            logger.error(
-                "No rollback: %s cannot be written, and it would not be counted: %s", ROLLBACKS_FILE, refused
-            )
-        else:
-            logger.error(
-                "Rollback %d of at most %d: the run diverged in step %d: %s. It goes back to %s, of step %d; the "
-                "learning rate is %g times what the settings say, and from step %d on prompts and samples have other "
-                "seeds",
-                number,
-                most,
-                diverged_step,
-                error,
-                checkpoint.folder,
-                progress.step,
-                trainer.actor.learner.lr_scale,
-                records[-1].draw_step + 1,
-                extra=event("rollback", progress.step, diverged_step=diverged_step),
-            )
-    return None if refused is not None else progress
-
-
-def good_checkpoint(
-    trainer: Trainer, checkpointer: Checkpointer, heartbeat: Heartbeat
-) -> CheckpointToResume | None:
-    """The newest good one whose files are as they were written. A collective."""
-    heartbeat.enter_phase("check checkpoint")
-    recovery = None
-    if trainer.mesh.rank == 0:
-        try:
-            found = [(one, read_progress(one.folder)) for one in checkpointer.sound()]
-            recovery = Recovery(found, []) if found else None
-        except (OSError, ValueError) as refused:
-            logger.warning("The checkpoints cannot be looked at: %s", refused)
-    try:
-        return choose_checkpoint(recovery, heartbeat.report_progress)
-    except ValueError as refused:
-        if trainer.mesh.rank == 0:
-            logger.warning("%s", refused)
-        return None
-
-
 def take_back_files(trainer: Trainer, progress: Progress) -> None:
     """What the discarded steps left in the run's folder. A collective."""
     if trainer.mesh.rank == 0:
         take_back(Path(trainer.config.run.output_dir), progress.step)
     dist.barrier()
-
-
-def stop_early(
-    trainer: Trainer, checkpointer: Checkpointer, step: int, reason: str, stop: StopRequest
-) -> int:
-    """Log that the run stops before its end; its exit status."""
-    stop.done()
-    status = exit_codes.SAVED_AND_STOPPED
-    if step == 0:
-        message = f"stopped by {reason} before the end of its first step: nothing was saved, "
-        message += "and the same command begins again"
-    elif step == checkpointer.newest:
-        message = f"stopped by {reason} after step {step}, which is saved: the same command resumes"
-    else:
-        status = exit_codes.FAILURE
-        message = f"stopped by {reason} after step {step}, which could not be saved"
-    if trainer.mesh.rank == 0:
-        logger.warning("The run was %s", message)
-        exit_codes.write_exit_status(trainer.config.run.output_dir, status, message)
-    dist.barrier()
-    return status
-
-
-def end_diverged(
-    trainer: Trainer, checkpointer: Checkpointer, step: int, error: DivergedError, stop: StopRequest
-) -> int:
-    """Log that the run ends in step `step`, counted from 1, since its policy has diverged, and what is left; its exit
-    status. Nothing is saved but what is being written."""
-    checkpointer.finish()
-    stop.done()
-    if trainer.mesh.rank == 0:
-        left = "no checkpoint is from before that"
-        try:
-            sound = checkpointer.newest_sound()
-        except (OSError, ValueError) as refused:
-            sound, left = None, f"the checkpoints cannot be looked at: {refused}"
-        if sound is not None:
-            left = (
-                f"the newest checkpoint from before that is {sound}, of which "
-                "rlmath convert to-hf makes a model"
-            )
-        message = f"diverged in step {step}: {error}; {left}"
-        logger.error("The run has %s. %s", message, ADVICE)
-        exit_codes.write_exit_status(trainer.config.run.output_dir, exit_codes.DIVERGED, message)
-    dist.barrier()
-    return exit_codes.DIVERGED
-
-
-def end_at_resume(trainer: Trainer, error: UserFunctionError, stop: StopRequest) -> int:
-    """Log that a function of the user's fails on what the run would go on with; its exit status. Nothing is changed."""
-    stop.done()
-    if trainer.mesh.rank == 0:
-        text = f"cannot go on from its checkpoint: {error}"
-        logger.error("The run %s\nCorrect the function: the same command then resumes", text)
-        first = text.partition("\n")[0]
-        exit_codes.write_exit_status(trainer.config.run.output_dir, exit_codes.MISTAKE, first)
-    dist.barrier()
-    return exit_codes.MISTAKE
-
-
-def end_at_failed_function(
-    trainer: Trainer, checkpointer: Checkpointer, step: int, error: UserFunctionError, stop: StopRequest
-) -> int:
-    """Save the steps before `step`, counted from 1, of which a function of the user's failed, and log why the run
-    ends; its exit status."""
-    checkpointer.save_to_stop(step - 1)
-    stop.done()
-    if trainer.mesh.rank == 0:
-        saved = f"step {step - 1} is saved, and " if step > 1 and checkpointer.newest == step - 1 else ""
-        text = f"ended in step {step}, of which nothing was learned: {error}"
-        advice = f"Correct the function: {saved}the same command resumes from there"
-        logger.error("The run has %s\n%s", text, advice if saved else "Correct the function and start again")
-        first = text.partition("\n")[0]
-        exit_codes.write_exit_status(trainer.config.run.output_dir, exit_codes.MISTAKE, first)
-    dist.barrier()
-    return exit_codes.MISTAKE

@@ -27,7 +27,6 @@ from rlmath.config.load import make_parser
 from rlmath.config.schema import Config, RunConfig
 from rlmath.config.terminal import visible
 from rlmath.data import dataset
-from rlmath.data.audit import DataAudit
 from rlmath.distributed import process
 from rlmath.distributed.device import prepare_imports
 from rlmath.distributed.device_kind import resolve_kind
@@ -46,18 +45,16 @@ from rlmath.distributed.rendezvous import (
     open_rendezvous,
 )
 from rlmath.planning.checks import check_config, config_warnings, only_used
-from rlmath.planning.hook_checks import data_hooks, hook_lines, try_functions
-from rlmath.planning.memory_estimate import mesh_of, training_ranks
+from rlmath.planning.memory_estimate import Kind, mesh_of, training_ranks
 from rlmath.planning.memory_fit import start_up_lines
 from rlmath.planning.parallelism import roles
-from rlmath.planning.teacher import check_teacher_tokenizer
+from rlmath.planning.prepare import read_data
+from rlmath.planning.reward_checks import data_hooks, hook_lines
 from rlmath.run.nodes import facts_of, meet, meet_with_mistake
 from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.hub_inputs import SharedMistakeError, fetch_inputs
 from rlmath.run.recovery.resume import (
     find_recovery,
-    origin_of,
-    sft_origin_of,
 )
 from rlmath.run.recovery.save_schedule import output_bytes
 from rlmath.run.run_dir import check_output_folder, sole_user
@@ -117,62 +114,37 @@ def mistakes_end_all_ranks() -> Iterator[None]:
 
 def prepare_grpo(config: Config) -> PreparedRun[dataset.Inputs]:
     """ValueError for all that can be known to be wrong before a GRPO run starts."""
-    world_size = environment_world_size()
-    shape = check_config(config, world_size)
-    inputs = dataset.load_inputs(config, shape)
-    of_teacher = check_teacher_tokenizer(config, inputs.tokenizer)
-    origin = origin_of(config, inputs)
-    recovery = find_recovery(config, origin, inputs.total_steps)
-    check_output_folder(config.run.output_dir, config, output_bytes(config, shape), recovery is not None)
-    validation = dataset.load_validation(config, inputs.tokenizer, shape.vocab_size)
-    audit, tried = DataAudit(), ()
-    if environment_rank() == 0:
-        audit = dataset.audit_inputs(config, inputs, validation, inputs.tokenizer)
-        tried = try_functions(config, inputs.prompts)
-    lines = (
-        *config_warnings(config),
-        *inputs.lines,
-        *hook_lines(config, "grpo"),
-        *length_stage_lines(config),
-        *(line for file in validation for line in file.lines()),
-        *audit.lines(),
-        f"Layout: {mesh_of(config, world_size, 0).describe()}",
-        *([f"  {who}"] if (who := roles(config, world_size)) else ()),
-        *start_up_lines(config, shape, world_size),
-    )
-    warnings = (
-        *tried,
-        *of_teacher,
-        *audit.warnings(),
-        *fewer_steps_warnings(config, inputs.order.steps_per_epoch),
-        *late_steps_warnings(config, inputs.total_steps),
-    )
-    return PreparedRun(config, shape, inputs, origin, recovery, lines, validation, warnings)
+    return _prepare(config, "grpo")
 
 
-def prepare_sft(given: Config) -> PreparedRun[dataset.SftInputs]:
+def prepare_sft(config: Config) -> PreparedRun[dataset.SftInputs]:
     """ValueError for all that can be known to be wrong before a supervised run starts."""
-    world_size = environment_world_size()
-    config, unused = only_used(given)
-    shape = check_config(config, world_size, "sft")
-    inputs = dataset.load_sft_inputs(config, shape)
-    origin = sft_origin_of(config, inputs)
-    recovery = find_recovery(config, origin, inputs.total_steps)
+    return _prepare(config, "sft")
+
+
+def _prepare(given: Config, kind: Kind) -> PreparedRun[Any]:
+    world_size, first = environment_world_size(), environment_rank() == 0
+    config, unused = only_used(given) if kind == "sft" else (given, [])
+    shape = check_config(config, world_size, kind)
+    data = read_data(config, shape, kind, checks_data=first, calls_functions=first)
+    inputs, mesh = data.inputs, mesh_of(config, world_size, 0)
+    recovery = find_recovery(config, data.origin, inputs.total_steps)
     check_output_folder(config.run.output_dir, config, output_bytes(config, shape), recovery is not None)
     lines = (
         *config_warnings(config, unused),
-        *inputs.lines,
-        *hook_lines(config, "sft"),
-        *inputs.audit.lines(),
-        f"Layout: {mesh_of(config, world_size, 0).training_layout}",
-        *start_up_lines(config, shape, world_size, "sft"),
+        *data.lines,
+        *hook_lines(config, kind),
+        *length_stage_lines(config),
+        f"Layout: {mesh.describe() if kind == 'grpo' else mesh.training_layout}",
+        *([f"  {who}"] if (who := roles(config, world_size)) else ()),
+        *start_up_lines(config, shape, world_size, kind),
     )
     warnings = (
-        *inputs.audit.warnings(),
+        *data.warnings,
         *fewer_steps_warnings(config, inputs.order.steps_per_epoch),
         *late_steps_warnings(config, inputs.total_steps),
     )
-    return PreparedRun(config, shape, inputs, origin, recovery, lines, (), warnings)
+    return PreparedRun(config, shape, inputs, data.origin, recovery, lines, data.validation, warnings)
 
 
 def start(
@@ -188,57 +160,80 @@ def start(
     """
     set_up_rank_logging()
     end_at_interrupt(environment_rank())
-    config, rendezvous, start_timeout = None, None, RunConfig.start_timeout_seconds
     logger.info("Starting: reading settings, model and data ...", extra=event("start"))
+    rank = StartingRank()
     with ExitStack() as stack:
         try:
-            rendezvous = open_rendezvous(start_timeout)
-            try:
-                config = load()
-                start_timeout = config.run.start_timeout_seconds
-                config = fetch_inputs(config, rendezvous)
-                prepared = prepare(config)
-                if (mistake := launcher_mistake()) is not None:
-                    raise ValueError(mistake)
-                if environment_rank() == 0:
-                    prepared = _take_folder(prepared, stack)
-            except (ValueError, OSError) as found:
-                error = _with_launcher_mistake(found)
-                several = rendezvous is not None and rendezvous.rank_info.several_nodes
-                if rendezvous is not None and several and not isinstance(found, SharedMistakeError):
-                    meet_with_mistake(rendezvous, error, start_timeout)
-                raise error from None
-            if rendezvous is not None:
-                data = prepared.data_read if data_hooks(prepared.config) else ""
-                meet(rendezvous, facts_of(prepared), start_timeout, data)
+            prepared = rank.get_ready(load, prepare, stack)
+            rank.meet_others(prepared)
         except (ValueError, MissingRanksError, HubFailedError) as error:
-            status = exit_codes.MISTAKE if isinstance(error, ValueError) else exit_codes.FAILURE
             log_mistake(error)
             stack.close()
-            if config is not None:
-                record_exit(config.run.output_dir, status, str(error))
+            status = exit_codes.MISTAKE if isinstance(error, ValueError) else exit_codes.FAILURE
+            if rank.config is not None:
+                record_exit(rank.config.run.output_dir, status, str(error))
             return status
         try:
-            if under_torchrun():
-                # Without torchrun a rank would wait long for its peers. Once they have met, the heartbeat watches it.
-                end_with_parent(os.getppid())
-            logger.info("Starting: importing Megatron ...")
-            prepare_imports(resolve_kind(prepared.config.run.device))
-            # Megatron imports W&B, which takes seconds and makes folders that stay when this process is killed.
-            with process.without_module("wandb"):
-                from rlmath.run.engine_rank import run_engine_rank
-
-                program = load_program()
-            if environment_rank() >= training_ranks(prepared.config, environment_world_size()):
-                status = run_engine_rank(prepared, rendezvous)
-            else:
-                status = program(prepared, rendezvous)
+            program = import_program(prepared.config, load_program)
+            status = program(prepared, rank.rendezvous)
             process.skip_collection_at_exit()
             return status
         except BaseException as error:
-            if rendezvous is not None:
-                rendezvous.report_failure(first_line(error))
+            if rank.rendezvous is not None:
+                rank.rendezvous.report_failure(first_line(error))
             end_broken()
+
+
+class StartingRank:
+    """This rank until all have met; it has what a failure must know."""
+
+    config: Config | None = None
+    rendezvous: Rendezvous | None = None
+    """None where there is one rank."""
+    start_timeout = RunConfig.start_timeout_seconds
+
+    def get_ready(
+        self, load: Callable[[], Config], prepare: Callable[[Config], PreparedRun[Any]], stack: ExitStack
+    ) -> PreparedRun[Any]:
+        """Read and check all that this rank is given; rank 0 takes the run's folder until `stack` ends. ValueError and
+        OSError for what is wrong with it, on several nodes with what the other nodes found."""
+        self.rendezvous = open_rendezvous(self.start_timeout)
+        try:
+            self.config = load()
+            self.start_timeout = self.config.run.start_timeout_seconds
+            self.config = fetch_inputs(self.config, self.rendezvous)
+            prepared = prepare(self.config)
+            if (mistake := launcher_mistake()) is not None:
+                raise ValueError(mistake)
+            return _take_folder(prepared, stack) if environment_rank() == 0 else prepared
+        except (ValueError, OSError) as found:
+            error = _with_launcher_mistake(found)
+            several = self.rendezvous is not None and self.rendezvous.rank_info.several_nodes
+            if self.rendezvous is not None and several and not isinstance(found, SharedMistakeError):
+                meet_with_mistake(self.rendezvous, error, self.start_timeout)
+            raise error from None
+
+    def meet_others(self, prepared: PreparedRun[Any]) -> None:
+        """All ranks come together, and their nodes are compared."""
+        if self.rendezvous is not None:
+            data = prepared.data_read if data_hooks(prepared.config) else ""
+            meet(self.rendezvous, facts_of(prepared), self.start_timeout, data)
+
+
+def import_program(config: Config, load_program: Callable[[], Program]) -> Program:
+    """What this rank runs, with Megatron loaded."""
+    if under_torchrun():
+        # Without torchrun a rank would wait long for its peers. Once they have met, the heartbeat watches it.
+        end_with_parent(os.getppid())
+    logger.info("Starting: importing Megatron ...")
+    prepare_imports(resolve_kind(config.run.device))
+    # Megatron imports W&B, which takes seconds and makes folders that stay when this process is killed.
+    with process.without_module("wandb"):
+        from rlmath.run.engine_rank import run_engine_rank
+
+        program = load_program()
+    trains = environment_rank() < training_ranks(config, environment_world_size())
+    return program if trains else run_engine_rank
 
 
 def set_up_rank_logging() -> None:

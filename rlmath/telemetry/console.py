@@ -63,7 +63,7 @@ LONG_LINE_METRICS = {
     "rollout/deferred_groups": ".0f",
     "rollout/discarded_tokens": ".0f",
 }
-"""Likewise of a step's line in the log file."""
+"""Formats of the metrics in a step's line of the log file."""
 
 
 _QUIET = ("vllm", "transformers", "megatron", "torch", "filelock", "urllib3", "asyncio")

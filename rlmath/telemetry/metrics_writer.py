@@ -30,8 +30,6 @@ DAMAGED_ENDING = ".damaged"
 """A file of metrics with this ending has the lines of it that could not be read when the run was resumed."""
 MOST_WAITING = 10_000
 """Rows of a file that may wait in memory for room on the disk; of more, the oldest are lost."""
-MOST_TRIES_APART = 64
-"""Values and texts after which TensorBoard, which needs a new file each time, is tried again at the latest."""
 TIMED = (
     "seconds/",
     "tokens_per_second/",
@@ -157,8 +155,6 @@ class MetricsWriter:
             self._rows[METRICS_FILE].flush()
 
         self.unwritten.attempt(METRICS_FILE, create, lost=0)
-        if self._events is not None:
-            self.unwritten.attempt("TensorBoard", self._events.open, lost=0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step's numbers. JSON has no NaN or infinity: they become "NaN", "Infinity", "-Infinity"."""
@@ -176,20 +172,26 @@ class MetricsWriter:
         line = json.dumps(row, allow_nan=False) + "\n"
         self.unwritten.attempt(name, lambda: self._rows[name].append(line), lost=0)
         if self._events is not None:
-            self._write_events(self._events, lambda events: events.scalars(step, values))
+            self._write_events(lambda writer: _add_scalars(writer, step, values))
         if self._wandb is not None:
             self._wandb.write(step, values)
 
-    def _write_events(self, events: _Events, write: Callable[[_Events], None]) -> None:
-        if events.is_due():
-            self.unwritten.attempt("TensorBoard", lambda: write(events))
-        else:
-            self.unwritten.lost["TensorBoard"] += 1
+    def _write_events(self, write: Callable[[SummaryWriter], None]) -> None:
+        """TensorBoard's writer cannot be used after an error: there are no more events then."""
+        assert self._events is not None
+        try:
+            if not self._events.is_broken:
+                write(self._events.writer())
+        except OSError as error:
+            self._events.close()
+            self._events.is_broken = True
+            logger.warning("TensorBoard is off from here: %s. The run continues", error)
+        self.unwritten.lost["TensorBoard"] += self._events.is_broken
 
     def write_text(self, tag: str, text: str, step: int) -> None:
         """Markdown for TensorBoard's text page; nothing without TensorBoard."""
         if self._events is not None:
-            self._write_events(self._events, lambda events: events.text(tag, text, step))
+            self._write_events(lambda writer: writer.add_text(tag, text, step))
 
     def flush(self) -> None:
         """Try once more to write the rows that wait."""
@@ -211,57 +213,29 @@ class MetricsWriter:
             self._wandb.close()
 
 
+def _add_scalars(writer: SummaryWriter, step: int, values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+        writer.add_scalar(tensorboard_tag(name), value, step)
+    writer.flush()
+
+
 class _Events:
-    """TensorBoard's events. Its writer cannot be used after an error: a later try opens another file."""
+    """TensorBoard's events."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         self._folder = folder
-        self._first_step = first_step
+        self._purge_step = first_step if first_step > 1 else None
         self._writer: SummaryWriter | None = None
-        self._tries_apart = self._wait = 0
+        self.is_broken = False
+        """The disk has refused them."""
 
-    def open(self) -> None:
-        """OSError, of this and the other methods, where the disk refuses."""
+    def writer(self) -> SummaryWriter:
+        """OSError where the disk refuses its file."""
         from torch.utils.tensorboard import SummaryWriter  # here, because it takes seconds
 
-        try:
-            purge = self._first_step if self._first_step > 1 else None
-            self._writer = SummaryWriter(str(self._folder), purge_step=purge)
-        except OSError:
-            self._failed()
-            raise
-
-    def is_due(self) -> bool:
-        """Whether to write now; else a later try is due."""
-        self._wait = max(0, self._wait - 1)
-        return self._wait == 0
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        def write(writer: SummaryWriter) -> None:
-            for name, value in values.items():
-                writer.add_scalar(tensorboard_tag(name), value, step)
-            writer.flush()
-
-        self._write(write)
-
-    def text(self, tag: str, text: str, step: int) -> None:
-        self._write(lambda writer: writer.add_text(tag, text, step))
-
-    def _write(self, write: Callable[[SummaryWriter], None]) -> None:
         if self._writer is None:
-            self.open()
-        assert self._writer is not None
-        try:
-            write(self._writer)
-        except OSError:
-            self._failed()
-            raise
-        self._tries_apart = 0
-        self._first_step = 1  # a writer after an error must not hide what this one wrote
-
-    def _failed(self) -> None:
-        self._tries_apart = self._wait = min(MOST_TRIES_APART, max(1, 2 * self._tries_apart))
-        self.close()
+            self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
+        return self._writer
 
     def close(self) -> None:
         writer, self._writer = self._writer, None

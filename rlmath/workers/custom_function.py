@@ -30,10 +30,10 @@ MAX_REWARD = 1e30
 """Most of a reward's absolute value: its square, and a sum of many, is still a number."""
 MAX_MESSAGE_CHARS = 500
 MAX_TRACE_CHARS = 1500
-"""Of a message with the last lines of its traceback."""
+"""Longest message with the last lines of its traceback."""
 MAX_TRACE_FRAMES = 3
 MAX_RESULT_CHARS = 12 * 2**20
-"""Of what a function of another kind than rewards returns, as JSON."""
+"""Longest result, as JSON, of a function of another kind than rewards."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _with_trace(error: BaseException) -> str:
 
 
 def call_scorer(function: Callable, completion: str, solutions: list[str], row: Mapping) -> FunctionResult:
-    """The same of a function that says what is right, which returns one number."""
+    """Call a function that says what is right, which returns one number."""
     result = call_function(function, completion, solutions, row)
     if result.metrics:
         message = "needed: true, false or a number; it returned metrics, too"
@@ -135,7 +135,7 @@ class HookResult:
     failure: str | None = None
     """"timeout" or "error" if it returned nothing that its kind may return."""
     message: str = ""
-    """As that of `FunctionResult`."""
+    """The error message of a failure, and the last lines of its traceback."""
 
 
 def call_hook(kind: str, function: Callable, arguments: Sequence[Any]) -> dict[str, Any]:

@@ -66,7 +66,7 @@ MAX_PRINTED_LINES = 20
 """Most lines of what a reward function prints that are logged within PRINTED_SECONDS."""
 PRINTED_SECONDS = 60.0
 MAX_PRINTED_CHARS = 500
-"""Of one line."""
+"""Longest line that is logged."""
 LOGGED_SECONDS = 5.0
 """Time for the last lines to be logged when the pool is closed."""
 
@@ -248,7 +248,7 @@ class _Server:
         self._settings = settings
         self._function = function
         self._workers: dict[int, _Child] = {}
-        """By process id."""
+        """Workers by their process ids."""
         self._of_module: set[int] = set()
         """Processes that the user's module started when it was imported."""
         self._sample_at = 0.0

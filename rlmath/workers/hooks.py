@@ -149,7 +149,7 @@ _ARGUMENTS = {
     "scorer": ("completion", "solutions", "row"),
     "metric": ("groups",),
 }
-"""Of every kind what its functions get."""
+"""The arguments of every kind of function."""
 
 
 @dataclass(frozen=True)
@@ -319,14 +319,14 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def hooks_fingerprint(hooks: Iterable[Hook]) -> str:
-    """Of the files of several functions; "" where there is none."""
+    """A short name for the contents of the files of several functions; "" where there is none."""
     codes = {hook.setting: code_fingerprint(hook.spec, hook.plugins) for hook in hooks}
     return hashlib.sha256(json.dumps(codes).encode()).hexdigest()[:16] if codes else ""
 
 
 def code_fingerprint(spec: str | None, plugins: Sequence[str] = ()) -> str:
-    """Of the file in which a function is looked for, or, of one that is registered, of all plugins, without importing
-    anything; "" where there is none."""
+    """A short name for the contents of a function's file, or, where it is registered, of all plugins; "" where there is
+    none. Imports nothing."""
     if spec is not None and plugins and not _SPEC.fullmatch(spec):
         paths = [_file_of(f"{plugin}:any") for plugin in plugins]
         content = b"".join(b"" if path is None else path.read_bytes() for path in paths)
@@ -377,7 +377,7 @@ def function_problem(function: str | Hook) -> str | None:
 
 
 def plugin_problem(plugin: str) -> str | None:
-    """Likewise why a plugin cannot be imported."""
+    """Why a plugin cannot be imported, checked in a separate process; None if it can."""
     return _problem_of(["plugin", plugin], "run.plugins", plugin)
 
 

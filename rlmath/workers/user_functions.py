@@ -23,9 +23,9 @@ from rlmath.workers.worker_pool import VerifierPool
 CALL_SECONDS = 60.0
 """Time limit of one call, by the clock."""
 METRIC_SECONDS = 10.0
-"""The same of a metric: the other ranks may wait for rank 0 meanwhile."""
+"""Time limit of one call of a metric: the other ranks may wait for rank 0 meanwhile."""
 ALL_SECONDS = 600.0
-"""Of all calls of a step together, such as those of a selection for every group: the ranks wait for them."""
+"""Time limit of all calls of a step, such as those of a selection for every group: the ranks wait for them."""
 AT_ONCE = 1000
 """Calls that wait for the worker at a time: as much of their arguments is held."""
 
@@ -110,7 +110,7 @@ def form_hook(config: Config) -> Hook | None:
 
 
 def template_hook(config: Config, validation: bool = False) -> Hook | None:
-    """Of `data.template`, or of what validation has."""
+    """The function of `data.template`, or of `validation.template`."""
     own = config.validation.template if validation else None
     setting = "data.template" if own is None else "validation.template"
     return hook_of("template", setting, own or config.data.template, config.run.plugins)
@@ -130,7 +130,7 @@ def scorer_hook(config: Config) -> Hook | None:
 
 
 def metric_hooks(config: Config) -> dict[str, Hook]:
-    """By the metric's name."""
+    """The functions of `telemetry.metrics`, by the metric's name."""
     found = {}
     for entry in config.telemetry.metrics:
         name, equals, spec = entry.partition("=")

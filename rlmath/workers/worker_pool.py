@@ -83,7 +83,7 @@ ENDINGS = {
     "memory": "its processes together held more memory than one answer may",
     "processes": f"it started more than {MAX_PROCESSES} processes",
 }
-"""By what the fork server says of a worker's end: the message of the failure."""
+"""Messages of failures, by what the fork server says of the worker's end."""
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

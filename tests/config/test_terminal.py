@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 
-from launch import exit_status, train_grpo
-from rlmath.cli import convert, samples, verify_answers
+from rlmath.cli import samples
 from rlmath.config.terminal import visible_output
 from tests.programs import run
-from tests.tiny_models import make_model_folder
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x7f\x9b31m\u202e\u2066\ud800\rend"
 RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -69,59 +66,6 @@ def test_what_progress_bars_and_lines_show_stays() -> None:
     assert visible_output(line := "\x1b[34m\x1b[1mwandb\x1b[0m: run \x1b[33mfirst\x1b[0m") == line
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_folder(tmp_path_factory.mktemp("models") / "good")
-
-
-def hostile_model(model: Path, place: Path, kind: str) -> Path:
-    folder = place / "model"
-    shutil.copytree(model, folder)
-    if kind == "architectures":
-        values = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(values | {"architectures": [HOSTILE]}))
-    elif kind == "index":
-        (folder / "model.safetensors").rename(folder / "one.safetensors")
-        index = {"weight_map": {f"model.{HOSTILE}": "one.safetensors"}}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    else:
-        (folder / "model.safetensors").unlink()
-        index = {"weight_map": {"lm_head.weight": "\x1b[2J\x07.bin"}}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return folder
-
-
-@pytest.mark.parametrize("kind", ["architectures", "index", "bin"])
-def test_the_converter_quotes_a_hostile_model_harmlessly(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
-    folder = hostile_model(model, tmp_path, kind)
-    assert convert.main(["to-megatron", "--hf", str(folder), "--output", str(tmp_path / "out")]) != 0
-    told = capsys.readouterr()
-    assert told.err and not RAW.search(told.out + told.err)
-
-
-def test_a_dry_run_quotes_a_hostile_model_harmlessly(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = hostile_model(model, tmp_path, "architectures")
-    settings = [f"model.path={folder}", f"run.output_dir={tmp_path}/out", "data.train_path=none.jsonl"]
-    assert train_grpo.main(["--config", "configs/demo.yaml", "--dry-run", *settings]) == 2
-    told = capsys.readouterr().err
-    assert "the architecture" in told and not RAW.search(told)
-
-
-def test_the_other_converter_quotes_a_hostile_manifest_harmlessly(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / f"iter_{HOSTILE[:4]}"
-    folder.mkdir()
-    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": HOSTILE}))
-    assert convert.main(["to-hf", "--checkpoint", str(folder), "--output", str(tmp_path / "out")]) != 0
-    told = capsys.readouterr().err
-    assert told and not RAW.search(told)
-
-
 @pytest.mark.parametrize("field", ["length", "prompt_id", "verdict"])
 def test_crafted_samples_are_shown_harmlessly(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str
@@ -136,15 +80,3 @@ def test_crafted_samples_are_shown_harmlessly(
     told = capsys.readouterr()
     assert status == (1 if field == "length" else 0)
     assert told.out + told.err and not RAW.search(told.out + told.err)
-
-
-def test_a_crafted_exit_status_and_file_names_are_shown_harmlessly(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    status = {"status": 1, "message": HOSTILE, "meaning": "failed"}
-    (tmp_path / "exit_status.json").write_text(json.dumps(status))
-    monkeypatch.setattr("sys.argv", ["exit_status.py", str(tmp_path)])
-    assert exit_status.main() == 1
-    assert verify_answers.main(["--input", str(tmp_path / "\x1b[2J.jsonl"), "--output", "x"]) == 2
-    told = capsys.readouterr()
-    assert told.out and told.err and not RAW.search(told.out + told.err)

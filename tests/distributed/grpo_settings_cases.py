@@ -104,8 +104,12 @@ def settings(model: Path, folder: Path) -> Config:
             top_p=0.9,
             max_new_tokens=7,
         ),
-        telemetry=TelemetryConfig(tensorboard=False, sample_groups_per_step=2, profile_steps=[2]),
-        save=SaveConfig(ckpt_freq_secs=None),
+        telemetry=TelemetryConfig(
+            tensorboard=False, sample_groups_per_step=2, profile_steps=[2], capture_steps=[99]
+        ),
+        save=SaveConfig(
+            ckpt_freq_secs=None, ckpt_freq_steps=53, save_freq_steps=54, keep_last=13, keep_models=14
+        ),
     )
 
 
@@ -135,10 +139,13 @@ def whole_run(model: Path, folder: Path) -> dict[str, Any]:
             super().__init__(context)
             found["built"], found["asked"] = _built(self, context.on_progress), _watch(self)
 
-        def begin(self, progress: Any, checkpointer: Any) -> None:
-            super().begin(progress, checkpointer)
+        def begin(self, steps_done: int, export: Any, asked_to_stop: Any) -> None:
+            super().begin(steps_done, export, asked_to_stop)
+            checkpointer = export.__self__
             check = checkpointer._divergence
             found["diverges"] = check._max_discarded_steps, check.rule
+            found["keeps"] = checkpointer._store._retention
+            found["saves"] = checkpointer._points._frequency, checkpointer._models._frequency
 
         def step(self, number: int) -> Any:
             record = super().step(number)

@@ -230,7 +230,8 @@ def test_engines_are_given_every_setting_of_training_and_of_validation(
         ),
     }
     stages = StagesConfig(steps=[3, 3], max_new_tokens=[24, LONGEST])
-    (apart,) = train(ranks, 2, model, tmp_path, 6, with_engines(), stages=stages, **more)
+    rollout = with_engines(max_new_tokens=LONGEST // 2)  # without effect beside those of the stages
+    (apart,) = train(ranks, 2, model, tmp_path, 6, rollout, stages=stages, **more)
     completions = [[c for group in step for c in group.completions] for step in apart.groups]
     lengths = [[len(c.token_ids) for c in step] for step in completions]
     assert max(map(max, lengths[:3])) == 24 < max(map(max, lengths[3:]))

@@ -12,9 +12,11 @@ import pytest
 
 from rlmath.algorithms.losses import Normalisation
 from rlmath.algorithms.types import ScoredGroup
+from rlmath.checkpoint.manager import Retention
 from rlmath.models.logprobs import MinTokensMask
 from rlmath.rollout.sampling import request_seed
 from rlmath.run.divergence import RewardRule
+from rlmath.run.recovery.save_schedule import Frequency
 from tests.distributed import grpo_settings_cases as cases
 from tests.distributed.rank_pool import RankPool
 
@@ -74,6 +76,11 @@ def test_when_it_diverges_and_which_steps_are_profiled(found: dict[str, Any], fo
     assert found["diverges"] == (8, RewardRule(drop=50.0, steps=11))
     profiles = {path.name.partition("-rank")[0] for path in (folder / "run" / "profile").iterdir()}
     assert profiles == {"step-000002"}
+
+
+def test_what_is_saved_and_what_stays(found: dict[str, Any]) -> None:
+    assert found["keeps"] == Retention(keep_last=13, keep_models=14, judged_after=11, always=frozenset({98}))
+    assert found["saves"] == (Frequency(None, 53, None), Frequency(None, 54, None))
 
 
 def test_what_is_asked_for_in_training_and_validation(found: dict[str, Any]) -> None:

@@ -189,10 +189,6 @@ def test_stages_know_the_shapes_of_their_messages(ranks: RankPool, untied_model:
     assert known[1] == exchanged[1]
 
 
-def test_a_tied_model_is_updated_alike_on_both_of_its_stages(ranks: RankPool, tied_model: Path) -> None:
-    check_update(ranks, tied_model, Case(pipeline=2), 1e-5)
-
-
 @pytest.mark.parametrize("max_tokens", keeping([24, 64, 4096], 24))
 def test_the_split_into_microbatches_does_not_change_the_update(
     ranks: RankPool, untied_model: Path, max_tokens: int
@@ -226,12 +222,3 @@ def test_updates_agree_on_larger_layouts(
     check_update(
         ranks, untied_model, replace(case, optimizer=optimizer), {"sgd": 1e-5, "adam": 1e-3}[optimizer]
     )
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", FULL_LAYOUTS, ids=str)
-def test_gradients_agree_on_larger_layouts(
-    ranks: RankPool, untied_model: Path, tied_model: Path, case: Case
-) -> None:
-    check_gradients(ranks, untied_model, case)
-    check_gradients(ranks, tied_model, case)

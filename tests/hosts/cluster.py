@@ -17,8 +17,6 @@ import os
 import shutil
 import signal
 import subprocess
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +34,7 @@ def why_not() -> str | None:
     """Why there can be no namespaces here; None where there can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    missing = [name for name in ("ip", "tc", "unshare") if shutil.which(name) is None]
+    missing = [name for name in ("ip", "unshare") if shutil.which(name) is None]
     if missing:
         return f"no {', '.join(missing)} (Debian's iproute2 and util-linux)"
     probe = f"{PREFIX}-{os.getpid()}-probe"
@@ -133,37 +131,6 @@ class Node:
 
     def mend(self) -> None:
         ip("-n", self.bridge, "link", "set", self.link, "up")
-
-    def limit(self, kbit: int, queue_ms: int) -> None:
-        """Let it send no faster; what is too much waits up to so long, then it is dropped."""
-        shape = ("tbf", "rate", f"{kbit}kbit", "burst", "16kb", "latency", f"{queue_ms}ms")
-        command = ["tc", "qdisc", "replace", "dev", self.interface, "root", *shape]
-        subprocess.run(["ip", "netns", "exec", self.space, *command], check=True, timeout=30)
-
-    @contextlib.contextmanager
-    def slowed(self, run_ms: int, stop_ms: int) -> Iterator[None]:
-        """Its programs run and stand still by turns, as on a host that is shared with others."""
-        done = threading.Event()
-
-        def turns() -> None:
-            while not done.is_set():
-                # Ranks only: a launcher that stands still is another fault.
-                ranks = [one for program in self.programs for one in program.ranks().values()]
-                deadline = time.monotonic() + 2.0
-                while time.monotonic() < deadline and not done.is_set():
-                    for number, pause in ((signal.SIGSTOP, stop_ms), (signal.SIGCONT, run_ms)):
-                        for one in ranks:
-                            with contextlib.suppress(psutil.NoSuchProcess):
-                                one.send_signal(number)
-                        time.sleep(pause / 1000)
-
-        thread = threading.Thread(target=turns)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
 
 
 @contextlib.contextmanager

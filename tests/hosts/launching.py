@@ -36,9 +36,6 @@ class Launch:
             assert time.monotonic() < deadline, f"not within {seconds} s:\n{self.consoles[-8000:]}"
             time.sleep(0.05)
 
-    def wait_for_text(self, text: str, seconds: float) -> None:
-        self.wait_for(lambda: text in self.consoles, seconds)
-
 
 def launch(
     nodes: Sequence[Node],

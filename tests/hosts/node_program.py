@@ -26,7 +26,6 @@ from rlmath.run.nodes import compare_clocks, environment_facts, meet, meet_with_
 from rlmath.telemetry.console import setup_logging
 
 HOST = socket.gethostname()
-BUSY_STEPS = 10_000
 
 
 def facts(behaviour: str) -> dict[str, str]:
@@ -37,13 +36,18 @@ def facts(behaviour: str) -> dict[str, str]:
 
 def gather(rendezvous: Rendezvous, behaviour: str, settings: RunConfig) -> None:
     """Both meetings of the ranks, as `rlmath.run.startup` and `rlmath.run.loop` have them."""
-    seconds = settings.start_timeout_seconds
+    seconds, rank = settings.start_timeout_seconds, rendezvous.rank_info.rank
+    if behaviour == "hang":  # the limit begins when all are there, however long their imports took
+        folder = Path(settings.output_dir)
+        (folder / f"here-{rank}").touch()
+        while len(list(folder.glob("here-*"))) < int(os.environ["WORLD_SIZE"]):
+            time.sleep(0.05)
+        if rank == 3:
+            time.sleep(1000)
     if (behaviour, HOST) == ("mistake", "node1"):
         meet_with_mistake(rendezvous, ValueError("model.path: no folder /models/a"), seconds)
-    if behaviour == "hang" and rendezvous.rank_info.rank == 3:
-        time.sleep(1000)
     meet(rendezvous, facts(behaviour), seconds)
-    if behaviour == "fail" and rendezvous.rank_info.rank == 2:
+    if behaviour == "fail" and rank == 2:
         rendezvous.report_failure("OSError: no GPU")
         raise OSError("no GPU")
     word = RankReport(rendezvous.rank_info.host, rendezvous.rank_info.node)
@@ -58,7 +62,7 @@ def main() -> int:
     rank = int(os.environ["RANK"])
     setup_logging(rank)
     try:
-        rendezvous = open_rendezvous(settings.start_timeout_seconds)
+        rendezvous = open_rendezvous(120.0)
         assert rendezvous is not None
         gather(rendezvous, behaviour, settings)
         init_process_group(open_device("cpu"), 60.0, rendezvous.group_store(60.0))
@@ -68,7 +72,7 @@ def main() -> int:
         compare_clocks()
         stop = StopRequest(60.0, str(folder), rank)
         with Heartbeat(settings, rank, dist.get_world_size(), str(folder), stop) as heartbeat:
-            walk(heartbeat, folder, rank, behaviour)
+            walk(heartbeat, folder, rank)
     except BaseException as error:
         logging.error("rank %d on %s: %s: %s", rank, HOST, type(error).__name__, error)
         logging.shutdown()
@@ -77,8 +81,8 @@ def main() -> int:
     return 0
 
 
-def walk(heartbeat: Heartbeat, folder: Path, rank: int, behaviour: str) -> None:
-    for step in range(1, BUSY_STEPS if behaviour == "walk" else 4):
+def walk(heartbeat: Heartbeat, folder: Path, rank: int) -> None:
+    for step in range(1, 4):
         heartbeat.step = step
         heartbeat.enter_phase("update")
         dist.all_reduce(torch.ones(1000))

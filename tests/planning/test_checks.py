@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from rlmath.checkpoint.hf.weight_map import TABLES
 from rlmath.config.help import all_settings
 from rlmath.config.load import load_config
 from rlmath.config.model_shape import ModelShape
@@ -216,27 +215,13 @@ def _why(limits: Range) -> str:
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("rollout.group_size=0", "rollout.group_size is 0; needed: at least 1."),
-        ("rollout.temperature=0", "rollout.temperature is 0.0; needed: at least 0.01."),
         ("rollout.top_p=0.9", "rollout.top_p is 0.9; needed: 1. The trainer computes the whole distribution"),
         ("rollout.top_k=50", "rollout.top_k is 50; needed: -1. The trainer computes the whole distribution"),
-        ("rollout.memory_share=1.2", "rollout.memory_share is 1.2; needed: above 0, at most 1."),
-        ("optimizer.adam_beta2=1", "optimizer.adam_beta2 is 1.0; needed: at least 0, below 1."),
-        ("run.seed=-1", "run.seed is -1; needed: at least 0, at most 2147483647."),
         ("algorithm.early_stop_ratio=1", "needed: above 1. Before the first update the ratio is 1."),
-        ("reward.output_bias=.nan", "reward.output_bias is nan; needed: a finite number."),
-        ("run.device=gpu", 'run.device is "gpu"; needed: one of "auto", "cpu", "cuda".'),
-        ("run.device=CUDA", 'Did you mean "cuda"?'),
         (
             "optimizer.kind=adamw",
             'optimizer.kind is "adamw"; needed: one of "adam", "sgd". Did you mean "adam"?',
         ),
-        ("optimizer.decay=cosin", 'Did you mean "cosine"?'),
-        (
-            "save.export_dtype=bf16",
-            'save.export_dtype is "bf16"; needed: one of "auto", "float32", "bfloat16".',
-        ),
-        ("policy.recompute_granularity=fully", 'Did you mean "full"?'),
     ],
 )
 def test_a_single_wrong_value(place: Path, override: str, told: str):
@@ -505,14 +490,6 @@ def test_an_index_that_leaves_a_tensor_out(place: Path):
     assert problem(place).endswith("tensors are not in the weights: model.norm.weight.")
 
 
-def test_an_index_with_a_name_that_no_disk_takes(place: Path):
-    index = split_weights(place)
-    values = json.loads(index.read_text())
-    values["weight_map"]["model.norm.weight"] = "x" * 5000
-    index.write_text(json.dumps(values))
-    assert "names 3 files, 1 are not there: xxx" in problem(place)
-
-
 def test_weights_that_are_cut_off(place: Path):
     path = place / "model" / "model.safetensors"
     for kept in (-10, 4, 0):
@@ -651,11 +628,6 @@ def test_the_shape_alone_needs_config_json_only(place: Path):
     change_model(place, vocab_size=..., rope_theta=0)
     with pytest.raises(ValueError, match="2 problems with the model"):
         read_model_shape(place / "model")
-
-
-def test_every_supported_architecture_is_told(place: Path):
-    change_model(place, architectures=["Nothing"])
-    assert ", ".join(TABLES) in problem(place)
 
 
 def test_sgd_has_no_state_to_share(place: Path):

@@ -11,11 +11,11 @@ from rlmath.config.load import load_config
 from rlmath.config.schema import Config
 from rlmath.data.dataset import check_critic, most_critic_updates, most_updates
 from rlmath.models.hf_config import critic_config_file, critic_shape_of, read_critic_shape
-from rlmath.planning.critic import (
+from rlmath.planning.model_checks import (
+    critic_folder_problems,
+    critic_layout_problems,
+    critic_length_problems,
     critic_warnings,
-    folder_problems,
-    layout_problems,
-    length_problems,
 )
 from rlmath.run.recovery.save_schedule import checkpoint_bytes
 from tests.tiny_models import VOCAB, make_model_folder, shape_of
@@ -31,9 +31,9 @@ def config_of(*overrides: str) -> Config:
 def problems(policy: Path, *overrides: str) -> list[str]:
     config, shape = config_of(GAE, *overrides), shape_of(policy)
     found = [
-        *folder_problems(config, shape),
-        *layout_problems(config, shape),
-        *length_problems(config, shape),
+        *critic_folder_problems(config, shape),
+        *critic_layout_problems(config, shape),
+        *critic_length_problems(config, shape),
     ]
     return list(dict.fromkeys(found))
 

@@ -8,14 +8,11 @@ import re
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
 
 from launch.train_grpo import main
 from rlmath.checkpoint.directory import Progress, open_partial, publish, write_progress
-from rlmath.checkpoint.hf.headers import read_header
 from rlmath.config.load import load_config, save_config
 from rlmath.config.run_files import CHECKPOINTS_FOLDER
 from rlmath.config.schema import Config, SaveConfig
@@ -90,11 +87,6 @@ TINY = (
             ],
         ),
         (
-            SMALL_R1,
-            ["parallel.tensor=3", "parallel.data=null", "--ranks", "24"],
-            ["parallel.tensor is 3; it must divide the model's 2 key-value heads", "Possible: 1, 2."],
-        ),
-        (
             V2,
             ["rollout.max_new_tokens=4744"],
             ["256 + 4744 = 5000; the model has 4096 positions", "Lower the sum by 904"],
@@ -122,15 +114,9 @@ TINY = (
             ["data.prompts_per_step is 601, but only 600 prompts are left"],
         ),
         (SMALL_R1, ["optimizer.warmup_steps=20"], ["the run has 20 optimizer steps", "lower it"]),
-        (SMALL_R1, ["memory.gpu=A100-40GB"], ["A100-40GB has 39.40 GiB", "Lower rollout.memory_share"]),
-        (SMALL_R1, ["reward.scheme=mix", "reward.format_penalty=1"], ["reward.format_penalty is 1"]),
-        (SMALL_R1, ["rollout.group_size=1", "algorithm.advantage=grpo"], ["needs at least 2"]),
         (SMALL_R1, ["run.output_dir=~/run"], ['run.output_dir "~/run": needed: a path, written in full']),
-        (SMALL_R1, ["data.format=bobba"], ['data.format is "bobba"', 'Did you mean "boba"?']),
-        (SMALL_R1, ["data.train_weights=[.inf]"], ["data.train_weights is [inf]; needed: above 0"]),
         (SMALL_R1, ["data.train_path=" + "x" * 400], ["data.train_path has a name of 400 bytes"]),
         (SMALL_R1, ["model.path=" + "x" * 400], ["model.path has a name of 400 bytes"]),
-        (SMALL_R1, ["run.sead=1"], ['unknown key "run.sead", did you mean "run.seed"?']),
     ],
 )
 def test_what_could_not_start_is_refused_with_its_reason(
@@ -188,56 +174,15 @@ def cut_weights(folder: Path) -> None:
     os.truncate(file, file.stat().st_size - 100)
 
 
-def take_out_a_tensor(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, folder / "model.safetensors")
-
-
-def change_a_shape(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.norm.weight"] = np.zeros((7,), np.float32)
-    save_file(tensors, folder / "model.safetensors")
-
-
-def take_out_the_tokenizer(folder: Path) -> None:
-    for file in folder.glob("tokenizer*"):
-        file.unlink()
-
-
-def name_a_shard_that_is_not_there(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    names = dict.fromkeys(
-        read_header(folder / "model-00001-of-00002.safetensors"), "model-00001-of-00002.safetensors"
-    )
-    names["lm_head.weight"] = "model-00002-of-00002.safetensors"
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-
-
-@pytest.mark.parametrize(
-    ("break_it", "reasons"),
-    [
-        (cut_weights, ['model.safetensors" is not a whole safetensors file', "Copy or download it again"]),
-        (take_out_a_tensor, ["1 of 50 tensors are not in the weights: model.layers.1.mlp.up_proj.weight"]),
-        (change_a_shape, ["model.norm.weight has shape (7,), config.json makes it (128,)"]),
-        (take_out_the_tokenizer, ["has no tokenizer: neither tokenizer.json", "Copy the tokenizer files"]),
-        (
-            name_a_shard_that_is_not_there,
-            ["1 are not there: model-00002-of-00002.safetensors", "download them"],
-        ),
-    ],
-)
-def test_a_broken_model_is_refused_as_by_a_start(
-    dry, tied_model: Path, rows: Path, tmp_path: Path, break_it, reasons: list[str]
-):
+def test_a_broken_model_is_refused_as_by_a_start(dry, tied_model: Path, rows: Path, tmp_path: Path):
     folder = tmp_path / "model"
     shutil.copytree(tied_model, folder)
     model = (f"model.path={folder}", *TINY)
     assert dry(SMALL_R1, *model)[0] == 0
-    break_it(folder)
+    cut_weights(folder)
     status, out, err = dry(SMALL_R1, *model)
     assert (status, out) == (2, "") and err.startswith("1 problem with this run:")
-    assert [reason for reason in reasons if reason not in err] == [] and str(folder) in err
+    assert 'model.safetensors" is not a whole safetensors file' in err and str(folder) in err
     data = (f"data.train_path={rows}", f"run.output_dir={tmp_path / 'run'}")
     with pytest.raises(ValueError) as started:
         check_config(load_config([CONFIGS / SMALL_R1], [*data, *model]), 2)
@@ -257,15 +202,6 @@ def test_a_reward_function_that_takes_too_long_is_worth_knowing(dry, bare_model:
     assert (
         "  - reward.function took more than reward.timeout_seconds=0.5" in out.partition("Worth knowing:")[2]
     )
-
-
-def test_a_gpu_that_is_named_twice_is_one_problem(dry, bare_model: Path):
-    settings = (*TINY, f"model.path={bare_model}", "run.device=auto")
-    status, _, err = dry(SMALL_R1, *settings, "memory.gpu=H100-80GB", "memory.gpu_gib=80")
-    assert status == 2 and err.splitlines() == [
-        "1 problem with this run:",
-        '  - memory.gpu is "H100-80GB" and memory.gpu_gib is 80; give one of the two. Set the other to null.',
-    ]
 
 
 def test_a_gpu_that_is_not_here(dry, bare_model: Path, monkeypatch: pytest.MonkeyPatch):
@@ -496,15 +432,6 @@ def test_of_engines_with_ranks_of_their_own_only_these_have_caches(dry, bare_mod
     assert status == 0, err
     assert "the KV caches of" not in out
     assert "the KV caches of 2 ranks" in dry(V2, *words, "parallel=d2+d3")[1]
-
-
-def test_ranks_that_do_not_fit_both_roles_are_refused(dry):
-    status, _, err = dry(SMALL_R1, *ASYNC, "--ranks", "9")
-    assert status == 2 and "to train this run has 5, beside rollout.ranks 4. Start 8, or" in err
-    status, _, err = dry(SMALL_R1, *ASYNC, "--ranks", "4")
-    assert status == 2 and "none is left to train" in err
-    status, _, err = dry(SMALL_R1, "parallel=d2+d4+d2")
-    assert status == 2 and "2 plus signs" in err
 
 
 def test_tail_batching_and_its_bias_are_told(dry):

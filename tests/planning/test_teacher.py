@@ -22,9 +22,9 @@ from rlmath.config.schema import (
 from rlmath.data.tokenizer import load_tokenizer
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.hf_config import teacher_shape_of
-from rlmath.planning import teacher
 from rlmath.planning.checks import config_warnings, run_problems, shape_problems
 from rlmath.planning.memory_estimate import Target, plan_rank
+from rlmath.planning.model_checks import check_teacher_tokenizer, teacher_folder_problems, teacher_problems
 from rlmath.planning.planner.step import recomputes_logprobs
 from tests.tiny_models import VOCAB, make_model_folder, shape_of
 
@@ -78,8 +78,8 @@ def test_a_teacher_with_too_few_positions_or_no_folder_is_refused(folder: Path, 
     assert "is 76; the model in teacher.path has 64 positions" in told
     missing = config_of(folder.with_name("other"), tied_model)
     assert "teacher.path: there is no folder" in shape_problems(missing, shape_of(tied_model))[0]
-    assert "teacher.path: there is no folder" in teacher.folder_problems(missing)[0]
-    assert teacher.folder_problems(config_of(folder, tied_model)) == []
+    assert "teacher.path: there is no folder" in teacher_folder_problems(missing)[0]
+    assert teacher_folder_problems(config_of(folder, tied_model)) == []
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_what_needs_rewards_is_refused_where_the_teacher_alone_is_learned_from(
     config = config_of(folder, tied_model, algorithm=algorithm)
     assert [one for one in run_problems(config, 1, None) if one.startswith(told)]
     both = replace(config, teacher=replace(config.teacher, with_rewards=True))
-    assert list(teacher.setting_problems(both)) == []
+    assert list(teacher_problems(both)) == []
 
 
 def test_a_group_of_one_may_learn_from_a_teacher_alone(folder: Path, tied_model: Path) -> None:
@@ -137,7 +137,7 @@ def test_the_same_tokenizer_is_taken_and_the_token_that_differs_is_named(
     folder: Path, tied_model: Path, tmp_path: Path
 ) -> None:
     ours = load_tokenizer(str(tied_model))
-    assert teacher.check_teacher_tokenizer(config_of(folder, tied_model), ours) == ()
+    assert check_teacher_tokenizer(config_of(folder, tied_model), ours) == ()
 
     def swap(name: str, content: dict) -> None:
         if name == "tokenizer.json":
@@ -145,9 +145,7 @@ def test_the_same_tokenizer_is_taken_and_the_token_that_differs_is_named(
             vocab["A"], vocab["B"] = vocab["B"], vocab["A"]
 
     with pytest.raises(ValueError, match=r"token \d+ is 'B' in the teacher's and 'A' in the policy's"):
-        teacher.check_teacher_tokenizer(
-            config_of(edited(folder, tmp_path / "swapped", swap), tied_model), ours
-        )
+        check_teacher_tokenizer(config_of(edited(folder, tmp_path / "swapped", swap), tied_model), ours)
 
     def special(name: str, content: dict) -> None:
         if name == "tokenizer.json":
@@ -157,7 +155,7 @@ def test_the_same_tokenizer_is_taken_and_the_token_that_differs_is_named(
 
     other = edited(folder, tmp_path / "special", special)
     with pytest.raises(ValueError, match=r"token \d+ is .* in the teacher's and .* in the policy's"):
-        teacher.check_teacher_tokenizer(config_of(other, tied_model), ours)
+        check_teacher_tokenizer(config_of(other, tied_model), ours)
 
 
 def test_a_teacher_that_ends_otherwise_is_warned_of(folder: Path, tied_model: Path, tmp_path: Path) -> None:
@@ -166,7 +164,7 @@ def test_a_teacher_that_ends_otherwise_is_warned_of(folder: Path, tied_model: Pa
             content["eos_token"] = "<pad>"
 
     ours, other = load_tokenizer(str(tied_model)), edited(folder, tmp_path / "end", end)
-    (told,) = teacher.check_teacher_tokenizer(config_of(other, tied_model), ours)
+    (told,) = check_teacher_tokenizer(config_of(other, tied_model), ours)
     assert told.startswith("the policy ends with '<eos>' and the teacher with '<pad>'")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,9 +32,10 @@ def inputs(arithmetic: Path) -> Path:
 
 
 def arguments(program: str, inputs: Path, output: Path) -> list[str]:
-    """A run of either program, without its length."""
+    """A run of either program on two nodes."""
+    steps = f"run.total_steps={STEPS[program]}"
     if program == "grpo":
-        more = ("reward.function=slow:reward", "save.ckpt_freq_steps=1")
+        more = ("reward.function=slow:reward", "save.ckpt_freq_steps=1", steps)
         return [config("demo.yaml"), *TWO_NODES, *small_run(inputs, output), *more]
     return [
         "--program=sft",
@@ -47,48 +47,28 @@ def arguments(program: str, inputs: Path, output: Path) -> list[str]:
         "optimizer.decay=constant",
         "save.ckpt_freq_steps=5",
         "parallel.tensor=2",
+        steps,
     ]
 
 
 def submit(submitter: Submitter, program: str, inputs: Path, output: Path, *more: str) -> Submitted:
     with_functions = replace(submitter, functions=inputs / "functions")
-    steps = f"run.total_steps={STEPS[program]}"
-    return with_functions.submit(output, *arguments(program, inputs, output), steps, *more)
+    return with_functions.submit(output, *arguments(program, inputs, output), *more)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(
-    slurm: Cluster, inputs: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Submitted]]:
-    """A finished run of each program, made when it is first asked for; the first of a chain of two links."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-
-    class Runs(dict[str, Submitted]):
-        def __missing__(self, program: str) -> Submitted:
-            run = submit(submitter, program, inputs, folder / program, "--chain=2")
-            for link in (0, 1):
-                run.wait_for_state(*ENDED, link=link)
-            self[program] = run
-            return run
-
-    with Submitter(slurm, folder) as submitter:
-        yield Runs()
-
-
-def test_a_run_trains_across_both_nodes(undisturbed: dict[str, Submitted]) -> None:
-    run = undisturbed["grpo"]
-    assert run.state() == "COMPLETED", run.said()
-    assert [row["step"] for row in run.rows()] == list(range(1, STEPS["grpo"] + 1))
+def test_a_run_trains_across_both_nodes_and_the_later_links_of_its_chain_end_at_once(
+    submitter: Submitter, inputs: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    settings = (*small_run(inputs, output), "run.total_steps=2", "parallel.tensor=2")
+    run = submitter.submit(output, config("demo.yaml"), *TWO_NODES, *settings, "--chain=2")
+    assert run.wait_for_state(*ENDED) == "COMPLETED", run.said()
+    assert [row["step"] for row in run.rows()] == [1, 2]
     assert "2 nodes (n[1-2]) x 1 ranks" in run.said() and "status 0 (finished)" in run.said()
     logs = sorted((run.logs / run.jobs[0]).iterdir())
     assert [path.name.partition("-")[0] for path in logs] == ["0", "1"]
 
-
-def test_the_later_links_of_a_chain_end_at_once_when_the_run_is_finished(
-    undisturbed: dict[str, Submitted],
-) -> None:
-    run = undisturbed["grpo"]
-    assert run.state(link=1) == "COMPLETED"
+    assert run.wait_for_state(*ENDED, link=1) == "COMPLETED"
     said = run.said(link=1)
     assert "link 2 of 2" in said and "the start before: status 0" in said and "nothing is left to do" in said
     assert list((run.logs / run.jobs[1]).iterdir()) == []
@@ -97,14 +77,10 @@ def test_the_later_links_of_a_chain_end_at_once_when_the_run_is_finished(
 @pytest.mark.full
 @pytest.mark.parametrize("program", ["sft", "grpo"])
 def test_requeued_and_after_the_loss_of_a_node_the_run_is_the_same(
-    slurm: Cluster,
-    submitter: Submitter,
-    inputs: Path,
-    undisturbed: dict[str, Submitted],
-    tmp_path: Path,
-    program: str,
+    slurm: Cluster, submitter: Submitter, inputs: Path, tmp_path: Path, program: str
 ) -> None:
-    whole, steps = undisturbed[program], STEPS[program]
+    steps, whole = STEPS[program], submit(submitter, program, inputs, tmp_path / "whole")
+    assert whole.wait_for_state(*ENDED) == "COMPLETED", whole.said()
     run = submit(submitter, program, inputs, tmp_path / "run", "--requeue")
     run.wait_for_step(EARLY[program])
     slurm.ask("scontrol", "requeue", run.jobs[0])
@@ -160,13 +136,6 @@ def test_a_run_that_cannot_start_is_not_queued_again(
     assert run.wait_for_state(*ENDED) == "FAILED", run.said()
     assert slurm.job(run.jobs[0], "ExitCode") == "2:0" and slurm.job(run.jobs[0], "Restarts") == "0"
     assert "status 2 (mistake in the settings)" in run.said()
-
-
-@pytest.mark.full
-def test_two_nodes_of_two_ranks_train(submitter: Submitter, inputs: Path, tmp_path: Path) -> None:
-    run = submit(submitter, "grpo", inputs, tmp_path / "run", "--ranks-per-node=2")
-    assert run.wait_for_state(*ENDED) == "COMPLETED", run.said()
-    assert run.last_step() == STEPS["grpo"] and "x 2 ranks" in run.said()
 
 
 @pytest.mark.full

@@ -72,6 +72,13 @@ def test_dropped_prompts(share, is_told):
         assert text.startswith(f"{100 * share:.3g}% of the prompts") and "data.max_prompt_tokens" in text
 
 
+def test_every_sign_has_a_limit_of_its_own():
+    limits = TelemetryConfig(warn_truncated=0.3, warn_dropped=0.6, warn_importance_weight=0.9)
+    assert dropped_alert(0.5, limits) is None and dropped_alert(0.7, limits) is not None
+    for name, below, above in (("no_eos_ratio", 0.2, 0.4), ("importance_weight", 1.8, 2.0)):
+        assert told(rows(name, [below]), limits) == [] and len(told(rows(name, [above]), limits)) == 1
+
+
 @pytest.mark.parametrize("values", [[1.11], [0.89], [0.8, 1.2], [math.nan]])
 def test_importance_weights_far_from_one(values):
     """Above and below do not make up for each other; a NaN is far."""

@@ -10,7 +10,6 @@ from tools.bench_packing import (
     draw_lengths,
     first_fit,
     first_fit_rows,
-    main,
     make_cases,
     measure,
     padding,
@@ -67,9 +66,3 @@ def test_ours_is_no_worse_than_the_baselines_and_printed_so(capsys):
 
 def test_quick_takes_fewer_cases():
     assert set(make_cases(quick=True)) < set(make_cases(quick=False))
-
-
-def test_help_names_quick(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    assert "--quick" in capsys.readouterr().out

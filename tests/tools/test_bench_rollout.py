@@ -1,11 +1,8 @@
 import json
 
-import pytest
-
 from tools.bench_rollout import (
     Figures,
     cases,
-    main,
     make_requests,
     report_case,
 )
@@ -61,9 +58,3 @@ def test_both_numbers_of_engines_have_as_much_to_do_per_engine():
 def test_engines_run_at_full_speed_only_where_each_has_a_core():
     unpaced = [[case.engines for case in cases(False, cores) if not case.step_seconds] for cores in (1, 2, 4)]
     assert unpaced == [[], [2], [2, 4]]
-
-
-def test_help_names_quick(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    assert "--quick" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from rlmath.algorithms.early_stop import EarlyStop
 from rlmath.algorithms.importance_sampling import Correction
 from rlmath.algorithms.losses import LossSettings, Normalisation
 from rlmath.algorithms.partial_rollouts import FlightRules
+from rlmath.algorithms.prompt_history import CurriculumRules
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 from rlmath.answers.verifier import Rules
 from rlmath.config.length_curriculum import (
@@ -32,14 +34,17 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import (
     AlgorithmConfig,
     Config,
+    DataConfig,
     ParallelConfig,
     RewardConfig,
     RolloutConfig,
+    RunConfig,
     SelectionConfig,
     StagesConfig,
     TeacherConfig,
 )
-from rlmath.data.dataset import critic_epochs, most_critic_updates, most_updates
+from rlmath.data.dataset import critic_epochs, load_prompt_files, most_critic_updates, most_updates
+from rlmath.data.prompt_curriculum import rules_of
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
@@ -58,13 +63,14 @@ from rlmath.rewards.several_rewards import NamedReward, RewardPools, compared_re
 from rlmath.rollout.engine import _device_arguments
 from rlmath.rollout.flight_rules import flight_rules, slice_tokens
 from rlmath.rollout.sampling import SamplingSettings, training_sampling
+from rlmath.run.recovery.resume import origin_of
 from rlmath.run.recovery.save_schedule import Frequency, kept_frequency, recovery_frequency
 from rlmath.trainer.policy_update import PolicyUpdater
 from rlmath.trainer.rollouts.synchronous import selection_rules
 from rlmath.trainer.token_advantages import KLPenalty
 from rlmath.trainer.validation import _measure
 from rlmath.workers.hooks import Hook, hooks_fingerprint
-from rlmath.workers.user_functions import scorer_hook
+from rlmath.workers.user_functions import group_for_hooks, scorer_hook
 from rlmath.workers.worker_pool import VerifierPool
 from tests.distinct_settings import DISTINCT
 from tests.tiny_models import make_samples, shape_of
@@ -217,6 +223,63 @@ def test_a_scorer_has_the_workers_and_limits_of_rewards() -> None:
         assert (pool._size, pool.timeout_seconds) == (2, 15.8)
     settings = scorer_settings(DISTINCT.reward)
     assert settings == RewardConfig(function="scorer", workers=2, timeout_seconds=15.8)
+
+
+def test_what_functions_of_the_users_see_of_a_group() -> None:
+    prompt = Prompt("q", "1+1=", (1,), ("2",), "math", '{"level": 3}')
+    completions = tuple(
+        Completion(g, (5,) * tokens, (0.0,) * tokens, text, reason, 0)  # type: ignore[arg-type]
+        for g, (tokens, text, reason) in enumerate(((2, "two", "stop"), (7, "cut off", "length")))
+    )
+    scores = (Score(0.5, True, "", "string"), Score(-0.25, False, "", "string"))
+    assert group_for_hooks(ScoredGroup(prompt, completions, scores)) == {
+        "row": prompt.row,
+        "texts": ["two", "cut off"],
+        "tokens": [2, 7],
+        "rewards": [0.5, -0.25],
+        "correct": [True, False],
+        "truncated": [False, True],
+    }
+
+
+def test_a_run_knows_the_code_of_functions_that_plugins_register(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other code of a reward is another reward, other code of a selection or an advantage other hooks."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text(
+        "".join(json.dumps({"question": f"{n}+1", "answer": n, "id": f"q{n}"}) + "\n" for n in range(4))
+    )
+    source = "from rlmath.workers import hooks\n" + "".join(
+        f"@hooks.{kind}('own_{kind}')\ndef {kind}(*given): return {kind!r}\n"
+        for kind in ("reward", "selection", "advantage")
+    )
+    (tmp_path / "own.py").write_text(source)
+    config = Config(
+        run=RunConfig(plugins=["own.py"]),
+        data=DataConfig(train_path="train.jsonl", template="raw", prompts_per_step=2),
+        reward=RewardConfig(function="own_reward"),
+        selection=SelectionConfig(dynamic_sampling="own_selection", max_extra_prompts=0),
+        algorithm=AlgorithmConfig(advantage="own_advantage"),
+    )
+    inputs = load_prompt_files(config, None)
+
+    def origin(one: Config = config) -> tuple[str, str]:
+        found = origin_of(one, inputs, has_weights=False)
+        return found.reward, found.hooks
+
+    first = origin()
+    assert all(first)
+    plain = replace(config, selection=SelectionConfig(), algorithm=AlgorithmConfig())
+    assert origin(plain)[1] != first[1] and origin(plain)[0] == first[0]
+    listed = origin(replace(config, reward=RewardConfig(rewards=["own_reward"])))
+    (tmp_path / "own.py").write_text(source + "# another\n")
+    assert all(now != then for now, then in zip(origin(), first, strict=True))
+    assert origin(replace(config, reward=RewardConfig(rewards=["own_reward"])))[0] != listed[0]
+
+
+def test_which_prompts_are_drawn() -> None:
+    assert rules_of(DISTINCT.data) == CurriculumRules("skip_solved", 1102, 0.1103, 0.9104, 0.1105)
 
 
 def test_a_score_is_made_with_every_number_of_the_section() -> None:

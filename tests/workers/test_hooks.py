@@ -21,8 +21,7 @@ from rlmath.data.sft_sequences import load_sequences
 from rlmath.data.tokenizer import load_tokenizer, rendered
 from rlmath.planning.checks import algorithm_problems
 from rlmath.planning.dry_run import plan_lines, plan_run
-from rlmath.planning.hook_checks import hook_problems, try_functions
-from rlmath.planning.reward_checks import reward_problems
+from rlmath.planning.reward_checks import hook_problems, reward_problems, try_functions
 from rlmath.rewards.several_rewards import named_rewards
 from rlmath.workers.custom_function import checked_hook_result, checked_value
 from rlmath.workers.hooks import Hook, function_problem, hook_of, plugin_problem

@@ -228,6 +228,21 @@ def test_processes_end_with_the_answer_that_started_them(pool, name):
     wait_until(lambda: not naps())
 
 
+def test_what_the_module_starts_lives_as_long_as_the_pool(folder):
+    helper = f"import os, subprocess\nhelper = subprocess.Popen(['sleep', '{NAP}'])\n"
+    (folder / "helped.py").write_text(
+        f"{helper}def reward(text, *_):\n    return 1.0, {{'helper': helper.pid, 'worker': os.getpid()}}\n"
+    )
+    with VerifierPool(1, 30.0, function="helped:reward") as pool:
+        first = dict(ask(pool, "x")[0].metrics)
+        os.kill(
+            int(first["worker"]), signal.SIGKILL
+        )  # after which the fork server looks for what is left over
+        again = dict(ask(pool, "x")[0].metrics)
+        assert again["worker"] != first["worker"] and len(naps()) == 1
+    assert not naps()
+
+
 def test_a_child_can_be_terminated(pool):
     assert ask(pool, "terminate now")[0].failure is None
 

@@ -90,7 +90,7 @@ def hf_to_megatron(
         state.mkdir()
         writer = StateWriter(state)
         for stored in stored_tensors(shape, tensor):
-            _store(reader, stored, shape, writer, tensor, pipeline, dtype)
+            _store(reader, stored, shape, writer=writer, tensor=tensor, pipeline=pipeline, dtype=dtype)
         for key, layer in object_keys(shape).items():
             writer.add_object(tensor * (layer * pipeline // shape.num_layers), key)
         writer.close()

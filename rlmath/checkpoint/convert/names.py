@@ -91,10 +91,10 @@ def stored_tensors(shape: ModelShape, tensor: int = 1) -> Iterator[Stored]:
             placed,
             tuple(dict.fromkeys(_key(name) for name in placed.rule.megatron)),
             tuple(_key(name, placed.layer) for name in placed.rule.megatron) if lead else (),
-            lead,
-            (shape.num_layers, shape.num_experts)[: len(lead)],
-            (math.prod(canonical[:merged]), *canonical[merged:]),
-            canonical,
+            lead=lead,
+            lead_shape=(shape.num_layers, shape.num_experts)[: len(lead)],
+            shape=(math.prod(canonical[:merged]), *canonical[merged:]),
+            canonical=canonical,
         )
 
 

@@ -278,7 +278,9 @@ def stream_hf_tensors(
         owner = {"first": 0, "last": mesh.pipeline - 1}.get(placed.rule.owner)
         owner = stages[placed.layer] if placed.layer is not None else owner
         if owner == mesh.pipeline_rank:
-            full = _gather(local_parameter(chunks, placed), any_parameter, placed, shape, mesh, groups)
+            full = _gather(
+                local_parameter(chunks, placed), any_parameter, placed, shape=shape, mesh=mesh, groups=groups
+            )
         else:
             full = any_parameter.new_empty(weight_map.canonical_shape(placed.rule, shape, mesh.tensor))
         if mesh.pipeline > 1:

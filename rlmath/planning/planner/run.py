@@ -9,9 +9,9 @@ from rlmath.config.help import raise_problems
 from rlmath.config.length_curriculum import LengthStage, length_stages, planned_steps
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
+from rlmath.data.audit import EXAMPLES
 from rlmath.models.hf_config import required_shape
 from rlmath.planning.checks import file_problems, memory_problems, run_problems, value_problems
-from rlmath.planning.dry_run import count_data
 from rlmath.planning.memory_estimate import Target
 from rlmath.planning.memory_fit import planned_target
 from rlmath.planning.parallelism import ranks_or_least
@@ -20,6 +20,7 @@ from rlmath.planning.planner.lengths import Batch, lengths_with_mean
 from rlmath.planning.planner.step import StepPlan, batch_of, plan_step, problems_of, step_inputs
 from rlmath.planning.planner.training import StepInputs
 from rlmath.planning.planner.work import Cluster, Coefficients, cluster_of, machine_of, on_gpu
+from rlmath.planning.prepare import dropped_warning, read_data
 
 
 @dataclass(frozen=True)
@@ -141,5 +142,6 @@ def _steps_per_epoch(config: Config, shape: ModelShape, asked: Asked) -> tuple[i
         return asked.prompts // config.data.prompts_per_step, ()
     if any(file_problems(config)):
         return None, ()
-    data = count_data(config, shape)
-    return data.order.steps_per_epoch, data.warnings
+    data = read_data(config, shape, examples=EXAMPLES)
+    dropped = dropped_warning(config, data)
+    return data.inputs.order.steps_per_epoch, (*data.warnings, *([dropped] if dropped else ()))

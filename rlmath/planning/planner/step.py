@@ -170,7 +170,7 @@ def step_inputs(
     config: Config, shape: ModelShape, target: Target, cluster: Cluster, batch: Batch
 ) -> StepInputs:
     """Of a step with the settings of one stage, on the whole cluster. The layout must have no problems
-    (`preflight.parallelism`)."""
+    (`planning.parallelism`)."""
     return StepInputs(config, shape, mesh_of(config, cluster.ranks, 0), target, cluster, batch)
 
 

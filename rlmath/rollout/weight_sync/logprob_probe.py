@@ -43,7 +43,12 @@ class PolicyProbe:
         self._mesh = mesh
         # The engine scores a prompt at temperature 1 and masks nothing.
         self._policy = ForwardBackward(
-            policy.chunks, mesh, policy.device, 1.0, policy.vocab_size, MinTokensMask()
+            policy.chunks,
+            mesh,
+            policy.device,
+            temperature=1.0,
+            vocab_size=policy.vocab_size,
+            min_tokens_mask=MinTokensMask(),
         )
         draw = random.Random(0)
         length = max(2, min(TOKENS, longest - 1))

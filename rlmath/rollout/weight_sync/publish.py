@@ -57,7 +57,9 @@ def plan_of_engines(
 ) -> SyncPlan:
     """The plan of the first engine behind the training ranks, those of `mesh`."""
     first = range(mesh.world_size, mesh.world_size + mesh.engine_size)
-    return plan_own_ranks(shape, layout, mesh, first, element_bytes, bucket_bytes)
+    return plan_own_ranks(
+        shape, layout, mesh, engine=first, element_bytes=element_bytes, bucket_bytes=bucket_bytes
+    )
 
 
 class WeightPublisher:

@@ -135,7 +135,14 @@ def plan_sync(
     For hundreds of ranks it may have millions of copies; a rank needs `plan_cell` only.
     """
     first, *others = cells(mesh, ranks_per_node)
-    one = plan_cell(shape, layout, replace(mesh, rank=first[0]), element_bytes, bucket_bytes, ranks_per_node)
+    one = plan_cell(
+        shape,
+        layout,
+        replace(mesh, rank=first[0]),
+        element_bytes=element_bytes,
+        bucket_bytes=bucket_bytes,
+        ranks_per_node=ranks_per_node,
+    )
     return _join([one, *(_renumber(one, dict(zip(first, cell, strict=True))) for cell in others)])
 
 

@@ -78,7 +78,7 @@ def coordinates(mesh: Mesh) -> Coordinates:
 def training_layout(
     layers: int, mesh: Mesh, first_stage_layers: int | None, last_stage_layers: int | None
 ) -> TrainingLayout:
-    """The layout that Megatron makes of the settings, which `preflight.parallelism` has checked."""
+    """The layout that Megatron makes of the settings, which `planning.parallelism` has checked."""
     return TrainingLayout(
         mesh.tensor,
         stage_layers(layers, mesh.pipeline, mesh.virtual_pipeline, first_stage_layers, last_stage_layers),

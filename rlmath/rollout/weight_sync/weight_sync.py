@@ -127,7 +127,14 @@ class WeightTransfer:
         if device.kind == "cuda":
             # The first call of an NCCL group must be one that all its ranks make; not all of them send.
             dist.all_reduce(torch.zeros(1, device=device.torch_device))
-        plan = plan_cell(shape, layout, mesh, weights.dtype.itemsize, bucket_bytes, ranks_per_node)
+        plan = plan_cell(
+            shape,
+            layout,
+            mesh,
+            element_bytes=weights.dtype.itemsize,
+            bucket_bytes=bucket_bytes,
+            ranks_per_node=ranks_per_node,
+        )
         self._memory = None
         if device.kind == "cpu" and plan.rounds:
             self._memory = share_memory(2 * plan.largest_bucket_bytes)
@@ -240,7 +247,9 @@ class TensorRun:
     def target(self, matrix: Tensor) -> Tensor:
         """[count, rows, cols], a view of the engine's parameter `matrix`."""
         first = self.first
-        return _rectangles(matrix, first.target_row, first.target_col, first, self.count, self.target_step)
+        return _rectangles(
+            matrix, first.target_row, first.target_col, of=first, count=self.count, step=self.target_step
+        )
 
 
 def runs_of(copies: Sequence[Copy], sources: Mapping[str, Tensor], rank: int) -> list[TensorRun]:
@@ -258,7 +267,9 @@ def runs_of(copies: Sequence[Copy], sources: Mapping[str, Tensor], rank: int) ->
         source, count = None, stop - start
         if first.source == rank:
             matrix = sources[first.source_parameter]
-            source = _rectangles(matrix, first.source_row, first.source_col, first, count, source_step)
+            source = _rectangles(
+                matrix, first.source_row, first.source_col, of=first, count=count, step=source_step
+            )
         found.append(TensorRun(first, count, source, target_step))
         start = stop
     return found

@@ -21,14 +21,13 @@ from rlmath.checkpoint.directory import Checkpoint, Progress
 from rlmath.checkpoint.flight import FLIGHT
 from rlmath.config.help import as_yaml_word, is_among, setting_values
 from rlmath.config.hub import is_same
-from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stages
+from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stages, stage_list_problems
 from rlmath.config.load import load_config, shown_values
 from rlmath.config.run_files import CHECKPOINTS_FOLDER
 from rlmath.config.schema import Config, RewardConfig
 from rlmath.data.dataset import PromptFiles, SftInputs
 from rlmath.data.sft_sequences import sequences_fingerprint
 from rlmath.distributed.device_kind import resolve_kind
-from rlmath.planning.length_curriculum import stage_list_problems
 from rlmath.rewards.several_rewards import functions_of
 from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.run.recovery.rollback import joined_records, read_rollbacks, superseded_by

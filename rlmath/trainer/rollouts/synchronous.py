@@ -32,13 +32,13 @@ from rlmath.algorithms.types import PartialCompletion, Prompt, Score, ScoredGrou
 from rlmath.checkpoint.flight import FLIGHT, read_flight, read_flight_lengths, write_flight
 from rlmath.config.length_curriculum import (
     LengthStage,
+    in_flight_problem,
     length_stage_at,
     length_stages,
 )
 from rlmath.config.schema import Config, RewardConfig, RolloutConfig, SelectionConfig
 from rlmath.data.dataset import Inputs
 from rlmath.data.prompt_curriculum import HISTORY, PromptCurriculum, rules_of
-from rlmath.planning.length_curriculum import in_flight_problem
 from rlmath.rewards.several_rewards import compared_rewards
 from rlmath.rollout.collector import Collector, Work, completion_text
 from rlmath.rollout.flight_rules import flight_rules, slice_tokens

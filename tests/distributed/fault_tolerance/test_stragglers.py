@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rlmath.distributed.fault_tolerance.stragglers import RECENT_STEPS, slow_texts, usual
 from rlmath.distributed.mesh import Mesh
+from tests.distributed import straggler_cases
+from tests.distributed.rank_pool import RankPool
 
 HOSTS = ["node0", "node0", "node1", "node1"]
 
@@ -56,3 +60,17 @@ def test_a_slow_network_is_named_by_the_answers_of_the_store() -> None:
 def test_half_of_the_ranks_does_not_make_itself_the_measure() -> None:
     assert usual([2.0, 2.0, 1.0, 1.0]) == 1.0
     assert usual([5.0]) == 5.0 and usual([5.0, 3.0]) == 3.0
+
+
+@pytest.mark.distributed
+def test_the_first_rank_warns_once_of_a_slow_rank_and_a_slow_network(ranks: RankPool) -> None:
+    (messages, metrics), *others = ranks.run(3, straggler_cases.steps_with_a_slow_last_rank, 3.0, 2.0)
+    assert sorted(one.partition(":")[0] for one in messages) == [
+        "A slow network or host",
+        "A slow rank holds the others up",
+    ]
+    assert all("rank 2 on " in one for one in messages)
+    assert metrics == 2 * RECENT_STEPS * [
+        {"seconds/alone_usual": 1.0, "seconds/alone_slowest": 3.0, "seconds/answer_slowest": 2.0}
+    ]
+    assert others == 2 * [([], 2 * RECENT_STEPS * [{}])]

@@ -1,7 +1,7 @@
-"""What is wrong with a run's teacher, found before it starts: its folder, its layout, its lengths and its tokenizer.
+"""What is wrong with the settings of a run's critic and teacher, and which of them change nothing.
 
-`parallel` lays the teacher out as it does the policy, so that both must allow the layout. Tokens are compared one by
-one: a teacher with another tokenizer would score other texts than the policy wrote.
+`parallel` lays both out as it does the policy, so that all must allow the layout. Tokens are compared one by one: a
+teacher with another tokenizer would score other texts than the policy wrote.
 """
 
 from __future__ import annotations
@@ -11,13 +11,88 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlmath.config.schema import Config, PolicyConfig, TeacherConfig
+from rlmath.config.help import nearest_path
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config, CriticConfig, PolicyConfig, TeacherConfig
 from rlmath.data.tokenizer import load_tokenizer
-from rlmath.models.hf_config import inspect_model_folder, teacher_shape_of
+from rlmath.models.hf_config import (
+    critic_shape_of,
+    inspect_critic_folder,
+    inspect_model_folder,
+    teacher_shape_of,
+)
 from rlmath.planning import parallelism
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+# ---------------------------------------------------------------- critic
+
+
+def critic_folder_problems(config: Config, shape: ModelShape | None) -> Iterator[str]:
+    """Why the weights in `critic.path` cannot be loaded for a policy of this shape."""
+    path = config.critic.path
+    if config.algorithm.advantage != "gae" or path is None or shape is None:
+        return
+    _, problems = inspect_critic_folder(Path(path), shape)
+    near = nearest_path(Path(path)) if not Path(path).exists() else ""
+    yield from (problem + near for problem in problems)
+
+
+def critic_layout_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Why the critic of a policy of this shape cannot be laid out as `parallel` says."""
+    try:
+        critic = critic_shape_of(config, shape)
+    except ValueError as error:
+        yield str(error)
+        return
+    if critic is None:
+        return
+    if config.critic.path is not None:
+        # No engine has the critic.
+        for problem in parallelism.layout_problems(config.parallel, 1, config.policy, critic):
+            yield f"critic.path, which has the layout of the policy: {problem}"
+    if config.critic.bootstrap_truncated and config.parallel.context > 1:
+        yield (
+            f"critic.bootstrap_truncated is true and parallel.context {config.parallel.context}: the value after a "
+            "completion's last token is not gathered over context ranks. Set it to false, or parallel.context to 1."
+        )
+
+
+def critic_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Sequences that are too long for the critic."""
+    try:
+        critic = critic_shape_of(config, shape)
+    except ValueError:
+        return  # told by `critic_layout_problems`
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if critic is not None and config.critic.path is not None and longest > critic.max_positions:
+        yield (
+            f"data.max_prompt_tokens + rollout.max_new_tokens is {longest}; the model in critic.path has "
+            f"{critic.max_positions} positions (max_position_embeddings). Lower the sum, or take another critic."
+        )
+
+
+def critic_warnings(config: Config) -> Iterator[str]:
+    """Settings of a critic that change nothing in this run, or less than one may think."""
+    critic, default = config.critic, CriticConfig()
+    changed = [f"critic.{name}" for name in vars(default) if getattr(critic, name) != getattr(default, name)]
+    if config.algorithm.advantage != "gae":
+        changed += ["memory.offload_critic"] * config.memory.offload_critic
+        if changed:
+            yield f'{", ".join(changed)}: no effect with algorithm.advantage="{config.algorithm.advantage}".'
+        return
+    if critic.policy_length_alpha is not None and critic.policy_lambda != default.policy_lambda:
+        yield "critic.policy_lambda has no effect with critic.policy_length_alpha."
+    if config.rollout.group_size > 1 and config.selection.dynamic_sampling is not None:
+        yield (
+            'selection.dynamic_sampling drops groups without contrast; algorithm.advantage="gae" compares with a '
+            "critic's values, and could learn from them."
+        )
+
+
+# ---------------------------------------------------------------- teacher
 
 
 def teaches_alone(config: Config) -> bool:
@@ -25,14 +100,14 @@ def teaches_alone(config: Config) -> bool:
     return config.teacher.path is not None and not config.teacher.with_rewards
 
 
-def folder_problems(config: Config) -> list[str]:
+def teacher_folder_problems(config: Config) -> list[str]:
     """What is wrong with the files in `teacher.path`; none without a teacher."""
     if config.teacher.path is None:
         return []
     return inspect_model_folder(Path(config.teacher.path), "teacher.path")[1]
 
 
-def layout_problems(config: Config) -> Iterator[str]:
+def teacher_layout_problems(config: Config) -> Iterator[str]:
     """Why the teacher's shape cannot be laid out as `parallel` says."""
     try:
         shape = teacher_shape_of(config)
@@ -46,12 +121,12 @@ def layout_problems(config: Config) -> Iterator[str]:
         yield f"teacher.path, which has the layout of the policy: {problem}"
 
 
-def length_problems(config: Config) -> Iterator[str]:
+def teacher_length_problems(config: Config) -> Iterator[str]:
     """Sequences that are too long for the teacher."""
     try:
         shape = teacher_shape_of(config)
     except ValueError:
-        return  # told by `layout_problems`
+        return  # told by `teacher_layout_problems`
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if shape is not None and longest > shape.max_positions:
         yield (
@@ -60,7 +135,7 @@ def length_problems(config: Config) -> Iterator[str]:
         )
 
 
-def setting_problems(config: Config) -> Iterator[str]:
+def teacher_problems(config: Config) -> Iterator[str]:
     """Settings that do not go with a teacher."""
     algorithm = config.algorithm
     if teaches_alone(config) and algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
@@ -76,12 +151,14 @@ def setting_problems(config: Config) -> Iterator[str]:
         )
 
 
-def setting_warnings(config: Config) -> Iterator[str]:
+def teacher_warnings(config: Config) -> Iterator[str]:
     """Settings that change nothing with this teacher, or without one."""
     teacher, selection = config.teacher, config.selection
     if teacher.path is None:
         names = [
-            name for name in ("loss", "coef", "with_rewards") if getattr(teacher, name) != _default(name)
+            name
+            for name in ("loss", "coef", "with_rewards")
+            if getattr(teacher, name) != getattr(TeacherConfig, name)
         ]
         keys = [f"teacher.{name}" for name in names]
         keys += ["memory.offload_teacher"] if config.memory.offload_teacher else []
@@ -93,10 +170,6 @@ def setting_warnings(config: Config) -> Iterator[str]:
             f'selection.dynamic_sampling="{selection.dynamic_sampling}" drops groups by their rewards, and with '
             "teacher.with_rewards=false the teacher would teach them, too. Set selection.dynamic_sampling=null."
         )
-
-
-def _default(name: str) -> object:
-    return getattr(TeacherConfig(), name)
 
 
 def check_teacher_tokenizer(config: Config, tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
@@ -145,3 +218,8 @@ def _token_text(token: tuple[str, bool] | None) -> str:
         return "none"
     text, special = token
     return f"{text[:60]!r}{' (special)' if special else ''}"
+
+
+def folder_problems(config: Config, shape: ModelShape | None) -> list[str]:
+    """Of the files of both, for a policy of this shape."""
+    return [*teacher_folder_problems(config), *critic_folder_problems(config, shape)]

@@ -1,0 +1,14 @@
+"""Sizes of what log-probs are computed in, for what computes them and for what plans their memory."""
+
+CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 32 * 2**20}
+"""Size of one float32 chunk of logits by kind of device; two are held at a time. On a CPU they should stay in a core's
+cache (16 MiB was measured to take twice the time of 4). On a GPU one chunk fits the 50 MB cache of an H100 or H200, but
+its kernels take longer to start than to run: five chunks took 2.8 ms on an H100, the plain way 2.4
+(docs/benchmarks.md). Larger ones were not measured."""
+CHUNKS_HELD = 2
+
+TEACHER_BLOCK_BYTES = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
+"""Size of one float32 block of a teacher's logits by kind of device; three are held at a time. On a GPU some 200 rows
+of a whole vocabulary: the output layer is read from memory once for each block, and with fewer rows its product would
+wait for that (calculated, not measured)."""
+TEACHER_BLOCKS_HELD = 3

@@ -1,0 +1,98 @@
+"""What a start and its dry run both do with settings, model and data, before a process group starts."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config
+from rlmath.data import dataset
+from rlmath.data.audit import DataAudit
+from rlmath.models.hf_config import has_weights
+from rlmath.planning.memory_estimate import Kind
+from rlmath.planning.model_checks import check_teacher_tokenizer
+from rlmath.planning.reward_checks import try_functions
+from rlmath.run.recovery.resume import Origin, origin_of, sft_origin_of
+from rlmath.telemetry.alerts import dropped_alert
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The prompts of a run, or the sequences of a supervised one."""
+
+    inputs: Any
+    """`dataset.Inputs` or `dataset.SftInputs`; without a tokenizer `dataset.PromptFiles`."""
+    origin: Origin
+    """"" for what cannot be known without weights or a tokenizer."""
+    lines: tuple[str, ...]
+    """One or more for each file, for the console."""
+    warnings: tuple[str, ...]
+    validation: tuple[dataset.ValidationFile, ...] = ()
+
+
+def read_data(
+    config: Config,
+    shape: ModelShape,
+    kind: Kind = "grpo",
+    *,
+    checks_data: bool = True,
+    calls_functions: bool = True,
+    examples: int = 1,
+) -> RunData:
+    """What the run would learn from; ValueError for what it could not, and where a function of the user's fails on it.
+
+    `checks_data` audits them, with so many `examples` of what is odd, and `calls_functions` tries the user's functions:
+    of a run's ranks one does. Without a tokenizer no prompt is dropped for its length, and there are no sequences.
+    """
+    problem, weights = tokenizer_problem(config), has_weights(Path(config.model.path))
+    if kind == "sft":
+        if problem is not None:
+            raise ValueError(
+                "the sequences of supervised training are written with a tokenizer, and cannot be counted: "
+                f"{problem}. A dry run needs config.json and the tokenizer's files of the model, and transformers "
+                "(rlmath install cpu, or gpu)."
+            )
+        found = dataset.load_sft_inputs(config, shape)
+        lines = (*found.lines, *found.audit.lines())
+        origin = sft_origin_of(config, found, weights)
+        return RunData(found, origin, lines, found.audit.warnings(examples))
+    tokenizer, of_teacher = None, ()
+    if problem is None:
+        found = dataset.load_inputs(config, shape)
+        tokenizer = found.tokenizer
+        of_teacher = check_teacher_tokenizer(config, tokenizer)
+    else:
+        found = dataset.load_prompt_files(config, tokenizer)
+    validation = dataset.load_validation(config, tokenizer, shape.vocab_size)
+    audit = dataset.audit_inputs(config, found, validation, tokenizer) if checks_data else DataAudit()
+    tried = try_functions(config, found.prompts) if calls_functions else ()
+    lines = (*found.lines, *(line for file in validation for line in file.lines()), *audit.lines())
+    origin = origin_of(config, found, weights)
+    if tokenizer is None:
+        origin = replace(origin, data="")
+    return RunData(found, origin, lines, (*tried, *of_teacher, *audit.warnings(examples)), validation)
+
+
+def tokenizer_problem(config: Config) -> str | None:
+    """Why a plan is made without the model's tokenizer; None where its folder has one, and the package is there that
+    reads it."""
+    folder = Path(config.model.path)
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        return f'"{folder}" has no tokenizer here'
+    if importlib.util.find_spec("transformers") is None:
+        return f'transformers is not installed, which reads the tokenizer of "{folder}"'
+    return None
+
+
+def dropped_warning(config: Config, data: RunData) -> str | None:
+    """About prompts that were dropped for their length, or that are not known to be too long."""
+    problem = tokenizer_problem(config)
+    if problem is None:
+        return dropped_alert(data.inputs.dropped_share, config.telemetry)
+    return (
+        f"lengths were not checked: {problem}. Prompts longer than "
+        f"data.max_prompt_tokens={config.data.max_prompt_tokens} will be dropped, and steps may be fewer."
+    )

@@ -1,0 +1,171 @@
+"""How a rank joins its run, once all ranks have met: process group, heartbeat, what an error does, the run's folder."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rlmath.config.help import all_settings, as_yaml_word
+from rlmath.config.load import config_as_yaml, shown_values
+from rlmath.config.run_files import CONFIG_FILE, LOG_FILE
+from rlmath.config.schema import Config
+from rlmath.data.loader import write_report
+from rlmath.distributed.bridge import Bridge, open_worlds
+from rlmath.distributed.collectives import all_gather_objects, broadcast_from_rank_zero
+from rlmath.distributed.device import Device, init_process_group
+from rlmath.distributed.fault_tolerance.failure import may_be_caused_by_peer
+from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
+from rlmath.distributed.fault_tolerance.preemption import StopRequest, launcher_advice
+from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.process import library_versions, outlive_parent
+from rlmath.distributed.ranks import (
+    RankReport,
+    RendezvousResult,
+    environment_rank,
+    environment_world_size,
+    hosts_text,
+)
+from rlmath.distributed.rendezvous import Rendezvous
+from rlmath.planning.memory_estimate import Kind
+from rlmath.run.prepared import PreparedRun
+from rlmath.run.recovery.resume import CheckpointToResume
+from rlmath.run.run_dir import claim_run_folder
+from rlmath.telemetry.console import open_log_file
+from rlmath.trainer.base import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+def join_run(
+    stack: ExitStack,
+    config: Config,
+    device: Device,
+    rendezvous: Rendezvous | None,
+    stop: StopRequest,
+    on_error: OnError | None = None,
+) -> tuple[Bridge | None, Heartbeat]:
+    """Join the process group, or, where engines have ranks of their own, this rank's of the two; and the heartbeat of
+    all ranks, which `stack` ends. A collective of all ranks of the run."""
+    store, timeout = group_store(rendezvous, config), config.run.distributed_timeout_seconds
+    bridge = None
+    if config.rollout.ranks:
+        assert store is not None, "a run with engines on ranks of their own has several ranks"
+        bridge = open_worlds(device, timeout, store, config.rollout.ranks)
+    else:
+        init_process_group(device, timeout, store)
+    heartbeat = Heartbeat(
+        config.run,
+        environment_rank(),
+        environment_world_size(),
+        config.run.output_dir,
+        stop,
+        broadcast_from_rank_zero if bridge is None else bridge.broadcast,
+    )
+    stack.enter_context(heartbeat)
+    outlive_parent()
+    stack.push(on_error or OnError())
+    return bridge, heartbeat
+
+
+def group_store(rendezvous: Rendezvous | None, config: Config) -> dist.Store | None:
+    """The store of the process group. All ranks meet once more before: ranks that are missing are named, where a
+    process group would wait for them in silence."""
+    if rendezvous is None:
+        return None
+    run, place = config.run, rendezvous.rank_info
+    report = RankReport(place.host, place.node)
+    rendezvous.sync("group", report, run.start_timeout_seconds, lambda reports: RendezvousResult())
+    return rendezvous.group_store(run.distributed_timeout_seconds)
+
+
+class OnError:
+    """What a rank does about an error before anything else."""
+
+    trainer: Trainer | None = None
+    """Once it is there."""
+
+    def __call__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Log it in one line, at once: what is closed next may take its time, and the heartbeat does not wait for it.
+        Then write the last step; where a peer may have failed, rank 0 alone does."""
+        if kind is None or error is None:
+            return
+        rank, host = environment_rank(), socket.gethostname()
+        logger.error("rank %d on %s failed; the run ends: %s: %s", rank, host, kind.__name__, error)
+        if self.trainer is not None and (rank == 0 or not may_be_caused_by_peer(error)):
+            self.trainer.write_last_step(f"failed on rank {rank}: {kind.__name__}: {error}")
+
+
+def claim_folder(
+    prepared: PreparedRun[Any], mesh: Mesh, resumed: CheckpointToResume | None, kind: Kind
+) -> None:
+    """Make `run.output_dir` this run's, and log its settings and start-up lines. A collective. ValueError where a rank
+    does not see the folder."""
+    config = prepared.config
+    if mesh.rank == 0:
+        claim_run_folder(config.run.output_dir, config, None if resumed is None else resumed[1].step)
+        log_settings(config, kind)
+        advice = launcher_advice(config.run.stop_grace_seconds)
+        for text in with_details((*filter(None, [advice]), *prepared.lines)):
+            logger.info("%s", text)
+        for text in prepared.warnings:
+            logger.warning("%s", text)
+        write_report(config.run.output_dir, prepared.inputs.reports)
+    dist.barrier()
+    folder = Path(config.run.output_dir)
+    host = None if (folder / CONFIG_FILE).is_file() else socket.gethostname()
+    blind = list(dict.fromkeys(one for one in all_gather_objects(host) if one is not None))
+    if blind:
+        raise ValueError(
+            f'what rank 0 wrote into run.output_dir "{folder}" is not seen on {hosts_text(blind)}; it must lie on a '
+            "disk that all nodes share"
+        )
+
+
+def log_settings(config: Config, kind: Kind) -> None:
+    """Open the run's log file, and log all settings there; on the console those that are not at their defaults."""
+    folder = Path(config.run.output_dir)
+    try:
+        open_log_file(folder)
+    except OSError as error:
+        logger.warning("%s cannot be written: %s. The run continues without it", folder / LOG_FILE, error)
+    changed = changed_settings(config)
+    unused = changed.pop("sft", []) if kind == "grpo" else []
+    shown = "\n".join(f"  {section}: {', '.join(settings)}" for section, settings in changed.items())
+    logger.info("Settings that are not at their defaults; all are in %s:\n%s", CONFIG_FILE, shown)
+    if unused:
+        logger.warning("Without effect in a GRPO run: %s", ", ".join(f"sft.{one}" for one in unused))
+    logger.debug("The settings of this run:\n%s", config_as_yaml(config))
+    logger.debug(
+        "Versions: %s", ", ".join(f"{name} {version}" for name, version in library_versions().items())
+    )
+
+
+def with_details(lines: Iterable[str]) -> list[str]:
+    """Texts of a line and the indented ones below it, which are its details.
+
+    >>> with_details(["Memory:", "  sync: 1 GiB", "Layout: TP1"])
+    ['Memory:\\n  sync: 1 GiB', 'Layout: TP1']
+    """
+    texts: list[str] = []
+    for line in lines:
+        if texts and line.startswith(" "):
+            texts[-1] += f"\n{line}"
+        else:
+            texts.append(line)
+    return texts
+
+
+def changed_settings(config: Config) -> dict[str, list[str]]:
+    """By section the settings that are not at their defaults: {"data": ["prompts_per_step=8"], ...}."""
+    sections: dict[str, list[str]] = {}
+    for key, value in shown_values(config).items():
+        setting = all_settings()[key]
+        if value != setting.default:
+            sections.setdefault(setting.section, []).append(f"{setting.name}={as_yaml_word(value)}")
+    return sections
