@@ -91,7 +91,14 @@ OBJECTS = {
 
 
 ENGINE_ARGUMENTS = "vllm.engine.arg_utils.EngineArgs"
-GIVES_ENGINE_ARGUMENTS = ("_device_arguments", "_gpu_arguments", "_open_llm", "__init__", "open_standalone")
+GIVES_ENGINE_ARGUMENTS = (
+    "_device_arguments",
+    "_gpu_arguments",
+    "_mesh_arguments",
+    "_open_llm",
+    "__init__",
+    "open_standalone",
+)
 """Functions of rlmath/rollout/engine.py whose dictionaries and keywords are arguments of vLLM's engine."""
 ENVIRONMENT = "vllm.envs"
 """Has the variables that vLLM reads."""

@@ -139,8 +139,9 @@ def whole_run(model: Path, folder: Path) -> dict[str, Any]:
             super().__init__(context)
             found["built"], found["asked"] = _built(self, context.on_progress), _watch(self)
 
-        def begin(self, progress: Any, checkpointer: Any) -> None:
-            super().begin(progress, checkpointer)
+        def begin(self, steps_done: int, export: Any, asked_to_stop: Any) -> None:
+            super().begin(steps_done, export, asked_to_stop)
+            checkpointer = export.__self__
             check = checkpointer._divergence
             found["diverges"] = check._max_discarded_steps, check.rule
             found["keeps"] = checkpointer._store._retention
