@@ -242,40 +242,34 @@ def plan_rank(
     if kind == "sft":
         held = _in_order(_while_training(resident, memory) | asdict(update))
         return MemoryPlan(mesh.rank, mesh.pipeline_rank, {"update": held})
+    engine = formulas.engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes)
+    asleep = {} if mesh.engine_ranks else {"engine_workspace": engine.asleep}
+    passes = {"logprobs": ("", forward)}
+    if "reference" in resident:
+        passes["reference"] = ("reference", forward)
+    if critic.resident:
+        passes["critic"] = ("critic", critic.update)
+    if teacher is not None:
+        passes["teacher"] = ("teacher", teacher.forward)
+    passes["update"] = ("teacher_head", update)
+    phases = {
+        name: _while_training(resident, memory, model) | asleep | asdict(size)
+        for name, (model, size) in passes.items()
+    }
     if mesh.engine_ranks:
         published = sum(sum(sizes) for sizes, _ in buffers) * target.itemsize
         on_host = {
             "published_weights": published,
             "sync_buffers": _own_sync_bytes(config, target, published),
         }
-        phases = {"logprobs": _while_training(resident, memory) | asdict(forward)}
-        if "reference" in resident:
-            phases["reference"] = _while_training(resident, memory, "reference") | asdict(forward)
-        if critic.resident:
-            phases["critic"] = _while_training(resident, memory, "critic") | asdict(critic.update)
-        if teacher is not None:
-            phases["teacher"] = _while_training(resident, memory, "teacher") | asdict(teacher.forward)
-        phases["update"] = _while_training(resident, memory, "teacher_head") | asdict(update)
         return _with_host(MemoryPlan(mesh.rank, mesh.pipeline_rank, phases), on_host, target)
-    engine = formulas.engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes)
     weights = {"engine_weights": engine.weights}
     awake = weights | {"engine_workspace": engine.workspace, "kv_cache": max(0, engine.kv_cache)}
-    asleep = {"engine_workspace": engine.asleep}
+    to_sync = weights | asleep | {"sync_buffers": _sync_bytes(config, mesh, target, engine.weights)}
     phases = {
-        "sync": _while_generating(resident, memory, with_parameters=True)
-        | weights
-        | asleep
-        | {"sync_buffers": _sync_bytes(config, mesh, target, sum(weights.values()))},
+        "sync": _while_generating(resident, memory, with_parameters=True) | to_sync,
         "generate": _while_generating(resident, memory, not memory.offload_parameters) | awake,
-        "logprobs": _while_training(resident, memory) | asleep | asdict(forward),
-    }
-    if "reference" in resident:
-        phases["reference"] = _while_training(resident, memory, "reference") | asleep | asdict(forward)
-    if critic.resident:
-        phases["critic"] = _while_training(resident, memory, "critic") | asleep | asdict(critic.update)
-    if teacher is not None:
-        phases["teacher"] = _while_training(resident, memory, "teacher") | asleep | asdict(teacher.forward)
-    phases["update"] = _while_training(resident, memory, "teacher_head") | asleep | asdict(update)
+    } | phases
     return MemoryPlan(mesh.rank, mesh.pipeline_rank, {name: _in_order(held) for name, held in phases.items()})
 
 
