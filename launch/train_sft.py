@@ -14,8 +14,14 @@ if __name__ == "__main__":
     process.begin_program()  # before torch is imported
 
 import sys
+from collections.abc import Sequence
 
-from rlmath.run.program import train_sft as main
+from rlmath.run import program
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return program.main(["sft", *(sys.argv[1:] if argv is None else argv)])
+
 
 if __name__ == "__main__":
     sys.exit(main())

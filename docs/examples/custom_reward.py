@@ -21,9 +21,7 @@ def digits(completion: str, solutions: list[str], row: dict) -> tuple[float, dic
 
 def main() -> None:
     if not FOLDER.exists():
-        make_arithmetic.main(
-            ["--output", f"{FOLDER}/data", "--train", "200", "--heldout", "20", "--worked", "20"]
-        )
+        make_arithmetic.main(f"--output {FOLDER}/data --train 200 --heldout 20 --worked 20".split())
         make_tiny_model.main(["--output", f"{FOLDER}/model"])
     config = load_config(
         "configs/demo.yaml",

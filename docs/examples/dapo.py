@@ -17,9 +17,7 @@ FOLDER = Path("outputs/examples/dapo")
 
 def main() -> None:
     if not FOLDER.exists():
-        make_arithmetic.main(
-            ["--output", f"{FOLDER}/data", "--train", "400", "--heldout", "20", "--worked", "20"]
-        )
+        make_arithmetic.main(f"--output {FOLDER}/data --train 400 --heldout 20 --worked 20".split())
         make_tiny_model.main(["--output", f"{FOLDER}/model"])
     command = [sys.executable, "-m", "rlmath.cli.main", "train", "--dry-run", "--ranks", "2"]
     command += ["--config", "configs/demo.yaml", "--config", "configs/algorithms/dapo.yaml"]

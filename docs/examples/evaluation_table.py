@@ -19,8 +19,7 @@ def evaluate(*arguments: str) -> None:
 
 def main() -> None:
     if not FOLDER.exists():
-        sizes = ["--train", "100", "--heldout", "100", "--worked", "8000"]
-        make_arithmetic.main(["--output", f"{FOLDER}/data", *sizes])
+        make_arithmetic.main(f"--output {FOLDER}/data --train 100 --heldout 100 --worked 8000".split())
         make_tiny_model.main(["--output", f"{FOLDER}/random"])
     supervised = load_config(
         "configs/demo_sft.yaml",

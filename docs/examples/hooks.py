@@ -42,9 +42,7 @@ def main() -> None:
         # Imported here: workers import this file, and have no use for torch.
         from rlmath.cli import make_arithmetic, make_tiny_model
 
-        make_arithmetic.main(
-            ["--output", f"{FOLDER}/data", "--train", "200", "--heldout", "20", "--worked", "20"]
-        )
+        make_arithmetic.main(f"--output {FOLDER}/data --train 200 --heldout 20 --worked 20".split())
         make_tiny_model.main(["--output", f"{FOLDER}/model"])
     config = load_config(
         "configs/demo.yaml",

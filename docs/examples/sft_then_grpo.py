@@ -15,8 +15,7 @@ FOLDER = Path("outputs/examples/sft_then_grpo")
 
 def main() -> None:
     if not FOLDER.exists():
-        sizes = ["--train", "1000", "--heldout", "100", "--worked", "8000"]
-        make_arithmetic.main(["--output", f"{FOLDER}/data", *sizes])
+        make_arithmetic.main(f"--output {FOLDER}/data --train 1000 --heldout 100 --worked 8000".split())
         make_tiny_model.main(["--output", f"{FOLDER}/model"])
     supervised = load_config(
         "configs/demo_sft.yaml",

@@ -16,36 +16,13 @@ FOLDER = Path("outputs/examples/slurm_dry_run")
 
 def main() -> None:
     if not FOLDER.exists():
-        make_arithmetic.main(
-            ["--output", f"{FOLDER}/data", "--train", "200", "--heldout", "20", "--worked", "20"]
-        )
+        make_arithmetic.main(f"--output {FOLDER}/data --train 200 --heldout 20 --worked 20".split())
         make_tiny_model.main(["--output", f"{FOLDER}/model"])
-    command = [
-        sys.executable,
-        "-m",
-        "rlmath.cli.main",
-        "submit",
-        "--dry-run",
-        "--config",
-        "configs/demo.yaml",
-    ]
-    command += [
-        "--nodes",
-        "2",
-        "--gpus-per-node",
-        "0",
-        "--ranks-per-node",
-        "1",
-        "--time",
-        "1:00:00",
-        "--requeue",
-    ]
-    command += [f"run.output_dir={FOLDER}/run", f"model.path={FOLDER}/model"]
-    command += [
-        f"data.train_path={FOLDER}/data/train.jsonl",
-        "data.prompts_per_step=16",
-        "optimizer.warmup_steps=1",
-    ]
+    arguments = "submit --config configs/demo.yaml --nodes 2 --gpus-per-node 0 --ranks-per-node 1"
+    arguments += f" --time 1:00:00 --requeue --dry-run run.output_dir={FOLDER}/run model.path={FOLDER}/model"
+    arguments += f" data.train_path={FOLDER}/data/train.jsonl data.prompts_per_step=16"
+    arguments += " optimizer.warmup_steps=1"
+    command = [sys.executable, "-m", "rlmath.cli.main", *arguments.split()]
     subprocess.run(command, check=True)
 
 

@@ -15,9 +15,7 @@ FOLDER = Path("outputs/examples/two_rewards")
 
 def main() -> None:
     if not FOLDER.exists():
-        make_arithmetic.main(
-            ["--output", f"{FOLDER}/data", "--train", "200", "--heldout", "20", "--worked", "20"]
-        )
+        make_arithmetic.main(f"--output {FOLDER}/data --train 200 --heldout 20 --worked 20".split())
         make_tiny_model.main(["--output", f"{FOLDER}/model"])
     config = load_config(
         "configs/demo.yaml",

@@ -155,11 +155,8 @@ def boxes_equal(boxes: list[str], gold: str, rules: Rules) -> bool:
     theirs = plain_answer(gold)
     if theirs is None or any(plain_answer(box) is None for box in boxes):
         return False
-    parts = split_parts(theirs.key)
-    if parts is not None:
-        same = zip(boxes, parts, strict=False)
-        return len(parts) == len(boxes) and all(answers_equal(box, part, rules) for box, part in same)
-    count = 2 if theirs.key.count("\\pm") == 1 else len(split_list(theirs.key))
+    parts = split_parts(theirs.key) or split_list(theirs.key)
+    count = 2 if theirs.key.count("\\pm") == 1 else len(parts)
     return count == len(boxes) and answers_equal("; ".join(boxes), gold, rules)
 
 

@@ -20,6 +20,7 @@ from rlmath.answers.evaluate import (
 )
 from rlmath.answers.families import (
     MAX_CONSTANTS,
+    linear_in,
     open_index,
     renamed,
     same_line,
@@ -430,16 +431,10 @@ def classes_of(family: Family, name: str | None) -> Residue | None:
     for value in values:
         if named_set != "Z" or len(letters) != 1 or len(value) != 1 or symbols(value[0]) != set(letters):
             return None
-        at = [substituted(value[0], letters[0], Num(Fraction(k))) for k in range(2)]
-        found = [value_of(expr) for expr in at]
-        start, after = (one.value if one is not None else None for one in found)
-        if not isinstance(start, Fraction) or not isinstance(after, Fraction):
+        line = linear_in(value[0], letters[0])
+        if line is None or line[1].denominator != 1 or line[1] == 0:
             return None
-        step = after - start
-        line = Call("add", (Num(start), Call("mul", (Num(step), Sym(letters[0])))))
-        if step.denominator != 1 or step == 0 or not same_expression(value[0], line):
-            return None
-        classes.append((Num(start), Num(abs(step))))
+        classes.append((Num(line[0]), Num(abs(line[1]))))
     return (Sym(name) if name else None), tuple(classes)
 
 

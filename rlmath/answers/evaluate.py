@@ -356,8 +356,6 @@ def _represents(decimal: Num, value: Value, exact: bool = True) -> bool:
     if exact and isinstance(value, Fraction) and _finite(value):
         return False
     number, target = to_mp(decimal.value), to_mp(value)
-    if decimal.open_ended and _places(decimal) >= 3:
-        return abs(number) <= abs(target) < abs(number) + mpf(10) ** -_places(decimal) and number * target > 0
     if (decimal.digits or 0) < MIN_DIGITS:
         return False
     if not exact:

@@ -143,18 +143,21 @@ def _line(exprs: Sequence[Expr]) -> tuple[list[Fraction], list[Fraction]] | None
     if len(letters) != 1 or not letters <= _PARAMETERS:
         return None
     (letter,) = letters
-    points: list[list[Fraction]] = []
-    for at in (0, 1, 2, 7):
-        found = [value_of(substituted(expr, letter, Num(Fraction(at)))) for expr in exprs]
-        values = [one.value for one in found if one is not None and isinstance(one.value, Fraction)]
-        if len(values) < len(exprs):
-            return None
-        points.append(values)
-    step = [b - a for a, b in zip(points[0], points[1], strict=True)]
-    for at, values in ((2, points[2]), (7, points[3])):
-        if any(c != a + at * b for a, b, c in zip(points[0], step, values, strict=True)):
-            return None
-    return points[0], step
+    lines = [line for expr in exprs if (line := linear_in(expr, letter)) is not None]
+    return ([start for start, _ in lines], [step for _, step in lines]) if len(lines) == len(exprs) else None
+
+
+def linear_in(expr: Expr, letter: str) -> tuple[Fraction, Fraction] | None:
+    """(value at 0, slope) of an expression with fractions that is linear in its only letter; None for others."""
+    if not symbols(expr) <= {letter}:
+        return None
+    points = (0, 1, 2, 7, -30)
+    found = [value_of(substituted(expr, letter, Num(Fraction(at)))) for at in points]
+    values = [one.value for one in found if one is not None and isinstance(one.value, Fraction)]
+    if len(values) < len(points):
+        return None
+    start, slope = values[0], values[1] - values[0]
+    return (start, slope) if values == [start + at * slope for at in points] else None
 
 
 _PARAMETERS = frozenset(("t", "s", "u", "r", "k", "lambda", "mu", "alpha"))

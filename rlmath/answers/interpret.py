@@ -442,13 +442,6 @@ def _interpret_listing(listing: Listing) -> Interpretations:
             return Interpretations(sign=items[0].sign, real_set=RealSet.union(sets) if joined else both)
         if all(item.sign == "=" for item in items):
             return replace(_several_equations(items), equations=_curves(relations))
-    if listing.items and isinstance(listing.items[0], Relation) and listing.joiner != "and":
-        first = items[0]
-        if first.name is not None and first.scalar is not None and not any(item.name for item in items[1:]):
-            # x = 1, 2: the name is written once
-            return Interpretations(
-                members=(Interpretations(scalar=first.scalar), *items[1:]), name=first.name
-            )
     restricted = len(items) == 2 and items[0].scalar is not None and _restricts(items[0], items[1])
     return Interpretations(
         also=items[:1] if restricted else (),

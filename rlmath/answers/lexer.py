@@ -28,8 +28,6 @@ class Token:
     """The exact value of a number."""
     digits: int | None = None
     """The number of significant digits, if written with a decimal point."""
-    open_ended: bool = False
-    """Whether a number ends in dots ("3.141...")."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ def tokenize(text: str, reading: Reading = AS_WRITTEN) -> list[Token]:
         if token is None:
             raise NotMathematics(f"character {char!r}")
         if space or prose:
-            token = Token(token.kind, token.text, space, prose, token.value, token.digits, token.open_ended)
+            token = Token(token.kind, token.text, space, prose, token.value, token.digits)
         tokens.append(token)
         space, position = False, position_after
     return tokens
@@ -167,8 +165,6 @@ def _number(text: str, position: int, reading: Reading) -> tuple[Token, int]:
         periodic = _repeated(digits)
         if periodic is not None:
             return Token("number", digits, value=periodic), dots.end()
-        if significant is not None:
-            return Token("number", digits, value=value, digits=significant, open_ended=True), dots.end()
     return Token("number", text[position:end], value=value, digits=significant), end
 
 

@@ -176,7 +176,7 @@ class Arithmetic(ABC):
                 return vector_times(Num(Fraction(-1)), signed)
             inner = as_expr(signed)
             if isinstance(inner, Num):
-                return Scalar(Num(-inner.value, inner.digits, inner.open_ended))
+                return Scalar(Num(-inner.value, inner.digits))
             return Scalar(Call("neg", (inner,)))
         if self.peek() in ("\\pm", "\\mp"):
             sign, term = self.take().text[1:], self.term()
@@ -424,7 +424,7 @@ class Arithmetic(ABC):
 def as_number(token: Token) -> Num:
     if token.value is None:
         raise NotMathematics(f"{token.text!r} is not a number")
-    return Num(token.value, token.digits, token.open_ended)
+    return Num(token.value, token.digits)
 
 
 def as_expr(answer: Answer) -> Expr:

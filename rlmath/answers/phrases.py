@@ -205,10 +205,6 @@ def without_lead(tokens: list[Token]) -> list[Token]:
     is_decimal = len(tokens) > 1 and tokens[1].digits is not None
     if words[0] in ("approximately", "about", "roughly", "approx") and is_decimal:
         return tokens[1:]
-    if words[0] in ("exactly", "only") and len(tokens) > 1:
-        return tokens[1:]
-    if tokens[-1].text == "only" and len(tokens) > 1:
-        return tokens[:-1]
     if words[0] not in ("all", "any", "every") or len(tokens) < 4:
         return tokens
     _, at = _set_in_words(tokens, 1)

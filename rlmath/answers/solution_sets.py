@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from rlmath.answers.evaluate import mentions, rounds_to, symbols, value_of
-from rlmath.answers.families import operands, substituted
+from rlmath.answers.families import linear_in, operands
 from rlmath.answers.normalize import NotMathematics
 from rlmath.answers.numbers import MP, divided, is_finite, mpf, to_mp
 from rlmath.answers.real_sets import Bound, RealSet, interval, point
@@ -99,13 +99,8 @@ def linear(expr: Expr) -> tuple[str, Fraction, Fraction] | None:
     if len(letters) != 1:
         return None
     (letter,) = letters
-    found = [value_of(substituted(expr, letter, Num(Fraction(at)))) for at in (0, 1, 2, 7)]
-    values = [one.value for one in found if one is not None and isinstance(one.value, Fraction)]
-    if len(values) < 4:
-        return None
-    slope = values[1] - values[0]
-    is_line = slope != 0 and all(values[at] == values[0] + x * slope for at, x in ((2, 2), (3, 7)))
-    return (letter, slope, values[0]) if is_line else None
+    line = linear_in(expr, letter)
+    return (letter, line[1], line[0]) if line is not None and line[1] else None
 
 
 def absolute_value(relation: Relation) -> tuple[str, Expr] | None:

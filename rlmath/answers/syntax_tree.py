@@ -15,11 +15,9 @@ class Num:
     value: Fraction
     digits: int | None = None
     """Significant digits, if it was written with a decimal point."""
-    open_ended: bool = False
-    """Written with dots: more digits follow."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.value, self.digits, self.open_ended)))
+        object.__setattr__(self, "_hash", hash((self.value, self.digits)))
 
     def __hash__(self) -> int:  # kept: expressions are looked up often
         return self._hash  # type: ignore[attr-defined]

@@ -120,86 +120,79 @@ def _scaled(base: str, names: dict[str, Fraction | int]) -> dict[str, Known]:
 
 
 _SYMBOLS, _NAMES = _si_units()
+_ANY_CASE = "m km dm cm mm nm s ms g kg mg L mL J kJ kWh eV keV MeV GeV mol N W kW V Hz kHz MHz GHz Pa kPa K"
+"""Symbols that are read in any case."""
+_LOWER = {symbol.lower(): _SYMBOLS[symbol] for symbol in _ANY_CASE.split()}
 for _misread in word_list("cd pm ha hA dA min hL cal Mm dm dT dS dC dF dH MM pt"):
     _SYMBOLS.pop(_misread, None)
 _INCH = Fraction(254, 10000)
-_KNOWN: dict[str, Known] = _NAMES | {
-    **_scaled(
-        "length",
-        {
-            "m": 1,
-            "km kms": 1000,
-            "dm": Fraction(1, 10),
-            "cm cms": Fraction(1, 100),
-            "mm": Fraction(1, 1000),
-            "nm": Fraction(1, 10**9),
-            "micron": Fraction(1, 10**6),
-            "inch inches in": _INCH,
-            "ft foot feet": 12 * _INCH,
-            "yd yds yard": 36 * _INCH,
-            "mi mile": 63360 * _INCH,
-            "angstrom ångström å \\aa \\angstrom": Fraction(1, 10**10),
-        },
-    ),
-    **_scaled(
-        "time",
-        {
-            "s sec secs": 1,
-            "ms": Fraction(1, 1000),
-            "min minute mins": 60,
-            "h hr hrs hour": 3600,
-            "day": 86400,
-            "week wk wks": 604800,
-            "fortnight": 1209600,
-        },
-    ),
-    **_scaled(
-        "month", {"month mo mos mth mths": 1, "year yr yrs": 12, "decade": 120, "century centuries": 1200}
-    ),
-    **_scaled("mass", {"g gm gms": 1, "kg kgs": 1000, "mg": Fraction(1, 1000), "tonne": 10**6}),
-    **_scaled("pound", {"lb pound lbs": 1, "oz ounce": Fraction(1, 16)}),
-    **_scaled("length2", {"hectare ha": 10_000, "acre": 4840 * (36 * _INCH) ** 2}),
-    **_scaled(
-        "length3",
-        {
-            "l": Fraction(1, 1000),
-            "ml": Fraction(1, 10**6),
-            "cc": Fraction(1, 10**6),
-            "gallon gal": 231 * _INCH**3,
-            "quart qt qts": 231 * _INCH**3 / 4,
-            "pint pts": 231 * _INCH**3 / 8,
-        },
-    ),
-    **_scaled("dollar", {"dollar \\dollar usd buck": 1, "cent \\cent ¢": Fraction(1, 100)}),
-    **_scaled("euro", {"\\euro euro eur": 1}),
-    **_scaled("pound sterling", {"\\pound gbp": 1}),
-    **_scaled("rupee", {"\\rupee rupee inr": 1, "paise paisa": Fraction(1, 100)}),
-    **_scaled("yen", {"\\yen yen": 1}),
-    **_scaled("degree", {"degree deg degs \\degree": 1}),
-    **_scaled("radian", {"radian rad rads": 1}),
-    **_scaled("revolution", {"revolution rev revs": 1}),
-    **_scaled("beat", {"beat": 1}),
-    **_scaled("percent", {"percent % \\% pct percentage": 1}),
-    **_scaled("mass length2 time-2", {"j": 1000, "kj": 10**6, "kwh": 36 * 10**8}),
-    **_scaled("electronvolt", {"ev": 1, "kev": 1000, "mev": 10**6, "gev": 10**9}),
-    **_scaled("mole", {"mol": 1}),
-    **_scaled("mass length1 time-2", {"n": 1000}),
-    **_scaled("mass length2 time-3", {"w": 1000, "kw": 10**6, "hp horsepower": Fraction(745_699_872, 1000)}),
-    **_scaled("mass length2 time-3 current-1", {"v": 1000}),
-    **_scaled("time-1", {"hz": 1, "khz": 1000, "mhz": 10**6, "ghz": 10**9}),
-    **_scaled("mass length-1 time-2", {"pa": 1000, "kpa": 10**6, "atm atmosphere": 101_325_000}),
-    **_scaled("kelvin", {"k": 1}),
-    **_scaled("celsius", {"celsius": 1}),
-    **_scaled("fahrenheit", {"fahrenheit": 1}),
-    **_scaled("light-year", {"ly": 1}),
-    # several in one word
-    "mph": (_dimensions("length time-1"), 63360 * _INCH / 3600),
-    "kph": (_dimensions("length time-1"), Fraction(1000, 3600)),
-    "mps": (_dimensions("length time-1"), Fraction(1)),
-    "rpm": (_dimensions("revolution time-1"), Fraction(1, 60)),
-    "bpm": (_dimensions("beat time-1"), Fraction(1, 60)),
-    "mpg": (_dimensions("length-2"), 63360 * _INCH / (231 * _INCH**3)),
-}
+_KNOWN: dict[str, Known] = (
+    _NAMES
+    | _LOWER
+    | {
+        **_scaled(
+            "length",
+            {
+                "kms": 1000,
+                "cms": Fraction(1, 100),
+                "micron": Fraction(1, 10**6),
+                "inch inches in": _INCH,
+                "ft foot feet": 12 * _INCH,
+                "yd yds yard": 36 * _INCH,
+                "mi mile": 63360 * _INCH,
+                "angstrom ångström å \\aa \\angstrom": Fraction(1, 10**10),
+            },
+        ),
+        **_scaled(
+            "time",
+            {
+                "sec secs": 1,
+                "min minute mins": 60,
+                "h hr hrs hour": 3600,
+                "day": 86400,
+                "week wk wks": 604800,
+                "fortnight": 1209600,
+            },
+        ),
+        **_scaled(
+            "month", {"month mo mos mth mths": 1, "year yr yrs": 12, "decade": 120, "century centuries": 1200}
+        ),
+        **_scaled("mass", {"gm gms": 1, "kgs": 1000, "tonne": 10**6}),
+        **_scaled("pound", {"lb pound lbs": 1, "oz ounce": Fraction(1, 16)}),
+        **_scaled("length2", {"hectare ha": 10_000, "acre": 4840 * (36 * _INCH) ** 2}),
+        **_scaled(
+            "length3",
+            {
+                "cc": Fraction(1, 10**6),
+                "gallon gal": 231 * _INCH**3,
+                "quart qt qts": 231 * _INCH**3 / 4,
+                "pint pts": 231 * _INCH**3 / 8,
+            },
+        ),
+        **_scaled("dollar", {"dollar \\dollar usd buck": 1, "cent \\cent ¢": Fraction(1, 100)}),
+        **_scaled("euro", {"\\euro euro eur": 1}),
+        **_scaled("pound sterling", {"\\pound gbp": 1}),
+        **_scaled("rupee", {"\\rupee rupee inr": 1, "paise paisa": Fraction(1, 100)}),
+        **_scaled("yen", {"\\yen yen": 1}),
+        **_scaled("degree", {"degree deg degs \\degree": 1}),
+        **_scaled("radian", {"radian rad rads": 1}),
+        **_scaled("revolution", {"revolution rev revs": 1}),
+        **_scaled("beat", {"beat": 1}),
+        **_scaled("percent", {"percent % \\% pct percentage": 1}),
+        **_scaled("mass length2 time-3", {"hp horsepower": Fraction(745_699_872, 1000)}),
+        **_scaled("mass length-1 time-2", {"atm atmosphere": 101_325_000}),
+        **_scaled("celsius", {"celsius": 1}),
+        **_scaled("fahrenheit", {"fahrenheit": 1}),
+        **_scaled("light-year", {"ly": 1}),
+        # several in one word
+        "mph": (_dimensions("length time-1"), 63360 * _INCH / 3600),
+        "kph": (_dimensions("length time-1"), Fraction(1000, 3600)),
+        "mps": (_dimensions("length time-1"), Fraction(1)),
+        "rpm": (_dimensions("revolution time-1"), Fraction(1, 60)),
+        "bpm": (_dimensions("beat time-1"), Fraction(1, 60)),
+        "mpg": (_dimensions("length-2"), 63360 * _INCH / (231 * _INCH**3)),
+    }
+)
 _KNOWN |= {
     "kmh": _KNOWN["kph"],
     "kmph": _KNOWN["kph"],

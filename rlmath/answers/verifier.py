@@ -32,7 +32,7 @@ TASKS = ("math", "choice")
 """Supported tasks: a mathematical answer, or the letter of one of the question's options."""
 
 VERDICTS = ("string", "number", "choice", "symbolic", "no_answer", "too_long", "timeout", "error", "function")
-"""All values of `Score.verdict`: how a completion was scored."""
+"""All values of `Verdict.verdict`: how a completion was scored."""
 
 FAILURES = ("timeout", "error")
 """Verdicts of answers that could not be checked."""

@@ -21,9 +21,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlmath.config.run_files import EXPORT_FOLDER, METRICS_FILE, SUMMARY_FILE
+from rlmath.config.run_files import EXPORT_FOLDER, SUMMARY_FILE
 from rlmath.config.shipped_files import PACKAGE, shipped
 from rlmath.config.terminal import escape_terminal
+from rlmath.telemetry.metrics_writer import read_metrics
 
 MAX_PROMPT_TOKENS = 32
 MAX_NEW_TOKENS = 32
@@ -182,21 +183,15 @@ def train(folder: Path, output: Path, seed: int, layout: Layout, algorithm: str)
     return json.loads((output / SUMMARY_FILE).read_text(encoding="utf-8"))
 
 
-def metrics_of(run_dir: Path) -> list[dict]:
-    """A run's metrics, one entry for each step."""
-    with (run_dir / METRICS_FILE).open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
-
-
 def steps_to_good_accuracy(run_dir: Path) -> int | None:
     """The first step that sampled at least GOOD_ACCURACY right answers, None if there is none."""
-    rows = metrics_of(run_dir)
+    rows = read_metrics(str(run_dir))
     return next((row["step"] for row in rows if row["rollout/accuracy"] >= GOOD_ACCURACY), None)
 
 
 def median_of(run_dir: Path, metric: str) -> float | None:
     """Of all steps of a run that have it, None where none has."""
-    found = [row[metric] for row in metrics_of(run_dir) if metric in row]
+    found = [row[metric] for row in read_metrics(str(run_dir)) if metric in row]
     return statistics.median(found) if found else None
 
 

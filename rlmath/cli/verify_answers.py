@@ -10,12 +10,10 @@ skipped; the exit code is then 1.
 from __future__ import annotations
 
 import argparse
-import codecs
 import json
 import os
 import sys
 from collections import Counter, deque
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,9 +24,6 @@ from rlmath.answers.verifier import MAX_SOLUTIONS, TASKS, Rules, Verdict
 from rlmath.config.terminal import escape_terminal
 from rlmath.workers.worker_pool import VerifierPool
 
-MAX_LINE_BYTES = 64 * 2**20
-TOO_LONG = b"\xff"
-"""Replaces a line that was not kept; no JSON begins with it."""
 WAITING = 4096
 """Most answers that are queued at once."""
 
@@ -80,8 +75,9 @@ def _verify_all(source: Path, pool: VerifierPool, out: TextIO) -> tuple[Counter[
         }
         out.write(json.dumps(row) + "\n")
 
-    with tqdm(total=source.stat().st_size, unit="B", unit_scale=True, desc="verifying") as bar:
-        for number, line in _lines(source):
+    size = source.stat().st_size
+    with source.open("rb") as stream, tqdm(total=size, unit="B", unit_scale=True, desc="verifying") as bar:
+        for number, line in enumerate(stream, start=1):
             bar.update(len(line))
             try:
                 case = _parse_case(line)
@@ -100,24 +96,10 @@ def _verify_all(source: Path, pool: VerifierPool, out: TextIO) -> tuple[Counter[
     return counts, broken
 
 
-def _lines(source: Path) -> Iterator[tuple[int, bytes]]:
-    with source.open("rb") as stream:
-        number = 0
-        while line := stream.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            if len(line) > MAX_LINE_BYTES:
-                while line and not line.endswith(b"\n"):
-                    line = stream.readline(MAX_LINE_BYTES)
-                line = TOO_LONG
-            yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-
-
 def _parse_case(line: bytes) -> tuple[Any, str, list[str], str] | None:
     """(id, completion, solutions, task); None for a blank line. Raises ValueError for a malformed one."""
-    if line == TOO_LONG:
-        raise ValueError(f"longer than {MAX_LINE_BYTES // 2**20} MiB")
     try:
-        row = json.loads(line.decode("utf-8")) if line.strip() else None
+        row = json.loads(line.decode("utf-8-sig")) if line.strip() else None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({str(error)[:100]})") from None
     if row is None and not line.strip():

@@ -64,11 +64,6 @@ class Setting:
         return self.kind in (str, str | None)
 
     @property
-    def is_path(self) -> bool:
-        """A file or folder, or a list of such."""
-        return self.name.rpartition("_")[2] in ("path", "paths", "dir")
-
-    @property
     def type_name(self) -> str:
         """ "int", "float or null", "list of int", ..."""
         is_list = typing.get_origin(self.kind) is list

@@ -92,7 +92,7 @@ def build_actor(
 def build_sft_actor(
     config: Config, shape: ModelShape, mesh: Mesh, device: Device, total_updates: int
 ) -> Actor[SftLearner]:
-    """Likewise, for supervised training: the distribution is the model's own, at temperature 1 and without a mask."""
+    """The policy of supervised training: its distribution is the model's own, at temperature 1 and without a mask."""
     chunks, wrapped, optimizer = _trained_chunks(config, shape, mesh, device, config.optimizer)
     forward_backward = ForwardBackward(
         wrapped, mesh, device, temperature=1.0, vocab_size=shape.vocab_size, min_tokens_mask=MinTokensMask()

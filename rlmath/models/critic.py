@@ -97,7 +97,8 @@ class CriticLearner(Learner):
 
     def learn(self, batches: Sequence[MicroBatch], targets: Sequence[ValueTargets]) -> MinibatchResult:
         """One optimizer step, or none where the loss or the gradient is not finite."""
-        return self._optimizer_step(batches, partial(self._loss, targets), not_finite, VALUE_SUMS)
+        metrics = self.forward_backward.run(batches, partial(self._loss, targets), forward_only=False)
+        return self._optimizer_step(metrics, not_finite, VALUE_SUMS)
 
     def _loss(
         self, targets: Sequence[ValueTargets], index: int, batch: MicroBatch, output_T1: Tensor
@@ -109,7 +110,8 @@ class CriticLearner(Learner):
         count = output_T1.new_full((), batch.loss_count, dtype=torch.int)
         # Copies: Megatron divides the loss in place.
         metrics = {one.name: getattr(terms, one.name).detach().clone() for one in fields(ValueLoss)}
-        return terms.loss, count, metrics | {"denominator": count}
+        metrics["denominator"] = count
+        return terms.loss, self.forward_backward.counted_once(count), metrics
 
 
 @dataclass(frozen=True)

@@ -156,17 +156,18 @@ class ForwardBackward:
         self.on_microbatch()
         token_ids, positions, packing = self._inputs(batch)
         output = model(token_ids[None], positions[None], None, packed_seq_params=packing)
-        if forward_only and self.mesh.is_last_stage and model is self.chunks[-1]:
-            # Megatron keeps what is returned until the next forward pass is over: not the logits.
-            found = on_logits(index, batch, output.squeeze(0))
-            return output.new_empty(0), lambda output, non_loss_data=True: found
+        if self.mesh.is_last_stage and model is self.chunks[-1]:
+            output = output.squeeze(0)
+            if forward_only:
+                # Megatron keeps what is returned until the next forward pass is over: not the logits.
+                found = on_logits(index, batch, output)
+                return output.new_empty(0), lambda output, non_loss_data=True: found
+        return output, partial(on_logits, index, batch)
 
-        def loss_function(output: Tensor) -> tuple[Tensor, Tensor, Any]:
-            loss, count, metrics = on_logits(index, batch, output.squeeze(0))
-            # Every context rank has the whole pack's denominator; the first one counts it.
-            return loss, count if self.mesh.context_rank == 0 else torch.zeros_like(count), metrics
-
-        return output, loss_function
+    def counted_once(self, count: Tensor) -> Tensor:
+        """The denominator that `on_logits` returns of a pack: every context rank has the whole pack's, and the first
+        one counts it."""
+        return count if self.mesh.context_rank == 0 else torch.zeros_like(count)
 
     def _inputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor, PackedSequences]:
         """This rank's token ids and positions of a micro-batch, and how they are packed."""

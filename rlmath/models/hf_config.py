@@ -72,7 +72,7 @@ def read_shape(
 def read_shape_file(
     path: Path, known: Collection[str] = tuple(TABLES)
 ) -> tuple[ModelShape | None, list[str]]:
-    """Likewise for the file itself, whatever its name."""
+    """The shape that a config.json of any name gives, and what is wrong with it, as `read_shape` of a folder."""
     try:
         values = read_json_object(path)
     except ValueError as error:

@@ -28,9 +28,6 @@ from rlmath.models.forward_backward import ForwardBackward, TokenLogprobs
 from rlmath.models.optimizer import learning_rate
 from rlmath.models.teacher import TeacherStates
 
-OnLogits = Callable[[int, MicroBatch, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
-"""(index, micro-batch, logits_TV) to (loss sum, count for the denominator, metrics)."""
-
 DiscardRule = Callable[[Mapping[str, float], float], str | None]
 """(sums of the minibatch, gradient norm) to why it must be discarded, None where it need not be."""
 
@@ -74,16 +71,15 @@ class Learner:
 
     def _optimizer_step(
         self,
-        batches: Sequence[MicroBatch],
-        on_logits: OnLogits,
+        metrics: Sequence[dict[str, Tensor]],
         discard_rule: DiscardRule,
         sum_names: Sequence[str],
         max_names: Sequence[str] = (),
     ) -> MinibatchResult:
-        """One optimizer step on a minibatch, or none where `discard_rule` has a reason. The loss is summed over tokens
-        and divided by the minibatch's global count, by Megatron, once. The names are those of `_reduce`. Gradients are
-        zero before, and again afterwards."""
-        metrics = self.forward_backward.run(batches, on_logits, forward_only=False)
+        """One optimizer step with the gradients of a minibatch's forward and backward pass, whose `metrics` these are,
+        or none where `discard_rule` has a reason. The loss is summed over tokens and divided by the minibatch's global
+        count, by Megatron, once. The names are the arguments of `_reduce`. Gradients are zero before the pass, and
+        again afterwards."""
         sums, maxima = self._reduce(metrics, sum_names, max_names)
         lr = learning_rate(self.optimizer)
         self.optimizer.prepare_grads()
@@ -140,7 +136,8 @@ class GrpoLearner(Learner):
         the states of a `teacher` the KL to its whole distributions is part of the loss.
         """
         on_logits = partial(self._loss, old, reference, on_policy, teacher=teacher)
-        return self._optimizer_step(batches, on_logits, self._discard_reason, GRPO_SUMS, GRPO_MAXIMA)
+        metrics = self.forward_backward.run(batches, on_logits, forward_only=False)
+        return self._optimizer_step(metrics, self._discard_reason, GRPO_SUMS, GRPO_MAXIMA)
 
     def _discard_reason(self, sums: Mapping[str, float], grad_norm: float) -> str | None:
         totals = MinibatchSums(sums["ratio"], sums["proximal_kl"], sums["loss"], sums["tokens"])
@@ -182,7 +179,7 @@ class GrpoLearner(Learner):
             "mismatch": mismatch_T.sum(),
             "mismatch_max": mismatch_T.max(),
         }
-        return terms.loss, count, metrics
+        return terms.loss, self.forward_backward.counted_once(count), metrics
 
 
 class SftLearner(Learner):
@@ -191,7 +188,8 @@ class SftLearner(Learner):
 
     def learn(self, batches: Sequence[MicroBatch]) -> MinibatchResult:
         """One optimizer step, or none where the loss or the gradient is not finite."""
-        return self._optimizer_step(batches, self._loss, not_finite, ("loss", "tokens"))
+        metrics = self.forward_backward.run(batches, self._loss, forward_only=False)
+        return self._optimizer_step(metrics, not_finite, ("loss", "tokens"))
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
@@ -215,7 +213,7 @@ class SftLearner(Learner):
         # Copies: Megatron divides the loss in place.
         metrics = {name: value.detach().clone() for name, value in sums.items()}
         count = logits_TV.new_full((), batch.loss_count, dtype=torch.int)
-        return sums["loss"], count, metrics
+        return sums["loss"], self.forward_backward.counted_once(count), metrics
 
     def _sums(self, logprobs_T: Tensor, weights_T: Tensor) -> dict[str, Tensor]:
         """Log-probs at tokens of weight 0 may be anything, and get no gradient."""

@@ -28,8 +28,6 @@ from rlmath.telemetry.metrics_writer import last_step
 
 MOST_RUNS = 24
 MOST_LABEL = 60
-MOST_EARLIER = 50
-MOST_ROLLBACKS = 100
 _MOST_JSON_BYTES = 2**22
 
 
@@ -136,7 +134,7 @@ def _read_run(folder: Path, label: str, most_chars: int) -> Run:
         samples_of(folder, notes, most_chars),
         notes=notes,
     )
-    _attempt(notes, ROLLBACKS_FILE, lambda: run.rollbacks.extend(_rollbacks(folder, notes)))
+    _attempt(notes, ROLLBACKS_FILE, lambda: run.rollbacks.extend(_rollbacks(folder)))
     _attempt(notes, f"{EARLIER_FOLDER}/", lambda: run.earlier.extend(_earlier(folder, notes)))
     return run
 
@@ -168,30 +166,26 @@ def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
     return found
 
 
-def _rollbacks(folder: Path, notes: list[str]) -> list[Rollback]:
+def _rollbacks(folder: Path) -> list[Rollback]:
     path = folder / ROLLBACKS_FILE
     if not os.path.lexists(path):
         return []
     rows = read_json_object(path, _MOST_JSON_BYTES)["rollbacks"]
-    if len(rows) > MOST_ROLLBACKS:
-        notes.append(f"{ROLLBACKS_FILE}: only the first {MOST_ROLLBACKS} of {len(rows)} are shown.")
     return [
         Rollback(
             int(number_of(row["diverged_step"]) or 0),
             int(number_of(row["step"]) or 0),
             text_of(row["reason"], 500),
         )
-        for row in rows[:MOST_ROLLBACKS]
+        for row in rows
     ]
 
 
 def _earlier(folder: Path, notes: list[str]) -> list[EarlierRun]:
     base = folder / EARLIER_FOLDER
     names = sorted(entry.name for entry in os.scandir(base) if entry.is_dir() and entry.name.isdecimal())
-    if len(names) > MOST_EARLIER:
-        notes.append(f"{EARLIER_FOLDER}/: only the last {MOST_EARLIER} of {len(names)} runs are shown.")
     found = []
-    for name in names[-MOST_EARLIER:]:
+    for name in names:
         status = _read_object(base / name / EXIT_STATUS_FILE, notes)
         ended = text_of(status.get("meaning"), 40) or "it left no exit status"
         found.append(EarlierRun(name, last_step(base / name / METRICS_FILE) or None, ended))

@@ -12,7 +12,6 @@ from rlmath.config.files import MAX_YAML_BYTES, read_regular
 from rlmath.config.help import all_settings, as_yaml_word
 from rlmath.config.terminal import visible
 
-MOST_KEYS = 500
 MOST_CHARS = 300
 """Of a value."""
 
@@ -38,9 +37,7 @@ def read_settings(path: Path, notes: list[str]) -> Settings:
     for section, values in tree.items():
         for name, value in values.items() if isinstance(values, dict) else ():
             found[f"{section}.{name}"] = value
-    if len(found) > MOST_KEYS:
-        notes.append(f"{path.name}: only the first {MOST_KEYS} of {len(found)} settings are shown.")
-    return dict(list(found.items())[:MOST_KEYS])
+    return found
 
 
 def changed(settings: Settings) -> dict[str, tuple[str, str]]:

@@ -18,8 +18,6 @@ from rlmath.config.terminal import escape_terminal
 from rlmath.planning.checks import used_keys
 from rlmath.run.startup import Program, prepare_grpo, prepare_sft, read_command_line, start
 
-PROGRAMS = ("grpo", "sft")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """One of `rlmath.distributed.fault_tolerance.exit_codes`."""
@@ -28,32 +26,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rlmath.replay.replay import main as replay
 
         return replay(words[1:])
-    program = words.pop(0) if words and words[0] in PROGRAMS else PROGRAMS[0]
-    return train_sft(words) if program == "sft" else train_grpo(words)
-
-
-def train_grpo(argv: Sequence[str] | None = None) -> int:
-    """As `main`."""
+    is_sft = words[:1] == ["sft"]
     escape_terminal()
-    given = read_command_line("Train a model with GRPO.", argv)
+    description = "Train a model with GRPO."
+    if is_sft:
+        description = "Train a model on written solutions (supervised, cross-entropy on completions)."
+    words = words[words[:1] in (["grpo"], ["sft"]) :]
+    given = read_command_line(description, words, used_keys() if is_sft else None)
     if given.dry_run:
         # Imported only now: a start has no use for it.
         from rlmath.planning.dry_run import dry_run
 
-        return dry_run(given.config, given.overrides, given.ranks)
-    return start(lambda: load_config(given.config, given.overrides), prepare_grpo, load_grpo)
-
-
-def train_sft(argv: Sequence[str] | None = None) -> int:
-    """As `main`."""
-    escape_terminal()
-    description = "Train a model on written solutions (supervised, cross-entropy on completions)."
-    given = read_command_line(description, argv, used_keys())
-    if given.dry_run:
-        from rlmath.planning.dry_run import dry_run
-
-        return dry_run(given.config, given.overrides, given.ranks, "sft")
-    return start(lambda: load_config(given.config, given.overrides), prepare_sft, load_sft)
+        return dry_run(given.config, given.overrides, given.ranks, "sft" if is_sft else "grpo")
+    return start(
+        lambda: load_config(given.config, given.overrides),
+        prepare_sft if is_sft else prepare_grpo,
+        load_sft if is_sft else load_grpo,
+    )
 
 
 def load_grpo() -> Program:

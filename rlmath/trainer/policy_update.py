@@ -224,8 +224,9 @@ class PolicyUpdater:
         own_advantages: list[list[float]] | None = None,
     ) -> UpdateRecord:
         """Learn from the groups of step `number`, with the advantages that a function of the user's gave, if it did.
-        Without any completion nothing happens. A collective."""
-        scored = self.score(groups, number)
+        A minibatch whose ratio leaves its bounds is discarded. Without any completion nothing happens. A
+        collective."""
+        algorithm, scored = self.config.algorithm, self.score(groups, number)
         means_PG = own_advantages
         if means_PG is None:
             means_PG = self.reward_advantages(groups, scored.rewards_PG, scored.tokens_PG)
@@ -239,9 +240,21 @@ class PolicyUpdater:
         results: list[MinibatchResult] = []
         if not self.pretrains(number):
             minibatches = self.minibatches(packed, logprobs, advantages)
-            orders = packed.orders(self.config.algorithm.epochs, self.config.algorithm.shuffle)
+            orders = packed.orders(algorithm.epochs, algorithm.shuffle)
             with self.timers.phase("update"), self.offload.on_device("teacher_head"):
-                results = self.run_minibatches(minibatches, orders, number)
+                for minibatch in (minibatches[index] for order in orders for index in order):
+                    result = self.actor.learner.learn(
+                        minibatch.batches,
+                        minibatch.old,
+                        minibatch.reference,
+                        self.on_policy,
+                        minibatch.teacher,
+                    )
+                    results.append(result)
+                    if result.discarded is not None:
+                        log_discarded(number, len(results), result.discarded)
+                        if algorithm.early_stop_action == "end":
+                            break
         return UpdateRecord(
             results,
             advantages.means_PG,
@@ -367,31 +380,11 @@ class PolicyUpdater:
             for minibatch in schedule
         ]
 
-    def run_minibatches(
-        self, minibatches: Sequence[Minibatch], orders: Sequence[Sequence[int]], number: int
-    ) -> list[MinibatchResult]:
-        """One optimizer step on each, in every epoch; a minibatch whose ratio leaves its bounds is discarded."""
-        algorithm, results = self.config.algorithm, []
-        for order in orders:
-            for index in order:
-                minibatch = minibatches[index]
-                result = self.actor.learner.learn(
-                    minibatch.batches,
-                    minibatch.old,
-                    minibatch.reference,
-                    self.on_policy,
-                    minibatch.teacher,
-                )
-                results.append(result)
-                if result.discarded is None:
-                    continue
-                what = number + 1, len(results), result.discarded
-                logger.info(
-                    "step %d: minibatch %d discarded: %s", *what, extra=event("discarded", number + 1)
-                )
-                if algorithm.early_stop_action == "end":
-                    return results
-        return results
+
+def log_discarded(number: int, minibatch: int, reason: str) -> None:
+    """Minibatch `minibatch`, counted from 1, of step `number`, counted from 0, was not learned from."""
+    what = number + 1, minibatch, reason
+    logger.info("step %d: minibatch %d discarded: %s", *what, extra=event("discarded", number + 1))
 
 
 def make_samples(groups: Sequence[ScoredGroup], advantages_PG: Sequence[Sequence[float]]) -> list[Sample]:

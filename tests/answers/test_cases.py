@@ -24,14 +24,9 @@ def read_cases(name: str) -> list[dict]:
 LIBRARY_SECONDS = 5.0
 ROWS = read_cases("cases.jsonl")
 BLIND = read_cases("cases_blind.jsonl")
-"""Written by others who had seen neither code nor cases; the verifier was at 97.9% of the first half and 92.1% of the
-second when it first saw them; of the third part it was at 89.0%, with no wrong answer taken for right. Of the fourth
-it was at 90.0%, and at 95.7% after a revision that had not seen it. The fifth had 300 rows: 96.0%, and 96.7% after a
-revision that had not seen it, with no wrong answer taken for right; the four of them without a box, which the default
-of `reward.answer_from` refuses, are left out here. Of the sixth it was at 95.3%, with no wrong answer taken for right;
-two of its 300 rows, without a box, are left out. The seventh had 300 rows: 97.0%, and 98.7% after a revision that had
-not seen it; the eighth, with references drawn from published benchmarks, 94.3% and 94.7%; of neither was a wrong answer
-taken for right."""
+"""Written in eight parts by others who had seen neither code nor cases; when the verifier first saw them it was
+right on 97.9%, 92.1%, 89.0%, 90.0%, 96.0%, 95.3%, 97.0% and 94.3% of them, from the third on with no wrong answer taken
+for right."""
 
 
 class OutOfTime(BaseException):

@@ -154,7 +154,7 @@ def test_the_hash_of_the_code_changes_with_any_file(tmp_path: Path, monkeypatch:
 def test_the_environment_that_is_set_on_gpus_is_documented() -> None:
     page = Path(__file__).resolve().parents[2].joinpath("docs", "clusters.md").read_text()
     for name, value in CUDA_DEFAULTS.items():
-        assert f"| `{name}` | {value} |" in page
+        assert f"- `{name}={value}`: " in page
 
 
 def test_the_exit_status_keeps_the_list_of_mistakes(tmp_path: Path) -> None:
