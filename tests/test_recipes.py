@@ -122,7 +122,10 @@ def test_a_recipe_passes_its_dry_run(name: str, data: dict[str, Path], tmp_path:
         overrides.append(f"validation.paths=[{file}]")
     plan = plan_run(recipe(name, *overrides))
     assert plan.ranks == told.gpus and plan.target.name == recipe(name).memory.gpu
-    assert plan.data.inputs.order.n_prompts == ROWS and plan.data.inputs.order.steps_per_epoch == ROWS // told.prompts
+    assert (
+        plan.data.inputs.order.n_prompts == ROWS
+        and plan.data.inputs.order.steps_per_epoch == ROWS // told.prompts
+    )
     lines = "\n".join(plan_lines(plan))
     assert f"{told.prompts} prompts x {told.group} completions = {told.prompts * told.group:,} seq" in lines
     assert (
