@@ -32,14 +32,8 @@ MATRIX = [
     *(
         pytest.param(cases, size, tied, marks=pytest.mark.full)
         for cases, size, tied in (
-            ([Case()], 1, True),
-            (TWO_RANKS, 1, False),
             (TWO_RANKS, 2, True),
             ([Case(tensor=2, pipeline=2)], 1, False),
-            ([Case(tensor=2, pipeline=2)], 2, False),
-            ([Case(tensor=2, pipeline=2)], 1, True),
-            ([Case(tensor=2, pipeline=2)], 2, True),
-            ([Case(tensor=2, pipeline=2), Case(tensor=2, data=2)], 4, False),
             ([Case(tensor=2, pipeline=2), Case(tensor=2, data=2)], 4, True),
         )
     ),
@@ -64,14 +58,6 @@ def test_engine_logprobs_equal_the_policys_after_every_update(
         assert max(max(largest) for largest in measured) < 1e-5, case
 
 
-@pytest.mark.full
-@matrix
-def test_tokens_that_were_held_back_have_the_policys_logprobs(ranks: RankPool, untied_model: Path) -> None:
-    case = Case(tensor=2, min_new_tokens=12)
-    found = ranks.run(2, engine_cases.mismatch_after_updates, untied_model, case, 1, 1)
-    assert max(max(largest) for largest in found) < 1e-5
-
-
 @matrix
 def test_no_prefix_of_old_weights_is_used_with_new_ones(ranks: RankPool, untied_model: Path) -> None:
     """A prompt longer than a block of the KV cache is sampled again after updates. The last of them is followed by
@@ -81,15 +67,6 @@ def test_no_prefix_of_old_weights_is_used_with_new_ones(ranks: RankPool, untied_
     for name in ("first", "again", "with a new version", "slept"):
         assert report[name] < 1e-5, name
     assert report["nothing dropped"] > 1e-3
-
-
-@pytest.mark.full
-@matrix
-def test_text_does_not_depend_on_the_number_of_engines(ranks: RankPool, untied_model: Path) -> None:
-    alone = ranks.run(1, engine_cases.texts, untied_model, Case(), 1)[0]
-    shared = ranks.run(2, engine_cases.texts, untied_model, Case(tensor=2), 1)
-    assert set(shared[0]).isdisjoint(shared[1])
-    assert shared[0] | shared[1] == alone
 
 
 @pytest.mark.full
@@ -117,13 +94,3 @@ def test_padded_vocabulary_has_no_probability(ranks: RankPool, share: float, nam
         torch.testing.assert_close(found["entropy"], entropy.detach().float(), atol=1e-6, rtol=2e-6)
     torch.testing.assert_close(grad[:, :101], logits.grad.float(), atol=1e-5, rtol=1e-5)
     assert torch.equal(grad[:, 101], torch.zeros(7))
-
-
-@pytest.mark.full
-def test_a_rank_that_holds_padding_alone_has_no_share(ranks: RankPool) -> None:
-    first, second = ranks.run(2, engine_cases.vocab_of_one_rank)
-    for found in (first, second):
-        torch.testing.assert_close(found["logprobs"], torch.tensor([0.25]).log())
-        torch.testing.assert_close(found["entropy"], torch.tensor([4.0]).log())
-    torch.testing.assert_close(first["grad"], torch.tensor([[-0.5, 1.5, -0.5, -0.5]]))
-    assert torch.equal(second["grad"], torch.zeros(1, 4))

@@ -75,15 +75,6 @@ def test_the_learning_rate_of_every_update(found_rates: dict[str, list[float]], 
     assert found_rates[name] == pytest.approx(SCHEDULES[name][1], rel=1e-9)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("updates", "rate"), [(0, 0.004), (1, 0.008), (2, 0.012), (4, 0.008), (6, 0.004)])
-def test_a_resumed_run_has_the_rate_of_its_next_update(
-    ranks: RankPool, tied_model: Path, updates: int, rate: float
-) -> None:
-    optimizer = rates_of(decay="linear", warmup_steps=2)
-    assert ranks.run(1, optimizer_cases.resumed, tied_model, optimizer, updates, 7) == [pytest.approx(rate)]
-
-
 LEARNED_WITH: list[tuple[AlgorithmConfig, int, tuple[bool, bool, bool], tuple[int, int], bool]] = [
     (AlgorithmConfig(), 1, (False, False, True), (0, 0), False),
     (AlgorithmConfig(epochs=2), 2, (True, False, False), (1, 0), False),

@@ -107,31 +107,9 @@ def test_logprobs_equal_those_of_transformers(ranks: RankPool, untied_model: Pat
     check_logprobs(ranks, untied_model, case, SAMPLES)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", [Case(max_tokens=64), Case(pipeline=2, max_tokens=64)], ids=str)
-def test_a_log_prob_pass_holds_one_micro_batchs_logits(
-    ranks: RankPool, untied_model: Path, case: Case
-) -> None:
-    *_, alive = ranks.run(case.ranks, policy_cases.logits_alive, untied_model, case, SAMPLES)
-    assert len(alive) > 3 and set(alive) == {0}
-
-
 @pytest.mark.parametrize("case", keeping(LAYOUTS, Case(tensor=2), others=3), ids=str)
 def test_gradients_equal_those_of_transformers(ranks: RankPool, untied_model: Path, case: Case) -> None:
     check_gradients(ranks, untied_model, case)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "case", keeping([Case(), Case(tensor=2), Case(tensor=2, sequence=True)], Case(tensor=2)), ids=str
-)
-def test_gradients_of_onednns_products_equal_those_of_transformers(
-    ranks: RankPool, untied_model: Path, case: Case
-) -> None:
-    got = ranks.run(case.ranks, policy_cases.gradients_by_onednn, untied_model, case, SAMPLES)[0]
-    model = oracle.load(untied_model)
-    oracle.loss(model, SAMPLES).backward()
-    assert_close(got, oracle.gradients(model), 1e-5)
 
 
 @matrix
@@ -194,19 +172,6 @@ def test_stages_know_the_shapes_of_their_messages(ranks: RankPool, untied_model:
     )
     assert sent > 4 and none == 0
     assert known[1] == exchanged[1]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("max_tokens", keeping([24, 64, 4096], 24))
-def test_the_split_into_microbatches_does_not_change_the_update(
-    ranks: RankPool, untied_model: Path, max_tokens: int
-) -> None:
-    check_update(ranks, untied_model, Case(pipeline=2, max_tokens=max_tokens), 1e-5)
-
-
-@pytest.mark.full
-def test_sequence_parallel_and_recomputation_change_nothing(ranks: RankPool, untied_model: Path) -> None:
-    check_update(ranks, untied_model, Case(tensor=2, sequence=True, recompute=True, max_tokens=64), 1e-5)
 
 
 @matrix

@@ -115,14 +115,6 @@ def test_every_layout_has_the_curve_of_a_single_rank(
 
 
 @pytest.mark.full
-def test_prompt_tokens_are_not_learned(ranks: RankPool, untied_model: Path) -> None:
-    """Only rows that predict a completion's token get a gradient, the first of them in the prompt's last row."""
-    ((moved, learned),) = ranks.run(1, sft_cases.rows_with_gradient, untied_model, SEQUENCES[:6])
-    assert moved == learned
-    assert learned[0] == len(SEQUENCES[0].prompt_ids) - 1
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("case", keeping([ALONE, LAYOUTS[1]], LAYOUTS[1]), ids=str)
 def test_an_update_that_is_not_finite_is_skipped_and_counted(
     ranks: RankPool, untied_model: Path, case: Case

@@ -25,7 +25,6 @@ GROUPS = make_groups((4, 4, 3, 1, 4))
 PPO = AlgorithmConfig(
     advantage="ppo", advantage_eps=1e-5, kl_in="reward", kl_estimator="k1", kl_coef=0.5, early_stop_ratio=None
 )
-TINY_STEPS = Case(max_tokens=128, lr=1e-6)
 LAYOUTS = [Case(max_tokens=128), Case(tensor=2, pipeline=2, max_tokens=64), Case(data=2, max_tokens=64)]
 
 
@@ -149,13 +148,6 @@ def test_without_recomputed_log_probs_the_ratio_is_to_the_engine(
     assert result.sums["mismatch"] / result.sums["tokens"] > 0.01
 
 
-@pytest.mark.full
-def test_more_minibatches_than_samples_are_one_sample_each(ranks: RankPool, untied_model: Path) -> None:
-    algorithm = AlgorithmConfig(n_minibatches=40, early_stop_ratio=None)
-    outcome = step(ranks, untied_model, LAYOUTS[2], algorithm)
-    assert len(outcome.record.results) == sum(len(group.completions) for group in GROUPS) == 16
-
-
 @matrix
 @pytest.mark.parametrize(("action", "made"), [("skip", 4), ("end", 2)])
 def test_after_a_discard_the_step_goes_on_or_ends(
@@ -168,12 +160,3 @@ def test_after_a_discard_the_step_goes_on_or_ends(
     assert record.passes == made / 2
     assert first.discarded is None and len(others) == made - 1
     assert all("approximate KL" in result.discarded for result in others)
-
-
-@pytest.mark.full
-def test_the_only_minibatch_needs_no_pass_for_its_log_probs(ranks: RankPool, untied_model: Path) -> None:
-    case = Case(tensor=2, max_tokens=64)
-    recomputed, _ = ranks.run(2, update_cases.only_minibatch, untied_model, case, False)[0]
-    spared, ratio = ranks.run(2, update_cases.only_minibatch, untied_model, case, True)[0]
-    assert ratio == 1.0
-    assert_close(spared, recomputed, 1e-6)
