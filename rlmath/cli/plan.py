@@ -69,11 +69,11 @@ def plan(given: argparse.Namespace) -> int:
     asked = Asked(
         given.gpu,
         given.nodes,
-        given.gpus_per_node,
-        given.network_gbps,
-        given.mean_response_tokens,
-        given.mean_prompt_tokens,
-        given.prompts,
+        ranks_per_node=given.gpus_per_node,
+        network_gbps=given.network_gbps,
+        mean_response=given.mean_response_tokens,
+        mean_prompt=given.mean_prompt_tokens,
+        prompts=given.prompts,
     )
     place = place_run(load_config(given.config, given.overrides, stand_ins=NOT_NEEDED), asked)
     coefficients, runs = coefficients_of(given, place.target.kind)

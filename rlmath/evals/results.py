@@ -144,7 +144,7 @@ def _sampled(
     votes = [_votes(row) for row in rows]
     maj_at = {k: sum(majority_at_k(*vote, k) for vote in votes) / len(problems) for k in useful_k(n) if k > 1}
     interval = bootstrap_interval([problem.right / n for problem in problems], plan.seed)
-    return SampledResult(n, length, pass_at, interval, maj_at, truncated)
+    return SampledResult(n, length, pass_at=pass_at, interval=interval, maj_at=maj_at, truncated=truncated)
 
 
 def _lengths(outcomes: Sequence[Outcome]) -> tuple[float | None, float | None]:

@@ -159,16 +159,16 @@ def plan_run(given: Config, ranks: int | None = None, kind: Kind = "grpo") -> Ru
     return RunPlan(
         planned,
         shape,
-        found.note,
-        size,
-        target,
-        data,
-        kind,
-        tuple(unused),
-        tuple(missing),
-        recovery,
-        is_least,
-        tuple(checks.cuda_problems(config.run.device)),
+        shape_note=found.note,
+        ranks=size,
+        target=target,
+        data=data,
+        kind=kind,
+        unused=tuple(unused),
+        missing=tuple(missing),
+        recovery=recovery,
+        ranks_are_least=is_least,
+        not_here=tuple(checks.cuda_problems(config.run.device)),
     )
 
 

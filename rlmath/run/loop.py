@@ -71,7 +71,9 @@ def run_training(
     with ExitStack() as stack:
         workers = stack.enter_context(trainer_class.open_workers(config, mesh))
         on_error = OnError()
-        bridge, heartbeat = join_run(stack, config, device, rendezvous, stop, on_error)
+        bridge, heartbeat = join_run(
+            stack, config, device=device, rendezvous=rendezvous, stop=stop, on_error=on_error
+        )
         compare_clocks()
         heartbeat.enter_phase("check checkpoint")
         resumed = choose_checkpoint(prepared.recovery, heartbeat.report_progress)
@@ -237,7 +239,9 @@ class TrainingRun:
                 torch.cuda.max_memory_reserved(trainer.device.torch_device),
                 device_bytes(trainer.device),
             )
-            line = measured_line(trainer.config, trainer.shape, trainer.mesh, trainer.kind, most, used)
+            line = measured_line(
+                trainer.config, trainer.shape, mesh=trainer.mesh, kind=trainer.kind, most=most, used=used
+            )
             logger.info("%s", line)
 
     # ------------------------------------------------------------ endings

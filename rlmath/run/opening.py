@@ -62,10 +62,10 @@ def join_run(
     heartbeat = Heartbeat(
         config.run,
         environment_rank(),
-        environment_world_size(),
-        config.run.output_dir,
-        stop,
-        broadcast_from_rank_zero if bridge is None else bridge.broadcast,
+        world_size=environment_world_size(),
+        output_dir=config.run.output_dir,
+        stop=stop,
+        broadcast=broadcast_from_rank_zero if bridge is None else bridge.broadcast,
     )
     stack.enter_context(heartbeat)
     outlive_parent()

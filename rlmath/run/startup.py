@@ -144,7 +144,16 @@ def _prepare(given: Config, kind: Kind) -> PreparedRun[Any]:
         *fewer_steps_warnings(config, inputs.order.steps_per_epoch),
         *late_steps_warnings(config, inputs.total_steps),
     )
-    return PreparedRun(config, shape, inputs, data.origin, recovery, lines, data.validation, warnings)
+    return PreparedRun(
+        config,
+        shape,
+        inputs=inputs,
+        origin=data.origin,
+        recovery=recovery,
+        lines=lines,
+        validation=data.validation,
+        warnings=warnings,
+    )
 
 
 def start(

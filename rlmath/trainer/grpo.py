@@ -146,10 +146,10 @@ class GrpoTrainer(PolicyTrainer):
         return StepRecord(
             rollout.epoch,
             metrics,
-            selection.sampled,
-            selection.spread(update.advantages),
-            validated,
-            update.results or update.critic_results,
+            groups=selection.sampled,
+            advantages=selection.spread(update.advantages),
+            validation=validated,
+            results=update.results or update.critic_results,
         )
 
     def metrics(

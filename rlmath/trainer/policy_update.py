@@ -73,7 +73,14 @@ class PolicyTrainer(Trainer):
         length stage."""
         config, shape, mesh, device = context.config, context.shape, self.mesh, self.device
         total_steps, stops = context.inputs.total_steps, context.inputs.stop_token_ids
-        self.actor = build_actor(config, shape, mesh, device, most_updates(config, total_steps), stops)
+        self.actor = build_actor(
+            config,
+            shape,
+            mesh=mesh,
+            device=device,
+            total_updates=most_updates(config, total_steps),
+            stop_token_ids=stops,
+        )
         self.actor.forward_backward.on_microbatch = context.on_progress
         self.reference = None
         if config.algorithm.kl_coef > 0:
@@ -90,24 +97,32 @@ class PolicyTrainer(Trainer):
             self.critic_config = critic_config_file(folder, critic_shape)
         self.teacher = None
         if (teacher_shape := teacher_shape_of(config)) is not None:
-            self.teacher = build_teacher(config, shape, teacher_shape, mesh, device, stops)
+            self.teacher = build_teacher(
+                config, shape, teacher_shape=teacher_shape, mesh=mesh, device=device, stop_token_ids=stops
+            )
             self.teacher.forward_backward.on_microbatch = context.on_progress
         in_update = config.teacher.loss == "full"
         self.offload = training_sets(
-            self.actor, self.reference, config.memory, device, self.critic, self.teacher, in_update
+            self.actor,
+            self.reference,
+            settings=config.memory,
+            device=device,
+            critic=self.critic,
+            teacher=self.teacher,
+            teacher_in_update=in_update,
         )
         self.length_stages = curriculum.length_stages(config, total_steps)
         self.updaters = [
             PolicyUpdater(
                 stage.config,
                 shape,
-                mesh,
-                self.actor,
-                self.reference,
-                self.offload,
-                self.timers,
-                self.critic,
-                self.teacher,
+                mesh=mesh,
+                actor=self.actor,
+                reference=self.reference,
+                offload=self.offload,
+                timers=self.timers,
+                critic=self.critic,
+                teacher=self.teacher,
             )
             for stage in self.length_stages
         ]

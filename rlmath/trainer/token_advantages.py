@@ -146,7 +146,9 @@ class KLInReward:
                 for i, batch in enumerate(batches)
             ]
         totals = _gather_totals(batches, to_go_by_batch, rewards, mesh)
-        shaped = kl_shaped_advantages(rewards, tokens, totals, penalty.coef, penalty.advantage, penalty.eps)
+        shaped = kl_shaped_advantages(
+            rewards, tokens, totals=totals, kl_coef=penalty.coef, kind=penalty.advantage, eps=penalty.eps
+        )
         kl = sum(total.total for row in totals for total in row)
         reward_kl = RewardKL(kl / sum(map(sum, tokens)), kl / sum(map(len, rewards)))
         if mesh.is_last_stage:  # nothing else looks at advantages

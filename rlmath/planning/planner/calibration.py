@@ -126,13 +126,13 @@ def read_run(path: Path, gpu: str | None = None, ranks_per_node: int = RANKS_PER
     return Measured(
         str(folder),
         config,
-        found.shape,
-        target,
-        cluster,
-        batch_of_rows(config, rows),
-        phases_of(rows, average),
-        over(rows, "seconds/step", average),
-        len(rows),
+        shape=found.shape,
+        target=target,
+        cluster=cluster,
+        batch=batch_of_rows(config, rows),
+        seconds=phases_of(rows, average),
+        step_seconds=over(rows, "seconds/step", average),
+        steps=len(rows),
     )
 
 
