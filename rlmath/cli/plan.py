@@ -91,7 +91,7 @@ def plan(given: argparse.Namespace) -> int:
 
 
 def coefficients_of(given: argparse.Namespace, kind: str) -> tuple[Coefficients, list[Measured]]:
-    """Those of the `kind` of device, of a file, or fitted to runs, starting from either."""
+    """The coefficients of the `kind` of device, of a file, or fitted to runs, starting from either."""
     start = DEFAULTS[kind] if given.coefficients is None else read_coefficients(given.coefficients, kind)
     per_node = given.gpus_per_node or RANKS_PER_NODE
     runs = [read_run(path, given.gpu, per_node) for path in given.calibrate]

@@ -84,7 +84,7 @@ def useful_k(samples: int) -> tuple[int, ...]:
 
 
 def answer_key(answer: str) -> object:
-    """A key that is equal for answers that `rewards.answers.string_match` finds equal: the same string, plain number or
+    """A key that is equal for answers that `answers.string_match` finds equal: the same string, plain number or
     letter of choice. Answers that are equal only by algebra have different keys.
 
     >>> answer_key("0.50") == answer_key("\\\\frac{1}{2}"), answer_key("(C)") == answer_key("C) 12")

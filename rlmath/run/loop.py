@@ -37,8 +37,8 @@ from rlmath.planning.memory_estimate import mesh_of
 from rlmath.planning.memory_fit import measured_line
 from rlmath.run.divergence import DivergedError, DivergenceCheck, RewardRule
 from rlmath.run.endings import END, Ending, conclude
+from rlmath.run.join import OnError, claim_folder, join_run
 from rlmath.run.nodes import compare_clocks
-from rlmath.run.opening import OnError, claim_folder, join_run
 from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.checkpoint_choice import choose_checkpoint
 from rlmath.run.recovery.checkpointing import Checkpointer
@@ -256,6 +256,7 @@ class TrainingRun:
     def ending_of_divergence(self, error: DivergedError) -> Ending:
         """The policy has diverged; nothing is saved but what is being written."""
         self.checkpointer.finish()
+        self.stop.done()
         left = "no checkpoint is from before that"
         try:
             sound = self.checkpointer.newest_sound() if self.trainer.mesh.rank == 0 else None

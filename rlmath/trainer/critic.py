@@ -260,8 +260,8 @@ class CriticInAdvantages:
             estimates = self.updater.estimate(
                 advantages.batches, scored.groups, scored.rewards_PG, logprobs.old, logprobs.reference
             )
-            minibatches = [estimates.batches[which] for which in packed.minibatches]
-            targets = [estimates.targets[which] for which in packed.minibatches]
+            minibatches = [estimates.batches[which] for which in packed.minibatch_slices]
+            targets = [estimates.targets[which] for which in packed.minibatch_slices]
             results = self.updater.learn(minibatches, targets, orders, scored.number)
         return replace(
             advantages,

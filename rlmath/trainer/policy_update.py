@@ -249,12 +249,12 @@ class PolicyUpdater:
             return UpdateRecord([], means_PG, None)
         packed = self.pack(scored, means_PG)
         logprobs = self.logprobs(packed)
-        advantages = Advantages(packed.batches, means_PG)
+        shaped = Advantages(packed.batches, means_PG)
         for part in self.parts(number):
-            advantages = part.apply(packed, logprobs, advantages)
+            shaped = part.apply(packed, logprobs, shaped)
         results: list[MinibatchResult] = []
         if not self.pretrains(number):
-            minibatches = self.minibatches(packed, logprobs, advantages)
+            minibatches = self.minibatches(packed, logprobs, shaped)
             orders = packed.orders(algorithm.epochs, algorithm.shuffle)
             with self.timers.phase("update"), self.offload.on_device("teacher_head"):
                 for minibatch in (minibatches[index] for order in orders for index in order):
@@ -272,12 +272,12 @@ class PolicyUpdater:
                             break
         return UpdateRecord(
             results,
-            advantages.means_PG,
-            advantages.reward_kl,
-            passes=len(results) / len(packed.minibatches),
-            critic_results=list(advantages.critic_results),
-            critic_metrics=dict(advantages.critic_metrics),
-            teacher_kl=advantages.teacher_kl,
+            shaped.means_PG,
+            shaped.reward_kl,
+            passes=len(results) / len(packed.minibatch_slices),
+            critic_results=list(shaped.critic_results),
+            critic_metrics=dict(shaped.critic_metrics),
+            teacher_kl=shaped.teacher_kl,
         )
 
     def score(self, groups: Sequence[ScoredGroup], number: int) -> ScoredStep:
@@ -352,7 +352,7 @@ class PolicyUpdater:
                 reference[which] if reference else None,
                 states[which] if states else None,
             )
-            for which in packed.minibatches
+            for which in packed.minibatch_slices
         ]
 
     def reward_advantages(

@@ -56,14 +56,14 @@ class PackedStep:
 
     scored: ScoredStep
     batches: list[MicroBatch]
-    minibatches: tuple[slice, ...]
+    minibatch_slices: tuple[slice, ...]
     """The micro-batches of each minibatch, in `batches`."""
     seed: int
     """Of everything that the step shuffles."""
 
     def orders(self, epochs: int, shuffle: bool) -> list[list[int]]:
         """The order of the minibatches in every epoch."""
-        order, draw = list(range(len(self.minibatches))), random.Random(self.seed)
+        order, draw = list(range(len(self.minibatch_slices))), random.Random(self.seed)
         orders = []
         for epoch in range(epochs):
             if epoch > 0 and shuffle:

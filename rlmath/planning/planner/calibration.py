@@ -251,7 +251,8 @@ def as_file(coefficients: Coefficients, kind: str, runs: Sequence[Measured]) -> 
 
 
 def read_coefficients(file: Path, kind: str) -> Coefficients:
-    """Those of `as_file`; ValueError for another kind of device, and for what is missing, unknown or no number."""
+    """The coefficients that `as_file` wrote; ValueError for another kind of device, and for what is missing, unknown
+    or no number."""
     data = read_json_object(file)
     if data.get("kind") != kind:
         raise ValueError(f'{file}: coefficients of kind "{data.get("kind")}"; this plan is for "{kind}"')

@@ -78,7 +78,7 @@ class Engines(ABC):
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
-        """Of the last `generating`, on this rank."""
+        """Metrics of the last `generating`, on this rank."""
 
     @abstractmethod
     def close(self, status: int) -> None:

@@ -98,7 +98,7 @@ class StepRollouts(Protocol):
 
 
 def open_curriculum(config: Config, inputs: Inputs) -> PromptCurriculum:
-    """That of the settings, with the pass rates of `data.history_path`."""
+    """The prompt curriculum of the settings, with the pass rates of `data.history_path`."""
     ids = [prompt.prompt_id for prompt in inputs.prompts]
     return PromptCurriculum(inputs.order, ids, rules_of(config.data), inputs.history)
 

@@ -88,7 +88,7 @@ class OnError:
     """What a rank does about an error before anything else."""
 
     trainer: Trainer | None = None
-    """Once it is there."""
+    """None until it is built."""
 
     def __call__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Log it in one line, at once: what is closed next may take its time, and the heartbeat does not wait for it.
