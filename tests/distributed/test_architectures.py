@@ -62,6 +62,7 @@ def wanted(folders: dict[str, Path]) -> dict[str, tuple[list[Tensor], dict[str, 
     return found
 
 
+@matrix
 @pytest.mark.parity
 @pytest.mark.parametrize("case", keeping(LAYOUTS, Case(tensor=2, max_tokens=128), others=2), ids=str)
 def test_a_model_answers_learns_and_leaves_as_in_transformers(
@@ -110,6 +111,7 @@ ENGINES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "cases", "engine_size"),
     ENGINES,

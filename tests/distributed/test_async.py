@@ -55,6 +55,7 @@ def prompts_of(found: Any) -> list[str]:
     return [group.prompt.prompt_id for step in found.groups for group in step]
 
 
+@matrix
 @pytest.mark.parametrize(
     ("count", "engine", "layout"),
     [
@@ -94,6 +95,7 @@ def test_with_staleness_0_a_run_is_the_synchronous_one_bit_by_bit(
     assert together.metrics[0]["train/grad_norm"] > 0
 
 
+@matrix
 @pytest.mark.parametrize("on_new_weights", keeping(["recompute", "keep"], "keep"))
 def test_interrupted_completions_go_on_with_the_new_weights(
     ranks: RankPool, model: Path, tmp_path: Path, on_new_weights: str
@@ -117,6 +119,7 @@ def test_interrupted_completions_go_on_with_the_new_weights(
         assert largest[True] > 1e-4  # the prefix is as the old ones read it
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("count", "engines", "on_new_weights"),
     keeping([(2, 1, "recompute"), (3, 2, "keep")], (3, 2, "keep")),
@@ -137,6 +140,7 @@ def test_without_learning_every_prompt_gets_the_completions_of_the_synchronous_r
     assert interrupted, "no completion was interrupted"
 
 
+@pytest.mark.full
 def test_an_engine_that_asks_late_gets_the_version_and_not_what_has_been_learned_since(
     ranks: RankPool, model: Path, tmp_path: Path
 ) -> None:
@@ -146,6 +150,7 @@ def test_an_engine_that_asks_late_gets_the_version_and_not_what_has_been_learned
         assert max(abs(a - b) for a, b in zip(sampled, scored, strict=True)) <= 1e-5
 
 
+@pytest.mark.full
 def test_weights_that_learned_nothing_are_published_like_others(
     ranks: RankPool, model: Path, tmp_path: Path
 ) -> None:
@@ -156,6 +161,7 @@ def test_weights_that_learned_nothing_are_published_like_others(
     assert [metrics["selection/groups_learned"] for metrics in found[0].metrics] == [0] * 6
 
 
+@matrix
 def test_no_engine_begins_more_sequences_than_it_is_told(
     ranks: RankPool, model: Path, tmp_path: Path
 ) -> None:
@@ -166,6 +172,7 @@ def test_no_engine_begins_more_sequences_than_it_is_told(
     assert running and 1 < max(running) <= 2
 
 
+@pytest.mark.full
 def test_finish_interrupts_nothing_and_a_save_does_not_wait_for_running_completions(
     ranks: RankPool, model: Path, tmp_path: Path
 ) -> None:
@@ -176,6 +183,7 @@ def test_finish_interrupts_nothing_and_a_save_does_not_wait_for_running_completi
     assert sum(metrics.get("rollout/interrupted_sequences", 0) for metrics in found.metrics) == 0
 
 
+@pytest.mark.full
 def test_dropped_groups_are_replaced_and_a_snapshot_has_what_the_engines_sample(
     ranks: RankPool, model: Path, tmp_path: Path
 ) -> None:
@@ -203,6 +211,7 @@ def even(completion, solutions, row):
 """
 
 
+@matrix
 def test_engines_are_given_every_setting_of_training_and_of_validation(
     ranks: RankPool, model: Path, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from tests.distributed.counting_store import gloo_start
 from tests.distributed.rank_pool import RankPool
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_every_rank_gets_what_each_has(ranks: RankPool) -> None:
     for numbers, dicts, large in ranks.run(3, gather_cases.gather_of_every_kind):
@@ -33,6 +34,7 @@ def test_no_rank_sends_more_than_twice_what_there_is() -> None:
     assert gathered_bytes([10_000, *[4] * 511]) == (True, 2 * (10_000 + 4 * 511))
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_ranks_that_connect_when_they_talk_do_all_that_others_do(ranks: RankPool) -> None:
     results = ranks.run(4, gather_cases.collectives_of_ranks_that_connect_when_needed)

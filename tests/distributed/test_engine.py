@@ -64,6 +64,7 @@ def test_engine_logprobs_equal_the_policys_after_every_update(
         assert max(max(largest) for largest in measured) < 1e-5, case
 
 
+@pytest.mark.full
 @matrix
 def test_tokens_that_were_held_back_have_the_policys_logprobs(ranks: RankPool, untied_model: Path) -> None:
     case = Case(tensor=2, min_new_tokens=12)
@@ -71,6 +72,7 @@ def test_tokens_that_were_held_back_have_the_policys_logprobs(ranks: RankPool, u
     assert max(max(largest) for largest in found) < 1e-5
 
 
+@matrix
 def test_no_prefix_of_old_weights_is_used_with_new_ones(ranks: RankPool, untied_model: Path) -> None:
     """A prompt longer than a block of the KV cache is sampled again after updates. The last of them is followed by
     nothing that empties the cache: the difference is then large, so the others would be seen, too."""
@@ -81,6 +83,7 @@ def test_no_prefix_of_old_weights_is_used_with_new_ones(ranks: RankPool, untied_
     assert report["nothing dropped"] > 1e-3
 
 
+@pytest.mark.full
 @matrix
 def test_text_does_not_depend_on_the_number_of_engines(ranks: RankPool, untied_model: Path) -> None:
     alone = ranks.run(1, engine_cases.texts, untied_model, Case(), 1)[0]
@@ -89,12 +92,14 @@ def test_text_does_not_depend_on_the_number_of_engines(ranks: RankPool, untied_m
     assert shared[0] | shared[1] == alone
 
 
+@pytest.mark.full
 def test_sleep_gives_the_kv_cache_back_and_waking_loses_nothing(ranks: RankPool, untied_model: Path) -> None:
     report = ranks.run(1, engine_cases.memory_of_sleep, untied_model, 0.5)[0]
     assert report["awake"] - report["asleep"] > 0.45 * 2**30
     assert report["same"]
 
 
+@matrix
 @pytest.mark.parametrize(("share", "name"), [(0.0, "grad"), (0.3, "grad_with_entropy")])
 def test_padded_vocabulary_has_no_probability(ranks: RankPool, share: float, name: str) -> None:
     first, second = ranks.run(2, engine_cases.vocab_padding, 3)
@@ -114,6 +119,7 @@ def test_padded_vocabulary_has_no_probability(ranks: RankPool, share: float, nam
     assert torch.equal(grad[:, 101], torch.zeros(7))
 
 
+@pytest.mark.full
 def test_a_rank_that_holds_padding_alone_has_no_share(ranks: RankPool) -> None:
     first, second = ranks.run(2, engine_cases.vocab_of_one_rank)
     for found in (first, second):

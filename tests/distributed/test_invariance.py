@@ -15,7 +15,7 @@ from tests.distributed.invariance_cases import Outcome, Variant
 from tests.distributed.policy_cases import LEARNING_RATE, Case
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_parity import assert_close, assert_close_together
-from tests.selection import keeping
+from tests.selection import keeping, matrix
 from tests.tiny_models import make_samples
 
 pytestmark = [pytest.mark.parity, pytest.mark.distributed]
@@ -86,6 +86,7 @@ def test_gradients_and_sgd_updates_do_not_depend_on_layout_and_split(
     assert two in (2, 3, 4) and many > 6
 
 
+@matrix
 @pytest.mark.parametrize("case", [Case(data=2), pytest.param(INTERLEAVED, marks=pytest.mark.full)], ids=str)
 def test_so_do_those_of_the_other_losses(
     ranks: RankPool, untied_model: Path, dense: dict[Variant, Outcome], case: Case

@@ -60,12 +60,14 @@ def models(tmp_path_factory: pytest.TempPathFactory, untied_model: Path) -> dict
     return {tied: make_model(place / f"tied_{tied}", untied_model, tied) for tied in (False, True)}
 
 
+@matrix
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_training_holds_what_is_planned(ranks: RankPool, models: dict[bool, Path], layout: Layout):
     for report in ranks.run(layout.case.ranks, measure_training, models[False], layout):
         check_training(report)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "granularity", [pytest.param(None, marks=matrix), pytest.param("selective", marks=FULL)]
 )
@@ -78,6 +80,7 @@ def test_norms_of_query_and_key_are_planned(
         check_training(report)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case", [pytest.param(adam(pipeline=2), marks=matrix), pytest.param(adam(), marks=FULL)], ids=str
 )
@@ -86,6 +89,7 @@ def test_a_tied_embedding_is_planned_where_it_is_held(ranks: RankPool, models: d
         check_training(report)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [
@@ -105,6 +109,7 @@ def test_a_critic_holds_what_is_planned(ranks: RankPool, models: dict[bool, Path
         assert "critic_gradients" not in report["update"]  # freed when the critic has learned
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "loss"),
     [

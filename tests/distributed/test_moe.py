@@ -120,6 +120,7 @@ def check_round_trip(
     assert_same_weights(folder, output)
 
 
+@matrix
 @pytest.mark.parity
 @pytest.mark.parametrize("case", [EP2, pytest.param(Case(data=2), marks=pytest.mark.full)], ids=str)
 def test_a_rank_without_samples_takes_part(ranks: RankPool, folder: Path, case: Case) -> None:
@@ -138,6 +139,7 @@ def test_a_rank_without_samples_takes_part(ranks: RankPool, folder: Path, case: 
     )
 
 
+@matrix
 @pytest.mark.parity
 @pytest.mark.parametrize(
     ("case", "optimizer", "clip_grad"),
@@ -201,6 +203,7 @@ def saved(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactor
     return root, ranks.run(case.ranks, store_cases.save, folder, case, SAMPLES, root)[0]
 
 
+@matrix
 @pytest.mark.parametrize(
     "target",
     [

@@ -11,7 +11,7 @@ from rlmath.config.schema import MemoryConfig
 from tests.distributed import offload_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
-from tests.selection import keeping
+from tests.selection import keeping, matrix
 from tests.tiny_models import VOCAB, make_samples
 
 pytestmark = [pytest.mark.parity, pytest.mark.distributed]
@@ -32,7 +32,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("folder", keeping(["untied_model", "tied_model"], "tied_model"))
-@pytest.mark.parametrize("case", keeping(LAYOUTS, *LAYOUTS[1:3]), ids=str)
+@pytest.mark.parametrize("case", keeping(LAYOUTS, LAYOUTS[1], others=2), ids=str)
 def test_learning_goes_on_bit_by_bit_as_if_nothing_had_left(
     ranks: RankPool, request: pytest.FixtureRequest, case: Case, folder: str
 ) -> None:
@@ -52,6 +52,7 @@ def test_learning_goes_on_bit_by_bit_as_if_nothing_had_left(
         assert report["left"] == {name: report["here"][name] for name in report["names"]}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("folder", "elements"), [("untied_model", UNTIED), ("tied_model", TIED)])
 def test_one_rank_with_sgd_moves_four_bytes_for_each_parameter_and_has_no_state(
     ranks: RankPool, request: pytest.FixtureRequest, folder: str, elements: int
@@ -61,6 +62,7 @@ def test_one_rank_with_sgd_moves_four_bytes_for_each_parameter_and_has_no_state(
     assert report["left"] == {"gradients": 4 * elements, "optimizer": 0, "parameters": 4 * elements}
 
 
+@pytest.mark.full
 def test_data_parallel_ranks_share_the_state_of_adam(ranks: RankPool, untied_model: Path) -> None:
     """Each holds all parameters and gradients, in padded buffers, and half of the two moments, beside the number of
     steps (4 bytes) of every parameter it has a part of."""
@@ -73,6 +75,7 @@ def test_data_parallel_ranks_share_the_state_of_adam(ranks: RankPool, untied_mod
     assert sum(report["left"]["optimizer"] for report in reports) == 2 * 4 * UNTIED + 4 * counters
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "distributed"), [("adam", True), ("adam", False), ("sgd", False)])
 def test_float32_copies_of_bfloat16_parameters_leave_with_the_optimizer(
     ranks: RankPool, untied_model: Path, kind: str, distributed: bool
@@ -91,6 +94,7 @@ def test_float32_copies_of_bfloat16_parameters_leave_with_the_optimizer(
     assert report["same"] and report["gradients not zero"] == []
 
 
+@matrix
 @pytest.mark.parametrize(
     "case", [Case(), Case(pipeline=2, virtual_pipeline=2, optimizer="adam", max_tokens=64)], ids=str
 )
@@ -105,6 +109,7 @@ def test_the_reference_is_here_only_while_it_computes(ranks: RankPool, tied_mode
         assert report["same"]
 
 
+@pytest.mark.full
 def test_a_reference_that_is_not_offloaded_stays(ranks: RankPool, untied_model: Path) -> None:
     arguments = (untied_model, Case(), SAMPLES, False)
     (report,) = ranks.run(1, offload_cases.reference_in_and_out, *arguments)
@@ -113,17 +118,20 @@ def test_a_reference_that_is_not_offloaded_stays(ranks: RankPool, untied_model: 
     assert report["same"]
 
 
+@pytest.mark.full
 def test_the_reference_leaves_after_an_error_too(ranks: RankPool, untied_model: Path) -> None:
     (away,) = ranks.run(1, offload_cases.reference_after_an_error, untied_model, Case())
     assert away == ("reference",)
 
 
+@pytest.mark.full
 def test_by_default_only_the_gradients_leave(ranks: RankPool, untied_model: Path) -> None:
     ((names, held),) = ranks.run(1, offload_cases.sets_of, untied_model, Case(), MemoryConfig())
     assert names == ("gradients",)
     assert held["gradients"] == 0 and held["parameters"] == 4 * UNTIED
 
 
+@pytest.mark.full
 def test_what_the_optimizer_steps_stays_where_it_belongs_to_the_parameters(
     ranks: RankPool, untied_model: Path
 ) -> None:
@@ -134,6 +142,7 @@ def test_what_the_optimizer_steps_stays_where_it_belongs_to_the_parameters(
         assert held["parameters"] == held["gradients"] == held["stepped"] >= 4 * UNTIED
 
 
+@pytest.mark.full
 def test_parameters_that_cannot_leave_cost_nothing(ranks: RankPool, untied_model: Path) -> None:
     arguments = (untied_model, Case(), SAMPLES)
     (report,) = ranks.run(1, offload_cases.give_up_on_one_parameter, *arguments)

@@ -100,6 +100,7 @@ def test_cut_or_whole_the_completions_are_the_same(whole: Run, carried: Run) -> 
     assert {c.finish_reason for c in cut} == {"stop", "length"}
 
 
+@matrix
 @pytest.mark.parametrize(
     ("world", "engine", "slice_tokens"),
     [(2, 1, 12), pytest.param(4, 1, 12, marks=pytest.mark.full), pytest.param(2, 2, 17, marks=matrix)],
@@ -126,10 +127,12 @@ def test_every_prompt_is_learned_once_and_in_time(whole: Run, carried: Run) -> N
     assert min(ages) == 0 and 1 < max(ages) <= CARRY.max_staleness
 
 
+@pytest.mark.full
 def test_a_step_that_fails_after_its_rollout_leaves_the_state_as_it_was(carried: Run) -> None:
     assert carried.kept_until_commit == [True] * STEPS
 
 
+@pytest.mark.full
 def test_metrics_of_what_is_in_flight_by_hand(carried: Run) -> None:
     for step, (metrics, groups) in enumerate(zip(carried.metrics, carried.groups, strict=True)):
         segments = [s for group in groups for c in group.completions for s in c.segments]
@@ -149,6 +152,7 @@ def test_metrics_of_what_is_in_flight_by_hand(carried: Run) -> None:
     assert sampled == pytest.approx(sum(m["n_valid_tokens"] for m in carried.metrics), rel=1e-6)
 
 
+@pytest.mark.full
 def test_without_staleness_a_run_is_that_of_whole_rollouts(make: Make, whole: Run) -> None:
     run = make(1, replace(CARRY, max_staleness=0, max_groups_in_flight=None))
     assert [[g.prompt.prompt_id for g in step] for step in run.groups] == [
@@ -158,6 +162,7 @@ def test_without_staleness_a_run_is_that_of_whole_rollouts(make: Make, whole: Ru
     assert {m["rollout/staleness_max"] for m in run.metrics} == {0.0}
 
 
+@matrix
 def test_log_probs_are_those_of_the_weights_that_sampled(make: Make) -> None:
     """While the policy changes: each segment's log-probs are the engine's at its time, and those of earlier segments
     are kept, not computed again."""
@@ -199,6 +204,7 @@ def test_dynamic_sampling_replaces_dropped_groups_by_further_draws(
         assert versions == [{step} for step in range(5)], "dropped or not, nothing older is in a step"
 
 
+@pytest.mark.full
 @matrix
 def test_a_stage_that_begins_with_groups_in_flight_is_refused(make: Make) -> None:
     """As where stages are added to a run that resumes."""
@@ -237,6 +243,7 @@ def test_groups_that_another_reward_function_has_scored_are_sampled_anew(
     assert begun_again(run) > begun_again(carried) == 0
 
 
+@pytest.mark.full
 @matrix
 def test_staleness_counts_steps_and_versions_count_the_minibatches_learned_from(
     make: Make, carried: Run
@@ -282,6 +289,7 @@ def test_deferred_or_not_the_completions_are_the_same(whole: Run, deferred: Run)
     assert deferred.in_flight[-1] == []
 
 
+@pytest.mark.full
 def test_metrics_of_deferred_groups(deferred: Run) -> None:
     """What is sampled is learned from or discarded; with weights that do not change, what was long is long again."""
     for step, metrics in enumerate(deferred.metrics):

@@ -59,6 +59,7 @@ def plain_logprobs(model: torch.nn.Module, token_ids: tuple[int, ...]) -> Tensor
         return torch.log_softmax(model(ids[None]).logits[0, :-1], -1).gather(1, ids[1:, None])[:, 0]
 
 
+@matrix
 def test_equal_weights_pass_alike_on_all_ranks(by_layout: list[tuple[dict[str, Any], ...]]) -> None:
     for reports in by_layout:
         for name in ("metrics", "healed"):
@@ -69,6 +70,7 @@ def test_equal_weights_pass_alike_on_all_ranks(by_layout: list[tuple[dict[str, A
             assert first["sync/probe_difference"] <= first["sync/probe_difference_max"] < 1e-4
 
 
+@pytest.mark.full
 def test_the_policy_is_asked_at_temperature_1_with_nothing_held_back(
     by_layout: list[tuple[dict[str, Any], ...]], untied_model: Path
 ) -> None:
@@ -99,6 +101,7 @@ def test_other_weights_end_every_rank_with_the_difference(
         assert any(math.isclose(number, difference, rel_tol=0.01) for number in named)
 
 
+@pytest.mark.full
 def test_what_a_sync_moved_are_the_bytes_of_its_plan(
     by_layout: list[tuple[dict[str, Any], ...]], untied_model: Path
 ) -> None:
@@ -114,6 +117,7 @@ def test_what_a_sync_moved_are_the_bytes_of_its_plan(
             assert sum(r["moved"][name] for r in reports) * 2**30 == reports[0]["planned"]["lower bound"]
 
 
+@pytest.mark.full
 def test_checksums_and_probes_are_due_at_the_first_sync_and_every_so_many(
     ranks: RankPool, untied_model: Path
 ) -> None:
@@ -133,6 +137,7 @@ def test_checksums_and_probes_are_due_at_the_first_sync_and_every_so_many(
             assert all("mlp.down_proj.weight in engine 1" in syncs[number][0] for number in ended)
 
 
+@matrix
 def test_scored_tokens_do_not_change_texts_that_go_on_from_them(ranks: RankPool, untied_model: Path) -> None:
     """The prompts fill blocks of vLLM's prefix cache, which those of the probe do only where blocks are small."""
     (found,) = ranks.run(1, probe_cases.texts_after_scores, untied_model)

@@ -12,6 +12,7 @@ from tests.distributed import rollout_cases
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.rollout_cases import PROMPTS, ROLLOUT, SEEDS, SLICE
 from tests.reward_by_hash import hash_of
+from tests.selection import matrix
 
 pytestmark = pytest.mark.distributed
 EOS = 1
@@ -47,6 +48,7 @@ def alone(collected: Collected) -> dict:
     return collected.by(1)[0]
 
 
+@matrix
 def test_groups_are_whole_and_in_the_order_of_the_prompts(alone: dict) -> None:
     for count, groups in zip(COUNTS, alone["groups"], strict=True):
         assert [group.prompt for group in groups] == PROMPTS[:count]
@@ -73,6 +75,7 @@ def test_what_is_collected_does_not_depend_on_who_drew_it(
         assert report["new_keys"] == 0
 
 
+@matrix
 @pytest.mark.parametrize(("engines", "engine_size"), [(1, 1), (2, 1), (1, 2)])
 def test_every_completion_has_its_own_reward_and_its_own_prompts_solutions(
     collected: Collected, untied_model: Path, engines: int, engine_size: int
@@ -94,6 +97,7 @@ def test_every_completion_has_its_own_reward_and_its_own_prompts_solutions(
     assert len(rewards) > 3 * len(PROMPTS) * ROLLOUT.group_size * 0.9, "else a mix-up would not be seen"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engines", [1, 2])
 def test_a_completion_ends_at_its_stop_token_or_at_the_limit(collected: Collected, engines: int) -> None:
     reasons = set()
@@ -107,6 +111,7 @@ def test_a_completion_ends_at_its_stop_token_or_at_the_limit(collected: Collecte
     assert reasons == {"stop", "length"}
 
 
+@matrix
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("engine_size", [1, 2], ids=["TP1", "TP2"])
 def test_a_completion_in_slices_is_the_whole_one(
@@ -122,6 +127,7 @@ def test_a_completion_in_slices_is_the_whole_one(
         assert len({tuple(tokens) for tokens, _ in whole.values()}) > len(PROMPTS) / 2
 
 
+@pytest.mark.full
 def test_log_probs_are_those_of_the_tokens(alone: dict) -> None:
     completions = [one for group in alone["hashed"]["first"] for one in group.completions]
     for completion, read in zip(completions, alone["engine's log-probs"], strict=True):
@@ -130,6 +136,7 @@ def test_log_probs_are_those_of_the_tokens(alone: dict) -> None:
     assert len({round(number, 3) for one in completions for number in one.logprobs}) > 100
 
 
+@pytest.mark.full
 def test_a_seed_is_of_run_step_prompt_and_sample(alone: dict) -> None:
     """The nine prompts are there in every rollout, and the weights are the same."""
     tokens = {
@@ -144,6 +151,7 @@ def test_a_seed_is_of_run_step_prompt_and_sample(alone: dict) -> None:
             assert set(row).isdisjoint(other), name
 
 
+@pytest.mark.full
 def test_fixed_shares_give_the_same_text(ranks: RankPool, untied_model: Path, alone: dict) -> None:
     first, second = ranks.run(2, rollout_cases.fixed_shares, untied_model)
     drawn = {
@@ -154,6 +162,7 @@ def test_fixed_shares_give_the_same_text(ranks: RankPool, untied_model: Path, al
     assert first | second == drawn
 
 
+@matrix
 @pytest.mark.parametrize(
     ("ranks_in_all", "engine_size"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.full)]
 )
@@ -164,6 +173,7 @@ def test_the_ranks_of_an_engine_draw_alike(collected: Collected, ranks_in_all: i
     assert all(report["new_keys"] == 0 for report in reports)
 
 
+@pytest.mark.full
 def test_a_request_has_bounds_of_its_own(ranks: RankPool, untied_model: Path) -> None:
     ((*lengths,),) = ranks.run(1, rollout_cases.lengths_asked_for, untied_model)
     assert len(lengths) == 8 and all(asked == made for asked, made in lengths)

@@ -72,11 +72,13 @@ def test_every_engine_has_the_policys_weights_after_every_sync(
             assert first["rounds"] * first["bucket"] * len(reports) >= first["lower bound"]
 
 
+@pytest.mark.full
 def test_a_policy_in_bfloat16_travels_as_it_is(ranks: RankPool, untied_model: Path) -> None:
     case = Case(tensor=2, optimizer="adam", bfloat16=True)
     assert ranks.run(2, sync_cases.transfer_from_bfloat16, untied_model, case, 1) == [[], []]
 
 
+@matrix
 @pytest.mark.parametrize("case", keeping([Case(pipeline=2), Case(tensor=2)], Case(pipeline=2)), ids=str)
 def test_vllms_own_model_gets_what_it_would_load_into_the_memory_that_it_has(
     ranks: RankPool, untied_model: Path, case: Case
@@ -87,6 +89,7 @@ def test_vllms_own_model_gets_what_it_would_load_into_the_memory_that_it_has(
         assert found == {"unlike the checkpoint": [], "wrong": [], "elsewhere": []}
 
 
+@matrix
 def test_one_rank_that_cannot_share_memory_makes_all_send_messages(
     ranks: RankPool, untied_model: Path
 ) -> None:
@@ -94,6 +97,7 @@ def test_one_rank_that_cannot_share_memory_makes_all_send_messages(
     assert found == [("Messages", []), ("Messages", [])]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("messages", [False, True], ids=["shared-memory", "messages"])
 @pytest.mark.parametrize(
     ("case", "engine_size"),
@@ -140,6 +144,7 @@ STAGES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", keeping(STAGES, 2))
 def test_layers_lie_where_megatron_puts_them(ranks: RankPool, untied_model: Path, count: int) -> None:
     shape = sync_cases.small_shape(untied_model, LAYERS)
@@ -174,6 +179,7 @@ def test_damage_to_an_engines_weights_is_found_and_named(
         assert dict(zip(where, found, strict=True)) == where
 
 
+@pytest.mark.full
 @matrix
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_damage_to_one_ranks_copy_of_what_all_have_is_found(
@@ -193,6 +199,7 @@ def test_damage_to_one_ranks_copy_of_what_all_have_is_found(
         assert dict(zip(where, found, strict=True)) == where
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_a_tensor_of_the_opposite_sign_is_found(
     ranks: RankPool, untied_model: Path, dtype: torch.dtype
@@ -202,6 +209,7 @@ def test_a_tensor_of_the_opposite_sign_is_found(
     assert dict(zip(where, found, strict=True)) == where
 
 
+@matrix
 def test_a_replica_that_went_astray_ends_every_rank_with_the_tensor_and_the_engine(
     ranks: RankPool, untied_model: Path
 ) -> None:

@@ -93,6 +93,7 @@ def check_gradients(
     assert_close(got, oracle.gradients(model), 1e-5)
 
 
+@matrix
 @pytest.mark.parametrize(
     ("case", "loss"),
     keeping(
@@ -109,6 +110,7 @@ def test_gradients_with_a_teacher_equal_those_of_transformers(
     check_gradients(ranks, untied_model, teachers["more"], case, loss)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "loss"),
     keeping([(case, loss) for case in LAYOUTS[:3] for loss in ("advantage", "full")], (LAYOUTS[1], "full")),
@@ -120,6 +122,7 @@ def test_tokens_that_the_teacher_does_not_have_are_left_out_of_both(
     check_gradients(ranks, untied_model, teachers["fewer"], case, loss, KNOWN)
 
 
+@pytest.mark.full
 @matrix
 @pytest.mark.parametrize("case", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[2], LAYOUTS[5]], ids=str)
 def test_a_teacher_may_have_its_embedding_for_an_output_layer(
@@ -128,6 +131,7 @@ def test_a_teacher_may_have_its_embedding_for_an_output_layer(
     check_gradients(ranks, tied_model, teachers["tied"], case, "full")
 
 
+@matrix
 @pytest.mark.parametrize("loss", ["advantage", "full"])
 @pytest.mark.parametrize(
     "case",
@@ -170,6 +174,7 @@ def test_a_step_learns_from_the_teacher_alone_or_with_rewards(
         assert (ours.record.teacher_kl is None) == (loss == "full")
 
 
+@matrix
 @pytest.mark.parametrize("loss", keeping(["advantage", "full"], "advantage"))
 def test_a_step_compares_both_over_the_tokens_that_both_know(
     ranks: RankPool, untied_model: Path, teachers: dict[str, Path], loss: str
@@ -206,6 +211,7 @@ def test_a_step_compares_both_over_the_tokens_that_both_know(
     assert told == pytest.approx(kl.item(), rel=1e-4)
 
 
+@pytest.mark.full
 def test_the_teachers_logits_are_never_whole_beside_the_policys(
     ranks: RankPool, untied_model: Path, teachers: dict[str, Path]
 ) -> None:

@@ -26,6 +26,7 @@ from rlmath.evals.plan import Plan
 from tests.distributed.rank_pool import RankPool
 from tests.evals.guessing_model import make_guessing_model
 from tests.programs import ENVIRONMENT, REPOSITORY, end_family, run, torchrun_command
+from tests.selection import matrix
 from tests.tiny_models import make_model_folder
 
 DATA = REPOSITORY.parent / "shared" / "data" / "benchmarks"
@@ -96,6 +97,7 @@ def evaluated(model: Path, ranks: RankPool) -> Path:
     return output
 
 
+@matrix
 def test_every_benchmark_is_evaluated(evaluated: Path) -> None:
     found = json.loads((evaluated / "results.json").read_text())["benchmarks"]
     assert tuple(found) == NAMES
@@ -111,6 +113,7 @@ def test_every_benchmark_is_evaluated(evaluated: Path) -> None:
     assert 0 < sum(row["too_long"] for row in rows.values()) < LIMIT * len(NAMES), "some prompts are too long"
 
 
+@matrix
 def test_every_completion_is_kept_with_what_it_is(evaluated: Path) -> None:
     rows = [json.loads(line) for line in completions(evaluated)]
     modes = [row["mode"] for row in rows]
@@ -138,6 +141,7 @@ def rows_by_problem(output: Path, name: str) -> dict[str, list[dict]]:
     }
 
 
+@matrix
 def test_answers_are_scored_against_their_own_problems(evaluated: Path) -> None:
     """Letters and whole numbers are compared here as characters; all others once more by the verifier."""
     plain = 0
@@ -155,6 +159,7 @@ def test_answers_are_scored_against_their_own_problems(evaluated: Path) -> None:
     assert plain > SAMPLES
 
 
+@matrix
 def test_the_table_counts_what_is_on_disk(evaluated: Path) -> None:
     for name, one in json.loads((evaluated / "results.json").read_text())["benchmarks"].items():
         row, problems = one["row"], rows_by_problem(evaluated, name)
@@ -178,6 +183,7 @@ def test_the_table_counts_what_is_on_disk(evaluated: Path) -> None:
             assert all(r["finish_reason"] == "stop" for r in of_mode if r["tokens"] < NEW_TOKENS)
 
 
+@matrix
 def test_samples_of_a_problem_differ_and_greedy_answers_do_not(evaluated: Path) -> None:
     """The guessing model looks at the last token alone: greedily it says the same after all prompts of a benchmark."""
     for name in NAMES:
@@ -270,12 +276,14 @@ def test_what_is_there_is_used_by_a_larger_plan(
     assert tables(tmp_path) == tables(evaluated)
 
 
+@matrix
 def test_prompts_that_do_not_fit_the_model_are_reported(model: Path, ranks: RankPool, tmp_path: Path) -> None:
     (too_long,) = ranks.run(1, evaluate_in_pool, plan_for(model, tmp_path, max_new_tokens=2000))
     assert "set --max-prompt-tokens 48" in too_long
     assert not (tmp_path / "settings.json").exists()
 
 
+@matrix
 def test_heads_that_the_cpus_engine_does_not_have_are_told(
     model: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -292,6 +300,7 @@ def test_a_mistake_ends_with_status_2(capfd: pytest.CaptureFixture[str]) -> None
     assert "--samples is -1" in message and "Traceback" not in message
 
 
+@matrix
 def test_two_evaluations_are_put_side_by_side(evaluated: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--compare", str(evaluated), str(evaluated / "results.json")]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if "gpqa_diamond" in line]
@@ -367,6 +376,7 @@ def test_functions_of_the_users_make_prompts_and_say_what_is_right(
     assert "holds completions of another evaluation: scorer was 'even'" in told
 
 
+@matrix
 def test_a_second_start_only_prints_the_table(model: Path, evaluated: Path) -> None:
     before = tables(evaluated)
     again = run(PROGRAM, *options(model, evaluated))
