@@ -19,6 +19,9 @@ STARTED := $(shell date +%s)
 # More arguments for pytest: make test ARGS="tests/algorithms -x"
 ARGS ?=
 
+# The tests of one package for make test-full (tests/parts.py): make test-full PART=rollout
+PART ?=
+
 # What pyright checks: the code that is free of Megatron and vLLM.
 PURE = rlmath/config rlmath/algorithms rlmath/answers rlmath/data rlmath/rewards rlmath/workers
 
@@ -39,8 +42,8 @@ test: venv ## run the tests: a case of every part of the program, a run that is 
 test-matrix: venv ## run the tests that CI runs beside: further layouts, engines and programs
 	.venv/bin/python -m tests --matrix $(ARGS)
 
-test-full: venv ## run every test, also the long ones; gpu and slurm skip themselves where there is none
-	.venv/bin/python -m pytest $(ARGS)
+test-full: venv ## run every test, also the long ones, or those of one part: PART=rollout
+	.venv/bin/python -m tests $(if $(PART),--part $(PART),--full) $(ARGS)
 
 test-slurm: venv ## run the tests on a Slurm of their own, which root on Debian gets installed
 	@tests/slurm/install.sh

@@ -1,6 +1,6 @@
-"""`make test` and `make test-matrix`: two sessions of pytest beside each other.
+"""`make test` and `make test-matrix`: two sessions of pytest beside each other; `make test-full`: all or one part.
 
-python -m tests [--matrix] [arguments of pytest]
+python -m tests [--matrix | --part PART | --full] [arguments of pytest]
 
 Tests with ranks wait for processes to start and for each other, and many of the others wait for time limits: one
 after the other they would leave a core idle for half of the time.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from rlmath.distributed.process import end_with_parent
+from tests.parts import paths_of
 
 NEVER = "not full and not gpu and not slurm"
 SESSIONS = {
@@ -54,7 +55,23 @@ def combined(statuses: list[int]) -> int:
     return failed[0] if failed else min(statuses)
 
 
+def run_full(paths: list[str], arguments: list[str]) -> int:
+    """Every test of these files and folders, one after the other."""
+    session = start("", None, [*paths, *arguments])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: session.send_signal(signal.SIGINT))
+    return session.wait()
+
+
 def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["--full"]:
+        return run_full([], arguments[1:])
+    if arguments[:1] == ["--part"]:
+        try:
+            return run_full(paths_of(arguments[1]), arguments[2:])
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
     kind = "matrix" if arguments[:1] == ["--matrix"] else "test"
     title, beside, shown = SESSIONS[kind]
     arguments = arguments[kind == "matrix" :]

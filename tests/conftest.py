@@ -16,7 +16,6 @@ gc.disable()  # until all tests are collected, see rlmath.distributed.process
 
 from tests import left_over, programs
 from tests.distributed.rank_pool import RankPool
-from tests.selection import mark_of_pooled
 from tests.tiny_models import make_model_folder
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -38,8 +37,6 @@ def uses_pool(item: pytest.Item) -> bool:
 def pytest_itemcollected(item: pytest.Item) -> None:
     if uses_pool(item):
         item.add_marker("pooled")
-        if (mark := mark_of_pooled(item.nodeid)) is not None:
-            item.add_marker(mark)
 
 
 @pytest.hookimpl(trylast=True)

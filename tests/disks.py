@@ -6,7 +6,6 @@ import contextlib
 import os
 import resource
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,27 +24,6 @@ def small_disk(folder: Path, size: str = "4m", inodes: int = 64) -> Iterator[Pat
         yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def remount(disk: Path, size: str, inodes: int) -> None:
-    options = f"remount,size={size},nr_inodes={inodes}"
-    subprocess.run(["mount", "-o", options, str(disk)], check=True)
-
-
-def shrink(disk: Path) -> None:
-    """Neither a byte nor an inode more fits on a `small_disk`, until it is mounted again.
-
-    The kernel refuses a size below what is used, which grows while a program writes: then with what is used now.
-    """
-    for attempt in range(20):
-        there = os.statvfs(disk)
-        used = (there.f_blocks - there.f_bfree) * there.f_frsize
-        try:
-            return remount(disk, str(used), there.f_files - there.f_ffree)
-        except subprocess.CalledProcessError:
-            if attempt == 19:
-                raise
-            time.sleep(0.05)
 
 
 def use_up_inodes(disk: Path) -> list[Path]:

@@ -17,9 +17,8 @@ import psutil
 import pytest
 
 from rlmath.checkpoint.directory import complete_checkpoints
-from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, SAVED_AND_STOPPED, read_exit_status
+from rlmath.distributed.fault_tolerance.exit_codes import SAVED_AND_STOPPED, read_exit_status
 from rlmath.replay.capture import read_capture
-from tests.disks import remount, shrink, small_disk
 from tests.programs import (
     ENVIRONMENT,
     REPOSITORY,
@@ -159,77 +158,5 @@ def test_control_c_saves_and_says_that_the_same_command_resumes(arithmetic: Path
     assert steps and max(map(len, steps)) <= 80, steps
 
 
-@pytest.mark.full
-def test_a_second_control_c_ends_the_run_at_once(arithmetic: Path, tmp_path: Path) -> None:
-    output = tmp_path / "run"
-    with running(arithmetic, output, more=("algorithm.n_minibatches=1", "rollout.group_size=512")) as process:
-        everyone = family(process.pid)
-        os.killpg(process.pid, signal.SIGINT)
-        wait_for(lambda: "Ctrl-C again ends it at once" in output.with_suffix(".console.txt").read_text())
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(END_SECONDS) != 0
-        assert_all_gone(everyone)
-    told = output.with_suffix(".console.txt").read_text()
-    assert read_exit_status(output).status == FAILURE, told
-    assert "ended at once by a second Ctrl-C; the same command " in own_lines(told)[-1], told
-    assert "KeyboardInterrupt" not in told
-
-
-@pytest.mark.full  # tests/guard kills ranks of a smaller program, the drill those of a run
-def test_a_killed_rank_ends_the_run(arithmetic: Path, tmp_path: Path) -> None:
-    with running(arithmetic, tmp_path / "killed") as process:
-        everyone = family(process.pid)
-        ranks_of(process.pid)["1"].kill()
-        assert process.wait(END_SECONDS) != 0
-        assert_all_gone(everyone)
-
-
-@pytest.mark.full
-def test_what_the_disk_refuses_of_the_telemetry_costs_no_step(arithmetic: Path, tmp_path: Path) -> None:
-    """Space and inodes run out, come back, and run out again: no row is missing, and the status is there."""
-    with small_disk(tmp_path / "disk", "3g", 10_000) as disk:
-        output, console = disk / "run", tmp_path / "run.console.txt"
-        with running(arithmetic, output, console) as process:
-            shrink(disk)
-            wait_for(lambda: "samples cannot be written" in console.read_text())
-            there, made = len(rows_of(output)), steps_in(console)
-            assert not list(tmp_path.glob("*wandb*")), "which a rank that is killed would leave"
-            wait_for(lambda: steps_in(console) >= made + 3)
-            assert len(rows_of(output)) == there and process.poll() is None
-            remount(disk, "3g", 10_000)
-            wait_for(lambda: len(rows_of(output)) > there + 3)
-            shrink(disk)
-            wait_for(lambda: console.read_text().count("samples cannot be written") == 2)
-            process.terminate()
-            assert process.wait(END_SECONDS) != 0
-        told, status, rows = console.read_text(), read_exit_status(output), rows_of(output)
-        assert status.status == FAILURE and "which could not be saved" in status.message, told
-        assert "No space left on device" in told.partition("was not saved:")[2].splitlines()[0], told
-        assert "Not written, as the disk refused it" in told
-        assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)) and len(rows) > there + 3
-        assert not list(output.glob(".exit_status*"))
-
-
-@pytest.mark.full
-def test_a_killed_torchrun_leaves_ranks_that_finish_the_step_save_and_stop(
-    arithmetic: Path, tmp_path: Path
-) -> None:
-    output = tmp_path / "run"
-    with running(arithmetic, output) as process:
-        everyone = family(process.pid)
-        process.kill()
-        _, alive = psutil.wait_procs(everyone, timeout=END_SECONDS)
-        told = output.with_suffix(".console.txt").read_text()
-        assert not alive, told
-    status, rows = read_exit_status(output), rows_of(output)
-    assert status.status == SAVED_AND_STOPPED, told
-    assert complete_checkpoints(output / "checkpoints")[0][0].step == rows[-1]["step"]
-    assert told.count("saves after this step") == 1 and told.count("has ended") == 1, told
-
-
 def rows_of(output: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-
-
-def steps_in(console: Path) -> int:
-    return len(re.findall(r" step +\d+/\d+ reward ", console.read_text()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -67,21 +66,6 @@ def test_a_run_goes_back_with_a_lower_rate_and_other_prompts_also_when_it_is_kil
     assert rows(killed) == rows(whole) and len(read_rollbacks(killed)) == 1
     for name in ("model.safetensors", "config.json"):
         assert (killed / "hf_model" / name).read_bytes() == (whole / "hf_model" / name).read_bytes()
-
-
-@pytest.mark.full
-def test_a_run_resumes_after_a_rollback_bit_by_bit_also_without_the_list(
-    arithmetic: Path, tmp_path: Path
-) -> None:
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    train(arithmetic, whole, spoiled("sft", "scale", 1))
-    shutil.copytree(whole, cut)
-    for step in (5, 6):
-        shutil.rmtree(cut / "checkpoints" / f"step-{step:06d}")
-    shutil.rmtree(cut / "hf_model")
-    (cut / "rollbacks.json").unlink()  # its checkpoints know it
-    train(arithmetic, cut, SFT)
-    assert rows(cut) == rows(whole)
 
 
 @pytest.mark.full

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE
 from tests.programs import TRAIN, run, small_run, torchrun_command
 from tests.selection import matrix
 
@@ -48,9 +47,3 @@ def test_a_run_without_rewards_comes_closer_to_its_teacher(arithmetic: Path, los
     if loss == "full":
         assert all(row["advantage"] == 0 for row in rows)
     assert "teacher:" in done.stdout + done.stderr
-
-
-def test_a_teacher_that_is_not_there_is_told_before_anything_starts(arithmetic: Path) -> None:
-    overrides = (*small_run(arithmetic, arithmetic / "never"), "teacher.path=models/none")
-    done = run(*TRAIN, "--dry-run", *overrides, expect=MISTAKE)
-    assert 'teacher.path: there is no folder "models/none"' in done.stdout + done.stderr

@@ -6,11 +6,6 @@ import json
 import math
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,11 +16,11 @@ from launch import train_sft
 from rlmath.config.help import help_text
 from rlmath.config.load import load_config
 from rlmath.distributed.device import GPU_PACKAGES
-from rlmath.distributed.fault_tolerance.exit_codes import SAVED_AND_STOPPED, read_exit_status
+from rlmath.distributed.fault_tolerance.exit_codes import read_exit_status
 from rlmath.planning.checks import used_keys
 from rlmath.run.startup import prepare_sft
 from rlmath.telemetry.metrics_writer import without_times
-from tests.programs import ENVIRONMENT, REPOSITORY, end_family, run, torchrun_command
+from tests.programs import REPOSITORY, run, torchrun_command
 from tests.selection import matrix
 
 SFT = ("launch/train_sft.py", "--config", "configs/demo_sft.yaml")
@@ -141,68 +136,6 @@ def test_a_run_that_was_killed_goes_on_bit_by_bit(arithmetic: Path, whole: Path,
     assert (folder / model).read_bytes() == (whole / model).read_bytes()
 
 
-def stopped(command: list[str], number: signal.Signals, moment: Callable[[str], bool], console: Path) -> str:
-    """A run that gets a signal when its console, or something else, says that the moment is there; what it told."""
-    with console.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, *command], cwd=REPOSITORY, env=ENVIRONMENT, stdout=file, stderr=file
-        )
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while not moment(console.read_text()):
-            assert process.poll() is None and time.monotonic() < deadline, console.read_text()
-            time.sleep(0.05)
-        process.send_signal(number)
-        assert process.wait(START_SECONDS) != 0
-    finally:
-        end_family(process)
-    return console.read_text()
-
-
-@distributed
-@pytest.mark.full
-def test_stopped_before_its_first_step_a_run_says_that_nothing_is_saved(
-    arithmetic: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    command = torchrun_command(1, *SFT, *settings(arithmetic, folder, "run.total_epochs=50"))
-    console = stopped(
-        command, signal.SIGTERM, lambda text: "Settings that are not" in text, tmp_path / "console.txt"
-    )
-    status = read_exit_status(folder)
-    assert status.status == SAVED_AND_STOPPED
-    assert "stopped by SIGTERM before the end of its first step: nothing was saved" in status.message
-    assert status.message in console and "is saved" not in console
-    assert not list((folder / "checkpoints").glob("step-*"))
-
-
-@distributed
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("number", "reason"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT (Ctrl-C)")]
-)
-def test_a_signal_saves_and_ends_with_75(
-    arithmetic: Path, whole: Path, tmp_path: Path, number: signal.Signals, reason: str
-) -> None:
-    """The steps until then are those of the undisturbed run on twice as many ranks."""
-    folder = tmp_path / "run"
-    command = torchrun_command(1, *SFT, *settings(arithmetic, folder, "run.total_epochs=50"))
-    metrics = folder / "metrics.jsonl"
-
-    def has_steps(_: str) -> bool:
-        return metrics.exists() and len(metrics.read_text().splitlines()) > STEPS
-
-    console = stopped(command, number, has_steps, tmp_path / "console.txt")
-    status, found = read_exit_status(folder), rows(folder)
-    told = f"stopped by {reason} after step {found[-1]['step']}, which is saved: the same command resumes"
-    assert (status.status, status.message) == (SAVED_AND_STOPPED, told)
-    assert f"The run was {told}\n" in console and "KeyboardInterrupt" not in console
-    for ours, theirs in zip(found[:STEPS], rows(whole)[:STEPS], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4)
-    saved = max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").iterdir())
-    assert saved == found[-1]["step"]
-
-
 def told(*overrides: str) -> str:
     """What the program says to these settings before it starts anything."""
     with pytest.raises(ValueError) as error:
@@ -292,12 +225,6 @@ def test_an_unknown_key_ends_the_program_with_2(arithmetic: Path, tmp_path: Path
     done = run(*SFT, *settings(arithmetic, tmp_path / "new", "sft.max_sequence_token=3"), expect=2)
     assert 'did you mean "sft.max_sequence_tokens"?' in done.stderr
     assert not (tmp_path / "new").exists()
-
-
-@distributed
-def test_a_run_does_not_go_on_as_another_one(arithmetic: Path, whole: Path) -> None:
-    kept = settings(arithmetic, whole, f"run.total_steps={STEPS}")
-    assert "data.prompts_per_step: 8 there, 4 now" in told(*kept, "data.prompts_per_step=4")
 
 
 def test_help_shows_what_matters_only() -> None:

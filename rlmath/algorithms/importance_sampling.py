@@ -52,7 +52,7 @@ class Correction:
     geometric_low: float | None = None
     """Completions whose geometric mean of proximal / behaviour is below this are left out, whatever the level."""
     geometric_high: float | None = None
-    """Likewise above this."""
+    """Completions whose geometric mean is above this are left out, too."""
     binary_kl: float | None = None
     """Tokens whose `binary_kl` is above this (nats) are left out, whatever the level."""
 

@@ -153,7 +153,12 @@ def token_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
     if settings.correction is not None:
         behaviour_T = torch.where(counted_T, tokens.behaviour_logprobs_T, 0.0)
         correction = corrected(
-            proximal_T, behaviour_T, counted_T, tokens.segments_T, tokens.n_segments, settings.correction
+            proximal_T,
+            behaviour_T,
+            counted_T=counted_T,
+            segments_T=tokens.segments_T,
+            n_segments=tokens.n_segments,
+            correction=settings.correction,
         )
     loss_T = surrogate_T * correction.weights_T
     kl_T = torch.zeros_like(new_T)

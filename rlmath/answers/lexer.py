@@ -116,7 +116,9 @@ def tokenize(text: str, reading: Reading = AS_WRITTEN) -> list[Token]:
         if token is None:
             raise NotMathematics(f"character {char!r}")
         if space or prose:
-            token = Token(token.kind, token.text, space, prose, token.value, token.digits)
+            token = Token(
+                token.kind, token.text, space=space, prose=prose, value=token.value, digits=token.digits
+            )
         tokens.append(token)
         space, position = False, position_after
     return tokens

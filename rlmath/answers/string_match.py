@@ -94,7 +94,7 @@ def plain_answer(text: str) -> Plain | None:
     if letters is None and choice is None and _are_words(key):
         key = _LEAD_WORDS.sub("", key.casefold())
     words = tuple(_JOINERS.split(key.casefold())) if _NAMES.fullmatch(key) else None
-    return Plain(key, number, exact, choice, letters, words)
+    return Plain(key, number, exact=exact, choice=choice, letters=letters, words=words)
 
 
 # ---------------------------------------------------------------- strings

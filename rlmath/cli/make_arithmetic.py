@@ -208,7 +208,12 @@ def main(argv: list[str] | None = None) -> None:
     if args.worked < 0:
         raise ValueError(f"--worked is {args.worked}; it must be at least 0")
     train, heldout = make_problems(
-        args.seed, args.train, args.heldout, args.digits, args.long_share, args.long_digits
+        args.seed,
+        args.train,
+        heldout=args.heldout,
+        digits=args.digits,
+        long_share=args.long_share,
+        long_digits=args.long_digits,
     )
     worked = worked_rows(train, args.worked, args.accuracy, args.seed)
     if args.output.exists() and not args.output.is_dir():

@@ -69,11 +69,11 @@ def plan(given: argparse.Namespace) -> int:
     asked = Asked(
         given.gpu,
         given.nodes,
-        given.gpus_per_node,
-        given.network_gbps,
-        given.mean_response_tokens,
-        given.mean_prompt_tokens,
-        given.prompts,
+        ranks_per_node=given.gpus_per_node,
+        network_gbps=given.network_gbps,
+        mean_response=given.mean_response_tokens,
+        mean_prompt=given.mean_prompt_tokens,
+        prompts=given.prompts,
     )
     place = place_run(load_config(given.config, given.overrides, stand_ins=NOT_NEEDED), asked)
     coefficients, runs = coefficients_of(given, place.target.kind)
@@ -91,7 +91,7 @@ def plan(given: argparse.Namespace) -> int:
 
 
 def coefficients_of(given: argparse.Namespace, kind: str) -> tuple[Coefficients, list[Measured]]:
-    """Those of the `kind` of device, of a file, or fitted to runs, starting from either."""
+    """The coefficients of the `kind` of device, of a file, or fitted to runs, starting from either."""
     start = DEFAULTS[kind] if given.coefficients is None else read_coefficients(given.coefficients, kind)
     per_node = given.gpus_per_node or RANKS_PER_NODE
     runs = [read_run(path, given.gpu, per_node) for path in given.calibrate]

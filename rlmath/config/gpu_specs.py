@@ -29,14 +29,14 @@ class Gpu:
 
 
 GPUS: dict[GpuName, Gpu] = {
-    "A100-40GB": Gpu(39.4, 312, 1555, 300, 200, 32),
-    "A100-80GB": Gpu(79.1, 312, 2039, 300, 200, 32),
-    "L40S-48GB": Gpu(44.4, 362, 864, 32, 100, 32),
-    "H100-80GB": Gpu(79.1, 989, 3350, 450, 400, 64),
-    "H800-80GB": Gpu(79.1, 989, 3350, 200, 400, 64),
-    "H20-96GB": Gpu(95.1, 148, 4000, 450, 400, 64),
-    "H200-141GB": Gpu(139.8, 989, 4800, 450, 400, 64),
-    "B200-180GB": Gpu(178.3, 2250, 8000, 900, 400, 64),
+    "A100-40GB": Gpu(39.4, 312, memory_gb_s=1555, node_gb_s=300, network_gbit_s=200, host_gb_s=32),
+    "A100-80GB": Gpu(79.1, 312, memory_gb_s=2039, node_gb_s=300, network_gbit_s=200, host_gb_s=32),
+    "L40S-48GB": Gpu(44.4, 362, memory_gb_s=864, node_gb_s=32, network_gbit_s=100, host_gb_s=32),
+    "H100-80GB": Gpu(79.1, 989, memory_gb_s=3350, node_gb_s=450, network_gbit_s=400, host_gb_s=64),
+    "H800-80GB": Gpu(79.1, 989, memory_gb_s=3350, node_gb_s=200, network_gbit_s=400, host_gb_s=64),
+    "H20-96GB": Gpu(95.1, 148, memory_gb_s=4000, node_gb_s=450, network_gbit_s=400, host_gb_s=64),
+    "H200-141GB": Gpu(139.8, 989, memory_gb_s=4800, node_gb_s=450, network_gbit_s=400, host_gb_s=64),
+    "B200-180GB": Gpu(178.3, 2250, memory_gb_s=8000, node_gb_s=900, network_gbit_s=400, host_gb_s=64),
 }
 """SXM boards, but for the L40S. Memory: torch's `total_memory`, compared with public logs ("GPU 0 has a total capacity
 of ..."), which vary by driver and board: A100-40GB 39.25 to 39.56, A100-80GB and H100-80GB 79.1 to 79.3, L40S 44.3 to

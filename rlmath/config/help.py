@@ -125,7 +125,15 @@ def all_settings() -> Mapping[str, Setting]:
             function = next((part.kind for part in inside if isinstance(part, TakesFunction)), None)
             kind = plain[name] if not words else str | None if types.NoneType in inside else str
             key, doc = f"{section}.{name}", docs.get((section_class.__name__, name), "")
-            found[key] = Setting(key, kind, getattr(defaults, name), doc, limits, words, function)
+            found[key] = Setting(
+                key,
+                kind,
+                default=getattr(defaults, name),
+                doc=doc,
+                range=limits,
+                words=words,
+                takes_function=function,
+            )
     return types.MappingProxyType(found)
 
 

@@ -316,7 +316,7 @@ def _ask(request: Mapping[str, Any], seconds: float, ends: float) -> dict[str, A
 
 
 def client_environment() -> dict[str, str]:
-    """That of this process, without what `rlmath` has set by itself to keep other libraries off the network."""
+    """This process's environment, without what `rlmath` has set by itself to keep other libraries off the network."""
     variables = os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     if variables.pop("RLMATH_SET_OFFLINE", None):
         variables["HF_HUB_OFFLINE"] = "0"

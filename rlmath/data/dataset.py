@@ -133,7 +133,12 @@ def load_prompt_files(config: Config, tokenizer: PreTrainedTokenizerFast | None)
     ):
         files = [
             loader.load_prompts(
-                path, tokenizer, data.max_prompt_tokens, form, template, data.max_unusable_share
+                path,
+                tokenizer,
+                max_prompt_tokens=data.max_prompt_tokens,
+                form=form,
+                template=template,
+                max_unusable_share=data.max_unusable_share,
             )
             for path in paths
         ]
@@ -147,7 +152,9 @@ def load_prompt_files(config: Config, tokenizer: PreTrainedTokenizerFast | None)
     if data.history_path is not None:
         ids = [prompt.prompt_id for prompt in prompts]
         history, history_line = read_history(data.history_path, ids, data.history_groups)
-    return PromptFiles(prompts, order, total_steps, reports, history, history_line)
+    return PromptFiles(
+        prompts, order, total_steps=total_steps, reports=reports, history=history, history_line=history_line
+    )
 
 
 def _prompt_steps(config: Config, counts: Sequence[int]) -> tuple[PromptOrder, int]:
@@ -204,7 +211,9 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
     audit = audit_sequences(trained, evaluated, reports, tokenizer, shown)
     told = (line for report in reports for line in report.lines())
     lines = (*told, order.line(), f"Held out: {len(held_out)} sequences.")
-    return SftInputs(sequences, evaluated, order, total_steps, lines, reports, audit)
+    return SftInputs(
+        sequences, evaluated, order=order, total_steps=total_steps, lines=lines, reports=reports, audit=audit
+    )
 
 
 # ---------------------------------------------------------------- what both share

@@ -224,7 +224,15 @@ def load_prompts(
 def as_prompt(row: PromptRow, text: str, token_ids: Sequence[int]) -> Prompt:
     """A row that is kept, rendered and tokenized."""
     ids = tuple(token_ids)
-    return Prompt(row.query_id, text, ids, row.solutions, row.task, row.more_json, problem_key(row.prompt))
+    return Prompt(
+        row.query_id,
+        text,
+        token_ids=ids,
+        solutions=row.solutions,
+        task=row.task,
+        more_json=row.more_json,
+        problem_key=problem_key(row.prompt),
+    )
 
 
 def problem_key(problem: str) -> int:

@@ -150,7 +150,14 @@ def load_sequences(
                 example = example or (row.prompt, one)
                 characters.update(row.prompt, row.completion)
     report = SequenceReport(
-        path, len(kept), too_long, longest, limit, tuple(unusable), example, frozenset(characters)
+        path,
+        len(kept),
+        dropped=too_long,
+        longest=longest,
+        limit=limit,
+        unusable=tuple(unusable),
+        example=example,
+        characters=frozenset(characters),
     )
     _check(report, max_unusable_share)
     return kept, report

@@ -44,7 +44,14 @@ class Problem:
     @property
     def as_prompt(self) -> Prompt:
         """As training has it."""
-        return Prompt(self.problem_id, self.prompt, self.token_ids, self.solutions, self.task, self.more_json)
+        return Prompt(
+            self.problem_id,
+            self.prompt,
+            token_ids=self.token_ids,
+            solutions=self.solutions,
+            task=self.task,
+            more_json=self.more_json,
+        )
 
     @property
     def prompt_hash(self) -> str:
@@ -104,7 +111,15 @@ def load_benchmark(
     if empty:
         raise ValueError(f"{path}: the model's tokenizer makes no token of the problem {empty[0][:60]!r}")
     problems = [
-        Problem(name, row.query_id, prompt, tuple(ids), row.solutions, row.task, row.more_json)
+        Problem(
+            name,
+            row.query_id,
+            prompt=prompt,
+            token_ids=tuple(ids),
+            solutions=row.solutions,
+            task=row.task,
+            more_json=row.more_json,
+        )
         for row, prompt, ids in zip(rows, prompts, tokens, strict=True)
     ]
     return Benchmark(name, tuple(problems), len(file.unusable))

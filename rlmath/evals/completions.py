@@ -48,7 +48,7 @@ class CompletionRecord:
     extracted: str
     """The answer that was compared, "" if none was found."""
     verdict: str
-    """One of `rewards.verifier.VERDICTS`."""
+    """One of `answers.verifier.VERDICTS`."""
 
 
 @dataclass(frozen=True)

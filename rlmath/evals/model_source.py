@@ -86,7 +86,14 @@ def _convert(path: Path, output: Path) -> Path:
     logger.info("Converting %s to %s", source.state, folder)
     shape = read_model_shape(source.metadata_files)
     metadata_files = read_metadata_files(source.metadata_files)
-    megatron_to_hf(source.state, shape, metadata_files, folder, None, _SHARD_BYTES)
+    megatron_to_hf(
+        source.state,
+        shape,
+        metadata_files=metadata_files,
+        output=folder,
+        dtype=None,
+        shard_bytes=_SHARD_BYTES,
+    )
     note.write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
     return folder
 

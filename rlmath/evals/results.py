@@ -84,7 +84,7 @@ def useful_k(samples: int) -> tuple[int, ...]:
 
 
 def answer_key(answer: str) -> object:
-    """A key that is equal for answers that `rewards.answers.string_match` finds equal: the same string, plain number or
+    """A key that is equal for answers that `answers.string_match` finds equal: the same string, plain number or
     letter of choice. Answers that are equal only by algebra have different keys.
 
     >>> answer_key("0.50") == answer_key("\\\\frac{1}{2}"), answer_key("(C)") == answer_key("C) 12")
@@ -144,7 +144,7 @@ def _sampled(
     votes = [_votes(row) for row in rows]
     maj_at = {k: sum(majority_at_k(*vote, k) for vote in votes) / len(problems) for k in useful_k(n) if k > 1}
     interval = bootstrap_interval([problem.right / n for problem in problems], plan.seed)
-    return SampledResult(n, length, pass_at, interval, maj_at, truncated)
+    return SampledResult(n, length, pass_at=pass_at, interval=interval, maj_at=maj_at, truncated=truncated)
 
 
 def _lengths(outcomes: Sequence[Outcome]) -> tuple[float | None, float | None]:

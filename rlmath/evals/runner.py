@@ -96,7 +96,7 @@ def evaluate(
         init_process_group(device, COLLECTIVE_TIMEOUT_SECONDS, store)
         # The end of an engine destroys the group too.
         stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
-        prepared = _prepare_on_rank_zero(plan, rollout, mesh, device, pool, stack)
+        prepared = _prepare_on_rank_zero(plan, rollout, mesh=mesh, device=device, pool=pool, stack=stack)
         if prepared.missing:
             model, lengths = prepared.model.folder, prepared.lengths
             llm = stack.enter_context(open_engine(model, rollout, lengths, mesh, device))
@@ -162,7 +162,9 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: VerifierPool, device: Dev
     verified = plan.scorer is None
     with word_or_function(plan.template_hook, plan.template) as template:
         benchmarks = tuple(
-            load_benchmark(name, path, tokenizer, template, plan.limit, verified)
+            load_benchmark(
+                name, path, tokenizer=tokenizer, template=template, limit=plan.limit, verified=verified
+            )
             for name, path in paths.items()
         )
     problems = [problem for benchmark in benchmarks for problem in benchmark.problems]

@@ -152,7 +152,7 @@ def critic_optimizer(config: Config) -> OptimizerConfig:
 
 @torch.no_grad()
 def copy_weights(source: Sequence[GPTModel], target: Sequence[GPTModel]) -> None:
-    """Those of the bare chunks of one model to another of the same layout, both on the device."""
+    """Copy the weights of one model's bare chunks to another of the same layout, both on the device."""
     for one, other in zip(source, target, strict=True):
         weights = dict(one.named_parameters())
         for name, parameter in other.named_parameters():

@@ -109,7 +109,14 @@ def vocab_parallel_logprobs(
     view if need be, but not as a slice of rows, whose own backward pass would allocate a full tensor. A second
     backward pass raises RuntimeError.
     """
-    shard = _shard(logits_TV, temperature, vocab_size, group, masked_T, masked_tokens)
+    shard = _shard(
+        logits_TV,
+        temperature,
+        vocab_size=vocab_size,
+        group=group,
+        masked_T=masked_T,
+        masked_tokens=masked_tokens,
+    )
     return _VocabParallelLogprobs.apply(logits_TV, targets_T, shard, group)
 
 
@@ -125,9 +132,18 @@ def vocab_parallel_teacher_kl(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `vocab_parallel_logprobs`, and of every row KL(student || teacher) over the tokens that both know (nats), with
     gradient to `logits_TV`: sum of p (log p - log t), both at the temperature and with the same tokens masked."""
-    shard = _shard(logits_TV, temperature, vocab_size, group, masked_T, masked_tokens)
+    shard = _shard(
+        logits_TV,
+        temperature,
+        vocab_size=vocab_size,
+        group=group,
+        masked_T=masked_T,
+        masked_tokens=masked_tokens,
+    )
     common = min(vocab_size, teacher.vocab_size)
-    both = _shard(logits_TV, temperature, common, group, masked_T, masked_tokens)
+    both = _shard(
+        logits_TV, temperature, vocab_size=common, group=group, masked_T=masked_T, masked_tokens=masked_tokens
+    )
     return _VocabParallelTeacherKL.apply(logits_TV, targets_T, shard, both, group, teacher)
 
 
@@ -295,7 +311,9 @@ def _row_sums(logits_TV: Tensor, targets_T: Tensor, shard: _Shard, group: dist.P
     log_mass_T = mass_T.log()
     entropy_T = (log_mass_T - LN2 * moment_T / mass_T).clamp_(min=0)
     logprobs_T = (LN2 * target_T - log_mass_T).clamp_(max=0)
-    return _RowSums(neg_max_T, mass_T, logprobs_T, entropy_T, mine_T, column_T1)
+    return _RowSums(
+        neg_max_T, mass_T, logprobs_T=logprobs_T, entropy_T=entropy_T, mine_T=mine_T, column_T1=column_T1
+    )
 
 
 def _overwrite_with_gradient(
@@ -318,7 +336,9 @@ def _overwrite_with_gradient(
     idle_T = (pull_T == 0) & (spread_T == 0)
     offset_T = (spread_T * (mass_T.log() - entropy_T) - pull_T) / mass_T
     slope_T = None if grad_entropy_T is None else spread_T * -LN2 / mass_T
-    _write_gradient(grad_TV, shard, idle_T, sums.neg_max_T, offset_T, slope_T)
+    _write_gradient(
+        grad_TV, shard, idle_T=idle_T, neg_max_T=sums.neg_max_T, offset_T=offset_T, slope_T=slope_T
+    )
     # 1 - p of the target has lost its digits where p is close to 1.
     target_T = -torch.expm1(logprobs_T) * pull_T - logprobs_T.exp() * (logprobs_T + entropy_T) * spread_T
     # One entry of each row whose target this shard holds.
@@ -442,7 +462,14 @@ class _VocabParallelTeacherKL(torch.autograd.Function):
             of_kl_RV = None
             if both.columns:
                 of_kl_RV = _teacher_kl_gradient(
-                    logits_TV, both, rows, teacher, neg_max_2T, mass_2T, kl_T, grad_kl_T
+                    logits_TV,
+                    both,
+                    rows=rows,
+                    teacher=teacher,
+                    neg_max_2T=neg_max_2T,
+                    mass_2T=mass_2T,
+                    kl_T=kl_T,
+                    grad_kl_T=grad_kl_T,
                 )
             grads = (None if grad_T is None else grad_T[rows] for grad_T in (grad_logprobs_T, grad_entropy_T))
             _overwrite_with_gradient(grad_TV[rows], sums.at(rows), shard.at(rows), *grads)
@@ -462,7 +489,9 @@ def _teacher_kl(
     own_neg_max_2T = torch.full((2, T), -MASKED_LOGIT, dtype=torch.float32, device=device)
     sums_3T = torch.zeros(3, T, dtype=torch.float32, device=device)
     for rows in both.rows_of(logits_TV, TEACHER_BLOCK_BYTES):
-        _add_block_sums(logits_TV, both, rows, teacher, own_neg_max_2T, sums_3T)
+        _add_block_sums(
+            logits_TV, both, rows=rows, teacher=teacher, neg_max_2T=own_neg_max_2T, sums_3T=sums_3T
+        )
     top_2T = -own_neg_max_2T
     dist.all_reduce(top_2T, op=dist.ReduceOp.MAX, group=group)
     neg_max_2T = -top_2T

@@ -70,7 +70,7 @@ class TeacherStates:
     """As `ForwardBackward.hidden_states` has them."""
 
     def __getitem__(self, which: slice) -> TeacherStates:
-        """Those of some of the micro-batches."""
+        """The states of some of the micro-batches."""
         return TeacherStates(self.teacher, self.hidden[which])
 
     def rows(self, index: int) -> TeacherRows:

@@ -67,7 +67,7 @@ def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> ModelS
         *model_problems,
         *(model_checks.folder_problems(config, shape) if kind == "grpo" else ()),
     ]
-    return _fitting_shape("this run", problems, config, shape, world_size, kind)
+    return _fitting_shape("this run", problems, config=config, shape=shape, world_size=world_size, kind=kind)
 
 
 def check_replay(config: Config, world_size: int, samples: bool) -> ModelShape:

@@ -42,7 +42,7 @@ from rlmath.planning import checks
 from rlmath.planning.memory_estimate import Kind, Target, mesh_of
 from rlmath.planning.memory_fit import GIB, planned_target, start_up_lines
 from rlmath.planning.parallelism import planned_ranks, roles
-from rlmath.planning.prepare import RunData, dropped_warning, read_data, tokenizer_problem
+from rlmath.planning.prepare import RunData, dropped_warning, read_inputs, tokenizer_problem, try_data
 from rlmath.planning.reward_checks import hook_lines
 from rlmath.rollout.flight_rules import flight_rules, flight_size, slice_tokens
 from rlmath.run.recovery import save_schedule
@@ -134,7 +134,8 @@ def plan_run(given: Config, ranks: int | None = None, kind: Kind = "grpo") -> Ru
             and (kind == "grpo" or tokenizer_problem(config) is None or not of_model)
         ):
             # Where a function cannot be imported, that is found already.
-            data = read_data(config, shape, kind, calls_functions=not of_settings, examples=EXAMPLES)
+            read = read_inputs(config, shape, kind)
+            data = try_data(config, shape, read, calls_functions=not of_settings, examples=EXAMPLES)
     except ValueError as error:
         problems.append(str(error))
     recovery, refused = _recovery(config, data)
@@ -159,16 +160,16 @@ def plan_run(given: Config, ranks: int | None = None, kind: Kind = "grpo") -> Ru
     return RunPlan(
         planned,
         shape,
-        found.note,
-        size,
-        target,
-        data,
-        kind,
-        tuple(unused),
-        tuple(missing),
-        recovery,
-        is_least,
-        tuple(checks.cuda_problems(config.run.device)),
+        shape_note=found.note,
+        ranks=size,
+        target=target,
+        data=data,
+        kind=kind,
+        unused=tuple(unused),
+        missing=tuple(missing),
+        recovery=recovery,
+        ranks_are_least=is_least,
+        not_here=tuple(checks.cuda_problems(config.run.device)),
     )
 
 

@@ -189,14 +189,14 @@ def mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
     return Mesh(
         rank,
         trainers,
-        parallel.tensor,
-        parallel.pipeline,
-        config.rollout.tensor_parallel,
-        parallel.virtual_pipeline,
-        parallel.context,
-        parallel.expert,
-        parallel.expert_tensor,
-        config.rollout.ranks,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        engine_size=config.rollout.tensor_parallel,
+        virtual_pipeline=parallel.virtual_pipeline,
+        context=parallel.context,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+        engine_ranks=config.rollout.ranks,
     )
 
 

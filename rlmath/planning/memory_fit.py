@@ -119,7 +119,9 @@ def fit_problems(config: Config, shape: ModelShape, world_size: int, kind: Kind 
     for phases in phase_groups:
         plan, phase = memory_estimate.largest(plans, phases)
         if plan.held(phase) > usable_bytes(target):
-            advice = _advice(config, shape, world_size, target, plan, phase, kind)
+            advice = _advice(
+                config, shape, world_size=world_size, target=target, plan=plan, phase=phase, kind=kind
+            )
             problems.append(
                 f"memory: {plan.name} needs {figures(plan, phase, 3)} in the phase "
                 f'"{phase}"; {target.name} has {_gib(target.total_bytes)} GiB, of which a run may fill '

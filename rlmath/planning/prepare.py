@@ -33,20 +33,20 @@ class RunData:
     validation: tuple[dataset.ValidationFile, ...] = ()
 
 
-def read_data(
-    config: Config,
-    shape: ModelShape,
-    kind: Kind = "grpo",
-    *,
-    checks_data: bool = True,
-    calls_functions: bool = True,
-    examples: int = 1,
-) -> RunData:
-    """What the run would learn from; ValueError for what it could not, and where a function of the user's fails on it.
+@dataclass(frozen=True)
+class ReadInputs:
+    """What a run learns from, as its files have it."""
 
-    `checks_data` audits them, with so many `examples` of what is odd, and `calls_functions` tries the user's functions:
-    of a run's ranks one does. Without a tokenizer no prompt is dropped for its length, and there are no sequences.
-    """
+    inputs: Any
+    """As `RunData.inputs`."""
+    origin: Origin
+    warnings: tuple[str, ...] = ()
+    """What is odd about the teacher's tokenizer."""
+
+
+def read_inputs(config: Config, shape: ModelShape, kind: Kind = "grpo") -> ReadInputs:
+    """Read prompts or sequences; ValueError for those of which a run could not learn. Without a tokenizer no prompt is
+    dropped for its length, and there are no sequences."""
     problem, weights = tokenizer_problem(config), has_weights(Path(config.model.path))
     if kind == "sft":
         if problem is not None:
@@ -56,24 +56,40 @@ def read_data(
                 "(rlmath install cpu, or gpu)."
             )
         found = dataset.load_sft_inputs(config, shape)
+        return ReadInputs(found, sft_origin_of(config, found, weights))
+    if problem is not None:
+        found = dataset.load_prompt_files(config, None)
+        return ReadInputs(found, replace(origin_of(config, found, weights), data=""))
+    found = dataset.load_inputs(config, shape)
+    odd = tuple(check_teacher_tokenizer(config, found.tokenizer))
+    return ReadInputs(found, origin_of(config, found, weights), odd)
+
+
+def try_data(
+    config: Config,
+    shape: ModelShape,
+    read: ReadInputs,
+    *,
+    checks_data: bool = True,
+    calls_functions: bool = True,
+    examples: int = 1,
+) -> RunData:
+    """What was read, with the validation's files; ValueError where a function of the user's fails on it.
+
+    `checks_data` audits them, with so many `examples` of what is odd, and `calls_functions` tries the user's functions:
+    of a run's ranks one does.
+    """
+    found = read.inputs
+    if isinstance(found, dataset.SftInputs):
         lines = (*found.lines, *found.audit.lines())
-        origin = sft_origin_of(config, found, weights)
-        return RunData(found, origin, lines, found.audit.warnings(examples))
-    tokenizer, of_teacher = None, ()
-    if problem is None:
-        found = dataset.load_inputs(config, shape)
-        tokenizer = found.tokenizer
-        of_teacher = check_teacher_tokenizer(config, tokenizer)
-    else:
-        found = dataset.load_prompt_files(config, tokenizer)
+        return RunData(found, read.origin, lines, tuple(found.audit.warnings(examples)))
+    tokenizer = getattr(found, "tokenizer", None)
     validation = dataset.load_validation(config, tokenizer, shape.vocab_size)
     audit = dataset.audit_inputs(config, found, validation, tokenizer) if checks_data else DataAudit()
     tried = try_functions(config, found.prompts) if calls_functions else ()
     lines = (*found.lines, *(line for file in validation for line in file.lines()), *audit.lines())
-    origin = origin_of(config, found, weights)
-    if tokenizer is None:
-        origin = replace(origin, data="")
-    return RunData(found, origin, lines, (*tried, *of_teacher, *audit.warnings(examples)), validation)
+    warnings = (*tried, *read.warnings, *audit.warnings(examples))
+    return RunData(found, read.origin, lines, warnings, validation)
 
 
 def tokenizer_problem(config: Config) -> str | None:

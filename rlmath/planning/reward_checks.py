@@ -273,7 +273,14 @@ def _made_up_group(prompt: Prompt, size: int, right: int) -> ScoredGroup:
     correct = [g % right == 0 for g in range(size)]
     answer = prompt.solutions[0] if prompt.solutions else "1"
     completions = tuple(
-        Completion(g, (0,) * (5 + g), (-0.5,) * (5 + g), answer if one else "I do not know.", "stop", 0)
+        Completion(
+            g,
+            (0,) * (5 + g),
+            logprobs=(-0.5,) * (5 + g),
+            text=answer if one else "I do not know.",
+            finish_reason="stop",
+            policy_version=0,
+        )
         for g, one in enumerate(correct)
     )
     scores = tuple(Score(1.0 if one else -1.0, one, answer, "string") for one in correct)

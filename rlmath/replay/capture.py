@@ -358,10 +358,10 @@ class _Reader:
         prompt = Prompt(
             str(row["prompt_id"]),
             str(row["prompt"]),
-            tuple(self._prompts[start:end].tolist()),
-            tuple(map(str, row["solutions"])),
-            str(row["task"]),
-            str(row["more"]),
+            token_ids=tuple(self._prompts[start:end].tolist()),
+            solutions=tuple(map(str, row["solutions"])),
+            task=str(row["task"]),
+            more_json=str(row["more"]),
         )
         completions = tuple(self._completion(index, one) for index, one in enumerate(row["completions"]))
         scores = tuple(read_score(one["score"]) for one in row["completions"])
@@ -383,7 +383,13 @@ class _Reader:
         logprobs.frombytes(self._logprobs[start:end].tobytes())
         version = segments[-1].policy_version
         return Completion(
-            index, token_ids, logprobs, str(row["text"]), row["finish_reason"], version, segments
+            index,
+            token_ids,
+            logprobs=logprobs,
+            text=str(row["text"]),
+            finish_reason=row["finish_reason"],
+            policy_version=version,
+            segments=segments,
         )
 
     def check_end(self) -> None:

@@ -128,7 +128,8 @@ def sketch_of(trainer: PolicyTrainer) -> WeightSketch | None:
     for name, tensor in hf_stream(trainer.actor.chunks, trainer.shape, trainer.mesh):
         if trainer.mesh.rank == 0:
             digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+            # A copy: a parameter that NumPy has seen cannot be offloaded any more.
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).clone().numpy().data)
             projections[name] = project(tensor.detach().flatten())
     return WeightSketch(digest.hexdigest(), projections) if trainer.mesh.rank == 0 else None
 

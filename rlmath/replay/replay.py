@@ -251,7 +251,14 @@ class Replay:
             f"{where}, on {mesh_of(config, world_size, 0).training_layout}",
         )
         return PreparedRun(
-            config, shape, inputs, origin, None, lines, (), tuple(filter(None, [self.warning]))
+            config,
+            shape,
+            inputs=inputs,
+            origin=origin,
+            recovery=None,
+            lines=lines,
+            validation=(),
+            warnings=tuple(filter(None, [self.warning])),
         )
 
     def _fingerprint(self) -> str:

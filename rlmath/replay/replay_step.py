@@ -36,8 +36,8 @@ from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import RolloutSeed, training_sampling
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
+from rlmath.run.join import join_run
 from rlmath.run.loop import restore
-from rlmath.run.opening import join_run
 from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.checkpoint_choice import choose_checkpoint
 from rlmath.run.recovery.resume import CheckpointToResume, Recovery
@@ -120,7 +120,9 @@ class ReplayTrainer(PolicyTrainer):
         learned = self.capture.learned
         updater = self.updaters[self.capture.length_stage]
         self.last = updater.update(learned, number, self.capture.own_advantages)
-        return StepRecord(0, {}, learned, self.last.advantages, None, self.last.results)
+        return StepRecord(
+            0, {}, groups=learned, advantages=self.last.advantages, validation=None, results=self.last.results
+        )
 
     def scale_learning_rate(self) -> None:
         """As the run's rollbacks before the step did."""
@@ -293,10 +295,10 @@ def replay_rollout(
         engine = Engine(
             str(model),
             config.rollout,
-            curriculum.engine_length(config),
-            mesh,
-            device,
-            engine_shapes(shape, mesh.engine_size),
+            max_sequence=curriculum.engine_length(config),
+            mesh=mesh,
+            device=device,
+            weight_shapes=engine_shapes(shape, mesh.engine_size),
             load_weights=True,
         )
         engine.on_step = heartbeat.report_progress
@@ -325,7 +327,14 @@ def _model_folder(prepared: PreparedRun[Inputs], state: CheckpointToResume | Non
         try:
             shutil.rmtree(folder, ignore_errors=True)
             metadata = read_metadata_files(prepared.config.model.path)
-            megatron_to_hf(state[0].state, prepared.shape, metadata, folder, None, SHARD_BYTES)
+            megatron_to_hf(
+                state[0].state,
+                prepared.shape,
+                metadata_files=metadata,
+                output=folder,
+                dtype=None,
+                shard_bytes=SHARD_BYTES,
+            )
         except (OSError, ValueError) as error:
             mistake = str(error)
     mistake = broadcast_from_rank_zero(mistake)
@@ -344,7 +353,9 @@ def _sample_again(
     stages = curriculum.length_stages(prepared.config, capture.total_steps)
     sampling = training_sampling(stages[capture.length_stage].config.rollout)
     config, tokenizer = prepared.config, prepared.inputs.tokenizer
-    collector = Collector(engine, mesh, tokenizer, config.rollout, config.reward, workers)
+    collector = Collector(
+        engine, mesh, tokenizer=tokenizer, rollout=config.rollout, reward=config.reward, pool=workers
+    )
     seed = RolloutSeed(capture.sampling_seed, capture.step)
     title = f"replay of step {capture.step + 1}"
     return collector.collect(prepared.inputs.prompts, sampling, seed, title).groups

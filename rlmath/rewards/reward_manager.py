@@ -239,9 +239,25 @@ class RewardManager:
         completion, boxed = submitted.completion, submitted.boxed
         length, truncated = len(completion.token_ids), completion.finish_reason == "length"
         if self._rewards:
-            return several_score(self._rewards, self._scheme, results, boxed, length, self._limit, truncated)
+            return several_score(
+                self._rewards,
+                self._scheme,
+                results=results,
+                boxed=boxed,
+                length=length,
+                limit=self._limit,
+                truncated=truncated,
+            )
         result = results[""]
         if self._reward.function is not None:
             worst = self._reward.function_failure
-            return function_score(self._scheme, result, worst, boxed, length, self._limit, truncated)
+            return function_score(
+                self._scheme,
+                result,
+                worst=worst,
+                boxed=boxed,
+                length=length,
+                limit=self._limit,
+                truncated=truncated,
+            )
         return score(self._scheme, result, boxed, length, self._limit, truncated)

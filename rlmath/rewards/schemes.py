@@ -123,4 +123,12 @@ def function_score(
         return Score(reward, False, message, kind, boxed, queue_seconds=result.queue_seconds)
     reward = scheme.reward(result.reward, False, length, limit, truncated)
     correct = dict(result.metrics).get("correct", result.reward) > 0
-    return Score(reward, correct, "", "function", boxed, result.metrics, result.queue_seconds)
+    return Score(
+        reward,
+        correct,
+        extracted="",
+        verdict="function",
+        boxed=boxed,
+        metrics=result.metrics,
+        queue_seconds=result.queue_seconds,
+    )

@@ -162,7 +162,17 @@ def several_score(
         kind, extracted = (failures[0].kind, failures[0].message) if all_failed else ("function", "")
         correct = _is_right(list(called.values()))
     waited = max((result.queue_seconds for result in results.values()), default=0.0)
-    return Score(reward, correct, extracted, kind, boxed, metrics, waited, values, failures)
+    return Score(
+        reward,
+        correct,
+        extracted=extracted,
+        verdict=kind,
+        boxed=boxed,
+        metrics=metrics,
+        queue_seconds=waited,
+        parts=values,
+        failures=failures,
+    )
 
 
 def _failed(result: Verdict | FunctionResult) -> bool:

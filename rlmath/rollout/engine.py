@@ -75,15 +75,15 @@ def _device_arguments(settings: RolloutConfig, device: Device) -> dict[str, Any]
     }
 
 
-def _mesh_arguments(mesh: Mesh) -> dict[str, Any]:
-    """Of the engine that this rank is part of. A collective of all ranks: those of one engine get the same name, unique
-    on this machine, for our CPU worker."""
+def _mesh_arguments(mesh: Mesh, device_kind: DeviceKind) -> dict[str, Any]:
+    """How the engine is spread over ranks. A collective of all ranks: our CPU worker needs a name that the ranks of one
+    engine share, unique on this machine. On a GPU vLLM's cache of compiled code would begin anew with every name."""
     name = f"rlmath-{broadcast_from_rank_zero(uuid.uuid4().hex)}-{mesh.engine_index}"
     return {
         "tensor_parallel_size": mesh.engine_size,
         "distributed_executor_backend": "external_launcher",
         "seed": mesh.engine_index,
-        "additional_config": {"engine_name": name},
+        **({"additional_config": {"engine_name": name}} if device_kind == "cpu" else {}),
     }
 
 
@@ -157,7 +157,7 @@ class Engine:
         self._settings = settings
         self._device_kind: DeviceKind = device.kind
         arguments = _device_arguments(settings, device) | {
-            **_mesh_arguments(mesh),
+            **_mesh_arguments(mesh, device.kind),
             "load_format": "auto" if load_weights else "dummy",
         }
         self._llm = _open_llm(model_path, settings, max_sequence, device.kind, arguments)
@@ -237,7 +237,7 @@ def open_standalone(
     else:
         arguments = _gpu_arguments(settings) | {"dtype": "auto"}
     if mesh is not None:
-        arguments |= _mesh_arguments(mesh)
+        arguments |= _mesh_arguments(mesh, device_kind)
     return _open_llm(model_path, settings, max_sequence, device_kind, arguments)
 
 

@@ -127,7 +127,7 @@ class DivergenceCheck:
 
     @property
     def sound_before(self) -> int:
-        """As that of `Progress`."""
+        """As `Progress.sound_before`."""
         return min(self.learned_step, self.good_step + 1)
 
     def after_step(self, step: int, results: Sequence[MinibatchResult], reward: float | None = None) -> None:

@@ -30,7 +30,7 @@ from rlmath.rollout.generation import GenerationLoop, Leader, SamplingPlan
 from rlmath.rollout.sampling import training_sampling
 from rlmath.rollout.weight_sync.publish import WeightReceiver
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
-from rlmath.run.opening import join_run
+from rlmath.run.join import join_run
 from rlmath.run.prepared import PreparedRun
 from rlmath.trainer.context import RankContext
 from rlmath.trainer.rollouts.engines import engines_plan, validation_scorer

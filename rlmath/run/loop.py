@@ -37,8 +37,8 @@ from rlmath.planning.memory_estimate import mesh_of
 from rlmath.planning.memory_fit import measured_line
 from rlmath.run.divergence import DivergedError, DivergenceCheck, RewardRule
 from rlmath.run.endings import END, Ending, conclude
+from rlmath.run.join import OnError, claim_folder, join_run
 from rlmath.run.nodes import compare_clocks
-from rlmath.run.opening import OnError, claim_folder, join_run
 from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.checkpoint_choice import choose_checkpoint
 from rlmath.run.recovery.checkpointing import Checkpointer
@@ -71,7 +71,9 @@ def run_training(
     with ExitStack() as stack:
         workers = stack.enter_context(trainer_class.open_workers(config, mesh))
         on_error = OnError()
-        bridge, heartbeat = join_run(stack, config, device, rendezvous, stop, on_error)
+        bridge, heartbeat = join_run(
+            stack, config, device=device, rendezvous=rendezvous, stop=stop, on_error=on_error
+        )
         compare_clocks()
         heartbeat.enter_phase("check checkpoint")
         resumed = choose_checkpoint(prepared.recovery, heartbeat.report_progress)
@@ -237,7 +239,9 @@ class TrainingRun:
                 torch.cuda.max_memory_reserved(trainer.device.torch_device),
                 device_bytes(trainer.device),
             )
-            line = measured_line(trainer.config, trainer.shape, trainer.mesh, trainer.kind, most, used)
+            line = measured_line(
+                trainer.config, trainer.shape, mesh=trainer.mesh, kind=trainer.kind, most=most, used=used
+            )
             logger.info("%s", line)
 
     # ------------------------------------------------------------ endings
@@ -252,6 +256,7 @@ class TrainingRun:
     def ending_of_divergence(self, error: DivergedError) -> Ending:
         """The policy has diverged; nothing is saved but what is being written."""
         self.checkpointer.finish()
+        self.stop.done()
         left = "no checkpoint is from before that"
         try:
             sound = self.checkpointer.newest_sound() if self.trainer.mesh.rank == 0 else None

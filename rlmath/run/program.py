@@ -26,18 +26,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rlmath.replay.replay import main as replay
 
         return replay(words[1:])
-    is_sft = words[:1] == ["sft"]
+    program = words.pop(0) if words[:1] in (["grpo"], ["sft"]) else "grpo"
+    is_sft = program == "sft"
     escape_terminal()
     description = "Train a model with GRPO."
     if is_sft:
         description = "Train a model on written solutions (supervised, cross-entropy on completions)."
-    words = words[words[:1] in (["grpo"], ["sft"]) :]
     given = read_command_line(description, words, used_keys() if is_sft else None)
     if given.dry_run:
         # Imported only now: a start has no use for it.
         from rlmath.planning.dry_run import dry_run
 
-        return dry_run(given.config, given.overrides, given.ranks, "sft" if is_sft else "grpo")
+        return dry_run(given.config, given.overrides, given.ranks, program)
     return start(
         lambda: load_config(given.config, given.overrides),
         prepare_sft if is_sft else prepare_grpo,

@@ -48,7 +48,7 @@ from rlmath.planning.checks import check_config, config_warnings, only_used
 from rlmath.planning.memory_estimate import Kind, mesh_of, training_ranks
 from rlmath.planning.memory_fit import start_up_lines
 from rlmath.planning.parallelism import roles
-from rlmath.planning.prepare import read_data
+from rlmath.planning.prepare import read_inputs, tokenizer_problem, try_data
 from rlmath.planning.reward_checks import data_hooks, hook_lines
 from rlmath.run.nodes import facts_of, meet, meet_with_mistake
 from rlmath.run.prepared import PreparedRun
@@ -67,7 +67,7 @@ OTHER_RANKS_WAIT_SECONDS = 10.0
 FIRST_RANK_WAIT_SECONDS = 5.0
 """How long the first rank of a node, which has logged a mistake, waits until the others have found it, too."""
 MOST_STATUS_CHARACTERS = 2000
-"""Of a message in the exit status: a refusal lists all problems."""
+"""Of a message that the exit status keeps: a refusal lists all problems."""
 Program = Callable[["PreparedRun[Any]", Rendezvous | None], int]
 """What a rank does once all have met; its exit status. `rendezvous` is None where there is one rank."""
 
@@ -77,8 +77,8 @@ Program = Callable[["PreparedRun[Any]", Rendezvous | None], int]
 def read_command_line(
     description: str, argv: Sequence[str] | None = None, keys: Collection[str] | None = None
 ) -> argparse.Namespace:
-    """Of a training program: `config`, `overrides`, `dry_run` and `ranks`. `--help` lists all settings, or those of
-    `keys`."""
+    """The words of a training program: `config`, `overrides`, `dry_run` and `ranks`. `--help` lists all settings, or
+    those of `keys`."""
     exit_without_launcher_numbers()
     parser = make_parser(description, keys)
     dry_run_help = "check the settings and print the plan; nothing is started or written"
@@ -126,10 +126,13 @@ def _prepare(given: Config, kind: Kind) -> PreparedRun[Any]:
     world_size, first = environment_world_size(), environment_rank() == 0
     config, unused = only_used(given) if kind == "sft" else (given, [])
     shape = check_config(config, world_size, kind)
-    data = read_data(config, shape, kind, checks_data=first, calls_functions=first)
-    inputs, mesh = data.inputs, mesh_of(config, world_size, 0)
-    recovery = find_recovery(config, data.origin, inputs.total_steps)
+    if (problem := tokenizer_problem(config)) is not None:
+        raise ValueError(f"{problem}; a run needs it (rlmath install cpu, or gpu, installs transformers).")
+    read = read_inputs(config, shape, kind)
+    inputs, mesh = read.inputs, mesh_of(config, world_size, 0)
+    recovery = find_recovery(config, read.origin, inputs.total_steps)
     check_output_folder(config.run.output_dir, config, output_bytes(config, shape), recovery is not None)
+    data = try_data(config, shape, read, checks_data=first, calls_functions=first)
     lines = (
         *config_warnings(config, unused),
         *data.lines,
@@ -144,7 +147,16 @@ def _prepare(given: Config, kind: Kind) -> PreparedRun[Any]:
         *fewer_steps_warnings(config, inputs.order.steps_per_epoch),
         *late_steps_warnings(config, inputs.total_steps),
     )
-    return PreparedRun(config, shape, inputs, data.origin, recovery, lines, data.validation, warnings)
+    return PreparedRun(
+        config,
+        shape,
+        inputs=inputs,
+        origin=data.origin,
+        recovery=recovery,
+        lines=lines,
+        validation=data.validation,
+        warnings=warnings,
+    )
 
 
 def start(

@@ -80,7 +80,12 @@ class Alerts:
         self._raised: set[Callable[[History], str | None]] = set()
         kept = max(limits.warn_flat_steps, RECENT_STEPS, EARLY_STOP_STEPS)
         self._history = History(
-            [], deque(maxlen=kept), limits, clips_whole_completions, length_key, group_relative
+            [],
+            deque(maxlen=kept),
+            limits=limits,
+            clips_whole_completions=clips_whole_completions,
+            length_key=length_key,
+            group_relative=group_relative,
         )
 
     def check(self, row: Row) -> list[str]:

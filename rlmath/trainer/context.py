@@ -28,7 +28,7 @@ class RankContext(Generic[InputsT]):
     device: Device
     validation: tuple[ValidationFile, ...] = ()
     reward_fingerprint: str = ""
-    """Of the reward function's file and settings; "" without one."""
+    """What the files and settings of reward functions amount to; "" where there are none."""
     workers: Any = None
     """What `Trainer.open_workers` gave."""
     bridge: Bridge | None = None

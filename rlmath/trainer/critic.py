@@ -173,13 +173,22 @@ class CriticUpdater:
         ends_S = torch.where(continued_S, ends_S, 0.0)
 
         def advantages(lambda_S: Tensor) -> Tensor:
-            return gae(rewards_N, values_N, ends_S, tokens_S, settings.gamma, lambda_S)
+            return gae(
+                rewards_N,
+                values_N,
+                end_values_S=ends_S,
+                tokens_S=tokens_S,
+                gamma=settings.gamma,
+                lambda_S=lambda_S,
+            )
 
         fixed_S = torch.full((len(tokens_S),), settings.policy_lambda, dtype=torch.float64)
         alpha = settings.policy_length_alpha
         policy_N = advantages(fixed_S if alpha is None else length_adaptive_lambda(tokens_S, alpha))
         returns_N = advantages(torch.full_like(fixed_S, settings.value_lambda)) + values_N
-        return _TokenEstimates(samples_S, tokens_S, values_N, policy_N, returns_N, kl_N)
+        return _TokenEstimates(
+            samples_S, tokens_S, values_N=values_N, advantages_N=policy_N, returns_N=returns_N, kl_N=kl_N
+        )
 
     def _totals(self, rows: Sequence[_TokenEstimates], samples: int) -> tuple[dict[str, float], Tensor]:
         """Sums over all tokens of the step, and the mean advantage of every sample, on all ranks; over gloo."""
@@ -251,8 +260,8 @@ class CriticInAdvantages:
             estimates = self.updater.estimate(
                 advantages.batches, scored.groups, scored.rewards_PG, logprobs.old, logprobs.reference
             )
-            minibatches = [estimates.batches[which] for which in packed.minibatches]
-            targets = [estimates.targets[which] for which in packed.minibatches]
+            minibatches = [estimates.batches[which] for which in packed.minibatch_slices]
+            targets = [estimates.targets[which] for which in packed.minibatch_slices]
             results = self.updater.learn(minibatches, targets, orders, scored.number)
         return replace(
             advantages,

@@ -9,7 +9,7 @@ tensors are sharded. Lengths are those of the step's length stage; weights, opti
 prompts and seeds continue from stage to stage.
 
 From advantages to the update it is `policy_update.py`, the formulas are in `algorithms/`, the life cycle around the
-step is in `loop.py`.
+step is in `rlmath.run.loop`.
 """
 
 from __future__ import annotations
@@ -146,10 +146,10 @@ class GrpoTrainer(PolicyTrainer):
         return StepRecord(
             rollout.epoch,
             metrics,
-            selection.sampled,
-            selection.spread(update.advantages),
-            validated,
-            update.results or update.critic_results,
+            groups=selection.sampled,
+            advantages=selection.spread(update.advantages),
+            validation=validated,
+            results=update.results or update.critic_results,
         )
 
     def metrics(

@@ -29,7 +29,7 @@ class UpdateRecord:
     """What the updates of a step leave for its metrics."""
 
     results: list[MinibatchResult]
-    """Of every minibatch, in the order of their use."""
+    """What every minibatch gave, in the order of their use."""
     advantages: list[list[float]]
     """By group and completion; with KL in the reward the mean over the completion's tokens."""
     reward_kl: RewardKL | None
@@ -37,7 +37,7 @@ class UpdateRecord:
     passes: float = 0.0
     """How often the samples were learned from; less than `algorithm.epochs` where early stop ended the step."""
     critic_results: list[MinibatchResult] = field(default_factory=list)
-    """Of every minibatch of the critic, where there is one."""
+    """What every minibatch of the critic gave, where there is one."""
     critic_metrics: dict[str, float] = field(default_factory=dict)
     teacher_kl: float | None = None
     """KL(policy || teacher) per token (nats), estimated from the sampled ones, where the teacher is in the

@@ -73,7 +73,14 @@ class PolicyTrainer(Trainer):
         length stage."""
         config, shape, mesh, device = context.config, context.shape, self.mesh, self.device
         total_steps, stops = context.inputs.total_steps, context.inputs.stop_token_ids
-        self.actor = build_actor(config, shape, mesh, device, most_updates(config, total_steps), stops)
+        self.actor = build_actor(
+            config,
+            shape,
+            mesh=mesh,
+            device=device,
+            total_updates=most_updates(config, total_steps),
+            stop_token_ids=stops,
+        )
         self.actor.forward_backward.on_microbatch = context.on_progress
         self.reference = None
         if config.algorithm.kl_coef > 0:
@@ -90,24 +97,32 @@ class PolicyTrainer(Trainer):
             self.critic_config = critic_config_file(folder, critic_shape)
         self.teacher = None
         if (teacher_shape := teacher_shape_of(config)) is not None:
-            self.teacher = build_teacher(config, shape, teacher_shape, mesh, device, stops)
+            self.teacher = build_teacher(
+                config, shape, teacher_shape=teacher_shape, mesh=mesh, device=device, stop_token_ids=stops
+            )
             self.teacher.forward_backward.on_microbatch = context.on_progress
         in_update = config.teacher.loss == "full"
         self.offload = training_sets(
-            self.actor, self.reference, config.memory, device, self.critic, self.teacher, in_update
+            self.actor,
+            self.reference,
+            settings=config.memory,
+            device=device,
+            critic=self.critic,
+            teacher=self.teacher,
+            teacher_in_update=in_update,
         )
         self.length_stages = curriculum.length_stages(config, total_steps)
         self.updaters = [
             PolicyUpdater(
                 stage.config,
                 shape,
-                mesh,
-                self.actor,
-                self.reference,
-                self.offload,
-                self.timers,
-                self.critic,
-                self.teacher,
+                mesh=mesh,
+                actor=self.actor,
+                reference=self.reference,
+                offload=self.offload,
+                timers=self.timers,
+                critic=self.critic,
+                teacher=self.teacher,
             )
             for stage in self.length_stages
         ]
@@ -234,12 +249,12 @@ class PolicyUpdater:
             return UpdateRecord([], means_PG, None)
         packed = self.pack(scored, means_PG)
         logprobs = self.logprobs(packed)
-        advantages = Advantages(packed.batches, means_PG)
+        shaped = Advantages(packed.batches, means_PG)
         for part in self.parts(number):
-            advantages = part.apply(packed, logprobs, advantages)
+            shaped = part.apply(packed, logprobs, shaped)
         results: list[MinibatchResult] = []
         if not self.pretrains(number):
-            minibatches = self.minibatches(packed, logprobs, advantages)
+            minibatches = self.minibatches(packed, logprobs, shaped)
             orders = packed.orders(algorithm.epochs, algorithm.shuffle)
             with self.timers.phase("update"), self.offload.on_device("teacher_head"):
                 for minibatch in (minibatches[index] for order in orders for index in order):
@@ -257,12 +272,12 @@ class PolicyUpdater:
                             break
         return UpdateRecord(
             results,
-            advantages.means_PG,
-            advantages.reward_kl,
-            passes=len(results) / len(packed.minibatches),
-            critic_results=list(advantages.critic_results),
-            critic_metrics=dict(advantages.critic_metrics),
-            teacher_kl=advantages.teacher_kl,
+            shaped.means_PG,
+            shaped.reward_kl,
+            passes=len(results) / len(packed.minibatch_slices),
+            critic_results=list(shaped.critic_results),
+            critic_metrics=dict(shaped.critic_metrics),
+            teacher_kl=shaped.teacher_kl,
         )
 
     def score(self, groups: Sequence[ScoredGroup], number: int) -> ScoredStep:
@@ -337,7 +352,7 @@ class PolicyUpdater:
                 reference[which] if reference else None,
                 states[which] if states else None,
             )
-            for which in packed.minibatches
+            for which in packed.minibatch_slices
         ]
 
     def reward_advantages(

@@ -56,14 +56,14 @@ class PackedStep:
 
     scored: ScoredStep
     batches: list[MicroBatch]
-    minibatches: tuple[slice, ...]
+    minibatch_slices: tuple[slice, ...]
     """The micro-batches of each minibatch, in `batches`."""
     seed: int
     """Of everything that the step shuffles."""
 
     def orders(self, epochs: int, shuffle: bool) -> list[list[int]]:
         """The order of the minibatches in every epoch."""
-        order, draw = list(range(len(self.minibatches))), random.Random(self.seed)
+        order, draw = list(range(len(self.minibatch_slices))), random.Random(self.seed)
         orders = []
         for epoch in range(epochs):
             if epoch > 0 and shuffle:
@@ -146,7 +146,9 @@ class KLInReward:
                 for i, batch in enumerate(batches)
             ]
         totals = _gather_totals(batches, to_go_by_batch, rewards, mesh)
-        shaped = kl_shaped_advantages(rewards, tokens, totals, penalty.coef, penalty.advantage, penalty.eps)
+        shaped = kl_shaped_advantages(
+            rewards, tokens, totals=totals, kl_coef=penalty.coef, kind=penalty.advantage, eps=penalty.eps
+        )
         kl = sum(total.total for row in totals for total in row)
         reward_kl = RewardKL(kl / sum(map(sum, tokens)), kl / sum(map(len, rewards)))
         if mesh.is_last_stage:  # nothing else looks at advantages

@@ -30,6 +30,7 @@ from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.rollout.sampling import RolloutSeed, SamplingSettings
+from rlmath.telemetry.events import event
 from rlmath.telemetry.metrics_writer import read_metrics
 from rlmath.telemetry.reporter import ValidationResult
 from rlmath.workers.hooks import hooks_fingerprint
@@ -37,7 +38,6 @@ from rlmath.workers.user_functions import scorer_hook
 
 if TYPE_CHECKING:
     from rlmath.rollout.collector import Rollout
-from rlmath.telemetry.events import event
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Validator:
     timers: PhaseTimers
     files: Sequence[ValidationFile]
     steps_done: int
-    """Those of a resumed run, whose folder has its validations and the best model."""
+    """Steps done by a resumed run, whose folder has its validations and the best model."""
     total_steps: int
     export: Callable[[Path, Mapping[str, bytes]], None]
     """Writes the model as it is now into a folder, with some files more; a collective. OSError on rank 0."""

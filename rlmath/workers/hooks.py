@@ -19,7 +19,7 @@ A setting names a function, "package.module:name" or "path/to/file.py:name", or 
 | scorer | validation.scorer | `Scorer` |
 | metric | telemetry.metrics | `Metric` |
 
-All are called in worker processes (`rewards.user_functions`), with limits of time and memory: a module of the user's
+All are called in worker processes (`workers.user_functions`), with limits of time and memory: a module of the user's
 is never imported by a rank.
 
     python -m rlmath.workers.hooks reward package.module:name      prints whether it can be loaded

@@ -11,6 +11,7 @@ import torch
 from rlmath.checkpoint.hf.weights import HFReader
 from tests.distributed import architectures_cases
 from tests.distributed.rank_pool import RankPool
+from tests.selection import matrix
 from tests.tiny_models import make_model_folder
 
 pytestmark = pytest.mark.full
@@ -41,6 +42,7 @@ def bridge_of(architecture: str, folder: Path) -> Any:
     )
 
 
+@matrix
 @pytest.mark.parametrize(
     ("architecture", "tied"),
     [

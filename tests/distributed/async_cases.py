@@ -21,7 +21,6 @@ from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
 from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.planning.memory_estimate import engine_mesh_of, mesh_of
-from rlmath.rollout.generation import NewWeights
 from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.resume import Origin
 from tests.distributed import partial_rollout_cases as partial
@@ -57,10 +56,9 @@ class Run:
 
 def run(folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Mapping[str, Any]) -> Run | None:
     """All steps of a small run. With `rollout.ranks` 0 the same without ranks of the engines' own. "score" in `more`:
-    compute the log-probs of all segments with the weights of their versions; "snapshots": take one after every step,
-    or, if it is "new weights", right after these are published; "late": engines ask for new weights so many seconds
-    later, "late_trainers": training ranks but the first publish them so many seconds later."""
-    for_this = ("score", "snapshots", "late", "late_trainers")
+    compute the log-probs of all segments with the weights of their versions; "snapshots": take one after every step;
+    "paced": the engine, the only one, waits for new weights in the middle of the next steps' completions."""
+    for_this = ("score", "snapshots", "paced")
     sections = {name: value for name, value in more.items() if name not in for_this}
     config = partial.config_of(folder, place, steps, rollout, {"optimizer": LEARNS} | sections)
     shape = shape_of(folder)
@@ -69,7 +67,7 @@ def run(folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Map
     prepared = PreparedRun(config, shape, inputs, Origin("", ""), None, validation=validation)
     world, rank, device = environment_world_size(), environment_rank(), open_device("cpu")
     if rank >= world - rollout.ranks:
-        _sample(prepared, world, rank, device, more.get("late", 0.0))
+        _sample(prepared, world, rank, device, bool(more.get("paced")))
         return None
     return _train(prepared, world, rank, device, steps, more)
 
@@ -83,23 +81,36 @@ def _store() -> dist.Store:
     )
 
 
-def _sample(prepared: PreparedRun[Any], world: int, rank: int, device: Any, late: float) -> None:
-    from rlmath.rollout.weight_sync.publish import WeightReceiver
+def _sample(prepared: PreparedRun[Any], world: int, rank: int, device: Any, paced: bool) -> None:
+    from rlmath.rollout.generation import GenerationLoop
     from rlmath.run.engine_rank import EngineRank, open_scorers
 
-    class Late(WeightReceiver):
-        """Asks for a version later."""
+    class Paced(GenerationLoop):
+        """Samples no further while the trainer has all that it needs for its step, until it gets the next weights."""
 
-        def take(self) -> float:
-            time.sleep(late)
-            return super().take()
+        def _begin(self, draw: int, samples: Any) -> None:
+            super()._begin(draw, samples)
+            self.begun = draw + 1
+
+        def _begin_groups(self) -> None:
+            super()._begin_groups()
+            while self._running.busy and self._status is None and self._is_ahead():
+                time.sleep(0.01)
+                self._finish_scored()
+                self._queue += self._read_messages()
+                self._handle_messages()
+
+        def _is_ahead(self) -> bool:
+            needed = 0 if self._taken is None else partial.PER_STEP * (self._taken.step + 1)
+            return 0 < needed <= self.begun and all(draw >= needed for draw in self._groups)
 
     config = prepared.config
     mesh = engine_mesh_of(config, world, rank)
     with open_scorers(config, mesh) as workers:
         bridge = open_worlds(device, 120.0, _store(), config.rollout.ranks)
         one = EngineRank(prepared.on_rank(mesh, device, workers, bridge))
-        one._loop._receiver.__class__ = Late
+        if paced:
+            one._loop.__class__ = Paced
         assert one.run() == 7
         one.close()
 
@@ -123,10 +134,6 @@ def _train(
         divergence = DivergenceCheck(trainer, 3, None)
         checkpointer = Checkpointer(trainer, prepared.origin, stop, divergence, lambda: None)
         trainer.begin(0, checkpointer.export, checkpointer.asked_to_stop)
-        if rank > 0 and more.get("late_trainers"):
-            _publish_late(trainer.engines._publisher, more["late_trainers"])
-        if rank == 0 and more.get("snapshots") == "new weights":
-            _take_snapshots_at_new_weights(trainer, prepared, found)
         weights = {}
         for number in range(steps):
             weights[trainer.actor.learner.updates] = _copy_of(trainer)
@@ -136,34 +143,12 @@ def _train(
             found.validated.append({} if record.validation is None else record.validation.metrics)
             flight = getattr(trainer.rollouts, "_flight", None)
             found.in_flight.append([] if flight is None else [group.draw for group in flight.groups])
-            if more.get("snapshots") is True and rank == 0:
+            if more.get("snapshots") and rank == 0:
                 found.left.append(_unfinished_in(trainer.rollouts.files(), prepared))
         trainer.close(7)
         if more.get("score"):
             found.scored = _score_segments(trainer, found.groups, weights)
     return found
-
-
-def _publish_late(publisher: Any, seconds: float) -> None:
-    publish = publisher.publish
-
-    def later() -> float:
-        time.sleep(seconds)
-        return publish()
-
-    publisher.publish = later
-
-
-def _take_snapshots_at_new_weights(trainer: Any, prepared: PreparedRun[Any], found: Run) -> None:
-    """Before the engines can have taken them."""
-    send = trainer.engines._connection.send
-
-    def send_and_look(message: Any) -> None:
-        send(message)
-        if isinstance(message, NewWeights) and trainer.rollouts._begun:
-            found.left.append(_unfinished_in(trainer.rollouts.files(), prepared))
-
-    trainer.engines._connection.send = send_and_look
 
 
 def _copy_of(trainer: Any) -> list[dict[str, torch.Tensor]]:

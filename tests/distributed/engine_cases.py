@@ -266,14 +266,6 @@ def old_prefixes(folder: Path) -> dict[str, Any]:
     return report
 
 
-def texts(folder: Path, case: Case, engine_size: int) -> dict[tuple[int, int], tuple[Any, ...]]:
-    """Tokens and log-probs of this rank's engine, whose share depends on how many engines there are."""
-    both = _open(folder, case, engine_size)
-    generated = both.generate(_requests(0, 0, both.mesh.engine_index, both.mesh.num_engines))
-    both.engine.close()
-    return {g.key: (g.token_ids, g.logprobs) for g in generated}
-
-
 def memory_of_sleep(folder: Path, cache_gib: float) -> dict[str, Any]:
     """Resident bytes awake, asleep and awake again, and greedy tokens before and after."""
     from rlmath.rollout.sampling import Request
@@ -344,21 +336,3 @@ def vocab_padding(logits_seed: int) -> dict[str, Any]:
         "grad": grads[0],
         "grad_with_entropy": grads[1],
     }
-
-
-def vocab_of_one_rank() -> dict[str, Any]:
-    """Log-probs, entropy and gradients over a vocabulary of 4 on 2 ranks of 4 columns: the second holds padding
-    alone."""
-    from megatron.core import parallel_state
-
-    from rlmath.distributed.device import init_process_group, open_device
-    from rlmath.models.logprobs import vocab_parallel_logprobs
-
-    init_process_group(open_device("cpu"), 60.0)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    group = parallel_state.get_tensor_model_parallel_group()
-    mine = torch.zeros(1, 4) if dist.get_rank() == 0 else torch.full((1, 4), torch.nan)
-    mine.requires_grad_()
-    logprobs, entropy = vocab_parallel_logprobs(mine, torch.tensor([1]), 0.5, 4, group)
-    (logprobs + entropy).sum().backward()
-    return {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "grad": mine.grad}

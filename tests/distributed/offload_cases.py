@@ -59,10 +59,6 @@ def around_an_offload(stage: Stage, samples: list[Sample]) -> dict[str, Any]:
         "seconds": [moved.seconds for moved in (*left, *back)],
         "same": before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before),
         "gradients not zero": dirty,
-        "buffers": sum(
-            buffer.numel for chunk in stage.actor.forward_backward.chunks for buffer in chunk.buffers
-        ),
-        "parameters": sum(p.numel() for chunk in stage.actor.chunks for p in chunk.parameters()),
         "state": on_cpu(state_of(stage)),
     }
 
@@ -125,15 +121,14 @@ def gradients_not_zero(stage: Stage) -> list[str]:
     return found
 
 
-def reference_in_and_out(folder: Path, case: Case, samples: list[Sample], offload: bool) -> dict[str, Any]:
+def reference_in_and_out(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Any]:
     """Log-probs of the reference before and after it was away, and what it held meanwhile."""
     from rlmath.models.build import build_reference
     from rlmath.models.offload import training_sets
 
     stage = build(folder, case)
     reference = build_reference(stage.config, stage.shape, stage.mesh, stage.device, (1,))
-    settings = EVERYTHING if offload else MemoryConfig(offload_reference=False)
-    sets = training_sets(stage.actor, reference, settings, stage.device)
+    sets = training_sets(stage.actor, reference, EVERYTHING, stage.device)
     batches = microbatches(stage, samples)
     wanted = [found.logprobs_T for found in reference.logprobs(batches)]
 
@@ -152,58 +147,3 @@ def reference_in_and_out(folder: Path, case: Case, samples: list[Sample], offloa
     same = all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
     elements = sum(p.numel() for p in itertools.chain(*(c.parameters() for c in reference.chunks)))
     return report | {"outside": held(), "ways": ways, "same": same, "elements": elements}
-
-
-def reference_after_an_error(folder: Path, case: Case) -> tuple[str, ...]:
-    """What is away after the log-prob pass failed."""
-    from rlmath.models.build import build_reference
-    from rlmath.models.offload import training_sets
-
-    stage = build(folder, case)
-    reference = build_reference(stage.config, stage.shape, stage.mesh, stage.device, (1,))
-    sets = training_sets(stage.actor, reference, EVERYTHING, stage.device)
-    try:
-        with sets.on_device("reference"):
-            raise KeyError("a failure inside")
-    except KeyError:
-        return sets.offloaded
-
-
-def sets_of(folder: Path, case: Case, settings: MemoryConfig) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Names of the sets without a reference, and what is left of the actor when they have left."""
-    from rlmath.models.offload import training_sets
-
-    stage = build(folder, case)
-    sets = training_sets(stage.actor, None, settings, stage.device)
-    sets.offload("gradients", "optimizer", "reference", "parameters")
-    held = measured(stage)
-    sets.onload("parameters", "optimizer", "gradients")
-    return sets.names, held
-
-
-def give_up_on_one_parameter(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Any]:
-    """Learn, then fail to let the parameters leave: torch cannot take the memory of one that numpy owns."""
-    from rlmath.models.offload import training_sets
-
-    stage = build(folder, case)
-    sets = training_sets(stage.actor, None, EVERYTHING, stage.device)
-    stage.actor.learner.learn(microbatches(stage, samples), None, None)
-    parameters = parameters_of(stage.actor.chunks)
-    borrowed = parameters[len(parameters) // 2]
-    borrowed.data = torch.from_numpy(borrowed.detach().numpy().copy())
-    before, error = state_of(stage), ""
-    sets.offload("gradients", "optimizer")
-    try:
-        sets.offload("parameters")
-    except RuntimeError as failure:
-        error = str(failure)
-    away, held = sets.offloaded, measured(stage)["parameters"]
-    sets.onload(*away)
-    after = state_of(stage)
-    return {
-        "error": error,
-        "away": away,
-        "some had left": held < sum(parameter.nbytes for parameter in parameters),
-        "same": all(torch.equal(before[name], after[name]) for name in before),
-        "away at the end": sets.offloaded,
-    }

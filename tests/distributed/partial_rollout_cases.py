@@ -11,7 +11,6 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from rlmath.algorithms.partial_rollouts import Flight, GroupInFlight
 from rlmath.algorithms.types import PartialCompletion, ScoredGroup
 from rlmath.config.schema import (
     AlgorithmConfig,
@@ -119,15 +118,13 @@ def _prompts(place: Path) -> str:
 def run(folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Mapping[str, Any]) -> Run:
     """All steps of a small run, without the life cycle around them; `more` has sections of its settings. With
     "stop_after" the rollouts begin anew after so many steps, with what a checkpoint would hold of them, with
-    "flight_of" so many groups of which nothing is sampled, and with "reward_changed" with another reward function."""
+    "reward_changed" with another reward function."""
     from rlmath.run.divergence import DivergenceCheck
     from rlmath.run.recovery.checkpointing import Checkpointer
     from rlmath.trainer.grpo import GrpoTrainer
     from rlmath.trainer.rollouts.synchronous import PartialRollouts
 
-    stop_after, flight_of = more.get("stop_after"), more.get("flight_of")
-    for_this = ("stop_after", "flight_of", "reward_changed")
-    sections = {name: value for name, value in more.items() if name not in for_this}
+    sections = {name: value for name, value in more.items() if name not in ("stop_after", "reward_changed")}
     config, shape = config_of(folder, place, steps, rollout, sections), shape_of(folder)
     inputs = load_inputs(config, shape)
     validation = load_validation(config, inputs.tokenizer, shape.vocab_size)
@@ -145,11 +142,7 @@ def run(folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Map
         if config.optimizer.lr > NO_CHANGE:
             _score_new_tokens(trainer, found)
         for number in range(steps):
-            if number == stop_after and flight_of is not None:
-                nothing = GroupInFlight(0, number - 1, (PartialCompletion(),) * GROUP)
-                groups = [replace(nothing, draw=draw) for draw in range(flight_of)]
-                trainer.rollouts._flight = Flight(groups, flight_of)
-            if number == stop_after:
+            if number == more.get("stop_after"):
                 _restart_rollouts(trainer, place, number, bool(more.get("reward_changed")))
             _note_state(trainer.rollouts, found)
             record = trainer.step(number)

@@ -4,7 +4,6 @@ Face names, so that results of all layouts compare to each other and to transfor
 from __future__ import annotations
 
 import itertools
-import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -292,28 +291,6 @@ def gradients(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Tens
     return found if stage.mesh.rank == 0 else None
 
 
-def gradients_by_onednn(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Tensor] | None:
-    """As `gradients`, with all products of linear layers given to oneDNN, however small."""
-    from rlmath.distributed import cpu_matmul
-
-    least, theirs, products = cpu_matmul.LEAST_MULTIPLICATIONS, cpu_matmul.uses_onednn, []
-    faster = cpu_matmul.ONEDNN_IS_FASTER
-
-    def counted(x: Tensor, N: int) -> bool:
-        products.append(theirs(x, N))
-        return products[-1]
-
-    cpu_matmul.LEAST_MULTIPLICATIONS, cpu_matmul.uses_onednn = 0, counted
-    cpu_matmul.ONEDNN_IS_FASTER = True
-    try:
-        found = gradients(folder, case, samples)
-    finally:
-        cpu_matmul.LEAST_MULTIPLICATIONS, cpu_matmul.uses_onednn = least, theirs
-        cpu_matmul.ONEDNN_IS_FASTER = faster
-    assert products and all(products)
-    return found
-
-
 def update(folder: Path, case: Case, samples: list[Sample]) -> tuple[dict[str, Tensor], Any] | None:
     """Weights after one minibatch, and its result, from rank 0."""
     from rlmath.models.build import build_reference
@@ -405,20 +382,3 @@ def policy_state(stage: Stage) -> dict[str, Tensor]:
                 state[f"optimizer {number}.{index}.{key}"] = torch.as_tensor(value).clone()
     state["scheduler steps"] = torch.tensor(stage.actor.learner.scheduler.num_steps)
     return state
-
-
-def logits_alive(folder: Path, case: Case, samples: list[Sample]) -> list[int]:
-    """How many earlier micro-batches' logits are still held when those of the next arrive, in a log-prob pass."""
-    stage = build(folder, case)
-    batches = microbatches(stage, samples)
-    seen: list[weakref.ref] = []
-    alive = []
-
-    def count(index: int, batch: MicroBatch, logits_TV: Tensor) -> Tensor:
-        alive.append(sum(reference() is not None for reference in seen))
-        seen.append(weakref.ref(logits_TV.untyped_storage()))
-        return logits_TV.sum()
-
-    with torch.no_grad():
-        stage.actor.forward_backward.run(batches, count, forward_only=True)
-    return alive

@@ -14,7 +14,6 @@ import torch
 
 from rlmath.config.schema import SyncConfig
 from rlmath.distributed.device import init_process_group, open_device
-from tests.distributed.checksum_cases import flip_a_bit
 from tests.distributed.engine_cases import ROLLOUT, Pair, open_engine, pair
 from tests.distributed.policy_cases import Case, lay_out
 from tests.tiny_models import shape_of
@@ -45,11 +44,6 @@ class Checked:
             yield
         finally:
             memory.force_sleep()
-
-    def expected(self) -> list[list[float]]:
-        """The log-probs of the policy, in the order of the sequences."""
-        order = [index for members in self.probe._members() for index in members]
-        return [row for _, row in sorted(zip(order, self.probe._expected, strict=True))]
 
 
 def checked(both: Pair, settings: SyncConfig) -> Checked:
@@ -89,37 +83,15 @@ def agreement(folder: Path, cases: list[Case], engine_size: int, threshold: floa
         strict = SyncConfig(checksum_every=1, probe_every=1, probe_threshold=threshold)
         one = checked(both, strict)
         with one.awake():
-            expected = one.expected()
             metrics = one.sync.probe_engine()
         found.append(
             {
-                "sequences": one.probe.sequences,
-                "expected": expected,
                 "metrics": metrics,
-                "moved": one.sync.metrics(),
                 "harmed": {name: _harmed(both, harm, strict) for name, harm in HARMS.items()},
                 "healed": _probed(both, strict),
-                "engine size": both.mesh.engine_size,
-                "planned": _planned(both),
             }
         )
     return found
-
-
-def _planned(both: Pair) -> dict[str, int]:
-    """Bytes that the plan has for this rank, by metric, and those that must travel between all ranks."""
-    from rlmath.rollout.weight_sync.reshard_plan import plan_sync
-    from rlmath.rollout.weight_sync.shard_layouts import training_layout
-
-    layout = training_layout(both.stage.shape.num_layers, both.mesh, None, None)
-    plan = plan_sync(both.stage.shape, layout, both.mesh, 4, bucket_bytes=40_000)
-    rank = both.mesh.rank
-    return {
-        "sync/copied_gib": plan.bytes_copied(rank),
-        "sync/sent_gib": plan.bytes_sent(rank),
-        "sync/received_gib": plan.bytes_received(rank),
-        "lower bound": plan.lower_bound,
-    }
 
 
 def _probed(both: Pair, settings: SyncConfig) -> dict[str, float]:
@@ -202,34 +174,6 @@ HARMS = {
     "engine astray": _last_engine_goes_astray,
     "engine not finite": _last_engine_is_not_finite,
 }
-
-
-def rhythm(folder: Path, every: list[tuple[int, int]], count: int) -> list[list[tuple[str, list[str]]]]:
-    """By (checksum_every, probe_every): the error of each of `count` syncs, and the names of the probe's metrics.
-
-    The second replica of the policy is one bit off: a sync with checksums ends in an error, one without does not, and
-    the probe does not mind.
-    """
-    found = []
-    for both in pairs(folder, [Case(data=2)], 1):
-        parameter = _parameter_of_the_policy(both)
-        if both.mesh.rank == 1 and parameter is not None:
-            flip_a_bit(parameter)
-        for checksum, probe in every:
-            settings = SyncConfig(checksum_every=checksum, probe_every=probe, probe_threshold=1e-5)
-            one = checked(both, settings)
-            found.append([_one_sync(one, step) for step in range(count)])
-    return found
-
-
-def _one_sync(one: Checked, step: int) -> tuple[str, list[str]]:
-    names: list[str] = []
-
-    def sync() -> None:
-        with one.awake(step):
-            names.extend(one.sync.probe_engine())
-
-    return error_of(sync), names
 
 
 def texts_after_scores(folder: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ ROLLOUT = RolloutConfig(
     group_size=3, max_new_tokens=24, temperature=0.8, max_num_seqs=4, cpu_kv_cache_gib=0.1, progress_bar=False
 )
 HASHED = RewardConfig(function="tests.reward_by_hash:reward")
-SEEDS = {"first": (1, 0), "again": (1, 0), "next step": (1, 1), "other run": (2, 0)}
+SEEDS = {"first": (1, 0), "next step": (1, 1), "other run": (2, 0)}
 """Run seed and step of the rollouts that a hash rewards."""
 SLICE = 5
 """Tokens of a slice of a completion."""
@@ -80,22 +80,20 @@ def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[
     dist.barrier()
     if pool is not None:
         pool.close()
-    hashed, policy_logprobs = _hashed(engine, mesh, folder)
+    hashed = _hashed(engine, mesh, folder)
     slices = {temperature: _in_slices(engine, temperature) for temperature in (0.0, 1.0)}
     engine.close()
     return {
         "hashed": hashed,
         "slices": slices,
-        "engine's log-probs": policy_logprobs,
         "groups": [rollout.groups for rollout in rollouts],
         "engines": [rollout.engines for rollout in rollouts],
         "new_keys": keys_after - keys_before,
     }
 
 
-def _hashed(engine: Any, mesh: Mesh, folder: Path) -> tuple[dict[str, list[ScoredGroup]], list[list[float]]]:
-    """Rollouts at temperature 1 that a hash of text and solutions rewards, by the names of `SEEDS`; and the log-probs
-    that the engine gives of the first one's completions when it only reads them, by prompt and sample."""
+def _hashed(engine: Any, mesh: Mesh, folder: Path) -> dict[str, list[ScoredGroup]]:
+    """Rollouts at temperature 1 that a hash of text and solutions rewards, by the names of `SEEDS`."""
     from rlmath.data.tokenizer import load_tokenizer
     from rlmath.rewards.reward_manager import open_reward_workers
     from rlmath.rollout.collector import Collector
@@ -110,13 +108,7 @@ def _hashed(engine: Any, mesh: Mesh, folder: Path) -> tuple[dict[str, list[Score
         dist.barrier()
     if pool is not None:
         pool.close()
-    read = [
-        (len(group.prompt.token_ids), [*group.prompt.token_ids, *completion.token_ids])
-        for group in found["first"]
-        for completion in group.completions
-    ]
-    scores = engine.score([token_ids for _, token_ids in read])
-    return found, [row[prompt - 1 :] for (prompt, _), row in zip(read, scores, strict=True)]
+    return found
 
 
 def _in_slices(engine: Any, temperature: float) -> tuple[Sampled, Sampled]:
@@ -126,34 +118,3 @@ def _in_slices(engine: Any, temperature: float) -> tuple[Sampled, Sampled]:
     sampling = replace(training_sampling(ROLLOUT), samples=1, temperature=temperature)
     requests = [row[0] for row in group_requests(PROMPTS, sampling, RolloutSeed(1, 0))]
     return whole_and_in_slices(engine, requests, SLICE)
-
-
-def fixed_shares(folder: Path) -> dict[tuple[int, int], tuple[Any, ...]]:
-    """Tokens and log-probs of this engine's fixed share of all prompts, given to it at once."""
-    from rlmath.rollout.sampling import RolloutSeed, group_requests, training_sampling
-
-    engine, mesh = _open(folder, 1)
-    requests_PG = group_requests(PROMPTS, training_sampling(ROLLOUT), RolloutSeed(1, 0))[
-        mesh.engine_index :: mesh.num_engines
-    ]
-    generated = list(engine.generate([request for row in requests_PG for request in row]))
-    engine.close()
-    return {g.key: (g.token_ids, g.logprobs) for g in generated}
-
-
-def lengths_asked_for(folder: Path) -> list[tuple[int, int]]:
-    """(tokens asked for, tokens made) of requests with bounds of their own."""
-    from rlmath.rollout.sampling import RolloutSeed, group_requests, training_sampling
-
-    engine, _ = _open(folder, 1)
-    requests = [
-        replace(row[0], min_new_tokens=tokens, max_new_tokens=tokens)
-        for row, tokens in zip(
-            group_requests(PROMPTS, training_sampling(ROLLOUT), RolloutSeed(1, 0)),
-            range(1, 40, 5),
-            strict=False,
-        )
-    ]
-    made = {g.key: len(g.token_ids) for g in engine.generate(requests)}
-    engine.close()
-    return [(request.max_new_tokens, made[request.key]) for request in requests]

@@ -66,23 +66,6 @@ def curve(
     return [trainer.evaluate(), *(trainer.step(number).metrics for number in range(steps))]
 
 
-def rows_with_gradient(folder: Path, sequences: list[WrittenSequence]) -> tuple[list[int], list[int]]:
-    """Rows of the logits that the loss moves, and those that predict a completion's token."""
-    _, actor = build_trainer(folder, Case(), sequences, [], steps=1)
-    from rlmath.data.packing import pack
-
-    batch = pack([one.sample() for one in sequences], range(len(sequences)), 1)
-    torch.manual_seed(0)
-    logits_TV = torch.randn(len(batch.token_ids_T), actor.forward_backward.vocab_size, requires_grad=True)
-    # The backward pass overwrites what it is handed.
-    loss, count, _ = actor.learner._loss(0, batch, logits_TV.view_as(logits_TV).clone())
-    loss.backward()
-    assert logits_TV.grad is not None and int(count) == sum(len(one.completion_ids) for one in sequences)
-    moved = logits_TV.grad.abs().sum(-1).nonzero()[:, 0].tolist()
-    learned = (batch.loss_weights_T.nonzero()[:, 0] - 1).tolist()
-    return moved, learned
-
-
 def meets_a_broken_model(folder: Path, case: Case, sequences: list[WrittenSequence]) -> dict[str, Any]:
     """A step with an infinite weight, then one with the weight as it was: what was told, and whether the state
     stayed."""

@@ -3,7 +3,6 @@ to the policy's weights, and compare it with the policy's whole tensors."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import resource
 from collections.abc import Iterator, Mapping
@@ -15,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import ParallelConfig
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.engine_weights import EngineWeights
@@ -24,7 +21,7 @@ from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, training_lay
 from tests.distributed.memory_plan_cases import StorageWatch
 from tests.distributed.policy_cases import Case, Stage, build, lay_out, microbatches, whole_tensors
 from tests.rollout.weight_sync.oracle import engine_parameters
-from tests.tiny_models import make_samples, shape_of
+from tests.tiny_models import make_samples
 
 
 @dataclass
@@ -153,13 +150,6 @@ def _report(case: Case, one: Target, sent: Any) -> dict[str, Any]:
     }
 
 
-def transfer_from_bfloat16(folder: Path, case: Case, engine_size: int) -> list[str]:
-    """What is wrong in a bfloat16 target of a bfloat16 policy, as both are on GPU."""
-    one = target(build(folder, case), engine_size, torch.bfloat16)
-    one.sync.run(check=True)
-    return one.wrong()
-
-
 def without_shared_memory_on_one_rank(folder: Path, case: Case) -> tuple[str, list[str]]:
     """How weights travel where only the last rank lacks shared memory, and what is wrong then."""
     stage = build(folder, case)
@@ -192,35 +182,6 @@ def extra_bytes(folder: Path, case: Case, engine_size: int, messages: bool) -> d
 
 def _bucket_bytes(one: Target) -> int:
     return one.sync._bucket_elements * next(iter(one.parameters.values())).element_size()
-
-
-def held_and_planned(shape: ModelShape, layouts: list[ParallelConfig]) -> list[tuple[list[int], list[int]]]:
-    """Layers that Megatron builds on this rank, by layout, and those that the plan counts on."""
-    from megatron.core import parallel_state
-
-    from rlmath.checkpoint.hf.weights import held_layers
-    from rlmath.models.megatron import Recompute, build_chunks, start_megatron, transformer_config
-
-    device = open_device("cpu")
-    init_process_group(device, 120.0)
-    rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-    found = []
-    for parallel in layouts:
-        mesh = Mesh(rank, ranks, 1, parallel.pipeline, 1, virtual_pipeline=parallel.virtual_pipeline)
-        start_megatron(mesh, device, seed=1, timeout_seconds=120.0)
-        config = transformer_config(shape, mesh, device, parallel, Recompute())
-        chunks = build_chunks(shape, mesh, device, config)
-        layout = training_layout(
-            shape.num_layers, mesh, parallel.first_stage_layers, parallel.last_stage_layers
-        )
-        held = list(itertools.chain(*map(held_layers, chunks)))
-        found.append((held, list(layout.stages[mesh.pipeline_rank])))
-        parallel_state.destroy_model_parallel()
-    return found
-
-
-def small_shape(folder: Path, layers: int) -> ModelShape:
-    return replace(shape_of(folder), num_layers=layers)
 
 
 def into_vllms_own_model(folder: Path, case: Case) -> dict[str, Any]:

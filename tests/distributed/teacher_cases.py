@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from rlmath.algorithms.types import Sample, ScoredGroup
 from rlmath.config.schema import AlgorithmConfig, TeacherConfig
-from rlmath.data.packing import MicroBatch
 from rlmath.distributed.phase_timers import PhaseTimers
 from tests.distributed.policy_cases import Case, Stage, build, microbatches, whole_gradients, whole_tensors
 from tests.distributed.update_cases import StepOutcome
@@ -89,33 +87,3 @@ def step(
     after = whole_tensors(stage)
     update = {name: after[name] - before[name] for name in after}
     return (StepOutcome(record, update), list(sets.offloaded)) if stage.mesh.rank == 0 else None
-
-
-def largest_beside_logits(
-    folder: Path, case: Case, samples: list[Sample], settings: TeacherConfig, block_rows: int
-) -> list[tuple[int, int, int]]:
-    """Of every micro-batch in an update with the KL over the whole vocabulary: bytes of its logits, most bytes of new
-    storages at any time in the loss (forward) and in its backward pass."""
-    from rlmath.models import logprobs
-    from tests.distributed.memory_plan_cases import StorageWatch
-
-    stage, teacher = _build(folder, case, settings)
-    learner, found = stage.actor.learner, []
-    columns = stage.shape.vocab_size
-    logprobs.TEACHER_BLOCK_BYTES = logprobs.CHUNK_BYTES = {"cpu": 4 * columns * block_rows}
-    batches = microbatches(stage, samples)
-    states = teacher.states(batches)
-
-    def look(index: int, batch: MicroBatch, logits_TV: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        leaf = logits_TV.detach().requires_grad_()
-        held = weakref.ref(leaf.untyped_storage())
-        with StorageWatch() as watch:
-            loss, count, metrics = learner._loss(None, None, True, index, batch, leaf, teacher=states)
-            forward = watch.peak
-            loss.backward()
-        assert held() is not None
-        found.append((logits_TV.untyped_storage().nbytes(), forward, watch.peak))
-        return logits_TV.sum(), count, metrics
-
-    learner.forward_backward.run(batches, look, forward_only=False)
-    return found

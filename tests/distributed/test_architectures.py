@@ -29,7 +29,6 @@ MODELS = {
 LAYOUTS = [
     Case(max_tokens=128),
     Case(tensor=2, max_tokens=128),
-    pytest.param(Case(pipeline=2, max_tokens=128), marks=pytest.mark.full),
     Case(tensor=2, pipeline=2, max_tokens=128),
     pytest.param(
         Case(tensor=2, pipeline=2, sequence=True, recompute=True, max_tokens=128), marks=pytest.mark.full
@@ -62,6 +61,7 @@ def wanted(folders: dict[str, Path]) -> dict[str, tuple[list[Tensor], dict[str, 
     return found
 
 
+@matrix
 @pytest.mark.parity
 @pytest.mark.parametrize("case", keeping(LAYOUTS, Case(tensor=2, max_tokens=128), others=2), ids=str)
 def test_a_model_answers_learns_and_leaves_as_in_transformers(
@@ -97,25 +97,16 @@ def assert_same_weights(one: Path, other: Path) -> None:
 
 ENGINES = [
     ("qwen3", [Case()], 1),
-    *(
-        pytest.param(name, cases, size, marks=pytest.mark.full)
-        for name in MODELS
-        for cases, size in (
-            ([Case()], 1),
-            ([Case(tensor=2), Case(pipeline=2)], 1),
-            ([Case(tensor=2), Case(pipeline=2)], 2),
-        )
-        if (name, size, len(cases)) != ("qwen3", 1, 1)
-    ),
+    *((name, [Case(tensor=2), Case(pipeline=2)], 2) for name in MODELS),
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "cases", "engine_size"),
     ENGINES,
     ids=lambda x: f"{x[0].ranks}-ranks" if isinstance(x, list) else x,
 )
-@matrix
 def test_engine_logprobs_equal_the_policys_after_every_update(
     ranks: RankPool, folders: dict[str, Path], name: str, cases: list[Case], engine_size: int
 ) -> None:

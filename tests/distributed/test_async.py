@@ -19,7 +19,7 @@ from rlmath.config.schema import (
     ValidationConfig,
 )
 from tests.distributed import partial_rollout_cases as cases
-from tests.distributed.async_cases import LEARNS, layout_of, run, with_engines
+from tests.distributed.async_cases import layout_of, run, with_engines
 from tests.distributed.partial_rollout_cases import LONGEST, PER_STEP
 from tests.distributed.rank_pool import RankPool
 from tests.selection import keeping, matrix
@@ -40,21 +40,11 @@ def train(
     return [one for one in found if one is not None]
 
 
-def completions_by_prompt(found: Any) -> dict[str, list[tuple[list[int], float]]]:
-    """Tokens and rewards, by sample index."""
-    return {
-        group.prompt.prompt_id: [
-            (list(c.token_ids), reward) for c, reward in zip(group.completions, group.rewards, strict=True)
-        ]
-        for step in found.groups
-        for group in step
-    }
-
-
 def prompts_of(found: Any) -> list[str]:
     return [group.prompt.prompt_id for step in found.groups for group in step]
 
 
+@matrix
 @pytest.mark.parametrize(
     ("count", "engine", "layout"),
     [
@@ -94,18 +84,20 @@ def test_with_staleness_0_a_run_is_the_synchronous_one_bit_by_bit(
     assert together.metrics[0]["train/grad_norm"] > 0
 
 
+@matrix
 @pytest.mark.parametrize("on_new_weights", keeping(["recompute", "keep"], "keep"))
 def test_interrupted_completions_go_on_with_the_new_weights(
     ranks: RankPool, model: Path, tmp_path: Path, on_new_weights: str
 ) -> None:
     rollout = with_engines(on_new_weights=on_new_weights)
-    (found,) = train(ranks, 2, model, tmp_path, 8, rollout, score=True)
+    (found,) = train(ranks, 2, model, tmp_path, 8, rollout, score=True, paced=True, snapshots=True)
     completions = [c for step in found.groups for group in step for c in group.completions]
     assert sum(segment.tokens for c in completions for segment in c.segments) == sum(
         len(c.token_ids) for c in completions
     )
     later = [index for c in completions for index, _ in enumerate(c.segments)]
     assert sum(index > 0 for index in later) >= 3, "hardly any completion was interrupted"
+    assert max(found.left[:-1]) > 0 and found.left[-1] == 0, "a checkpoint would have what the engine samples"
     largest: dict[bool, float] = {False: 0.0, True: 0.0}
     for index, (sampled, scored) in zip(later, found.scored, strict=True):
         difference = max(abs(a - b) for a, b in zip(sampled, scored, strict=True))
@@ -117,45 +109,7 @@ def test_interrupted_completions_go_on_with_the_new_weights(
         assert largest[True] > 1e-4  # the prefix is as the old ones read it
 
 
-@pytest.mark.parametrize(
-    ("count", "engines", "on_new_weights"),
-    keeping([(2, 1, "recompute"), (3, 2, "keep")], (3, 2, "keep")),
-)
-def test_without_learning_every_prompt_gets_the_completions_of_the_synchronous_run(
-    ranks: RankPool, model: Path, tmp_path: Path, count: int, engines: int, on_new_weights: str
-) -> None:
-    """Whichever engine draws a prompt, and wherever new weights, which are the old ones, interrupt a completion."""
-    steps, still = 6, {"optimizer": replace(LEARNS, lr=0.0)}
-    rollout = with_engines(ranks=engines, on_new_weights=on_new_weights)
-    (apart,) = train(ranks, count, model, tmp_path, steps, rollout, **still)
-    (together,) = train(ranks, 1, model, tmp_path, steps, with_engines(ranks=0), **still)
-    ours, theirs = (completions_by_prompt(found) for found in (apart, together))
-    assert len(ours) == steps * PER_STEP and ours == theirs
-    interrupted = [
-        c for step in apart.groups for group in step for c in group.completions if len(c.segments) > 1
-    ]
-    assert interrupted, "no completion was interrupted"
-
-
-def test_an_engine_that_asks_late_gets_the_version_and_not_what_has_been_learned_since(
-    ranks: RankPool, model: Path, tmp_path: Path
-) -> None:
-    (found,) = train(ranks, 2, model, tmp_path, 8, with_engines(), score=True, late=0.3)
-    assert max(metrics["rollout/staleness_max"] for metrics in found.metrics) >= 1, "the trainer waited"
-    for sampled, scored in found.scored:
-        assert max(abs(a - b) for a, b in zip(sampled, scored, strict=True)) <= 1e-5
-
-
-def test_weights_that_learned_nothing_are_published_like_others(
-    ranks: RankPool, model: Path, tmp_path: Path
-) -> None:
-    """Their version is that of the step before, which one of two training ranks still has."""
-    selection = SelectionConfig(dynamic_sampling="accuracy", max_extra_prompts=0)
-    nothing = {"selection": selection, "reward": RewardConfig(function="tests.reward_by_hash:wrong")}
-    found = train(ranks, 3, model, tmp_path, 6, with_engines(), late_trainers=0.3, **nothing)
-    assert [metrics["selection/groups_learned"] for metrics in found[0].metrics] == [0] * 6
-
-
+@matrix
 def test_no_engine_begins_more_sequences_than_it_is_told(
     ranks: RankPool, model: Path, tmp_path: Path
 ) -> None:
@@ -166,28 +120,16 @@ def test_no_engine_begins_more_sequences_than_it_is_told(
     assert running and 1 < max(running) <= 2
 
 
-def test_finish_interrupts_nothing_and_a_save_does_not_wait_for_running_completions(
-    ranks: RankPool, model: Path, tmp_path: Path
-) -> None:
-    rollout = with_engines(on_new_weights="finish")
-    (found,) = train(ranks, 2, model, tmp_path, 6, rollout, snapshots="new weights")
-    assert max(found.left) > 0
-    assert all(len(c.segments) == 1 for step in found.groups for group in step for c in group.completions)
-    assert sum(metrics.get("rollout/interrupted_sequences", 0) for metrics in found.metrics) == 0
-
-
-def test_dropped_groups_are_replaced_and_a_snapshot_has_what_the_engines_sample(
-    ranks: RankPool, model: Path, tmp_path: Path
-) -> None:
+@pytest.mark.full
+def test_dropped_groups_are_replaced(ranks: RankPool, model: Path, tmp_path: Path) -> None:
     """Half of the groups have no contrast: a hash rewards, rounded to right and wrong."""
     selection = SelectionConfig(dynamic_sampling="accuracy", max_extra_prompts=4)
-    (found,) = train(ranks, 2, model, tmp_path, 8, with_engines(), selection=selection, snapshots=True)
+    (found,) = train(ranks, 2, model, tmp_path, 8, with_engines(), selection=selection)
     for metrics in found.metrics:
         kept, sampled = metrics["selection/groups_learned"], metrics["selection/groups_sampled"]
         assert kept == PER_STEP or sampled == PER_STEP + 4
     assert sum(metrics["selection/extra_prompts"] for metrics in found.metrics) > 0
     assert set(Counter(prompts_of(found)).values()) == {1}
-    assert max(found.left[:-1]) > 0 and found.left[-1] == 0
 
 
 PLUGIN = """
@@ -203,6 +145,7 @@ def even(completion, solutions, row):
 """
 
 
+@matrix
 def test_engines_are_given_every_setting_of_training_and_of_validation(
     ranks: RankPool, model: Path, tmp_path: Path
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from array import array
 
 import pytest
 import torch.distributed as dist
@@ -11,17 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlmath.distributed.collectives import gathered_bytes
 from rlmath.distributed.device import FULLY_CONNECTED_RANKS, Device, init_process_group, open_device
-from tests.distributed import gather_cases
 from tests.distributed.counting_store import gloo_start
-from tests.distributed.rank_pool import RankPool
-
-
-@pytest.mark.distributed
-def test_every_rank_gets_what_each_has(ranks: RankPool) -> None:
-    for numbers, dicts, large in ranks.run(3, gather_cases.gather_of_every_kind):
-        assert numbers == [0, 1, 2]
-        assert dicts == [{"rank": rank, "text": "é" * rank} for rank in range(3)]
-        assert large == [None, array("f", [0.1] * 5000), None]
 
 
 def test_no_rank_sends_more_than_twice_what_there_is() -> None:
@@ -31,15 +20,6 @@ def test_no_rank_sends_more_than_twice_what_there_is() -> None:
     # Parts of one size are gathered as they are: a sum would send them twice.
     assert gathered_bytes([10] * 8) == (False, 80)
     assert gathered_bytes([10_000, *[4] * 511]) == (True, 2 * (10_000 + 4 * 511))
-
-
-@pytest.mark.distributed
-def test_ranks_that_connect_when_they_talk_do_all_that_others_do(ranks: RankPool) -> None:
-    results = ranks.run(4, gather_cases.collectives_of_ranks_that_connect_when_needed)
-    for rank, (gathered, first, at_zero, largest, pair, arrived) in enumerate(results):
-        assert (gathered, first, largest) == ([0, 1, 2, 3], 0, {"rank": 3.0})
-        assert at_zero == ([0, 1, 2, 3] if rank == 0 else None)
-        assert (pair, arrived) == (2.0 if rank in (0, 3) else 1.0, (rank - 1) % 4)
 
 
 def test_a_group_that_connects_when_needed_asks_the_store_once_a_rank() -> None:

@@ -38,6 +38,7 @@ def test_gradients_equal_those_of_transformers(ranks: RankPool, untied_model: Pa
     check_gradients(ranks, tied_model, CONTEXT, context_cases)
 
 
+@matrix
 def test_one_update_equals_that_of_torch(ranks: RankPool, untied_model: Path) -> None:
     check_update(ranks, untied_model, replace(CONTEXT, kl_coef=0.3), 1e-5, context_cases)
     check_update(ranks, untied_model, replace(CONTEXT, optimizer="adam"), 1e-3, context_cases)

@@ -13,7 +13,7 @@ from rlmath.checkpoint.hf.weights import HFReader, read_metadata_files
 from tests.distributed import convert_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
-from tests.selection import keeping
+from tests.selection import keeping, matrix
 from tests.tiny_models import make_model_folder, shape_of
 
 pytestmark = pytest.mark.distributed
@@ -52,6 +52,7 @@ one is filled up otherwise than Megatron does at TP2, and loads all the same."""
 LOADED = [("qwen2-tied", Case(pipeline=2), (1, 3)), ("qwen3-moe", Case(data=2, expert=2), (1, 2))]
 
 
+@matrix
 @pytest.mark.parametrize(("name", "case", "split"), keeping(LOADS, *LOADED, others=2), ids=str)
 def test_megatron_loads_a_converted_model_bit_by_bit(
     ranks: RankPool, models: dict[str, Path], tmp_path: Path, name: str, case: Case, split: tuple[int, int]
@@ -75,7 +76,8 @@ SAVES = [
 
 
 @pytest.mark.parametrize(("name", "case"), keeping(SAVES, ("qwen2-tied", Case(pipeline=2))), ids=str)
-@pytest.mark.parametrize("way", keeping(["save_plainly", "save_ours"], "save_ours"))
+@pytest.mark.parametrize("way", [pytest.param("save_plainly", marks=pytest.mark.full), "save_ours"])
+@matrix
 def test_what_megatron_saves_is_converted_bit_by_bit(
     ranks: RankPool, models: dict[str, Path], tmp_path: Path, name: str, case: Case, way: str
 ) -> None:

@@ -20,7 +20,7 @@ from tests.distributed.policy_cases import LEARNING_RATE, Case
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_parity import assert_close
 from tests.distributed.update_cases import REFERENCE_FACTOR, make_groups
-from tests.selection import keeping
+from tests.selection import keeping, matrix
 from tests.tiny_models import make_model_folder
 
 pytestmark = [pytest.mark.parity, pytest.mark.distributed]
@@ -155,6 +155,7 @@ def dense_step(
     return advantages, policy_update, critic_update, float(loss.detach() / tokens)
 
 
+@matrix
 @pytest.mark.parametrize("case", keeping(LAYOUTS, LAYOUTS[2], LAYOUTS[3]), ids=str)
 def test_a_step_of_policy_and_critic_is_that_of_transformers(
     ranks: RankPool, untied_model: Path, value_model: Path, case: Case
@@ -172,6 +173,7 @@ def test_a_step_of_policy_and_critic_is_that_of_transformers(
     assert ours.record.reward_kl.per_token != 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", keeping([LAYOUTS[0], LAYOUTS[5]], LAYOUTS[0]), ids=str)
 def test_without_a_value_head_the_critic_begins_with_values_of_zero(
     ranks: RankPool, untied_model: Path, case: Case
@@ -189,6 +191,7 @@ ON_TWO = Case(optimizer="adam", data=2)
 BFLOAT16 = replace(ON_TWO, bfloat16=True)
 
 
+@matrix
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     keeping(

@@ -9,7 +9,7 @@ import pytest
 from tests.distributed import policy_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
-from tests.selection import keeping
+from tests.selection import keeping, matrix
 from tests.tiny_models import make_samples
 
 pytestmark = [pytest.mark.parity, pytest.mark.distributed]
@@ -40,11 +40,13 @@ def test_a_discarded_minibatch_leaves_every_bit_of_the_state(
         assert report["cleared"] and report["goes_on"]
 
 
+@matrix
 def test_every_rank_reaches_the_same_decision(ranks: RankPool, untied_model: Path) -> None:
     reports = ranks.run(SHARED.ranks, policy_cases.discard, untied_model, SHARED, SAMPLES, "nan")
     assert len({report["reason"] for report in reports}) == 1
 
 
+@matrix
 @pytest.mark.parametrize(
     "case",
     [Case(data=2, optimizer="adam", max_tokens=64), Case(pipeline=2, virtual_pipeline=2, optimizer="adam")],

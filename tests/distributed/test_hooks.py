@@ -9,6 +9,7 @@ import pytest
 
 from tests.distributed import hook_cases
 from tests.distributed.rank_pool import RankPool
+from tests.selection import matrix
 
 pytestmark = pytest.mark.distributed
 
@@ -67,6 +68,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@matrix
 def test_all_ranks_have_what_rank_0_computes(ranks: RankPool, place: Path) -> None:
     first, second = ranks.run(2, hook_cases.shared, f"{place}/step_functions.py")
     own = {"metrics"}
@@ -110,11 +112,13 @@ def test_a_step_learns_with_the_advantages_of_the_groups_that_are_selected(made:
         assert record.metrics["own/lengths/most"] == max(lengths)
 
 
+@matrix
 def test_validation_counts_as_right_what_the_scorer_says(made: dict[str, Any]) -> None:
     assert made["first"].validation.metrics["validation/held/accuracy"] == 3 / 8
     assert made["first"].metrics["rollout/accuracy"] != 3 / 8, "training has its own reward"
 
 
+@matrix
 def test_an_advantage_that_fails_leaves_the_run_as_before_its_step(made: dict[str, Any]) -> None:
     assert made["failed"].startswith("algorithm.advantage by_rank failed: KeyError: 'no such column'")
     assert made["after"] == made["before"]

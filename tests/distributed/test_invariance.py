@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.distributed import invariance_cases, oracle
 from tests.distributed.invariance_cases import Outcome, Variant
 from tests.distributed.policy_cases import LEARNING_RATE, Case
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.test_parity import assert_close, assert_close_together
-from tests.selection import keeping
+from tests.distributed.test_parity import assert_close
+from tests.selection import keeping, matrix
 from tests.tiny_models import make_samples
 
 pytestmark = [pytest.mark.parity, pytest.mark.distributed]
@@ -86,30 +85,10 @@ def test_gradients_and_sgd_updates_do_not_depend_on_layout_and_split(
     assert two in (2, 3, 4) and many > 6
 
 
+@matrix
 @pytest.mark.parametrize("case", [Case(data=2), pytest.param(INTERLEAVED, marks=pytest.mark.full)], ids=str)
 def test_so_do_those_of_the_other_losses(
     ranks: RankPool, untied_model: Path, dense: dict[Variant, Outcome], case: Case
 ) -> None:
     ours = ranks.run(case.ranks, invariance_cases.outcomes, untied_model, case, SAMPLES, OTHER_LOSSES)[0]
     check(ours, OTHER_LOSSES, dense)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("variant", VARIANTS[2::3], ids=lambda variant: variant.normalisation)
-@pytest.mark.parametrize("case", LAYOUTS[1:], ids=str)
-def test_adam_updates_do_not_depend_on_layout_and_split(
-    ranks: RankPool, untied_model: Path, dense: dict[Variant, Outcome], case: Case, variant: Variant
-) -> None:
-    adam = replace(case, optimizer="adam")
-    (ours,) = ranks.run(adam.ranks, invariance_cases.outcomes, untied_model, adam, SAMPLES, [variant])[0]
-    assert_close_together(ours.update, adam_update(dense[replace(variant, split="one")].gradients), 1e-3)
-
-
-def adam_update(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Adam's first step from a gradient, as torch makes it."""
-    parameters = {name: torch.zeros_like(g).requires_grad_() for name, g in gradients.items()}
-    for name, parameter in parameters.items():
-        parameter.grad = gradients[name]
-    options = {"lr": LEARNING_RATE["adam"], "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
-    torch.optim.AdamW(parameters.values(), **options).step()
-    return {name: parameter.detach() for name, parameter in parameters.items()}

@@ -15,7 +15,7 @@ from tests.distributed import policy_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_parity import check_gradients, check_update
-from tests.selection import keeping
+from tests.selection import keeping, matrix
 
 pytestmark = [pytest.mark.parity, pytest.mark.distributed]
 
@@ -33,6 +33,7 @@ FULL_LAYOUTS = [
 ]
 
 
+@matrix
 @pytest.mark.parametrize("case", keeping(LAYOUTS, INTERLEAVED, FIRST_HEAVY), ids=str)
 def test_gradients_equal_those_of_transformers(ranks: RankPool, untied_model: Path, case: Case) -> None:
     check_gradients(ranks, untied_model, case)
@@ -43,6 +44,7 @@ def test_one_sgd_update_equals_that_of_torch(ranks: RankPool, untied_model: Path
     check_update(ranks, untied_model, case, 1e-5)
 
 
+@matrix
 @pytest.mark.parametrize("case", keeping(LAYOUTS, INTERLEAVED, LAST_HEAVY), ids=str)
 @pytest.mark.parametrize("model", keeping(["untied_model", "tied_model"], "tied_model"))
 def test_the_stream_gives_back_the_very_tensors_of_the_folder(
@@ -54,6 +56,7 @@ def test_the_stream_gives_back_the_very_tensors_of_the_folder(
     assert all(torch.equal(tensor, reader.tensor(name)) for name, tensor in streamed.items())
 
 
+@matrix
 @pytest.mark.parametrize(
     ("name", "place", "number"),
     [

@@ -35,21 +35,15 @@ def adam(**layout: Any) -> Case:
 
 FULL = pytest.mark.full
 LAYOUTS = [
-    pytest.param(Layout(adam(tensor=2, sequence=True, kl_coef=0.1)), marks=matrix),
+    Layout(adam(tensor=2, sequence=True, kl_coef=0.1)),
     Layout(adam(pipeline=2, first_stage_layers=1), microbatches=2),
-    pytest.param(Layout(adam()), marks=FULL),
-    pytest.param(Layout(Case(optimizer="sgd", max_tokens=2048)), marks=FULL),
-    pytest.param(Layout(adam(tensor=2)), marks=FULL),
+    pytest.param(Layout(Case(data=2, optimizer="sgd", max_tokens=2048)), marks=FULL),
     pytest.param(Layout(adam(data=2)), marks=FULL),
-    pytest.param(Layout(adam(pipeline=2), microbatches=4), marks=FULL),
-    pytest.param(Layout(adam(tensor=2, pipeline=2), microbatches=4), marks=FULL),
     pytest.param(Layout(adam(pipeline=2, virtual_pipeline=2), microbatches=4), marks=FULL),
     pytest.param(Layout(adam(), sequence_tokens=2048), marks=FULL),
     pytest.param(Layout(adam(), "selective"), marks=FULL),
-    pytest.param(Layout(adam(), "full", "uniform", 1), marks=FULL),
     pytest.param(Layout(adam(), "full", "uniform", 2), marks=FULL),
     pytest.param(Layout(adam(), "full", "block", 2), marks=FULL),
-    pytest.param(Layout(adam(pipeline=2), "full", "uniform", 1, microbatches=4), marks=FULL),
 ]
 
 
@@ -60,39 +54,19 @@ def models(tmp_path_factory: pytest.TempPathFactory, untied_model: Path) -> dict
     return {tied: make_model(place / f"tied_{tied}", untied_model, tied) for tied in (False, True)}
 
 
+@matrix
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_training_holds_what_is_planned(ranks: RankPool, models: dict[bool, Path], layout: Layout):
     for report in ranks.run(layout.case.ranks, measure_training, models[False], layout):
         check_training(report)
 
 
-@pytest.mark.parametrize(
-    "granularity", [pytest.param(None, marks=matrix), pytest.param("selective", marks=FULL)]
-)
-@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=FULL)])
-def test_norms_of_query_and_key_are_planned(
-    ranks: RankPool, tmp_path: Path, untied_model: Path, tensor: int, granularity: str | None
-):
-    folder = make_model(tmp_path / "qwen3", untied_model, False, "Qwen3ForCausalLM")
-    for report in ranks.run(tensor, measure_training, folder, Layout(adam(tensor=tensor), granularity)):
-        check_training(report)
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(adam(pipeline=2), marks=matrix), pytest.param(adam(), marks=FULL)], ids=str
-)
-def test_a_tied_embedding_is_planned_where_it_is_held(ranks: RankPool, models: dict[bool, Path], case: Case):
-    for report in ranks.run(case.ranks, measure_training, models[True], Layout(case, microbatches=2)):
-        check_training(report)
-
-
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(Layout(adam(tensor=2, sequence=True)), marks=matrix),
-        pytest.param(Layout(adam(pipeline=2), microbatches=4), marks=FULL),
-        pytest.param(Layout(adam(data=2)), marks=FULL),
-        pytest.param(Layout(adam(), "full", "uniform", 1), marks=FULL),
+        Layout(adam(tensor=2, sequence=True)),
+        Layout(adam(pipeline=2), microbatches=4),
     ],
     ids=str,
 )
@@ -105,14 +79,12 @@ def test_a_critic_holds_what_is_planned(ranks: RankPool, models: dict[bool, Path
         assert "critic_gradients" not in report["update"]  # freed when the critic has learned
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "loss"),
     [
-        pytest.param(Layout(adam(tensor=2, sequence=True)), "full", marks=matrix),
-        pytest.param(Layout(adam(pipeline=2), microbatches=2), "full", marks=matrix),
-        pytest.param(Layout(adam()), "full", marks=FULL),
-        pytest.param(Layout(adam(tensor=2)), "advantage", marks=FULL),
-        pytest.param(Layout(adam(pipeline=2), microbatches=2), "advantage", marks=FULL),
+        (Layout(adam(tensor=2, sequence=True)), "full"),
+        (Layout(adam(pipeline=2), microbatches=2), "advantage"),
     ],
     ids=str,
 )
@@ -139,17 +111,6 @@ def test_an_engine_holds_what_is_planned(
         measured, planned = report["measured"], report["planned"]
         for part, size in measured.items():
             assert planned[part] == within_a_tenth(size), part
-
-
-@pytest.mark.full
-def test_training_and_engine_together_are_the_phase_of_generation(ranks: RankPool, models: dict[bool, Path]):
-    training = ranks.run(1, measure_training, models[False], Layout(adam()))[0]
-    engine = ranks.run(1, measure_engine, models[False], 1, 0.5)[0]["measured"]
-    stays = training["measured"]["parameters"] + training["measured"]["optimizer"]
-    # The settings' own cache has half a GiB, and gradients are given up.
-    planned = training["phases"]["generate"]
-    assert "gradients" not in planned
-    assert sum(planned.values()) == within_a_tenth(stays + sum(engine.values()))
 
 
 def check_training(report: dict[str, Any]) -> None:

@@ -30,14 +30,9 @@ LAYOUTS = [
     Case(tensor=2, sequence=True, expert=2),
 ]
 FULL_LAYOUTS = [
-    Case(data=2),
-    Case(pipeline=2),
     Case(data=2, expert=2, recompute=True, max_tokens=64),
     Case(pipeline=2, virtual_pipeline=2, data=2, expert=2, max_tokens=64),
-    Case(pipeline=2, data=2, expert=2, max_tokens=64),
-    Case(data=4, expert=2, max_tokens=64),
     Case(data=4, expert=4, max_tokens=64),
-    Case(tensor=2, data=2, sequence=True, expert=2, max_tokens=64),
     Case(tensor=2, data=2, sequence=True, expert=4, max_tokens=64),
 ]
 
@@ -120,6 +115,7 @@ def check_round_trip(
     assert_same_weights(folder, output)
 
 
+@matrix
 @pytest.mark.parity
 @pytest.mark.parametrize("case", [EP2, pytest.param(Case(data=2), marks=pytest.mark.full)], ids=str)
 def test_a_rank_without_samples_takes_part(ranks: RankPool, folder: Path, case: Case) -> None:
@@ -138,21 +134,14 @@ def test_a_rank_without_samples_takes_part(ranks: RankPool, folder: Path, case: 
     )
 
 
+@matrix
 @pytest.mark.parity
 @pytest.mark.parametrize(
     ("case", "optimizer", "clip_grad"),
     [
-        pytest.param(EP2, "sgd", 0.0, marks=matrix),
+        (EP2, "sgd", 0.0),
         (EP2, "adam", 0.25),
-        *(
-            pytest.param(case, optimizer, clip_grad, marks=pytest.mark.full)
-            for case, optimizer, clip_grad in (
-                (EP2, "sgd", 0.25),
-                (Case(tensor=2, sequence=True, expert=2), "sgd", 0.0),
-                (Case(tensor=2, sequence=True, expert=2), "adam", 0.25),
-                (Case(pipeline=2, data=2, expert=2), "adam", 0.25),
-            )
-        ),
+        pytest.param(Case(tensor=2, sequence=True, expert=2), "adam", 0.25, marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -201,20 +190,13 @@ def saved(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactor
     return root, ranks.run(case.ranks, store_cases.save, folder, case, SAMPLES, root)[0]
 
 
+@matrix
 @pytest.mark.parametrize(
     "target",
     [
-        pytest.param(EP2, marks=matrix),
-        pytest.param(Case(), marks=matrix),
-        *(
-            pytest.param(case, marks=pytest.mark.full)
-            for case in (
-                Case(pipeline=2),
-                Case(data=2),
-                Case(tensor=2, sequence=True, expert=2),
-                Case(pipeline=2, data=2, expert=2),
-            )
-        ),
+        EP2,
+        Case(),
+        pytest.param(Case(pipeline=2, data=2, expert=2), marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -233,8 +215,6 @@ def test_a_checkpoint_with_experts_loads_on_this_and_on_other_layouts(
     ("cases", "engine_size"),
     [
         ([EP2], 1),
-        pytest.param([Case()], 1, marks=pytest.mark.full),
-        pytest.param([EP2, Case(pipeline=2)], 1, marks=pytest.mark.full),
         pytest.param([EP2, Case(tensor=2, sequence=True, expert=2)], 2, marks=pytest.mark.full),
     ],
     ids=lambda x: "+".join(map(str, x)) if isinstance(x, list) else x,

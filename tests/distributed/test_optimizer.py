@@ -20,6 +20,7 @@ from tests.distributed.optimizer_cases import Schedule
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_parity import assert_close
 from tests.distributed.update_cases import make_groups
+from tests.selection import matrix
 from tests.tiny_models import make_samples
 
 pytestmark = pytest.mark.distributed
@@ -68,17 +69,10 @@ def found_rates(ranks: RankPool, tied_model: Path) -> dict[str, list[float]]:
     return dict(zip(SCHEDULES, found, strict=True))
 
 
+@matrix
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_learning_rate_of_every_update(found_rates: dict[str, list[float]], name: str) -> None:
     assert found_rates[name] == pytest.approx(SCHEDULES[name][1], rel=1e-9)
-
-
-@pytest.mark.parametrize(("updates", "rate"), [(0, 0.004), (1, 0.008), (2, 0.012), (4, 0.008), (6, 0.004)])
-def test_a_resumed_run_has_the_rate_of_its_next_update(
-    ranks: RankPool, tied_model: Path, updates: int, rate: float
-) -> None:
-    optimizer = rates_of(decay="linear", warmup_steps=2)
-    assert ranks.run(1, optimizer_cases.resumed, tied_model, optimizer, updates, 7) == [pytest.approx(rate)]
 
 
 LEARNED_WITH: list[tuple[AlgorithmConfig, int, tuple[bool, bool, bool], tuple[int, int], bool]] = [
@@ -93,6 +87,7 @@ LEARNED_WITH: list[tuple[AlgorithmConfig, int, tuple[bool, bool, bool], tuple[in
 on-policy; passes of policy and reference for log-probs; whether KL is part of the reward."""
 
 
+@matrix
 def test_log_probs_are_computed_once_and_where_they_are_needed(ranks: RankPool, tied_model: Path) -> None:
     algorithms = [replace(one, early_stop_ratio=None, early_stop_ratio_low=None) for one, *_ in LEARNED_WITH]
     (found,) = ranks.run(1, optimizer_cases.learned_with, tied_model, algorithms, GROUPS)

@@ -14,7 +14,7 @@ from rlmath.algorithms.types import Sample
 from tests.distributed import oracle, policy_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
-from tests.selection import keeping
+from tests.selection import keeping, matrix
 from tests.tiny_models import make_samples
 
 pytestmark = [pytest.mark.parity, pytest.mark.distributed]
@@ -102,50 +102,34 @@ def check_update(
     assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)
 
 
-@pytest.mark.parametrize("case", keeping(LAYOUTS, Case(tensor=2), Case(pipeline=2)), ids=str)
+@pytest.mark.parametrize("case", keeping(LAYOUTS, Case(tensor=2), others=0), ids=str)
 def test_logprobs_equal_those_of_transformers(ranks: RankPool, untied_model: Path, case: Case) -> None:
     check_logprobs(ranks, untied_model, case, SAMPLES)
 
 
-@pytest.mark.parametrize("case", [Case(max_tokens=64), Case(pipeline=2, max_tokens=64)], ids=str)
-def test_a_log_prob_pass_holds_one_micro_batchs_logits(
-    ranks: RankPool, untied_model: Path, case: Case
-) -> None:
-    *_, alive = ranks.run(case.ranks, policy_cases.logits_alive, untied_model, case, SAMPLES)
-    assert len(alive) > 3 and set(alive) == {0}
-
-
-@pytest.mark.parametrize("case", keeping(LAYOUTS, Case(tensor=2), Case(data=2)), ids=str)
+@pytest.mark.parametrize("case", keeping(LAYOUTS, Case(tensor=2), others=3), ids=str)
 def test_gradients_equal_those_of_transformers(ranks: RankPool, untied_model: Path, case: Case) -> None:
     check_gradients(ranks, untied_model, case)
 
 
-@pytest.mark.parametrize(
-    "case", keeping([Case(), Case(tensor=2), Case(tensor=2, sequence=True)], Case(tensor=2)), ids=str
-)
-def test_gradients_of_onednns_products_equal_those_of_transformers(
-    ranks: RankPool, untied_model: Path, case: Case
-) -> None:
-    got = ranks.run(case.ranks, policy_cases.gradients_by_onednn, untied_model, case, SAMPLES)[0]
-    model = oracle.load(untied_model)
-    oracle.loss(model, SAMPLES).backward()
-    assert_close(got, oracle.gradients(model), 1e-5)
-
-
+@matrix
 @pytest.mark.parametrize("case", keeping(TIED_LAYOUTS, Case(pipeline=2)), ids=str)
 def test_tied_embeddings_get_the_gradient_of_both_uses(ranks: RankPool, tied_model: Path, case: Case) -> None:
     check_gradients(ranks, tied_model, case)
 
 
+@matrix
 @pytest.mark.parametrize("case", keeping(LAYOUTS, Case(tensor=2, pipeline=2)), ids=str)
 def test_one_sgd_update_equals_that_of_torch(ranks: RankPool, untied_model: Path, case: Case) -> None:
     check_update(ranks, untied_model, case, 1e-5)
 
 
+@matrix
 def test_one_adam_update_equals_that_of_torch(ranks: RankPool, untied_model: Path) -> None:
     check_update(ranks, untied_model, Case(tensor=2, pipeline=2, optimizer="adam"), 1e-3)
 
 
+@matrix
 @pytest.mark.parametrize(
     "case",
     keeping(
@@ -171,6 +155,7 @@ def test_an_overlapped_reduction_gives_the_same_bits(ranks: RankPool, tied_model
     assert all(torch.equal(overlapped[0][name], weight) for name, weight in plain[0].items())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case",
     [
@@ -189,21 +174,12 @@ def test_stages_know_the_shapes_of_their_messages(ranks: RankPool, untied_model:
     assert known[1] == exchanged[1]
 
 
-@pytest.mark.parametrize("max_tokens", keeping([24, 64, 4096], 24))
-def test_the_split_into_microbatches_does_not_change_the_update(
-    ranks: RankPool, untied_model: Path, max_tokens: int
-) -> None:
-    check_update(ranks, untied_model, Case(pipeline=2, max_tokens=max_tokens), 1e-5)
-
-
-def test_sequence_parallel_and_recomputation_change_nothing(ranks: RankPool, untied_model: Path) -> None:
-    check_update(ranks, untied_model, Case(tensor=2, sequence=True, recompute=True, max_tokens=64), 1e-5)
-
-
+@matrix
 def test_kl_against_a_reference_is_part_of_the_update(ranks: RankPool, untied_model: Path) -> None:
     check_update(ranks, untied_model, Case(tensor=2, pipeline=2, kl_coef=0.3, max_tokens=64), 1e-5)
 
 
+@matrix
 def test_packed_sequences_do_not_see_each_other(ranks: RankPool, untied_model: Path) -> None:
     packed = ranks.run(1, policy_cases.logprobs, untied_model, Case(), SAMPLES)[0]
     for index in (0, 7, 23):

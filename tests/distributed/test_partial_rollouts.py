@@ -11,7 +11,6 @@ import pytest
 
 from rlmath.algorithms.types import Completion, ScoredGroup
 from rlmath.config.schema import (
-    AlgorithmConfig,
     OptimizerConfig,
     ParallelConfig,
     RolloutConfig,
@@ -100,9 +99,10 @@ def test_cut_or_whole_the_completions_are_the_same(whole: Run, carried: Run) -> 
     assert {c.finish_reason for c in cut} == {"stop", "length"}
 
 
+@matrix
 @pytest.mark.parametrize(
     ("world", "engine", "slice_tokens"),
-    [(2, 1, 12), pytest.param(4, 1, 12, marks=pytest.mark.full), pytest.param(2, 2, 17, marks=matrix)],
+    [(2, 1, 12), (2, 2, 17)],
 )
 def test_engines_and_cuts_change_nothing(
     make: Make, whole: Run, carried: Run, world: int, engine: int, slice_tokens: int
@@ -130,34 +130,7 @@ def test_a_step_that_fails_after_its_rollout_leaves_the_state_as_it_was(carried:
     assert carried.kept_until_commit == [True] * STEPS
 
 
-def test_metrics_of_what_is_in_flight_by_hand(carried: Run) -> None:
-    for step, (metrics, groups) in enumerate(zip(carried.metrics, carried.groups, strict=True)):
-        segments = [s for group in groups for c in group.completions for s in c.segments]
-        tokens = sum(s.tokens for s in segments)
-        ages = Counter(dict.fromkeys(range(CARRY.max_staleness + 1), 0))
-        for segment in segments:
-            ages[step - segment.step] += segment.tokens
-        assert metrics["rollout/staleness"] == pytest.approx(sum(a * n for a, n in ages.items()) / tokens)
-        assert metrics["rollout/staleness_max"] == max(age for age, n in ages.items() if n)
-        assert {name: metrics[name] for name in metrics if name.startswith("rollout/staleness/")} == (
-            pytest.approx({f"rollout/staleness/{age}": n / tokens for age, n in ages.items()})
-        )
-        assert metrics["rollout/groups_in_flight"] == len(carried.in_flight[step])
-    first, *_, last = carried.metrics
-    assert first["rollout/carried_tokens"] > 0 == last["rollout/carried_tokens"]
-    sampled = sum(m["tokens_per_second/rollout"] * m["seconds/rollout"] for m in carried.metrics)
-    assert sampled == pytest.approx(sum(m["n_valid_tokens"] for m in carried.metrics), rel=1e-6)
-
-
-def test_without_staleness_a_run_is_that_of_whole_rollouts(make: Make, whole: Run) -> None:
-    run = make(1, replace(CARRY, max_staleness=0, max_groups_in_flight=None))
-    assert [[g.prompt.prompt_id for g in step] for step in run.groups] == [
-        [g.prompt.prompt_id for g in step] for step in whole.groups
-    ]
-    assert_same_completions(run, whole)
-    assert {m["rollout/staleness_max"] for m in run.metrics} == {0.0}
-
-
+@matrix
 def test_log_probs_are_those_of_the_weights_that_sampled(make: Make) -> None:
     """While the policy changes: each segment's log-probs are the engine's at its time, and those of earlier segments
     are kept, not computed again."""
@@ -199,16 +172,6 @@ def test_dynamic_sampling_replaces_dropped_groups_by_further_draws(
         assert versions == [{step} for step in range(5)], "dropped or not, nothing older is in a step"
 
 
-@matrix
-def test_a_stage_that_begins_with_groups_in_flight_is_refused(make: Make) -> None:
-    """As where stages are added to a run that resumes."""
-    stages = StagesConfig(steps=[4, 3], max_new_tokens=[20, LONGEST])
-    with pytest.raises(
-        Exception, match="stage 1 ends after step 4, and the checkpoint of step 3 has 6 groups"
-    ):
-        make(1, steps=7, stages=stages, stop_after=3, flight_of=PER_STEP * 2)
-
-
 @pytest.mark.full
 def test_a_stage_that_defers_ends_with_nothing_in_flight(make: Make) -> None:
     stages = StagesConfig(steps=[4, 3], max_new_tokens=[20, LONGEST])
@@ -237,33 +200,6 @@ def test_groups_that_another_reward_function_has_scored_are_sampled_anew(
     assert begun_again(run) > begun_again(carried) == 0
 
 
-@matrix
-def test_staleness_counts_steps_and_versions_count_the_minibatches_learned_from(
-    make: Make, carried: Run
-) -> None:
-    """Of two minibatches a step, the early stop discards the second, as the first has changed the policy; or both."""
-    both = replace(
-        AlgorithmConfig(), importance_correction="token", importance_mask_high=5.0, n_minibatches=2
-    )
-    second = replace(both, early_stop_ratio=None, early_stop_kl=1e-9)
-    half = make(1, steps=6, optimizer=LEARNS, algorithm=second)
-    assert {m["train/early_stopped_minibatches"] for m in half.metrics} == {1.0}
-    ages = set()
-    for step, groups in enumerate(half.groups):
-        for segment in (s for group in groups for c in group.completions for s in c.segments):
-            assert segment.policy_version == segment.step, "a step is one update"
-            ages.add(step - segment.step)
-    assert 1 < max(ages) <= CARRY.max_staleness
-    none = make(1, optimizer=LEARNS, algorithm=replace(both, early_stop_ratio=0.5))
-    assert {m["train/early_stopped_minibatches"] for m in none.metrics} == {2.0}
-    assert {s.policy_version for c in completions_of(none).values() for s in c.segments} == {0}
-    assert none.in_flight == carried.in_flight
-    for ours, theirs in zip(none.metrics, carried.metrics, strict=True):
-        names = [name for name in theirs if name.startswith("rollout/staleness")]
-        assert len(names) >= 4 and {n: ours[n] for n in names} == {n: theirs[n] for n in names}
-    assert_same_completions(none, carried)
-
-
 # ---------------------------------------------------------------- defer
 
 
@@ -280,18 +216,6 @@ def test_deferred_or_not_the_completions_are_the_same(whole: Run, deferred: Run)
     ]
     assert {False} in lengths and any(True in one for one in lengths), "steps of short groups, and others"
     assert deferred.in_flight[-1] == []
-
-
-def test_metrics_of_deferred_groups(deferred: Run) -> None:
-    """What is sampled is learned from or discarded; with weights that do not change, what was long is long again."""
-    for step, metrics in enumerate(deferred.metrics):
-        sampled = metrics["tokens_per_second/rollout"] * metrics["seconds/rollout"]
-        assert sampled == pytest.approx(metrics["n_valid_tokens"] + metrics["rollout/discarded_tokens"])
-        assert metrics["rollout/groups_in_flight"] == len(deferred.in_flight[step])
-        assert metrics["rollout/deferred_groups"] <= metrics["rollout/groups_in_flight"]
-        assert metrics.get("rollout/deferred_now_short", 0.0) == 0.0 and "rollout/staleness" not in metrics
-    assert any("rollout/deferred_now_short" in metrics for metrics in deferred.metrics)
-    assert any(metrics["rollout/discarded_tokens"] > 0 for metrics in deferred.metrics)
 
 
 @matrix

@@ -12,10 +12,9 @@ from tests.distributed import rollout_cases
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.rollout_cases import PROMPTS, ROLLOUT, SEEDS, SLICE
 from tests.reward_by_hash import hash_of
+from tests.selection import matrix
 
 pytestmark = pytest.mark.distributed
-EOS = 1
-"""Of the tiny model's tokenizer."""
 COUNTS = [9, 1, 0, 9]
 """Prompts of the rollouts; fewer than engines, and none, as dynamic sampling may have it."""
 
@@ -47,6 +46,7 @@ def alone(collected: Collected) -> dict:
     return collected.by(1)[0]
 
 
+@matrix
 def test_groups_are_whole_and_in_the_order_of_the_prompts(alone: dict) -> None:
     for count, groups in zip(COUNTS, alone["groups"], strict=True):
         assert [group.prompt for group in groups] == PROMPTS[:count]
@@ -61,9 +61,7 @@ def test_groups_are_whole_and_in_the_order_of_the_prompts(alone: dict) -> None:
     assert min(lengths) < max(lengths)
 
 
-@pytest.mark.parametrize(
-    "engines", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("engines", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_what_is_collected_does_not_depend_on_who_drew_it(
     collected: Collected, alone: dict, engines: int
 ) -> None:
@@ -73,6 +71,7 @@ def test_what_is_collected_does_not_depend_on_who_drew_it(
         assert report["new_keys"] == 0
 
 
+@matrix
 @pytest.mark.parametrize(("engines", "engine_size"), [(1, 1), (2, 1), (1, 2)])
 def test_every_completion_has_its_own_reward_and_its_own_prompts_solutions(
     collected: Collected, untied_model: Path, engines: int, engine_size: int
@@ -94,19 +93,7 @@ def test_every_completion_has_its_own_reward_and_its_own_prompts_solutions(
     assert len(rewards) > 3 * len(PROMPTS) * ROLLOUT.group_size * 0.9, "else a mix-up would not be seen"
 
 
-@pytest.mark.parametrize("engines", [1, 2])
-def test_a_completion_ends_at_its_stop_token_or_at_the_limit(collected: Collected, engines: int) -> None:
-    reasons = set()
-    for groups in collected.by(engines)[-1]["hashed"].values():
-        for completion in (one for group in groups for one in group.completions):
-            *before, last = completion.token_ids
-            assert EOS not in before
-            assert completion.finish_reason == ("stop" if last == EOS else "length")
-            assert last == EOS or len(completion.token_ids) == ROLLOUT.max_new_tokens
-            reasons.add(completion.finish_reason)
-    assert reasons == {"stop", "length"}
-
-
+@matrix
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("engine_size", [1, 2], ids=["TP1", "TP2"])
 def test_a_completion_in_slices_is_the_whole_one(
@@ -122,38 +109,7 @@ def test_a_completion_in_slices_is_the_whole_one(
         assert len({tuple(tokens) for tokens, _ in whole.values()}) > len(PROMPTS) / 2
 
 
-def test_log_probs_are_those_of_the_tokens(alone: dict) -> None:
-    completions = [one for group in alone["hashed"]["first"] for one in group.completions]
-    for completion, read in zip(completions, alone["engine's log-probs"], strict=True):
-        assert list(completion.logprobs) == pytest.approx(read, abs=1e-4)
-        assert len(completion.logprobs) == len(completion.token_ids)
-    assert len({round(number, 3) for one in completions for number in one.logprobs}) > 100
-
-
-def test_a_seed_is_of_run_step_prompt_and_sample(alone: dict) -> None:
-    """The nine prompts are there in every rollout, and the weights are the same."""
-    tokens = {
-        name: [[tuple(one.token_ids) for one in group.completions] for group in groups]
-        for name, groups in alone["hashed"].items()
-    }
-    assert tokens["first"] == tokens["again"]
-    for row in tokens["first"]:
-        assert len(set(row)) == ROLLOUT.group_size
-    for name in ("next step", "other run"):
-        for row, other in zip(tokens["first"], tokens[name], strict=True):
-            assert set(row).isdisjoint(other), name
-
-
-def test_fixed_shares_give_the_same_text(ranks: RankPool, untied_model: Path, alone: dict) -> None:
-    first, second = ranks.run(2, rollout_cases.fixed_shares, untied_model)
-    drawn = {
-        (p, c.sample_index): (c.token_ids, c.logprobs)
-        for p, group in enumerate(alone["groups"][0])
-        for c in group.completions
-    }
-    assert first | second == drawn
-
-
+@matrix
 @pytest.mark.parametrize(
     ("ranks_in_all", "engine_size"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.full)]
 )
@@ -162,8 +118,3 @@ def test_the_ranks_of_an_engine_draw_alike(collected: Collected, ranks_in_all: i
     assert all(report["groups"] == reports[0]["groups"] for report in reports)
     assert reports[0]["groups"][0] == reports[0]["groups"][3]
     assert all(report["new_keys"] == 0 for report in reports)
-
-
-def test_a_request_has_bounds_of_its_own(ranks: RankPool, untied_model: Path) -> None:
-    ((*lengths,),) = ranks.run(1, rollout_cases.lengths_asked_for, untied_model)
-    assert len(lengths) == 8 and all(asked == made for asked, made in lengths)

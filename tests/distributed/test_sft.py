@@ -13,7 +13,7 @@ from tests.distributed import oracle, sft_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.sft_cases import BETAS, make_sequences, order_of
-from tests.selection import keeping
+from tests.selection import keeping, matrix
 
 pytestmark = [pytest.mark.parity, pytest.mark.distributed]
 
@@ -59,6 +59,7 @@ def loss_and_hits(model: torch.nn.Module, sequences: list[WrittenSequence]) -> t
     return total, tokens, hits
 
 
+@matrix
 def test_the_curve_is_that_of_transformers_with_adamw(
     alone: list[dict[str, float]], untied_model: Path
 ) -> None:
@@ -92,6 +93,7 @@ def test_the_curve_is_that_of_transformers_with_adamw(
     assert alone[-1]["held_out/token_accuracy"] == pytest.approx(hits / tokens)
 
 
+@matrix
 @pytest.mark.parametrize(
     "case",
     [*keeping(LAYOUTS, LAYOUTS[1]), *(pytest.param(one, marks=pytest.mark.full) for one in FULL_LAYOUTS)],
@@ -112,13 +114,7 @@ def test_every_layout_has_the_curve_of_a_single_rank(
     assert ["held_out/loss" in row for row in found] == [True, False, True, False, True, False, True]
 
 
-def test_prompt_tokens_are_not_learned(ranks: RankPool, untied_model: Path) -> None:
-    """Only rows that predict a completion's token get a gradient, the first of them in the prompt's last row."""
-    ((moved, learned),) = ranks.run(1, sft_cases.rows_with_gradient, untied_model, SEQUENCES[:6])
-    assert moved == learned
-    assert learned[0] == len(SEQUENCES[0].prompt_ids) - 1
-
-
+@pytest.mark.full
 @pytest.mark.parametrize("case", keeping([ALONE, LAYOUTS[1]], LAYOUTS[1]), ids=str)
 def test_an_update_that_is_not_finite_is_skipped_and_counted(
     ranks: RankPool, untied_model: Path, case: Case

@@ -84,6 +84,7 @@ OTHERS = [
 ]
 
 
+@matrix
 @pytest.mark.parametrize(("model", "made_on", "others"), keeping(OTHERS, OTHERS[3]))
 def test_a_checkpoint_loads_on_other_layouts_and_the_next_update_is_the_same_but_for_rounding(
     ranks: RankPool,
@@ -133,6 +134,7 @@ def test_a_writer_that_dies_costs_one_checkpoint(ranks: RankPool, untied_model: 
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
 
 
+@matrix
 def test_every_file_is_in_the_manifest_and_as_large_as_its_tensors(saved_by: Saved) -> None:
     root, (saved, *_) = saved_by[adam(Case(data=2))]
     (checkpoint,), _ = complete_checkpoints(root)

@@ -58,6 +58,7 @@ def test_memory_changes_hands_in_order_and_nothing_is_lost(
             assert names < report["metrics"].keys()
 
 
+@matrix
 @pytest.mark.parametrize(
     ("case", "engine_size"),
     [
@@ -91,6 +92,7 @@ def test_a_failure_anywhere_leaves_the_policy_whole_and_the_engine_asleep(
             assert report["mismatch"] < ROUNDING, name
 
 
+@pytest.mark.full
 @matrix
 def test_memory_that_is_kept_is_told_with_its_size_and_ends_the_run_only_where_asked(
     ranks: RankPool, untied_model: Path

@@ -72,11 +72,7 @@ def test_every_engine_has_the_policys_weights_after_every_sync(
             assert first["rounds"] * first["bucket"] * len(reports) >= first["lower bound"]
 
 
-def test_a_policy_in_bfloat16_travels_as_it_is(ranks: RankPool, untied_model: Path) -> None:
-    case = Case(tensor=2, optimizer="adam", bfloat16=True)
-    assert ranks.run(2, sync_cases.transfer_from_bfloat16, untied_model, case, 1) == [[], []]
-
-
+@matrix
 @pytest.mark.parametrize("case", keeping([Case(pipeline=2), Case(tensor=2)], Case(pipeline=2)), ids=str)
 def test_vllms_own_model_gets_what_it_would_load_into_the_memory_that_it_has(
     ranks: RankPool, untied_model: Path, case: Case
@@ -87,6 +83,7 @@ def test_vllms_own_model_gets_what_it_would_load_into_the_memory_that_it_has(
         assert found == {"unlike the checkpoint": [], "wrong": [], "elsewhere": []}
 
 
+@matrix
 def test_one_rank_that_cannot_share_memory_makes_all_send_messages(
     ranks: RankPool, untied_model: Path
 ) -> None:
@@ -94,6 +91,7 @@ def test_one_rank_that_cannot_share_memory_makes_all_send_messages(
     assert found == [("Messages", []), ("Messages", [])]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("messages", [False, True], ids=["shared-memory", "messages"])
 @pytest.mark.parametrize(
     ("case", "engine_size"),
@@ -140,16 +138,6 @@ STAGES = {
 }
 
 
-@pytest.mark.parametrize("count", keeping(STAGES, 2))
-def test_layers_lie_where_megatron_puts_them(ranks: RankPool, untied_model: Path, count: int) -> None:
-    shape = sync_cases.small_shape(untied_model, LAYERS)
-    by_rank = ranks.run(count, sync_cases.held_and_planned, shape, STAGES[count])
-    for parallel, *found in zip(STAGES[count], *by_rank, strict=True):
-        for rank, (held, planned) in enumerate(found):
-            assert held == planned, f"rank {rank} with {parallel}"
-        assert set().union(*(held for held, _ in found)) == set(range(LAYERS))
-
-
 QKV, NORM = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.3.input_layernorm.weight"
 EMBEDDING, DOWN = "model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight"
 
@@ -175,33 +163,6 @@ def test_damage_to_an_engines_weights_is_found_and_named(
 
 
 @matrix
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_damage_to_one_ranks_copy_of_what_all_have_is_found(
-    ranks: RankPool, untied_model: Path, dtype: torch.dtype
-) -> None:
-    """An engine of four ranks: all have the norms, and each of the two key-value heads lies on two ranks."""
-    where = {
-        ("bit", NORM, 1): [f"{NORM} in engine 0"],
-        ("bit", NORM, 3): [f"{NORM} in engine 0"],
-        ("sign", NORM, 2): [f"{NORM} in engine 0"],
-    }
-    # Rank 1 has query head 1, which is its own, and key-value head 0, which rank 0 has, too.
-    head = [f"model.layers.1.self_attn.{x}_proj.weight in engine 0" for x in "kqv"]
-    where["sign", QKV, 1] = head
-    arguments = (untied_model, Case(tensor=2, pipeline=2), 4, dtype, list(where))
-    for found in ranks.run(4, checksum_cases.spoiled, *arguments):
-        assert dict(zip(where, found, strict=True)) == where
-
-
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_a_tensor_of_the_opposite_sign_is_found(
-    ranks: RankPool, untied_model: Path, dtype: torch.dtype
-) -> None:
-    where = {("sign", name, 0): [f"{name} in engine 0"] for name in (NORM, DOWN, EMBEDDING)}
-    (found,) = ranks.run(1, checksum_cases.spoiled, untied_model, Case(), 1, dtype, list(where))
-    assert dict(zip(where, found, strict=True)) == where
-
-
 def test_a_replica_that_went_astray_ends_every_rank_with_the_tensor_and_the_engine(
     ranks: RankPool, untied_model: Path
 ) -> None:

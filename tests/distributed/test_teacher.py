@@ -40,13 +40,12 @@ COEF = 0.7
 
 @pytest.fixture(scope="module")
 def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of another shape than the policy, with more rows or fewer, one with a tied output layer."""
+    """Of another shape than the policy, with more rows or fewer."""
     place = tmp_path_factory.mktemp("teachers")
     shape = {"hidden_size": 160, "intermediate_size": 224, "num_hidden_layers": 8}
     return {
         "more": make_model_folder(place / "more", seed=9, vocab_size=VOCAB + 9, **shape),
         "fewer": make_model_folder(place / "fewer", seed=9, vocab_size=FEWER, **shape),
-        "tied": make_model_folder(place / "tied", tied=True, seed=9, vocab_size=VOCAB + 9, **shape),
     }
 
 
@@ -93,6 +92,7 @@ def check_gradients(
     assert_close(got, oracle.gradients(model), 1e-5)
 
 
+@matrix
 @pytest.mark.parametrize(
     ("case", "loss"),
     keeping(
@@ -109,6 +109,7 @@ def test_gradients_with_a_teacher_equal_those_of_transformers(
     check_gradients(ranks, untied_model, teachers["more"], case, loss)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "loss"),
     keeping([(case, loss) for case in LAYOUTS[:3] for loss in ("advantage", "full")], (LAYOUTS[1], "full")),
@@ -121,13 +122,6 @@ def test_tokens_that_the_teacher_does_not_have_are_left_out_of_both(
 
 
 @matrix
-@pytest.mark.parametrize("case", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[2], LAYOUTS[5]], ids=str)
-def test_a_teacher_may_have_its_embedding_for_an_output_layer(
-    ranks: RankPool, tied_model: Path, teachers: dict[str, Path], case: Case
-) -> None:
-    check_gradients(ranks, tied_model, teachers["tied"], case, "full")
-
-
 @pytest.mark.parametrize("loss", ["advantage", "full"])
 @pytest.mark.parametrize(
     "case",
@@ -170,6 +164,7 @@ def test_a_step_learns_from_the_teacher_alone_or_with_rewards(
         assert (ours.record.teacher_kl is None) == (loss == "full")
 
 
+@matrix
 @pytest.mark.parametrize("loss", keeping(["advantage", "full"], "advantage"))
 def test_a_step_compares_both_over_the_tokens_that_both_know(
     ranks: RankPool, untied_model: Path, teachers: dict[str, Path], loss: str
@@ -204,17 +199,3 @@ def test_a_step_compares_both_over_the_tokens_that_both_know(
     told = ours.record.teacher_kl
     told = result.sums["teacher_kl"] / result.sums["tokens"] if told is None else told
     assert told == pytest.approx(kl.item(), rel=1e-4)
-
-
-def test_the_teachers_logits_are_never_whole_beside_the_policys(
-    ranks: RankPool, untied_model: Path, teachers: dict[str, Path]
-) -> None:
-    """With blocks of 4 rows the loss and its backward pass make less than half of the logits: values of rows."""
-    settings = TeacherConfig(str(teachers["more"]), "full")
-    samples = make_samples(32, longest=40)
-    found = ranks.run(
-        1, teacher_cases.largest_beside_logits, untied_model, Case(max_tokens=512), samples, settings, 4
-    )[0]
-    assert found
-    for logits, forward, both in found:
-        assert max(forward, both) < logits / 2

@@ -17,7 +17,7 @@ from tests.distributed.policy_cases import LEARNING_RATE, Case
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_parity import assert_close
 from tests.distributed.update_cases import REFERENCE_FACTOR, StepOutcome, make_groups
-from tests.selection import keeping
+from tests.selection import keeping, matrix
 
 pytestmark = [pytest.mark.parity, pytest.mark.distributed]
 
@@ -25,7 +25,6 @@ GROUPS = make_groups((4, 4, 3, 1, 4))
 PPO = AlgorithmConfig(
     advantage="ppo", advantage_eps=1e-5, kl_in="reward", kl_estimator="k1", kl_coef=0.5, early_stop_ratio=None
 )
-TINY_STEPS = Case(max_tokens=128, lr=1e-6)
 LAYOUTS = [Case(max_tokens=128), Case(tensor=2, pipeline=2, max_tokens=64), Case(data=2, max_tokens=64)]
 
 
@@ -80,6 +79,7 @@ def test_ppo_with_kl_in_the_reward_is_that_of_plain_torch(
     assert ours.record.reward_kl.per_token != 0
 
 
+@pytest.mark.full
 def test_kl_in_the_reward_shifts_whole_completions_where_groups_are_compared(
     ranks: RankPool, untied_model: Path
 ) -> None:
@@ -94,6 +94,7 @@ def test_kl_in_the_reward_shifts_whole_completions_where_groups_are_compared(
     assert_close(one.update, other.update, 1e-5)
 
 
+@matrix
 @pytest.mark.parametrize("loss", keeping(["clip", "gspo"], "gspo"))
 def test_epochs_over_minibatches_agree_between_layouts(
     ranks: RankPool, untied_model: Path, loss: str
@@ -109,6 +110,7 @@ def test_epochs_over_minibatches_agree_between_layouts(
     assert all(abs(result.sums["approx_kl"]) > 1e-2 for result in later)
 
 
+@matrix
 @pytest.mark.parametrize(
     ("algorithm", "moved"),
     [
@@ -133,6 +135,7 @@ def test_the_ratio_is_to_the_policy_before_the_steps_first_update(
         assert result.discarded is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recompute", [True, False])
 def test_without_recomputed_log_probs_the_ratio_is_to_the_engine(
     ranks: RankPool, untied_model: Path, recompute: bool
@@ -145,12 +148,7 @@ def test_without_recomputed_log_probs_the_ratio_is_to_the_engine(
     assert result.sums["mismatch"] / result.sums["tokens"] > 0.01
 
 
-def test_more_minibatches_than_samples_are_one_sample_each(ranks: RankPool, untied_model: Path) -> None:
-    algorithm = AlgorithmConfig(n_minibatches=40, early_stop_ratio=None)
-    outcome = step(ranks, untied_model, LAYOUTS[2], algorithm)
-    assert len(outcome.record.results) == sum(len(group.completions) for group in GROUPS) == 16
-
-
+@matrix
 @pytest.mark.parametrize(("action", "made"), [("skip", 4), ("end", 2)])
 def test_after_a_discard_the_step_goes_on_or_ends(
     ranks: RankPool, untied_model: Path, action: str, made: int
@@ -162,11 +160,3 @@ def test_after_a_discard_the_step_goes_on_or_ends(
     assert record.passes == made / 2
     assert first.discarded is None and len(others) == made - 1
     assert all("approximate KL" in result.discarded for result in others)
-
-
-def test_the_only_minibatch_needs_no_pass_for_its_log_probs(ranks: RankPool, untied_model: Path) -> None:
-    case = Case(tensor=2, max_tokens=64)
-    recomputed, _ = ranks.run(2, update_cases.only_minibatch, untied_model, case, False)[0]
-    spared, ratio = ranks.run(2, update_cases.only_minibatch, untied_model, case, True)[0]
-    assert ratio == 1.0
-    assert_close(spared, recomputed, 1e-6)

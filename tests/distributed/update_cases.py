@@ -13,8 +13,8 @@ from torch import Tensor
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 from rlmath.config.schema import AlgorithmConfig
 from rlmath.distributed.phase_timers import PhaseTimers
-from tests.distributed.policy_cases import Case, Stage, build, microbatches, whole_tensors
-from tests.tiny_models import VOCAB, make_samples
+from tests.distributed.policy_cases import Case, Stage, build, whole_tensors
+from tests.tiny_models import VOCAB
 
 REFERENCE_FACTOR = 1.05
 """The reference has the model's weights times this."""
@@ -93,15 +93,3 @@ def _reference(stage: Stage) -> Any:
             for parameter in chunk.parameters():
                 parameter.mul_(REFERENCE_FACTOR)
     return reference
-
-
-def only_minibatch(folder: Path, case: Case, on_policy: bool) -> tuple[dict[str, Tensor], float] | None:
-    """The update of one minibatch with recomputed log-probs, or told that it is the only one; its mean ratio."""
-    stage = build(folder, case)
-    batches = microbatches(stage, make_samples(16, seed=2))
-    before = whole_tensors(stage)
-    old = None if on_policy else stage.actor.forward_backward.logprobs(batches)
-    result = stage.actor.learner.learn(batches, old, None, on_policy)
-    after = whole_tensors(stage)
-    update = {name: after[name] - before[name] for name in after}
-    return (update, result.sums["ratio"] / result.sums["tokens"]) if stage.mesh.rank == 0 else None

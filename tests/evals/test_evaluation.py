@@ -22,6 +22,7 @@ from rlmath.evals.plan import Plan
 from tests.distributed.rank_pool import RankPool
 from tests.evals.guessing_model import make_guessing_model
 from tests.programs import ENVIRONMENT, REPOSITORY, end_family, run
+from tests.selection import matrix
 
 DATA = REPOSITORY.parent / "shared" / "data" / "benchmarks"
 NAMES = ("aime24", "aime25", "amc23", "math_500", "gsm8k", "minerva_math", "olympiadbench", "gpqa_diamond")
@@ -90,6 +91,7 @@ def evaluated(model: Path, ranks: RankPool) -> Path:
     return output
 
 
+@matrix
 def test_every_benchmark_is_evaluated(evaluated: Path) -> None:
     found = json.loads((evaluated / "results.json").read_text())["benchmarks"]
     assert tuple(found) == NAMES
@@ -187,6 +189,7 @@ def test_what_is_there_is_used_by_a_larger_plan(
     assert tables(tmp_path) == tables(evaluated)
 
 
+@matrix
 def test_prompts_that_do_not_fit_the_model_are_reported(model: Path, ranks: RankPool, tmp_path: Path) -> None:
     (too_long,) = ranks.run(1, evaluate_in_pool, plan_for(model, tmp_path, max_new_tokens=2000))
     assert "set --max-prompt-tokens 48" in too_long
@@ -199,6 +202,7 @@ def test_a_mistake_ends_with_status_2(capfd: pytest.CaptureFixture[str]) -> None
     assert "--samples is -1" in message and "Traceback" not in message
 
 
+@matrix
 def test_two_evaluations_are_put_side_by_side(evaluated: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--compare", str(evaluated), str(evaluated / "results.json")]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if "gpqa_diamond" in line]
@@ -274,6 +278,7 @@ def test_functions_of_the_users_make_prompts_and_say_what_is_right(
     assert "holds completions of another evaluation: scorer was 'even'" in told
 
 
+@matrix
 def test_a_second_start_only_prints_the_table(model: Path, evaluated: Path) -> None:
     before = tables(evaluated)
     again = run(PROGRAM, *options(model, evaluated))

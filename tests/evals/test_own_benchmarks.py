@@ -17,6 +17,7 @@ from rlmath.evals.sampling import Missing, _requests
 from tests.distributed.rank_pool import RankPool
 from tests.evals.guessing_model import make_guessing_model
 from tests.evals.test_evaluation import evaluate_in_pool
+from tests.selection import matrix
 
 SAMPLES, NEW_TOKENS, PROMPT_TOKENS, LIMIT, SEED = 5, 21, 40, 3, 9
 ROWS = {"first": 4, "second": 2}
@@ -134,6 +135,7 @@ def greedy_tokens(model: Path, prompt: str) -> str:
     return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 
+@matrix
 @pytest.mark.distributed
 def test_every_problem_has_its_greedy_answer_and_its_samples(plan: Plan, ranks: RankPool) -> None:
     ranks.run(1, evaluate_in_pool, plan)

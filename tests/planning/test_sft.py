@@ -15,7 +15,7 @@ from rlmath.planning.checks import check_config, config_warnings, only_used, use
 from rlmath.planning.memory_estimate import Target, mesh_of, plan_ranks
 from rlmath.planning.memory_fit import GIB, fit_problems, start_up_lines
 from rlmath.planning.parallelism import planned_ranks
-from rlmath.planning.prepare import read_data
+from rlmath.planning.prepare import read_inputs
 from tests.tiny_models import shape_of
 
 POSITIONS = 256
@@ -125,7 +125,7 @@ def test_sequences_that_cannot_be_counted_are_told_with_the_cause(
         (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ValueError, match=f"cannot be counted: .*{cause}.*rlmath install cpu"):
-        read_data(config, shape, "sft")
+        read_inputs(config, shape, "sft")
 
 
 def test_memory_is_that_of_training_alone(place: list[str], untied_model: Path) -> None:

@@ -34,7 +34,7 @@ SAVED_AND_STOPPED = 75
 NOT_SAVED_IN_TIME = 76
 """A signal stopped the run, and saving was not complete `run.stop_grace_seconds` later."""
 DIVERGED = 77
-"""The policy can no longer be trained (`trainer.divergence`): the same command would end likewise."""
+"""The policy can no longer be trained (`run.divergence`): the same command would end in the same way."""
 
 MEANINGS = {
     FINISHED: "finished",

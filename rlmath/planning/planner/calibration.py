@@ -126,13 +126,13 @@ def read_run(path: Path, gpu: str | None = None, ranks_per_node: int = RANKS_PER
     return Measured(
         str(folder),
         config,
-        found.shape,
-        target,
-        cluster,
-        batch_of_rows(config, rows),
-        phases_of(rows, average),
-        over(rows, "seconds/step", average),
-        len(rows),
+        shape=found.shape,
+        target=target,
+        cluster=cluster,
+        batch=batch_of_rows(config, rows),
+        seconds=phases_of(rows, average),
+        step_seconds=over(rows, "seconds/step", average),
+        steps=len(rows),
     )
 
 
@@ -251,7 +251,8 @@ def as_file(coefficients: Coefficients, kind: str, runs: Sequence[Measured]) -> 
 
 
 def read_coefficients(file: Path, kind: str) -> Coefficients:
-    """Those of `as_file`; ValueError for another kind of device, and for what is missing, unknown or no number."""
+    """The coefficients that `as_file` wrote; ValueError for another kind of device, and for what is missing, unknown
+    or no number."""
     data = read_json_object(file)
     if data.get("kind") != kind:
         raise ValueError(f'{file}: coefficients of kind "{data.get("kind")}"; this plan is for "{kind}"')

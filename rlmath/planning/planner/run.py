@@ -20,7 +20,7 @@ from rlmath.planning.planner.lengths import Batch, lengths_with_mean
 from rlmath.planning.planner.step import StepPlan, batch_of, plan_step, problems_of, step_inputs
 from rlmath.planning.planner.training import StepInputs
 from rlmath.planning.planner.work import Cluster, Coefficients, cluster_of, machine_of, on_gpu
-from rlmath.planning.prepare import dropped_warning, read_data
+from rlmath.planning.prepare import dropped_warning, read_inputs, try_data
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class RunPrediction:
 
     @property
     def last_step(self) -> StepInputs:
-        """Of the last stage, that of the longest contexts."""
+        """The step of the last stage, which has the longest contexts."""
         stage, plan = self.stages[-1]
         return self.place.inputs(stage.config, plan.batch)
 
@@ -142,6 +142,6 @@ def _steps_per_epoch(config: Config, shape: ModelShape, asked: Asked) -> tuple[i
         return asked.prompts // config.data.prompts_per_step, ()
     if any(file_problems(config)):
         return None, ()
-    data = read_data(config, shape, examples=EXAMPLES)
+    data = try_data(config, shape, read_inputs(config, shape), examples=EXAMPLES)
     dropped = dropped_warning(config, data)
     return data.inputs.order.steps_per_epoch, (*data.warnings, *([dropped] if dropped else ()))

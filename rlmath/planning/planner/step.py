@@ -171,7 +171,9 @@ def step_inputs(
 ) -> StepInputs:
     """Of a step with the settings of one stage, on the whole cluster. The layout must have no problems
     (`planning.parallelism`)."""
-    return StepInputs(config, shape, mesh_of(config, cluster.ranks, 0), target, cluster, batch)
+    return StepInputs(
+        config, shape, mesh=mesh_of(config, cluster.ranks, 0), target=target, cluster=cluster, batch=batch
+    )
 
 
 def plan_step(inputs: StepInputs, coefficients: Coefficients) -> StepPlan:
@@ -208,17 +210,20 @@ def plan_step(inputs: StepInputs, coefficients: Coefficients) -> StepPlan:
     return StepPlan(
         config,
         inputs.mesh,
-        cluster,
-        inputs.batch,
-        work,
-        {phase: seconds_by_coefficient(done, machine, coefficients) for phase, done in work.items()},
-        rollout,
-        training.microbatches,
-        1 - 1 / training.idle_factor,
-        tail_seconds(rollout, cluster, coefficients),
-        rollout.sampled.finished / inputs.mesh.num_engines / config.reward.workers / JUDGED_PER_SECOND,
-        step_flops(training, rollout.sampled),
-        overlap,
+        cluster=cluster,
+        batch=inputs.batch,
+        work=work,
+        parts={phase: seconds_by_coefficient(done, machine, coefficients) for phase, done in work.items()},
+        rollout=rollout,
+        microbatches=training.microbatches,
+        idle_share=1 - 1 / training.idle_factor,
+        tail_seconds=tail_seconds(rollout, cluster, coefficients),
+        judging_seconds=rollout.sampled.finished
+        / inputs.mesh.num_engines
+        / config.reward.workers
+        / JUDGED_PER_SECOND,
+        flops=step_flops(training, rollout.sampled),
+        overlap=overlap,
     )
 
 

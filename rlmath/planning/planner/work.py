@@ -37,7 +37,7 @@ class Machine:
     """To the host's memory."""
 
 
-CPU_CORE = Machine(CPU, "cpu", 50e9, 10e9, 2e9, 1e9, 10e9)
+CPU_CORE = Machine(CPU, "cpu", flops=50e9, memory=10e9, node=2e9, network=1e9, host=10e9)
 """A rank on a core of its own, in float32. Round figures of a server's core with AVX-512 and of messages through its
 memory: a calibration measures what they are worth on a given machine."""
 
@@ -105,7 +105,15 @@ def machine_of(config: Config, target: Target, network_gbps: float | None = None
         name = config.memory.gpu or ""
         found = _gpu(name)
     network = found.network if network_gbps is None else network_gbps * 1e9 / 8
-    return Machine(name, found.kind, found.flops, found.memory, found.node, network, found.host)
+    return Machine(
+        name,
+        found.kind,
+        flops=found.flops,
+        memory=found.memory,
+        node=found.node,
+        network=network,
+        host=found.host,
+    )
 
 
 def _gpu(name: str) -> Machine:
@@ -120,11 +128,11 @@ def _gpu(name: str) -> Machine:
     return Machine(
         name,
         "cuda",
-        gpu.bf16_tflops * 1e12,
-        gpu.memory_gb_s * 1e9,
-        gpu.node_gb_s * 1e9,
-        gpu.network_gbit_s * 1e9 / 8,
-        gpu.host_gb_s * 1e9,
+        flops=gpu.bf16_tflops * 1e12,
+        memory=gpu.memory_gb_s * 1e9,
+        node=gpu.node_gb_s * 1e9,
+        network=gpu.network_gbit_s * 1e9 / 8,
+        host=gpu.host_gb_s * 1e9,
     )
 
 

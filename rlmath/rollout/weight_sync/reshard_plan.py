@@ -159,7 +159,16 @@ def plan_cell(
     coordinates_of = {rank: coordinates(replace(mesh, rank=rank)) for rank in ranks}
     parts = {rank: rank % mesh.engine_size for rank in ranks}
     senders = Senders(coordinates_of, ranks_per_node or mesh.world_size)
-    return _plan(shape, layout, mesh, coordinates_of, parts, senders, element_bytes, bucket_bytes)
+    return _plan(
+        shape,
+        layout,
+        mesh=mesh,
+        coordinates_of=coordinates_of,
+        parts=parts,
+        senders=senders,
+        element_bytes=element_bytes,
+        bucket_bytes=bucket_bytes,
+    )
 
 
 def plan_own_ranks(
@@ -175,7 +184,16 @@ def plan_own_ranks(
     coordinates_of = {rank: coordinates(replace(mesh, rank=rank)) for rank in range(mesh.world_size)}
     parts = {rank: part for part, rank in enumerate(engine)}
     senders = Senders(coordinates_of, engine.stop)  # nodes make no difference: engines have others
-    return _plan(shape, layout, mesh, coordinates_of, parts, senders, element_bytes, bucket_bytes)
+    return _plan(
+        shape,
+        layout,
+        mesh=mesh,
+        coordinates_of=coordinates_of,
+        parts=parts,
+        senders=senders,
+        element_bytes=element_bytes,
+        bucket_bytes=bucket_bytes,
+    )
 
 
 def _plan(
@@ -234,17 +252,17 @@ def _copy(
     return Copy(
         source,
         target,
-        needed.tensor,
-        needed.row + start,
-        needed.col,
-        needed.rows if rows is None else rows,
-        needed.cols,
-        held.parameter,
-        held.at_row + start,
-        held.at_col,
-        needed.parameter,
-        needed.at_row + start,
-        needed.at_col,
+        tensor=needed.tensor,
+        row=needed.row + start,
+        col=needed.col,
+        rows=needed.rows if rows is None else rows,
+        cols=needed.cols,
+        source_parameter=held.parameter,
+        source_row=held.at_row + start,
+        source_col=held.at_col,
+        target_parameter=needed.parameter,
+        target_row=needed.at_row + start,
+        target_col=needed.at_col,
     )
 
 
@@ -349,7 +367,16 @@ def _common(block: Block, other: Block) -> Block | None:
     if rows <= 0 or cols <= 0:
         return None
     at_row, at_col = block.at_row + row - block.row, block.at_col + col - block.col
-    return Block(block.tensor, row, col, rows, cols, block.parameter, at_row, at_col)
+    return Block(
+        block.tensor,
+        row,
+        col=col,
+        rows=rows,
+        cols=cols,
+        parameter=block.parameter,
+        at_row=at_row,
+        at_col=at_col,
+    )
 
 
 # ---------------------------------------------------------------- who sends

@@ -60,7 +60,7 @@ class WeightSync:
         self._settings = settings
         self._step = 0
         self.report: SyncReport | None = None
-        """Of the last sync."""
+        """What the last sync did."""
 
     def run(self, step: int) -> None:
         """Sync the weights that step `step` (from 0) samples with; with all steps done, those of the last

@@ -149,7 +149,7 @@ class Origin:
     reward: str = ""
     """The files of the user's reward functions; they may change, with a warning."""
     hooks: str = ""
-    """Likewise those of the functions that select groups and give advantages."""
+    """The files of the functions that select groups and give advantages; they may change, with a warning."""
 
 
 def origin_of(config: Config, inputs: PromptFiles, has_weights: bool = True) -> Origin:
@@ -246,8 +246,8 @@ def changes_since_newest(config: Config) -> list[str] | None:
 
 
 def newest_settings(config: Config) -> Config | None:
-    """Those of the newest whole checkpoint in the run's folder that can be read; None where there is none, or it cannot
-    be known. Reads manifests and small files only."""
+    """The settings of the newest whole checkpoint in the run's folder that can be read; None where there is none, or
+    it cannot be known. Reads manifests and small files only."""
     with suppress(ValueError):
         for checkpoint in _complete_checkpoints(config)[0]:
             with suppress(OSError, ValueError):

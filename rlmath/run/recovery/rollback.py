@@ -40,7 +40,7 @@ class RollbackRecord:
 
 
 def read_rollbacks(output_dir: str | Path) -> list[RollbackRecord]:
-    """Those of the run in a folder; none where there is no file. ValueError where the file cannot be used."""
+    """The rollbacks of the run in a folder; none where there is no file. ValueError where the file cannot be used."""
     path = Path(output_dir) / ROLLBACKS_FILE
     try:
         values = parse_json(read_regular(path, _MOST_BYTES).decode())

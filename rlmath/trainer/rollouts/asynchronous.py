@@ -228,7 +228,14 @@ class AsynchronousRollouts(FlightRollouts):
         metrics |= engine_report_metrics(reports, len(self._connection.leaders))
         epoch = number // self._inputs.order.steps_per_epoch
         scores = [score for group in sampled for score in group.scores]
-        return StepRollout(epoch, selection, [], scores, sum(map(tokens_of, found.groups)), metrics)
+        return StepRollout(
+            epoch,
+            selection,
+            rounds=[],
+            scores=scores,
+            sampled_tokens=sum(map(tokens_of, found.groups)),
+            metrics=metrics,
+        )
 
     def files(self) -> dict[str, bytes]:
         """With what the engines are sampling. On rank 0 only."""

@@ -78,7 +78,7 @@ class Engines(ABC):
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
-        """Of the last `generating`, on this rank."""
+        """Metrics of the last `generating`, on this rank."""
 
     @abstractmethod
     def close(self, status: int) -> None:
@@ -107,10 +107,10 @@ class ColocatedEngines(Engines):
         self.engine = Engine(
             config.model.path,
             config.rollout,
-            curriculum.engine_length(config),
-            mesh,
-            context.device,
-            engine_shapes(shape, mesh.engine_size),
+            max_sequence=curriculum.engine_length(config),
+            mesh=mesh,
+            device=context.device,
+            weight_shapes=engine_shapes(shape, mesh.engine_size),
         )
         if config.rollout.tail == "carry" and not self.engine.continues_noise:
             raise ValueError(
@@ -122,14 +122,19 @@ class ColocatedEngines(Engines):
         self.collector = Collector(
             self.engine,
             mesh,
-            inputs.tokenizer,
-            config.rollout,
-            config.reward,
-            context.workers,
-            self._scorer,
+            tokenizer=inputs.tokenizer,
+            rollout=config.rollout,
+            reward=config.reward,
+            pool=context.workers,
+            scorer=self._scorer,
         )
         self.rollouts = step_rollouts(
-            config, inputs, self.collector, shape.vocab_size, inputs.total_steps, keep
+            config,
+            inputs,
+            collector=self.collector,
+            vocab_size=shape.vocab_size,
+            total_steps=inputs.total_steps,
+            keep=keep,
         )
 
     def connect(self, actor: Actor, offload: OffloadSets) -> None:
@@ -137,12 +142,12 @@ class ColocatedEngines(Engines):
         transfer = WeightTransfer(
             actor.chunks,
             self._shape,
-            layout_of(config, self._shape, mesh),
-            mesh,
-            device,
-            self.engine.weights,
-            bucket_bytes(config.sync.bucket_mib, device.kind, mesh.world_size),
-            broadcast_from_rank_zero(local_world_size()),
+            layout=layout_of(config, self._shape, mesh),
+            mesh=mesh,
+            device=device,
+            weights=self.engine.weights,
+            bucket_bytes=bucket_bytes(config.sync.bucket_mib, device.kind, mesh.world_size),
+            ranks_per_node=broadcast_from_rank_zero(local_world_size()),
         )
         probe = Probe(actor.forward_backward, self.engine, mesh, probe_length(config))
         self.sync = WeightSync(transfer, probe, config.sync)
@@ -152,7 +157,9 @@ class ColocatedEngines(Engines):
             mesh.rank,
             CPU_COMPARES_EVERY if device.kind == "cpu" and not config.memory.stop_on_leak else 1,
         )
-        self.switch = MemorySwitch(self.engine, offload, self.sync.run, monitor, self._timers, device)
+        self.switch = MemorySwitch(
+            self.engine, offload, sync=self.sync.run, monitor=monitor, timers=self._timers, device=device
+        )
 
     def generating(self, version: int, step: int) -> AbstractContextManager[None]:
         return self.switch.generating(version, step)
@@ -185,7 +192,12 @@ class SeparateEngines(Engines):
         self._connection = EngineConnection(mesh, self._mailbox, context.on_progress)
         self.collector = self._connection
         self.rollouts = AsynchronousRollouts(
-            config, inputs, self._connection, context.shape.vocab_size, inputs.total_steps, keep
+            config,
+            inputs,
+            connection=self._connection,
+            vocab_size=context.shape.vocab_size,
+            total_steps=inputs.total_steps,
+            keep=keep,
         )
         self._step = 0
         self._waited = 0.0
@@ -195,12 +207,12 @@ class SeparateEngines(Engines):
         self._publisher = WeightPublisher(
             actor.chunks,
             self._shape,
-            plan,
-            self._mesh,
-            self._device,
-            self._device.params_dtype,
-            self._bridge,
-            self._mailbox,
+            plan=plan,
+            mesh=self._mesh,
+            device=self._device,
+            dtype=self._device.params_dtype,
+            bridge=self._bridge,
+            mailbox=self._mailbox,
         )
         self._probe = PolicyProbe(actor.forward_backward, self._mesh, probe_length(self._config))
         offload.offload(*RESTING)

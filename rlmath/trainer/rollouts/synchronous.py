@@ -98,7 +98,7 @@ class StepRollouts(Protocol):
 
 
 def open_curriculum(config: Config, inputs: Inputs) -> PromptCurriculum:
-    """That of the settings, with the pass rates of `data.history_path`."""
+    """The prompt curriculum of the settings, with the pass rates of `data.history_path`."""
     ids = [prompt.prompt_id for prompt in inputs.prompts]
     return PromptCurriculum(inputs.order, ids, rules_of(config.data), inputs.history)
 
@@ -136,7 +136,9 @@ def step_rollouts(
     """As `rollout.tail` says."""
     if config.rollout.tail == "wait":
         return WholeRollouts(config, inputs, collector, total_steps, keep)
-    return PartialRollouts(config, inputs, collector, vocab_size, total_steps, keep)
+    return PartialRollouts(
+        config, inputs, collector=collector, vocab_size=vocab_size, total_steps=total_steps, keep=keep
+    )
 
 
 def selection_rules(
@@ -148,10 +150,10 @@ def selection_rules(
     return SelectionRules(
         word if word in (None, "accuracy", "reward") else "function",
         settings.min_completion_tokens,
-        settings.max_completion_tokens,
-        settings.drop_truncated,
-        compared_rewards(reward) if settings.dynamic_sampling == "reward" else (),
-        keep,
+        max_tokens=settings.max_completion_tokens,
+        drop_truncated=settings.drop_truncated,
+        parts=compared_rewards(reward) if settings.dynamic_sampling == "reward" else (),
+        keep=keep,
     )
 
 
@@ -356,7 +358,14 @@ class PartialRollouts(FlightRollouts):
             self._warn_of_groups_left(flight)
         epoch = number // self._inputs.order.steps_per_epoch
         scores = [score for group in sampled for score in group.scores]
-        return StepRollout(epoch, selection, rounds.usages, scores, rounds.new_tokens, metrics)
+        return StepRollout(
+            epoch,
+            selection,
+            rounds=rounds.usages,
+            scores=scores,
+            sampled_tokens=rounds.new_tokens,
+            metrics=metrics,
+        )
 
     def _advance(self, flight: Flight, number: int, stage: LengthStage, rounds: Rounds) -> Leaving:
         """Make the rounds of step `number`; what it learns from leaves `flight`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -60,21 +59,6 @@ def test_a_frozen_rank_is_found_silent(tmp_path: Path) -> None:
         )
         os.kill(run.pid(2), signal.SIGCONT)
         assert run.ends_within(END_SECONDS) != 0
-
-
-@pytest.mark.full
-def test_a_run_that_was_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
-    with running(tmp_path / "run", "walk", "heartbeat_timeout_seconds=5") as run:
-        ranks = [psutil.Process(run.pid(rank)) for rank in (0, 1)]
-        for rank in ranks:
-            rank.suspend()
-        time.sleep(8)
-        for rank in ranks:
-            rank.resume()
-        before = run.step()
-        wait_for(lambda: run.step() > before + 20)
-        time.sleep(6)
-        assert run.launcher.poll() is None, run.console()
 
 
 def test_a_hang_is_told_with_the_stacks_of_all_ranks(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def test_half_of_the_ranks_does_not_make_itself_the_measure() -> None:
     assert usual([5.0]) == 5.0 and usual([5.0, 3.0]) == 3.0
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_the_first_rank_warns_once_of_a_slow_rank_and_a_slow_network(ranks: RankPool) -> None:
     (messages, metrics), *others = ranks.run(3, straggler_cases.steps_with_a_slow_last_rank, 3.0, 2.0)

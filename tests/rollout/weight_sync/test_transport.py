@@ -49,12 +49,14 @@ def write_and_read(sizes: list[int]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 def test_every_rank_sees_what_each_has_written(ranks: RankPool) -> None:
     for report in ranks.run(2, write_and_read, [5000, 100_000]):
         assert report["found"] == [(5000, [1]), (100_000, [2])]
         assert report["opened"] == 0 and report["named"] == []
 
 
+@pytest.mark.full
 def test_nothing_to_share_is_no_error(ranks: RankPool) -> None:
     for report in ranks.run(2, write_and_read, [0, 10]):
         assert report["found"][1] == (10, [2])
@@ -77,6 +79,7 @@ def share_twice() -> list[list[int]]:
     return found
 
 
+@pytest.mark.full
 def test_two_shares_do_not_meet(ranks: RankPool) -> None:
     assert ranks.run(2, share_twice) == [[[10, 11], [20, 21]]] * 2
 
@@ -97,6 +100,7 @@ def share_where_one_rank_may_not(limited: int) -> tuple[bool, int]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@matrix
 @pytest.mark.parametrize("limited", [0, 1])
 def test_one_rank_without_memory_to_share_means_none_for_all(ranks: RankPool, limited: int) -> None:
     assert ranks.run(2, share_where_one_rank_may_not, limited) == [(False, 0)] * 2

@@ -62,10 +62,10 @@ def join_run(
     heartbeat = Heartbeat(
         config.run,
         environment_rank(),
-        environment_world_size(),
-        config.run.output_dir,
-        stop,
-        broadcast_from_rank_zero if bridge is None else bridge.broadcast,
+        world_size=environment_world_size(),
+        output_dir=config.run.output_dir,
+        stop=stop,
+        broadcast=broadcast_from_rank_zero if bridge is None else bridge.broadcast,
     )
     stack.enter_context(heartbeat)
     outlive_parent()
@@ -88,7 +88,7 @@ class OnError:
     """What a rank does about an error before anything else."""
 
     trainer: Trainer | None = None
-    """Once it is there."""
+    """None until it is built."""
 
     def __call__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Log it in one line, at once: what is closed next may take its time, and the heartbeat does not wait for it.
