@@ -147,7 +147,7 @@ class _Worker:
 
 
 class VerifierPool:
-    """Verifies completions and calls functions. `submit` and `call` from any thread; futures resolve in the pool's
+    r"""Verifies completions and calls functions. `submit` and `call` from any thread; futures resolve in the pool's
     thread.
 
     >>> with VerifierPool(workers=1, timeout_seconds=5.0) as pool:

@@ -20,7 +20,6 @@ from rlmath.config.schema import (
 )
 from rlmath.data.dataset import load_inputs, load_validation
 from rlmath.data.order import Share
-from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
 from rlmath.models.hf_config import read_model_shape
 from rlmath.run.recovery.resume import data_fingerprint
 from tests.tiny_models import make_model_folder, shape_of
@@ -64,15 +63,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(place: Path, con
         load_inputs(config, shape)
 
 
-def test_stop_tokens_are_those_of_tokenizer_and_generation_config(tmp_path: Path) -> None:
-    folder = make_model_folder(tmp_path / "model")
-    tokenizer = load_tokenizer(str(folder))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 1, 5]}))
-    assert stop_token_ids(str(folder), tokenizer, 101) == (1, 5, 7)
-    (folder / "generation_config.json").write_text(json.dumps({}))
-    assert stop_token_ids(str(folder), tokenizer, 101) == (1,)
-
-
 def write_rows(path: Path, rows: list[dict]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -96,9 +86,6 @@ def test_a_mixture_of_forms_with_weights(tmp_path: Path, place: Path, config: Co
     assert [row.where for row in inputs.unusable] == [f"{more}, line 9"]
     assert [report.form for report in inputs.reports] == ["boba", "question_answer"]
     assert data_fingerprint(inputs.prompts, [10, 8]) != data_fingerprint(inputs.prompts, [9, 9])
-    short = replace(data, train_weights=[1.0])
-    with pytest.raises(ValueError, match="train_weights has 1 numbers for 2 files"):
-        load_inputs(replace(config, data=short), read_model_shape(place / "model"))
 
 
 def test_dropped_prompts_are_a_share_of_those_that_could_be_used(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,11 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.answers.verifier import STRICT
 from rlmath.workers.fork_server import MAX_PROCESSES
-from rlmath.workers.hooks import Hook, worker_environment
-from rlmath.workers.worker import WorkerSettings, framed
-from rlmath.workers.worker_pool import MEMORY_BYTES, VerifierPool
+from rlmath.workers.worker_pool import VerifierPool
 from tests.workers.test_worker_pool import children, wait_until
 
 NAP = f"599.{os.getpid()}1"
@@ -55,9 +50,6 @@ def wrong_number(text):
     reply = b'{{"id": 1, "reward": 9.0, "metrics": [], "failure": null, "message": ""}}'
     write_everywhere(len(reply).to_bytes(4) + reply)
 
-def deep(text):
-    write_everywhere((200000).to_bytes(4) + b"[" * 200000)
-
 def late_garbage(text):
     threading.Timer(0.1, garbage, [""]).start()
 
@@ -85,9 +77,6 @@ def kill_parent(text):
 
 def kill_group(text):
     os.killpg(0, 9)
-
-def leave(text):
-    sys.exit(3)
 
 def nap():
     return subprocess.Popen(["sleep", "{NAP}"])
@@ -183,9 +172,7 @@ def failures_among_others(said: list, hostile: int) -> list:
     return [one for index, one in enumerate(said) if index != hostile and one.failure is not None]
 
 
-@pytest.mark.parametrize(
-    "name", ["garbage", "huge_length", "wrong_number", "deep", "close_all", "kill_group", "leave"]
-)
+@pytest.mark.parametrize("name", ["garbage", "huge_length", "wrong_number", "close_all", "kill_group"])
 def test_who_breaks_the_channel_breaks_its_own_answer_only(pool, name):
     servers = children(os.getpid())
     said = ask(pool, "one", "three", f"{name} now", "eleven", "fourteen")
@@ -272,37 +259,6 @@ def test_processes_end_with_a_trainer_that_is_killed(folder):
     wait_until(lambda: not naps())
 
 
-@pytest.mark.parametrize("end", ["its messages unread", "it does not receive"])
-def test_processes_end_when_the_pool_disappears(folder, end):
-    """The first makes the fork server's next receive fail, the second its next send."""
-    settings = WorkerSettings(
-        MEMORY_BYTES, 60.0, STRICT, Hook("reward", "hostile_rewards:reward", "reward.function")
-    )
-    control, its_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    channel, its_channel = socket.socketpair()
-    arguments = [str(its_control.fileno()), str(os.getpid()), settings.as_json()]
-    with control, channel, its_channel, its_control:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "rlmath.workers.fork_server", *arguments],
-            pass_fds=[its_control.fileno()],
-            env=worker_environment(),
-        )
-        its_control.close()
-        assert control.recv(64) == b"ready"
-        socket.send_fds(control, [b"fork 1"], [its_channel.fileno()])
-        request = {"id": 1, "completion": "hang_with_children now", "solutions": [], "row": {}}
-        channel.sendall(framed(request))
-        wait_until(lambda: len(naps()) == 8)
-        if end == "it does not receive":
-            control.shutdown(socket.SHUT_RD)
-        control.send(b"kill 1")
-        if end == "its messages unread":
-            wait_until(lambda: select.select([control], [], [], 0)[0])
-        control.close()
-        assert server.wait(20) == 0
-    assert not naps()
-
-
 def test_the_memory_limit_is_that_of_all_processes_together(folder):
     with VerifierPool(1, 30.0, memory_bytes=400 * 2**20, function="hostile_rewards:reward") as pool:
         said = ask(pool, "three", "hold now", "seven")
@@ -318,11 +274,3 @@ def test_a_fork_bomb_ends_with_its_answer(pool, sessions):
     assert f"more than {MAX_PROCESSES} processes" in said[1].message
     assert not failures_among_others(said, 1)
     wait_until(lambda: len(those_with("environ", f"{MARK}={NAP}")) <= before)
-
-
-def test_a_fork_server_that_cannot_start_is_an_error_in_words(folder):
-    (folder / "ends_at_import.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
-    with VerifierPool(1, 5.0, function="ends_at_import:reward") as pool:
-        asked = pool.call("x", [], {})
-        with pytest.raises(RuntimeError, match=r"has ended, ended by signal 9"):
-            asked.result(60)
