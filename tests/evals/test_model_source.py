@@ -64,15 +64,6 @@ def test_what_an_evaluation_converted_that_did_not_end_is_removed(checkpoint: Pa
     assert (tmp_path / "a" / "converted_model" / "config.json").is_file()
 
 
-def test_what_cannot_be_removed_raises_nothing(checkpoint: Path, tmp_path: Path) -> None:
-    """It would hide the error that ended the evaluation."""
-    resolve_model(checkpoint, tmp_path)
-    (tmp_path / "converted_from.json").unlink()
-    (tmp_path / "converted_from.json").mkdir()
-    remove_converted()
-    assert not (tmp_path / "converted_model").exists()
-
-
 def test_a_runs_folder_stands_for_its_newest_model(
     untied_model: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
