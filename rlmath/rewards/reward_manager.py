@@ -28,13 +28,10 @@ RewardWorkers = VerifierPool | RewardPools
 
 
 def open_reward_workers(reward: RewardConfig, plugins: Sequence[str] = ()) -> RewardWorkers:
-    """The workers of one rank. Start them before process groups, CUDA and engines. `plugins` register functions of the
-    user's by name."""
-    return RewardPools(reward, plugins) if reward.rewards else open_pool(reward, plugins)
-
-
-def open_pool(reward: RewardConfig, plugins: Sequence[str] = ()) -> VerifierPool:
-    """The workers of the verifier, or of `reward.function`."""
+    """The workers of one rank: of `reward.rewards`, of `reward.function` or of the verifier. Start them before process
+    groups, CUDA and engines. `plugins` register functions of the user's by name."""
+    if reward.rewards:
+        return RewardPools(reward, plugins)
     rules = Rules(reward.answer_from, protocol=not reward.strict)
     hook = None
     if reward.function is not None:
@@ -236,28 +233,14 @@ class RewardManager:
             else future.result()
             for name, future in submitted.futures.items()
         }
-        completion, boxed = submitted.completion, submitted.boxed
-        length, truncated = len(completion.token_ids), completion.finish_reason == "length"
+        known = {
+            "boxed": submitted.boxed,
+            "length": len(submitted.completion.token_ids),
+            "limit": self._limit,
+            "truncated": submitted.completion.finish_reason == "length",
+        }
         if self._rewards:
-            return several_score(
-                self._rewards,
-                self._scheme,
-                results=results,
-                boxed=boxed,
-                length=length,
-                limit=self._limit,
-                truncated=truncated,
-            )
-        result = results[""]
+            return several_score(self._rewards, self._scheme, results, **known)
         if self._reward.function is not None:
-            worst = self._reward.function_failure
-            return function_score(
-                self._scheme,
-                result,
-                worst=worst,
-                boxed=boxed,
-                length=length,
-                limit=self._limit,
-                truncated=truncated,
-            )
-        return score(self._scheme, result, boxed, length, self._limit, truncated)
+            return function_score(self._scheme, results[""], self._reward.function_failure, **known)
+        return score(self._scheme, results[""], **known)
