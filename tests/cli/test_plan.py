@@ -170,18 +170,6 @@ def test_dashes_are_told_of_where_an_option_is_unknown(
     assert ("without dashes" in capsys.readouterr().err) is hint
 
 
-def test_more_nodes_are_not_slower(capsys: pytest.CaptureFixture[str]):
-    def seconds(nodes: int) -> float:
-        told = ("--config", str(CONFIGS / "areal/7b_n4.yaml"), "--nodes", str(nodes))
-        return planned(capsys, *told)["step_seconds"]
-
-    found = [seconds(nodes) for nodes in (2, 4, 8, 16, 32, 64)]
-    assert found == sorted(found, reverse=True)
-    assert (
-        found[1] < 0.7 * found[0] and found[5] > 0.7 * found[4]
-    )  # in the end only the longest answer is left
-
-
 def test_longer_answers_are_slower(capsys: pytest.CaptureFixture[str]):
     def seconds(mean: int) -> float:
         told = ("--config", str(CONFIGS / "areal/1.5b_n1.yaml"), "--mean-response-tokens", str(mean))
