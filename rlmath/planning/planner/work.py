@@ -204,7 +204,7 @@ WORK_NAMES = tuple(field.name for field in fields(Work))
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Above 0. Shares are of what `Machine` can do at most, and may exceed 1 where a machine is faster than its figures."""
+    """Above 0. Shares are of what `Machine` can do at most, and may exceed 1 where a machine is faster."""
 
     flops_share: float
     """Of the device's FLOP/s, in training, log-probs and prefill."""
