@@ -232,8 +232,8 @@ def _check(report: SequenceReport, max_unusable_share: float) -> None:
     if not report.kept and report.dropped:
         raise ValueError(
             f"{report.path}: all {report.dropped} sequences that can be used are longer than "
-            f"{report.setting}={report.most_tokens} (the longest has {report.longest_dropped_tokens} tokens); raise it, "
-            "or give shorter ones"
+            f"{report.setting}={report.most_tokens} (the longest has {report.longest_dropped_tokens} tokens); raise "
+            "it, or give shorter ones"
         )
     if not report.kept:
         raise ValueError(f"{report.path}: no row can be used; needed: rows with {FORMS}")
