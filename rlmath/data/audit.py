@@ -9,11 +9,12 @@ as strings, without the parser: 100,000 take some two seconds.
 
 from __future__ import annotations
 
+import functools
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rlmath.algorithms.types import Prompt
 from rlmath.answers.extraction import extract_answer
@@ -50,6 +51,7 @@ _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s?\{([^{}]*)\}")
 
 
+T = TypeVar("T")
 PromptsOfFile = tuple[str, Sequence[Prompt]]
 """A file, or the name of a validation file, and its prompts."""
 
@@ -151,7 +153,8 @@ def audit_prompts(
     started = time.monotonic()
     n_validated = sum(len(found) for _, found in validation)
     prompts = [prompt for _, found in training for prompt in found]
-    findings = [*_unknown_in(prompts, tokenizer), *_overlaps(training, validation), *_in_two_files(training)]
+    findings = [*_unknown_in(prompts, tokenizer), *_overlaps(training, validation)]
+    findings += _in_earlier_file(training, "problems", lambda one: one.problem_key, _named)
     compared = f"{len(prompts)} prompts and {n_validated} of validation compared"
     if is_verified(reward):
         rules = Rules(reward.answer_from, protocol=not reward.strict)
@@ -218,19 +221,22 @@ def _overlaps(training: Sequence[PromptsOfFile], validation: Sequence[PromptsOfF
                 )
 
 
-def _in_two_files(training: Sequence[PromptsOfFile]) -> Iterator[Finding]:
-    first_in: dict[int, int] = {}
-    for number, (path, prompts) in enumerate(training):
-        again: dict[int, list[Prompt]] = {}
-        for prompt in prompts:
-            before = first_in.setdefault(prompt.problem_key, number)
-            if before != number:
-                again.setdefault(before, []).append(prompt)
-        for before, both in again.items():
+def _in_earlier_file(
+    files: Sequence[tuple[str, Sequence[T]]],
+    noun: str,
+    key: Callable[[T], Hashable],
+    shown: Callable[[Sequence[T]], tuple[str, ...]],
+) -> Iterator[Finding]:
+    """Prompts that an earlier file has, too, by their keys."""
+    before: set[Hashable] = set()
+    for path, found in files:
+        again = [one for one in found if key(one) in before]
+        before.update(map(key, found))
+        if again:
             yield Finding(
-                f"{len(both)} of the {len(prompts)} problems of {path} are in {training[before][0]}, too, and come "
-                "more often than data.train_weights says. Take them out of one of the two files.",
-                _named(both),
+                f"{len(again)} of the {len(found)} {noun} of {path} are in an earlier file, too, and come more often "
+                "than data.train_weights says. Take them out of one of the files.",
+                shown(again),
             )
 
 
@@ -326,18 +332,10 @@ def audit_sequences(
     if odd or lost:
         what = f"all of the texts: {len(odd)} of {total} sequences have unknown tokens."
         findings.append(_unknown(what, lost, _decoded(odd, tokenizer)))
-    first_in: dict[tuple[int, ...], int] = {}
-    for number, (path, sequences) in enumerate(training):
-        again = [one for one in sequences if first_in.setdefault(one.prompt_ids, number) != number]
-        if again:
-            findings.append(
-                Finding(
-                    f"{len(again)} of the {len(sequences)} prompts of {path} are in an earlier file, too. Take them "
-                    "out of one of the files.",
-                    _decoded(again, tokenizer),
-                )
-            )
-    both = [one for one in held_out if one.prompt_ids in first_in]
+    decoded = functools.partial(_decoded, tokenizer=tokenizer)
+    findings += _in_earlier_file(training, "prompts", lambda one: one.prompt_ids, decoded)
+    trained = {one.prompt_ids for _, sequences in training for one in sequences}
+    both = [one for one in held_out if one.prompt_ids in trained]
     if both:
         findings.append(
             Finding(

@@ -190,16 +190,15 @@ _DAPO_SOURCE = "math_dapo"
 _MAX_MESSAGES = 100
 
 
-def _messages(value: object) -> tuple[tuple[str, str], ...]:
+def messages_of(value: object, name: str) -> tuple[tuple[str, str], ...]:
+    """(role, content) of a chat, which the column `name` has."""
     if not isinstance(value, list) or not 0 < len(value) <= _MAX_MESSAGES:
-        raise RowError(f"prompt must be a list of 1 to {_MAX_MESSAGES} messages, got {short(value)}")
+        raise RowError(f"{name} must be a list of 1 to {_MAX_MESSAGES} messages, got {short(value)}")
     found = []
     for message in value:
         if not isinstance(message, dict) or not {"role", "content"} <= set(message):
-            raise RowError(f"each message of prompt needs role and content, got {short(message)}")
+            raise RowError(f"each message of {name} needs role and content, got {short(message)}")
         found.append((checked_text(message["role"], "role"), checked_text(message["content"], "content")))
-    if found[-1][0] != "user":
-        raise RowError(f'the last message of prompt must be that of the "user", got that of {found[-1][0]!r}')
     return tuple(found)
 
 
@@ -229,8 +228,10 @@ def _chat_problem(columns: dict, last: str) -> str:
 
 
 def _chat_row(columns: dict, number: int) -> PromptRow:
-    messages = _messages(columns.get("prompt"))
-    last = messages[-1][1]
+    messages = messages_of(columns.get("prompt"), "prompt")
+    role, last = messages[-1]
+    if role != "user":
+        raise RowError(f'the last message of prompt must be that of the "user", got that of {role!r}')
     whole = len(messages) == 1 and has_template(last)
     extra = columns_of(columns.get("extra_info"))
     named = {"index": extra.get("index")} | {key: columns.get(key) for key in ("query_id", "id", "idx")}

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Sample
 from rlmath.data.files import CHARACTERS_PER_TOKEN, raw_rows
-from rlmath.data.formats import check_length, checked_text
+from rlmath.data.formats import check_length, checked_text, messages_of
 from rlmath.data.loader import FilterReport
 from rlmath.data.order import permutation
-from rlmath.data.rows import PromptRow, RawRow, RowError, UnusableRow, short, unusable_lines
+from rlmath.data.rows import PromptRow, RawRow, RowError, UnusableRow, unusable_lines
 from rlmath.data.tokenizer import prompt_tokens, rendered, token_ids_of
 from rlmath.workers.user_functions import UserFunction
 
@@ -152,7 +152,6 @@ def _texts(
     most_characters: int,
 ) -> list[_Texts]:
     """What can be used; the others, among them rows of more than `most_characters`, are added to `unusable`."""
-    places: list[str] = []
     prompts: list[PromptRow] = []
     completions: list[str] = []
     in_chat = template in ("auto", "chat") and bool(tokenizer.chat_template)
@@ -173,10 +172,10 @@ def _texts(
                 f"the tokenizer has {'one' if tokenizer.chat_template else 'none'}. Use data.template=auto and a "
                 "tokenizer with a chat template, or give rows with prompt and completion"
             )
-        places.append(raw.where)
         prompts.append(row)
         completions.append(completion)
     texts = rendered(prompts, template, tokenizer)
+    places = [row.query_id for row in prompts]
     return [_Texts(*one) for one in zip(places, texts, completions, strict=True)]
 
 
@@ -187,24 +186,13 @@ def _parse(columns: dict, where: str) -> tuple[PromptRow, str]:
             prompt, completion = checked_text(columns[first], first), checked_text(columns[second], second)
             return PromptRow(prompt, "math", where, (completion,), whole=whole), completion
     if "messages" in columns:
-        *turns, (role, completion) = _turns(columns["messages"])
+        *turns, (role, completion) = messages_of(columns["messages"], "messages")
         if role != "assistant" or not turns:
             raise RowError("the last of its messages must be the assistant's, with others before it")
         row = PromptRow(turns[-1][1], "math", where, (completion,), whole=False, messages=tuple(turns))
         return row, completion
     names = ", ".join(map(repr, list(columns)[:8])) or "no columns"
     raise RowError(f"has {names}; needed: {FORMS}")
-
-
-def _turns(value: object) -> list[tuple[str, str]]:
-    if not isinstance(value, list) or not value:
-        raise RowError(f"messages must be a list, got {short(value)}")
-    turns = []
-    for turn in value:
-        if not isinstance(turn, dict) or not {"role", "content"} <= turn.keys():
-            raise RowError(f"each of messages must have a role and a content, got {short(turn)}")
-        turns.append((checked_text(turn["role"], "role"), checked_text(turn["content"], "content")))
-    return turns
 
 
 def _tokenized(texts: Sequence[_Texts], tokenizer: PreTrainedTokenizerFast) -> Iterator[WrittenSequence]:

@@ -107,11 +107,9 @@ class CriticLearner(Learner):
         target = targets[index]
         old_T, returns_T = (one.to(values_T.device) for one in (target.old_values_T, target.returns_T))
         terms = value_loss(values_T, old_T, returns_T, batch.loss_weights_T, self.clip)
-        count = output_T1.new_full((), batch.loss_count, dtype=torch.int)
-        # Copies: Megatron divides the loss in place.
-        metrics = {one.name: getattr(terms, one.name).detach().clone() for one in fields(ValueLoss)}
-        metrics["denominator"] = count
-        return terms.loss, self.forward_backward.counted_once(count), metrics
+        return self._loss_of(
+            terms.loss, batch, {one.name: getattr(terms, one.name) for one in fields(ValueLoss)}
+        )
 
 
 @dataclass(frozen=True)

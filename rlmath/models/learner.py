@@ -58,6 +58,15 @@ class Learner:
     lr_scale: float = field(default=1.0, init=False)
     """What the schedule's learning rate is multiplied by."""
 
+    def _loss_of(
+        self, loss: Tensor, batch: MicroBatch, metrics: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """What a forward pass of Megatron's returns: loss, denominator and metrics, which are copied, since Megatron
+        divides the loss in place and metrics must not share its storage."""
+        count = loss.new_full((), batch.loss_count, dtype=torch.int)
+        copies = {name: value.detach().clone() for name, value in metrics.items()}
+        return loss, self.forward_backward.counted_once(count), copies | {"denominator": count}
+
     def restore_schedule(self, updates: int) -> None:
         """Set the schedule to where it is after so many optimizer steps, whose weights and state were loaded."""
         self._step_schedule(updates - self.updates)
@@ -171,15 +180,9 @@ class GrpoLearner(Learner):
         )
         terms = token_loss(tokens, self.settings)
         mismatch_T = torch.where(weights_T > 0, (recomputed_T - behaviour_T).abs(), 0.0)
-        # Copies: Megatron divides the loss in place, and metrics must not share its storage.
-        metrics = {name: getattr(terms, name).detach().clone() for name in LOSS_SUMS}
-        count = logits_TV.new_full((), batch.loss_count, dtype=torch.int)
-        metrics |= {
-            "denominator": count,
-            "mismatch": mismatch_T.sum(),
-            "mismatch_max": mismatch_T.max(),
-        }
-        return terms.loss, self.forward_backward.counted_once(count), metrics
+        metrics = {name: getattr(terms, name) for name in LOSS_SUMS}
+        metrics |= {"mismatch": mismatch_T.sum(), "mismatch_max": mismatch_T.max()}
+        return self._loss_of(terms.loss, batch, metrics)
 
 
 class SftLearner(Learner):
@@ -210,10 +213,7 @@ class SftLearner(Learner):
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         logprobs_T, _ = self.forward_backward.logprobs_of(batch, logits_TV)
         sums = self._sums(logprobs_T, batch.loss_weights_T)
-        # Copies: Megatron divides the loss in place.
-        metrics = {name: value.detach().clone() for name, value in sums.items()}
-        count = logits_TV.new_full((), batch.loss_count, dtype=torch.int)
-        return sums["loss"], self.forward_backward.counted_once(count), metrics
+        return self._loss_of(sums["loss"], batch, sums)
 
     def _sums(self, logprobs_T: Tensor, weights_T: Tensor) -> dict[str, Tensor]:
         """Log-probs at tokens of weight 0 may be anything, and get no gradient."""
