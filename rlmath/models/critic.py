@@ -16,15 +16,13 @@ from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from rlmath.algorithms.gae import ValueLoss, value_loss
 from rlmath.checkpoint.sharded_state import ALWAYS_FLOAT32
 from rlmath.data.packing import MicroBatch
-from rlmath.models.forward_backward import ForwardBackward
-from rlmath.models.learner import Learner, MinibatchResult, not_finite
+from rlmath.models.learner import Actor, Learner, MinibatchResult, not_finite
 
 
 class ValueHead(torch.nn.Module):
@@ -112,13 +110,5 @@ class CriticLearner(Learner):
         )
 
 
-@dataclass(frozen=True)
-class Critic:
-    """The learner, and the bare model chunks of this rank, which are saved and exported."""
-
-    learner: CriticLearner
-    chunks: list[GPTModel]
-
-    @property
-    def forward_backward(self) -> ForwardBackward:
-        return self.learner.forward_backward
+class Critic(Actor[CriticLearner]):
+    """The critic's learner, and its bare model chunks of this rank."""

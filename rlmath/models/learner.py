@@ -15,9 +15,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rlmath.algorithms.early_stop import EarlyStop, MinibatchSums, discard_reason
@@ -115,6 +116,21 @@ class Learner:
         sums = {name: sum(columns.get(name, (0.0,))) for name in sum_names}
         maxima = {name: max(columns.get(name, (0.0,))) for name in max_names}
         return reduce_over_ranks(sums, maxima)
+
+
+L = TypeVar("L", bound=Learner)
+
+
+@dataclass(frozen=True)
+class Actor(Generic[L]):
+    """The learner, and the bare model chunks of this rank, whose weights are synced, saved and exported."""
+
+    learner: L
+    chunks: list[GPTModel]
+
+    @property
+    def forward_backward(self) -> ForwardBackward:
+        return self.learner.forward_backward
 
 
 LOSS_SUMS = tuple(one.name for one in fields(TokenLoss))

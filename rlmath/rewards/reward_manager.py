@@ -150,12 +150,12 @@ def first_function_failure(groups: Sequence[ScoredGroup]) -> str | None:
 
 def _function_errors(scores: Sequence[Score]) -> Iterator[tuple[str, str]]:
     """(name, message) of every error of a function of `reward.rewards`, or of `reward.function`, which has no name."""
-    for score in scores:
-        if score.verdict == "error" and not score.parts:
-            yield "", score.extracted
-        for one in score.failures:
-            if one.kind == "error" and one.name != "correctness":
-                yield one.name, one.message
+    for one in scores:
+        if one.verdict == "error" and not one.parts:
+            yield "", one.extracted
+        for failure in one.failures:
+            if failure.kind == "error" and failure.name != "correctness":
+                yield failure.name, failure.message
 
 
 def _indented(message: str) -> str:
