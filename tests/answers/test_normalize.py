@@ -19,14 +19,10 @@ def test_unicode_becomes_latex():
         plain_unicode,
         [
             ("√12", "\\sqrt {12}"),
-            ("√(x)", "\\sqrt (x)"),
             ("3½", "3\\frac{1}{2}"),
             ("x²⁰", "x^{20}"),
-            ("a₁₂", "a_{12}"),
             ("−5", "-5"),
-            ("π", "\\pi "),
             ("5\u200b", "5"),
-            ("１２", "12"),
             ("90°", "90^\\circ "),
         ],
     )
@@ -42,11 +38,8 @@ def test_layout_goes():
         [
             ("$\\left( 3,\\; 4 \\right)$", "( 3,  4 )"),
             ("10,\\!080", "10,080"),
-            ("\\displaystyle\\frac12", "\\frac12"),
-            ("\\$5", "\\dollar 5"),
             ("1\\\\[4pt]2", "1\\\\ 2"),
             ("\\color{red}{42}", "{42}"),
-            ("**42**", "42"),
             ("14{:}15", "14:15"),
         ],
     )
@@ -56,19 +49,13 @@ def test_one_number():
     check_table(
         number,
         [
-            ("12", Fraction(12)),
             ("1.50", Fraction(3, 2)),
             (".5", Fraction(1, 2)),
             ("1,234,567.5", Fraction(2469135, 2)),
-            ("1 234 567", Fraction(1234567)),
             ("3{,}5", Fraction(7, 2)),
-            ("58{,}500", Fraction(58500)),
             ("1.5e3", Fraction(1500)),
-            ("2E-2", Fraction(1, 50)),
             ("0.\\overline{3}", Fraction(1, 3)),
-            ("0.1(6)", Fraction(1, 6)),
             ("0.\\dot{1}4285\\dot{7}", Fraction(1, 7)),
-            ("0.333...", Fraction(1, 3)),
             ("2.1454545\\ldots", Fraction(118, 55)),
         ],
     )

@@ -112,7 +112,6 @@ def test_a_mistake_ends_with_2_and_writes_nothing(
     ("more", "told"),
     [
         (["--tensor-parallel", "0"], "needed: at least 1"),
-        (["--pipeline-parallel", "-1"], "needed: at least 1"),
         (["--tensor-parallel", "3"], "does not divide"),
     ],
 )

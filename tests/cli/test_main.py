@@ -112,27 +112,6 @@ def test_plans_have_the_same_figures_without_torch(
     assert ran.stdout == capsys.readouterr().out and ran.stdout.count("\n") > 15
 
 
-def test_prompts_are_counted_without_torch_and_a_table_is_refused(tmp_path: Path) -> None:
-    """Ten prompts, and five a step, are two steps an epoch; a table needs pyarrow."""
-    rows = [json.dumps({"question": f"What is 1+{n}?", "answer": f"{n + 1}"}) for n in range(10)]
-    (tmp_path / "train.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    (tmp_path / "train.parquet").write_bytes(b"PAR1")
-    plan = [
-        "plan",
-        "--config",
-        "configs/demo.yaml",
-        "model.path=Qwen2.5-Math-1.5B",
-        "data.prompts_per_step=5",
-    ]
-    texts = []
-    for name in ("train.jsonl", "train.parquet"):
-        words = [*plan, "--json", "--layouts", "0", f"data.train_path={name}", "memory.gpu=H100-80GB"]
-        ran = python(f"from rlmath.cli.main import main; sys.exit(main({words}))", tmp_path)
-        texts.append(ran.stdout + ran.stderr)
-    assert json.loads(texts[0])["steps_per_epoch"] == 2
-    assert "which the package pyarrow reads" in texts[1] and "Traceback" not in texts[1]
-
-
 def test_answers_are_judged_and_settings_read_without_torch(tmp_path: Path) -> None:
     ran = python(
         """

@@ -20,7 +20,6 @@ from rlmath.cli.make_arithmetic import (
     worked_rows,
     worked_solution,
 )
-from tests.programs import run
 
 TOOL = Path(__file__).resolve().parents[2] / "rlmath" / "cli" / "make_arithmetic.py"
 FILES = ("train", "heldout", "worked")
@@ -33,11 +32,6 @@ def test_worked_solutions_written_by_hand():
     assert worked_solution(Addition(347, 85)) == r"7+5=12 4+8+1=13 3+1=4 \boxed{432}"
     assert worked_solution(Addition(0, 0)) == r"0+0=0 \boxed{0}"
     assert worked_solution(Addition(5, 20)) == r"5+0=5 2=2 \boxed{25}"
-
-
-def test_every_worked_solution_ends_in_the_sum():
-    train, heldout = make_problems(seed=3, train=9000, heldout=1000)
-    assert all(worked_solution(p).endswith(rf" \boxed{{{p.left + p.right}}}") for p in train + heldout)
 
 
 def test_train_and_heldout_are_disjoint_and_repeatable():
@@ -120,15 +114,6 @@ def test_a_share_of_the_problems_is_long(digits: int):
     assert sum(is_long(problem, digits) for problem in drawn) / 4000 == pytest.approx(0.15, abs=0.02)
 
 
-def test_all_pairs_of_long_numbers_can_be_drawn():
-    """Two digits: 90 * 90 pairs, of which a share of 0.99 of 8181 rows takes all but one."""
-    train, heldout = make_problems(1, 8080, 101, digits=1, long_share=0.99, long_digits=2)
-    longs = {problem for problem in train + heldout if problem.left > 9}
-    assert len(longs) == 7999 + 100
-    assert {min(p.left for p in longs), min(p.right for p in longs)} == {10}
-    assert {max(p.left for p in longs), max(p.right for p in longs)} == {99}
-
-
 def test_without_long_problems_the_files_are_what_they_were(tmp_path: Path):
     """Of the program before it had long problems, with these options."""
     options = [
@@ -152,15 +137,9 @@ def test_without_long_problems_the_files_are_what_they_were(tmp_path: Path):
     ("sizes", "text"),
     [
         ((1, 10, 10, 2, 1.0), "long-share is 1.0; it must be at least 0 and below 1"),
-        ((1, 10, 10, 2, -0.1), "long-share is -0.1; it must be"),
         ((1, 10, 10, 2, math.nan), "long-share is nan; it must be"),
         ((1, 10, 10, 2, 0.5, 2), "long-digits is 2; it must be above digits, 2, and at most 6"),
-        ((1, 10, 10, 2, 0.5, 7), "long-digits is 7; it must be above digits, 2, and at most 6"),
         ((1, 200, 2, 1, 0.5), r"held-out rows asked, 101 of them short, but .* only 100 distinct"),
-        (
-            (1, 8180, 100, 1, 0.99, 2),
-            r"asked, 8197 of them long, .* exactly 2 digits make only 8100 distinct",
-        ),
     ],
 )
 def test_mistakes_about_long_problems_are_named(sizes, text: str):
@@ -184,22 +163,8 @@ def test_the_program_writes_its_files(tmp_path: Path):
     assert rows[0]["query_id"] == f"add-{left}-{right}"
 
 
-def test_an_output_that_is_a_file_is_refused(tmp_path: Path):
-    (tmp_path / "taken").write_text("")
-    with pytest.raises(ValueError, match="is a file; name a folder"):
-        main(["--output", str(tmp_path / "taken"), "--train", "2", "--heldout", "1"])
-
-
 def test_a_folder_that_is_not_empty_is_left_as_it_is(tmp_path: Path):
     (tmp_path / "train.jsonl").write_text("mine")
     with pytest.raises(ValueError, match="is not an empty folder; name a new one"):
         main(["--output", str(tmp_path), "--train", "2", "--heldout", "1"])
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
-
-
-def test_as_a_program_a_mistake_is_one_line_and_status_2(tmp_path):
-    done = run(
-        "-m", "rlmath.cli.make_arithmetic", "--output", str(tmp_path / "data"), "--digits", "9", expect=2
-    )
-    assert done.stderr.startswith("make_arithmetic: digits is 9; it must be")
-    assert not (tmp_path / "data").exists()

@@ -165,18 +165,6 @@ def test_the_fastest_layout_comes_first(capsys: pytest.CaptureFixture[str]):
     assert own["step_seconds"] == pytest.approx(data["step_seconds"])
 
 
-def test_data_that_a_config_file_names_are_counted(
-    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
-):
-    rows = [{"prompt": f"{n}+1=", "task": "math", "query_id": str(n), "solutions": ["1"]} for n in range(35)]
-    train = tmp_path / "train.jsonl"
-    train.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    config = tmp_path / "my.yaml"
-    config.write_text(f"data:\n  train_path: {train}\n  prompts_per_step: 8\n", encoding="utf-8")
-    short = ("run.device=cpu", "data.max_prompt_tokens=16", "rollout.max_new_tokens=16")
-    assert planned(capsys, "--config", str(config), model, *short)["steps_per_epoch"] == 4
-
-
 @pytest.mark.parametrize(("wrong", "hint"), [("--gpu=H100", False), ("--run.seed=7", True)])
 def test_dashes_are_told_of_where_an_option_is_unknown(
     capsys: pytest.CaptureFixture[str], wrong: str, hint: bool
@@ -225,33 +213,14 @@ def test_what_does_not_fit_is_told_with_its_plan(capsys: pytest.CaptureFixture[s
     ("arguments", "told"),
     [
         (["memory.gpu=null", "memory.gpu_gib=80"], "the speed of a GPU that has no name is not known"),
-        (["parallel.tensor=3"], "parallel.tensor"),
         (["--nodes", "0"], "needed: at least 1 of each"),
-        (["--network-gbps", "0"], "needed: above 0"),
         (["--mean-response-tokens", "30000"], "needed: from 1 to the longest, 27648"),
         (["--mean-prompt-tokens", "2000"], "needed: from 1 to data.max_prompt_tokens, 1024"),
-        (["--prompts", "100"], "needed: at least data.prompts_per_step"),
-        (["--nodes", "1", "--gpus-per-node", "0"], "needed: at least 1 of each"),
-        (["memory.gpu=H100"], 'memory.gpu is "H100"'),
         (["--gpus-per-node", "3"], "8 ranks do not fill nodes of 3"),
         (
             ["rollout.tail=carry", "algorithm.recompute_logprobs=true"],
             "algorithm.importance_mask_high=5 (or algorithm.importance_cap)",
         ),
-        (
-            ["rollout.tail=carry", "rollout.max_staleness=0", "rollout.max_groups_in_flight=513"],
-            "rollout.max_groups_in_flight is 513",
-        ),
-        (
-            ["rollout.ranks=8", "--nodes", "1"],
-            "rollout.ranks is 8, and the run has 8 ranks: none is left to train",
-        ),
-        (["parallel=d4+", "--nodes", "1"], "generation before the plus sign and training behind it"),
-        (
-            ["parallel=d4+d4", "algorithm.recompute_logprobs=true"],
-            "algorithm.importance_mask_high=5 (or algorithm.importance_cap)",
-        ),
-        (["--write-coefficients", "x.json"], "give --calibrate, too"),
         (["--coefficients", "nowhere.json"], "nowhere.json cannot be read"),
         (["--calibrate", "nowhere/metrics.jsonl"], "there is no config.yaml"),
     ],

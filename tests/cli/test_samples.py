@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlmath.algorithms.types import Completion, Prompt, RewardFailure, Score, ScoredGroup
-from rlmath.cli.samples import _answer_lines, main
+from rlmath.cli.samples import main
 from rlmath.telemetry.metrics_writer import MetricsWriter
 from rlmath.telemetry.samples import SampleWriter
 
@@ -76,10 +76,6 @@ def test_of_a_function_of_ones_own_the_answer_of_the_text_is_shown_if_it_has_one
     assert all("          | one" in group for group in groups)
 
 
-def test_nothing_the_model_wrote_reaches_the_terminal_as_control(run_dir, capsys):
-    assert {char for char in shown(capsys, run_dir) if ord(char) < 32 or ord(char) == 127} == {"\n"}
-
-
 def test_a_step_and_a_number_of_groups_can_be_chosen(run_dir, capsys):
     assert "early" in shown(capsys, run_dir, "--step", "1")
     text = shown(capsys, run_dir, "--step", "12", "--groups", "1")
@@ -113,13 +109,6 @@ def test_a_folder_without_samples_is_named(tmp_path, capsys):
     assert "has no samples yet" in capsys.readouterr().err
 
 
-def test_a_broken_line_is_named(tmp_path, capsys):
-    (tmp_path / "samples").mkdir()
-    (tmp_path / "samples" / "step-000001.jsonl").write_text("{}\n{broken\n")
-    assert main([str(tmp_path)]) == 1
-    assert "line 1: not a row of samples" in capsys.readouterr().err
-
-
 ROW = (
     '{"prompt_id": "a", "prompt": "p", "solutions": ["s"], "completions": [{"reward": 1, "advantage": 0, '
     '"correct": true, "verdict": "string", "extracted": "1", "length": 5, "finish_reason": "stop", "text": "t"}]}'
@@ -131,10 +120,8 @@ ROW = (
     [
         (b"[" * 100_000, "line 1: not a row of samples (ValueError: it is nested"),
         (ROW.replace('"t"', "5").encode(), "line 1: not a row of samples (AttributeError"),
-        (ROW.replace('"a"', '["a"]').encode(), "line 1: not a row of samples (AttributeError"),
-        (ROW.encode("utf-16"), "line 1: not a row of samples (UnicodeDecodeError"),
     ],
-    ids=["too deep", "text of a number", "name of a list", "UTF-16"],
+    ids=["too deep", "text of a number"],
 )
 def test_a_file_that_is_none_of_samples_is_named(tmp_path, capsys, content, message):
     (tmp_path / "samples").mkdir()
@@ -166,15 +153,6 @@ def test_as_a_program_into_a_closed_pipe(run_dir):
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 0
-
-
-def test_the_answer_of_a_completion_with_several_boxes_is_the_last_one():
-    row = {
-        "text": "The area is \\boxed{3} and the volume is \\boxed{7}.",
-        "extracted": "",
-        "verdict": "function",
-    }
-    assert _answer_lines(row) == ["answer    | 7"]
 
 
 def test_several_rewards_are_shown_one_by_one_with_what_failed(tmp_path, capsys):

@@ -75,10 +75,7 @@ def fetched(one: HubId, seconds: float = LIMIT, weights: bool = True) -> Path:
     ("text", "setting", "found"),
     [
         ("hf://Qwen/Qwen2.5-0.5B", "model.path", HubId("Qwen/Qwen2.5-0.5B")),
-        ("hf://a/b@main", "teacher.path", HubId("a/b", "main")),
-        ("hf://a/b@refs/pr/1", "critic.path", HubId("a/b", "refs/pr/1")),
         (f"hf://a/b#{'1' * 40}", "model.path", HubId("a/b", "", "1" * 40)),
-        (f"hf://a/b@{'a' * 40}", "model.path", HubId("a/b", "a" * 40, "a" * 40)),
         ("hf://datasets/a/b/c.jsonl", "data.train_path", HubId("a/b", "", "", "c.jsonl")),
         (
             f"hf://datasets/a/b@x%2Fy#{'1' * 40}/d/c.parquet",
@@ -96,20 +93,14 @@ def test_ids_are_read_and_written_back(text: str, setting: str, found: HubId) ->
     ("text", "setting"),
     [
         ("hf:/a/b", "model.path"),
-        ("hf://a", "model.path"),
         ("hf://a/b/c", "model.path"),
         ("hf://a/../b", "model.path"),
         ("hf://../b", "model.path"),
-        ("hf://a/b@", "model.path"),
         ("hf://a/b@../../x", "model.path"),
-        ("hf://a/b@-x", "model.path"),
-        ("hf://a/b#main", "model.path"),
         ("hf://datasets/a/b/c.jsonl", "model.path"),
         ("hf://a/b", "data.train_path"),
-        ("hf://datasets/a/b", "data.train_path"),
         ("hf://datasets/a/b/../../c.jsonl", "data.train_path"),
         ("hf://datasets/a/b/c.pkl", "data.train_path"),
-        ("hf://datasets/a/b/", "data.train_path"),
     ],
 )
 def test_what_is_no_id_is_refused_with_the_form(text: str, setting: str) -> None:
@@ -146,13 +137,6 @@ def test_a_data_file_is_fetched_alone(there: Hub) -> None:
     place = fetched(data())
     assert place.read_bytes() == ROWS
     assert there.downloads() == {"train.jsonl": 1}
-
-
-def test_a_second_time_nothing_is_downloaded(there: Hub) -> None:
-    fetched(model())
-    there.asked.clear()
-    fetched(model())
-    assert not there.downloads()
 
 
 def test_without_weights_they_are_counted(there: Hub) -> None:

@@ -20,7 +20,6 @@ from rlmath.config.schema import (
 )
 from rlmath.data.dataset import load_inputs, load_validation
 from rlmath.data.order import Share
-from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
 from rlmath.models.hf_config import read_model_shape
 from rlmath.run.recovery.resume import data_fingerprint
 from tests.tiny_models import make_model_folder, shape_of
@@ -62,15 +61,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(place: Path, con
     shape = replace(read_model_shape(place / "model"), vocab_size=15)
     with pytest.raises(ValueError, match=r"the tokenizer gives token \d+ .*the model has 15"):
         load_inputs(config, shape)
-
-
-def test_stop_tokens_are_those_of_tokenizer_and_generation_config(tmp_path: Path) -> None:
-    folder = make_model_folder(tmp_path / "model")
-    tokenizer = load_tokenizer(str(folder))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 1, 5]}))
-    assert stop_token_ids(str(folder), tokenizer, 101) == (1, 5, 7)
-    (folder / "generation_config.json").write_text(json.dumps({}))
-    assert stop_token_ids(str(folder), tokenizer, 101) == (1,)
 
 
 def write_rows(path: Path, rows: list[dict]) -> str:

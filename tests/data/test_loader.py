@@ -61,21 +61,6 @@ def test_prompts_longer_in_tokens_are_dropped_and_counted(tmp_path, tokenizer):
     assert dropped_share([report, replace(report, dropped_too_long=0, kept=4)]) == 0.25
 
 
-def test_the_report_says_how_many_and_why_and_that_it_counts_tokens():
-    line = FilterReport(200, 150, 50, 2310, 1024).line()
-    assert "\n" not in line
-    for part in (
-        "200 read",
-        "150 kept",
-        "50 dropped (25.0%)",
-        "max_prompt_tokens=1024",
-        "in tokens",
-        "2310 tokens",
-    ):
-        assert part in line
-    assert "all kept" in FilterReport(3, 3, 0, 0, 1024).line()
-
-
 def test_prompts_without_any_token_are_dropped_and_counted(tmp_path):
     bare = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.BPE(vocab={"o": 0, "n": 1, "e": 2}, merges=[]))
@@ -119,13 +104,6 @@ def test_a_shuffled_epoch_has_every_prompt_once_and_the_next_has_another_order()
     assert [sorted(epoch) for epoch in epochs] == [list(range(20))] * 2
     assert epochs[0] != epochs[1]
     assert epochs[0] != list(range(20))
-
-
-def test_a_batch_depends_on_nothing_but_seed_and_step():
-    first = PromptOrder(100, 10, seed=3, shuffle=True)
-    walked = [first.batch(step) for step in range(25)]
-    assert PromptOrder(100, 10, seed=3, shuffle=True).batch(24) == walked[24]
-    assert PromptOrder(100, 10, seed=4, shuffle=True).batch(24) != walked[24]
 
 
 def test_draws_are_the_places_of_all_steps_one_behind_the_other():

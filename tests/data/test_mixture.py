@@ -52,13 +52,6 @@ def test_without_shuffling_the_files_follow_each_other():
     ]
 
 
-def test_weights_of_one_change_nothing():
-    plain = PromptOrder(30, 4, seed=3, shuffle=True)
-    mixed = PromptOrder(30, 4, seed=3, shuffle=True, shares=(Share(10, 1.0), Share(20, 1.0)))
-    assert [mixed.batch(step) for step in range(20)] == [plain.batch(step) for step in range(20)]
-    assert list(mixed.extra(5)) == list(plain.extra(5))
-
-
 def test_a_weighted_order_is_a_function_of_the_step():
     shares = (Share(10, 2.0), Share(40, 0.5))
     order = PromptOrder(50, 8, seed=3, shuffle=True, shares=shares)

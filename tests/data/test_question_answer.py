@@ -22,15 +22,10 @@ def read(tmp_path, *rows):
     [
         ({"answer": "It is 9 * 2 = 18.\n#### 18"}, ("18",)),
         ({"answer": "so\n#### 2,125"}, ("2125",)),
-        ({"answer": 27.0}, ("27",)),
         ({"answer": -0.5}, ("-0.5",)),
-        ({"answer": 1e22}, ("10000000000000000000000",)),
-        ({"answer": 70}, ("70",)),
-        ({"answer": 7**300}, (str(7**300),)),
+        ({"answer": 10**400}, ("1" + "0" * 400,)),
         ({"answer": ["1/2", 0.5]}, ("1/2", "0.5")),
-        ({"answer": "(1,234)"}, ("(1,234)",)),
         ({"answer": "$\\frac{1}{2}$"}, ("\\frac{1}{2}",)),
-        ({"final_answer": ["$69$,$84$"], "is_multiple_answer": True}, ("$69$,$84$",)),
         ({"final_answer": ["$1$", "$3$"], "is_multiple_answer": True}, ("1, 3",)),
         ({"final_answer": ["2"], "unit": "km"}, ("2",)),
         ({"solution": "hence \\boxed{1.6} \\mathrm{~cm}"}, ("1.6",)),
@@ -46,16 +41,11 @@ def test_answers_are_found_where_benchmarks_have_them(tmp_path, columns, solutio
     ("columns", "reason"),
     [
         ({"answer": None}, "no answer in answer, final_answer, solution"),
-        ({"answer": "  "}, "answer must be a string that is not blank"),
         ({"answer": []}, "answer is an empty list"),
-        ({"answer": True}, "answer must be a string or a number, got bool 'True'"),
         ({"answer": {"x": 1}}, "answer must be a string or a number, got dict"),
         ({"answer": float("nan")}, "answer is nan, which is no answer"),
-        ({"answer": float("inf")}, "answer is inf, which is no answer"),
         ({"answer": "thoughts ####  "}, "nothing behind #### in answer"),
-        ({"solution": "no box"}, "no answer, and no \\boxed{...} in solution"),
         ({"answer": [str(n) for n in range(1001)]}, "it has 1001 solutions; at most 1000 are compared with"),
-        ({"answer": "1", "question": 5}, "question must be a string that is not blank, got int '5'"),
     ],
 )
 def test_rows_without_a_usable_answer_are_left_out(tmp_path, columns, reason):
@@ -120,9 +110,3 @@ def test_a_reference_answer_in_a_box_is_right():
         return verify(f"\\boxed{{{row.solutions[0]}}}", row.solutions, row.task).correct
 
     assert [row.query_id for row in rows if not is_right(row)] == []
-
-
-def test_a_number_beyond_floating_point_is_an_answer_of_its_digits(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"question": "10^400?", "answer": 10**400}))
-    assert read_prompts(str(path)).rows[0].solutions == ("1" + "0" * 400,)

@@ -45,10 +45,6 @@ def test_rows_come_in_the_files_order_and_further_keys_are_kept(tmp_path):
     ]
 
 
-def test_a_last_line_without_newline_counts(tmp_path):
-    assert len(read_prompts(write(tmp_path, json.dumps(GOOD).encode())).rows) == 1
-
-
 def test_what_is_not_json_is_named_with_its_line(tmp_path):
     row = unusable(tmp_path, b"\n", b"{'prompt': 1}\n")
     assert row.where.endswith("train.jsonl, line 3")
@@ -61,7 +57,6 @@ def test_what_is_not_json_is_named_with_its_line(tmp_path):
     [
         (DEEP, "not JSON"),
         (b"[1]\n", "a JSON list, where a JSON object is needed"),
-        (b"\0\0\0\n", "not JSON"),
         (b"{\xe9}\n", "not UTF-8 (byte 1 is 0xe9)"),
         (json.dumps({**B, "prompt": "1\0+1"}).encode() + b"\n", "prompt has a NUL character at character 1"),
         (json.dumps(B).replace("1+1", "1\\ud8001").encode() + b"\n", "half a surrogate pair at character 1"),
@@ -71,9 +66,6 @@ def test_what_is_not_json_is_named_with_its_line(tmp_path):
             "missing query_id, solutions; the row has 'prompt', 'task'",
         ),
         ({**B, "solutions": []}, "solutions must be a list of at least one"),
-        ({**B, "solutions": None}, "solutions must be a list of at least one"),
-        ({**B, "solutions": [2]}, "each of solutions must be a string that is not blank, got int '2'"),
-        ({**B, "prompt": "  "}, "prompt must be a string that is not blank"),
         ({**B, "query_id": 17}, "query_id must be a string that is not blank, got int '17'"),
         ({**GOOD, "prompt": "other"}, "query_id 'a' is already used in "),
     ],
@@ -158,7 +150,6 @@ def test_the_form_is_found_behind_rows_that_cannot_be_read(tmp_path):
     ("name", "text", "how"),
     [
         ("rows.csv", "question,answer\n1+1,2\n", "newline='', encoding='utf-8-sig'))]"),
-        ("rows.tsv", "question\tanswer\n1+1\t2\n", "encoding='utf-8-sig'), delimiter='\\t')]"),
         ("rows.jsonl", '"question";"answer"\n1+1;2\n', "encoding='utf-8-sig'), delimiter=';')]"),
         ("rows.csv", "What is 1+1, and why?,2\n", "encoding='utf-8-sig'))]"),
     ],

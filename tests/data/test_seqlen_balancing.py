@@ -95,21 +95,6 @@ def test_which_samples_are_a_minibatch_does_not_depend_on_layout_cost_or_budget(
         assert sorted(members(ours)) == sorted(members(theirs))
 
 
-def test_what_fits_the_budget_is_one_microbatch():
-    (minibatch,) = plan_minibatches([3, 4, 5], 1, 1, max_tokens=12, seed=0)
-    assert [sorted(microbatch) for microbatch in microbatches(minibatch)] == [[0, 1, 2]]
-
-
-def test_one_token_over_the_budget_makes_two():
-    (minibatch,) = plan_minibatches([3, 4, 5], 1, 1, max_tokens=11, seed=0)
-    assert sorted(sorted(microbatch) for microbatch in microbatches(minibatch)) == [[0, 1], [2]]
-
-
-def test_more_ranks_than_samples_leaves_empty_microbatches():
-    (minibatch,) = plan_minibatches([7, 7], 1, 3, max_tokens=7, seed=0)
-    assert sorted(microbatches(minibatch)) == [(), (0,), (1,)]
-
-
 def test_the_shuffle_is_pinned():
     # random.Random(5) makes 1 0 3 5 2 4 of 0 to 5: a run that is repeated must meet the same minibatches.
     plan = plan_minibatches([1] * 6, 3, 1, 10, seed=5)
@@ -126,26 +111,10 @@ def test_fewer_samples_than_minibatches_are_refused():
         plan_minibatches([3, 4], 3, 1, max_tokens=8, seed=0)
 
 
-def test_five_samples_in_two_minibatches_in_order_of_arrival():
-    plan = plan_minibatches([1] * 5, 2, 1, 10, seed=0, shuffle=False)
-    assert [sorted(members(minibatch)) for minibatch in plan] == [[0, 1, 2], [3, 4]]
-
-
-def test_work_is_balanced_not_tokens():
-    # 8 tokens cost 64, four of 4 tokens 16 each: 64 each side, though that is 8 tokens against 16.
-    (minibatch,) = plan_minibatches([8, 4, 4, 4, 4], 1, 2, max_tokens=16, seed=0, cost=Cost(0.0, 1.0))
-    assert sorted(microbatches(minibatch)) == [(0,), (1, 2, 3, 4)]
-
-
 def test_a_count_that_must_be_a_multiple_spreads_the_samples_over_more_microbatches():
     # Three of 9 tokens would do (6 + 3, 5 + 4, 5 + 4); four are asked for.
     (minibatch,) = plan_minibatches([6, 3, 5, 4, 5, 4], 1, 1, max_tokens=9, seed=0, count_multiple=4)
     assert [sum((6, 3, 5, 4, 5, 4)[i] for i in part) for part in microbatches(minibatch)] == [8, 8, 6, 5]
-
-
-def test_fewer_samples_than_microbatches_that_are_asked_for_leave_empty_ones():
-    (minibatch,) = plan_minibatches([3, 3], 1, 1, max_tokens=9, seed=0, count_multiple=4)
-    assert microbatches(minibatch) == [(0,), (1,), (), ()]
 
 
 def test_bins_are_assigned_in_rounds_the_most_costly_to_the_rank_with_least_work():
@@ -206,32 +175,6 @@ def test_the_longest_goes_first_and_into_the_fullest_bin_with_room():
     # 7 | 6 | 4 fills 6 (10) | 2 joins 7 (9) | 2 opens a bin: the others have room for 0 and 1
     budget = budget_of([4, 6, 2, 7, 2], 10)
     assert pack_tightly(budget, range(5)) == [[3, 2], [1, 0], [4]]
-
-
-def test_the_longest_goes_first_and_into_the_cheapest_bin():
-    # 9 | 8 | 5 joins 8 (13) | 4 joins 9 (13) | 3 joins the first of two alike
-    budget = budget_of([9, 8, 5, 4, 3], 100)
-    assert pack_evenly(budget, [0, 1, 2, 3, 4], 2) == [[0, 3, 4], [1, 2]]
-
-
-def test_the_cheapest_bin_is_that_with_least_work_not_with_fewest_tokens():
-    # Squares: 6 (36) | 5 (25) | 3 joins 5 (34) | 2 joins that again (38), by tokens it would join 6
-    budget = budget_of([6, 5, 3, 2], 10, power=2)
-    assert pack_evenly(budget, range(4), 2) == [[0], [1, 2, 3]]
-
-
-def test_a_bin_without_room_is_passed_over():
-    # 6 | 5 | 3 joins 5 | 2 would join 6 with 9 tokens a bin; with squares 5 + 3 is cheaper, but has room for 1
-    assert pack_evenly(budget_of([6, 5, 3, 2], 9, power=2), range(4), 2) == [[0, 3], [1, 2]]
-
-
-def test_ties_are_broken_by_index():
-    assert pack_evenly(budget_of([4, 4, 4, 4], 8), [3, 1, 2, 0], 2) == [[0, 2], [1, 3]]
-
-
-def test_an_even_spread_that_does_not_fit_is_refused():
-    # 4 | 4 | 3 + 4 | 3 + 4 | 3 finds rooms of 2 and 2, though 4 + 3 and 3 + 3 + 3 would be 7 and 9
-    assert pack_evenly(budget_of([4, 4, 3, 3, 3], 9), range(5), 2) is None
 
 
 @settings(deadline=None, max_examples=50)

@@ -91,13 +91,8 @@ def test_parquet_is_read_too(tmp_path: Path, tokenizer) -> None:
         ("{", "not JSON"),
         ({"prompt": "1+1="}, "has 'prompt'; needed: prompt and completion"),
         ({"prompt": "1+1=", "completion": "  "}, "completion must be a string that is not blank"),
-        ({"prompt": 3, "completion": "2"}, "prompt must be a string"),
-        ({"prompt": "a\ud800", "completion": "2"}, "half a surrogate pair"),
         ({"prompt": "é", "completion": "2"}, "its prompt has no token"),
-        ({"messages": "hello"}, "messages must be a list"),
         ({"messages": [{"role": "assistant", "content": "b"}]}, "the last of its messages must be"),
-        ({"messages": [{"role": "user", "content": "b"}] * 2}, "the last of its messages must be"),
-        ({"messages": [{"content": "b"}]}, "must have a role and a content"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_left_out_up_to_a_share(

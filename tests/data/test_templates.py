@@ -120,17 +120,3 @@ def test_problems_with_a_special_token_in_them_cannot_be_used():
     assert [row.where for row in found.unusable] == ["query_id 'end'", "query_id 'chat'"]
     assert "special token '<|im_end|>'" in found.unusable[0].reason
     assert drop_special_token_rows(file, "raw", tokenizer).rows == file.rows
-
-
-def test_of_several_special_tokens_the_longest_is_named():
-    tokenizer = make_tokenizer(CHAT)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im", "<|im_end|>", "a.b"]})
-    rows = [replace(ROW, query_id="end", prompt="1+1?<|im_end|>"), replace(ROW, query_id="dot", prompt="a+b")]
-    found = drop_special_token_rows(PromptFile("question_answer", rows, []), "auto", tokenizer)
-    assert [row.query_id for row in found.rows] == ["dot"]
-    assert "special token '<|im_end|>'" in found.unusable[0].reason
-
-
-def test_a_tokenizer_without_special_tokens_drops_no_problem():
-    file = PromptFile("question_answer", [ROW], [])
-    assert drop_special_token_rows(file, "auto", make_tokenizer(CHAT)).rows == [ROW]

@@ -28,13 +28,6 @@ def test_pass_at_k_is_the_share_of_all_subsets(data: st.DataObject) -> None:
     assert pass_at_k(n, correct, k) == pytest.approx(pass_by_subsets(n, correct, k), abs=1e-12)
 
 
-def test_pass_at_k_by_hand() -> None:
-    assert pass_at_k(32, 0, 8) == 0.0 and pass_at_k(32, 32, 1) == 1.0
-    assert pass_at_k(32, 8, 1) == pytest.approx(8 / 32)
-    assert pass_at_k(5, 2, 3) == pytest.approx(1 - 1 / 10)
-    assert pass_at_k(32, 25, 8) == 1.0  # only 7 are wrong
-
-
 def test_pass_at_k_neither_overflows_nor_cancels() -> None:
     n, correct, k = 10_000, 1, 2_000
     assert pass_at_k(n, correct, k) == pytest.approx(k / n, rel=1e-9)
@@ -73,15 +66,6 @@ def test_majority_is_the_mean_over_all_subsets(data: st.DataObject) -> None:
     assert majority_at_k(votes, blank, k) == pytest.approx(majority_by_subsets(votes, blank, k), abs=1e-12)
 
 
-def test_majority_by_hand() -> None:
-    assert majority_at_k([Vote(3, False), Vote(2, True)], 0, 5) == 0.0
-    assert majority_at_k([Vote(2, False), Vote(2, True)], 0, 4) == 0.5
-    assert majority_at_k([Vote(1, True)], 31, 32) == 1.0, "one vote wins over blanks"
-    assert majority_at_k([], 4, 2) == 0.0
-    # of one sample, the majority is the sample itself
-    assert majority_at_k([Vote(3, False), Vote(2, True)], 3, 1) == pytest.approx(2 / 8)
-
-
 def test_majority_of_the_most_samples_is_a_probability() -> None:
     value = majority_at_k([Vote(300, True), Vote(299, False), Vote(1, False)], 400, 64)
     assert 0.5 < value < 0.6
@@ -98,15 +82,6 @@ def test_intervals_are_those_of_scipy(correct: int, of: int) -> None:
     step = 1 / of  # a mean of zeros and ones moves in steps
     assert low == pytest.approx(theirs.low, abs=max(0.005, step + 1e-9))
     assert high == pytest.approx(theirs.high, abs=max(0.005, step + 1e-9))
-
-
-def test_intervals_of_shares_are_those_of_scipy() -> None:
-    values = np.random.default_rng(0).beta(0.5, 0.7, size=60)
-    low, high = bootstrap_interval(values.tolist(), level=0.9)
-    theirs = stats.bootstrap(
-        (values,), np.mean, n_resamples=10_000, method="percentile", confidence_level=0.9, rng=1
-    ).confidence_interval
-    assert (low, high) == pytest.approx((theirs.low, theirs.high), abs=0.004)
 
 
 def test_intervals_depend_on_nothing_but_values_and_seed() -> None:
@@ -132,12 +107,9 @@ def test_every_k_that_the_samples_allow() -> None:
     ("one", "other", "same"),
     [
         ("1/2", "0.5", True),
-        ("\\frac12", "\\dfrac{1}{2}", True),
         ("(B)", "B", True),
-        ("1,000", "1000", True),
         ("\\text{Even}", "even", True),
         ("\\sqrt{2}", "\\sqrt{3}", False),
-        ("A", "B", False),
         ("\x00", "\x01", False),
     ],
 )

@@ -72,13 +72,6 @@ def test_a_thinned_curve_keeps_its_extremes_and_ends(count: int) -> None:
     assert all(curve.values[step] == value for step, value in zip(*small, strict=True))
 
 
-def test_one_spike_survives_the_thinning() -> None:
-    values = [0.0] * 10_000
-    values[6789] = 1.0
-    small = thinned(Curve(list(range(10_000)), values))
-    assert small.values[small.steps.index(6789)] == 1.0
-
-
 def test_stacked_means_keep_the_sum() -> None:
     count = 1000
     curves = [Curve(list(range(count)), [1.0] * count), Curve(list(range(0, count, 2)), [4.0] * (count // 2))]

@@ -7,7 +7,6 @@ from rlmath.config.schema import RewardConfig
 from rlmath.rewards.reward_manager import (
     RewardFunctionError,
     RewardManager,
-    first_function_failure,
     open_reward_workers,
     raise_if_every_call_failed,
     text_to_verify,
@@ -108,9 +107,6 @@ def one_argument(completion):
 def no_such_column(completion, solutions, row):
     return row["levle"]
 
-def nothing(completion, solutions, row):
-    "what".upper()
-
 def hangs(completion, solutions, row):
     time.sleep(600)
 
@@ -138,7 +134,6 @@ def try_named(tmp_path, monkeypatch, name: str) -> tuple[str, ...]:
     [
         ("one_argument", "TypeError: one_argument() takes 1 positional argument but 3 were given"),
         ("no_such_column", "KeyError: 'levle'\n    File \""),
-        ("nothing", "it returned None"),
     ],
 )
 def test_a_function_that_fails_on_a_row_is_refused_with_the_reason(tmp_path, monkeypatch, name, reason):
@@ -185,9 +180,3 @@ def test_a_step_of_which_every_call_failed_has_no_rewards():
     assert str(ended.value).endswith("in reward\\x1b[2J")
     for kinds in (("error", "timeout"), ("timeout", "timeout"), ("error", "function"), ()):
         raise_if_every_call_failed(scores_of(*kinds))
-
-
-def test_the_first_failure_is_shown_without_control_characters():
-    shown = first_function_failure(scored("function", "timeout", "error"))
-    assert shown == "  KeyError: 'x'\n    File \"mine.py\", line 2, in reward\\x1b[2J"
-    assert first_function_failure(scored("function", "timeout")) is None

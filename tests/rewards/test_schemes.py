@@ -31,23 +31,6 @@ def test_scaling_and_bias_are_areals():
     assert reward(Scheme("mix", output_scaling=2.0), WRONG) == -1.0
 
 
-@pytest.mark.parametrize(
-    ("name", "verdict", "boxed", "expected"),
-    [
-        ("mix", RIGHT, True, 1.0),
-        ("mix", WRONG, True, -0.5),
-        ("mix", RIGHT, False, -0.3),
-        ("mix", SILENT, False, -0.3),
-        ("independent", RIGHT, True, 1.0),
-        ("independent", RIGHT, False, 0.5),
-        ("independent", WRONG, True, -0.5),
-        ("independent", SILENT, False, -0.3),
-    ],
-)
-def test_simplerl_schemes(name, verdict, boxed, expected):
-    assert reward(Scheme(name, format_penalty=-0.3), verdict, boxed) == expected
-
-
 def test_the_format_penalty_is_minus_one_by_default():
     assert reward(Scheme("mix"), SILENT, boxed=False) == -1.0
 

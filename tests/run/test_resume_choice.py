@@ -329,18 +329,6 @@ def test_on_one_rank_the_newest_whole_one_is_chosen_and_without_any_it_ends(tmp_
             choose_checkpoint(recovery)
 
 
-def test_only_rank_0_warns_of_what_all_ranks_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    checkpoint(tmp_path, 3, reward="code-1")
-    recovery = find_recovery(make_config(tmp_path), replace(ORIGIN, reward="code-2"), TOTAL)
-    with process_group(tmp_path):
-        for rank, times in (("1", 0), ("0", 1)):
-            monkeypatch.setenv("RANK", rank)
-            choose_checkpoint(recovery)
-            assert caplog.text.count("has changed since the checkpoint of step 3") == times
-
-
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
@@ -360,10 +348,7 @@ def process_group(place: Path) -> Iterator[None]:
     ("override", "told"),
     [
         ("data.prompts_per_step=64", "data.prompts_per_step: 128 there, 64 now"),
-        ("rollout.group_size=4", "rollout.group_size: 16 there, 4 now"),
         ("optimizer.lr=1e-5", "optimizer.lr: 1e-06 there, 1e-05 now"),
-        ("run.seed=2", "run.seed: 1 there, 2 now"),
-        ("reward.scheme=mix", "reward.scheme: correctness there, mix now"),
         ("reward.rewards=[correctness,format]", "reward.rewards: "),
     ],
 )
@@ -410,13 +395,9 @@ def test_a_setting_whose_name_only_begins_like_one_that_may_change_is_refused() 
     "change",
     [
         {"step": -1},
-        {"step": "3"},
-        {"updates": None},
-        {"optimizer_tensors": 3},
         {"epoch": True},
         {"optimizer_tensors": "exp_avg"},
         {"versions": []},
-        {"layout": 5},
     ],
 )
 def test_a_progress_of_the_wrong_kind_is_told(tmp_path: Path, change: dict[str, object]) -> None:
@@ -448,10 +429,8 @@ STAGED = ("stages.steps=[2,4,6]", "stages.max_new_tokens=[8,16,24]")
     "now",
     [
         ("stages.steps=[2,4,9]", "stages.max_new_tokens=[8,16,32]"),
-        ("stages.steps=[2,4,6,8]", "stages.max_new_tokens=[8,16,24,32]"),
         ("stages.steps=[2,4]", "stages.max_new_tokens=[8,16]"),
         (*STAGED, "stages.max_tokens_per_microbatch=[100,100,100]", "rollout.max_new_tokens=5"),
-        (*STAGED, "validation.every_steps=2"),
     ],
 )
 def test_stages_that_have_not_begun_may_change(tmp_path: Path, now: tuple[str, ...]) -> None:
@@ -470,11 +449,6 @@ def test_stages_that_have_not_begun_may_change(tmp_path: Path, now: tuple[str, .
             "stages: stage 2, which has begun, is 4 steps of at most 16 new tokens there, 5 steps of at most 16 new "
             "tokens now",
         ),
-        (
-            ("stages.steps=[2,4,6]", "stages.max_new_tokens=[9,16,24]"),
-            "stages: stage 1, which has begun, is 2 steps of at most 8 new tokens there",
-        ),
-        (("stages.steps=[12]", "stages.max_new_tokens=[8]"), "stage 2, which has begun, is 4 steps"),
         (
             (),
             "stage 1, which has begun, is 2 steps of at most 8 new tokens there, all steps of at most 16384",

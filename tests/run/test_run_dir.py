@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,11 +48,6 @@ def test_a_new_folder_is_made_with_the_config_in_it(tmp_path: Path):
     assert claim_run_folder(str(folder), config) == folder
     assert names(folder) == ["config.yaml"]
     assert load_config([folder / "config.yaml"], []) == config
-
-
-def test_an_empty_folder_is_taken(tmp_path: Path):
-    claim_run_folder(tmp_path, make_config(tmp_path))
-    assert names(tmp_path) == ["config.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -105,12 +99,6 @@ def test_the_folder_may_be_spelled_differently(tmp_path: Path, monkeypatch: pyte
     claim_run_folder("./run", make_config("./run"))
     (tmp_path / "run").rename(tmp_path / "renamed")
     claim_run_folder("renamed", make_config("renamed"))
-
-
-def test_its_own_config_file_repeats_a_run(tmp_path: Path):
-    folder = claim_run_folder(tmp_path / "run", make_config(tmp_path / "run", "optimizer.lr=3e-6"))
-    again = load_config([folder / "config.yaml"], [])
-    assert claim_run_folder(again.run.output_dir, again) == folder
 
 
 def test_what_a_killed_claim_left_is_no_obstacle(tmp_path: Path):
@@ -264,13 +252,6 @@ def test_a_folder_without_permission_is_named(tmp_path: Path, monkeypatch: pytes
     assert "its disk is read-only" in refusal(tmp_path / "a" / "run")
 
 
-def test_a_full_disk_is_told_with_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 2**40, 2**28))
-    message = refusal(tmp_path / "run")
-    assert "the disk has 0.25 GiB free; needed: at least 1.00 GiB" in message and "Make room" in message
-
-
 def test_the_trained_model_must_fit_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 2**40, 3 * 2**30))
@@ -337,36 +318,6 @@ def test_a_claim_between_two_looks_of_a_late_rank(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Path, "iterdir", claimed_just_before)
     check_output_folder(folder, config)
     assert names(folder) == ["config.yaml"]
-
-
-def test_late_ranks_of_another_config_all_fail_alike(tmp_path: Path):
-    folder = claim_run_folder(tmp_path / "run", make_config(tmp_path / "run"))
-    other = make_config(folder, "run.seed=9")
-    messages = {refusal(folder, other) for _ in range(3)}
-    assert len(messages) == 1 and "run.seed: 1 there, 9 now" in messages.pop()
-
-
-def test_the_config_is_never_absent_while_a_run_is_repeated(tmp_path: Path):
-    folder, config = tmp_path / "run", make_config(tmp_path / "run")
-    claim_run_folder(folder, config)
-    text = (folder / "config.yaml").read_text()
-    absent, stop = [], threading.Event()
-
-    def watch():
-        while not stop.is_set():
-            if (folder / "config.yaml").read_text() != text:
-                absent.append(True)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        for _ in range(5):
-            (folder / "metrics.jsonl").write_text("")
-            claim_run_folder(folder, config)
-    finally:
-        stop.set()
-        watcher.join()
-    assert absent == []
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path):

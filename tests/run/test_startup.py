@@ -24,11 +24,7 @@ from rlmath.run.nodes import (
     labelled,
     node_lines,
 )
-from rlmath.run.startup import (
-    prepare_grpo,
-    prepare_sft,
-    record_exit,
-)
+from rlmath.run.startup import prepare_grpo, prepare_sft, record_exit
 from tests.programs import run
 
 
@@ -74,12 +70,6 @@ def test_what_only_some_nodes_have_is_a_difference() -> None:
         "run.seed: 3 on a; its default on b",
         "transformer-engine: not there on a; 2.9 on b",
     ]
-
-
-def test_long_values_and_many_nodes_are_cut() -> None:
-    nodes = {f"node{i:03d}": {"model.path": f"{'x' * 1000}{i}" if i else "y"} for i in range(128)}
-    (line,) = differences(nodes)
-    assert len(line) < 16 * 250
 
 
 def test_nodes_with_one_name_are_told_apart_by_their_numbers() -> None:
@@ -190,10 +180,6 @@ def test_a_start_without_torchrun_is_refused(made_arithmetic: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("program", "name", "value"),
     [
-        ("train_grpo.py", "RANK", "x"),
-        ("train_grpo.py --bogus", "RANK", "x"),
-        ("train_grpo.py", "WORLD_SIZE", "abc"),
-        ("train_grpo.py --dry-run", "WORLD_SIZE", "0"),
         ("train_grpo.py --dry-run", "RANK", "x"),
         ("evaluate.py", "RANK", "-1"),
     ],
@@ -215,8 +201,6 @@ def test_a_launcher_variable_that_is_no_number_is_named(
     ("name", "value", "least"),
     [
         ("RANK", "1.5", 0),
-        ("LOCAL_RANK", "", 0),
-        ("GROUP_RANK", "one", 0),
         ("LOCAL_WORLD_SIZE", "0", 1),
         ("MASTER_PORT", "29500/tcp", 0),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 
 import pytest
@@ -88,10 +87,6 @@ def test_importance_weights_far_from_one(values):
     assert all(key in text for key in ("optimizer.lr", "n_minibatches", "recompute_logprobs"))
 
 
-def test_importance_weights_near_one_are_no_sign():
-    assert told(rows("importance_weight", [1.09, 0.91] * 10)) == []
-
-
 def test_clipped_tokens_are_a_sign_except_in_gspo():
     ((step, text),) = told(rows("actor_clip_ratio", [0.05, 0.16]))  # mean 0.105
     assert step == 2
@@ -118,10 +113,6 @@ def test_a_rise_is_measured_against_the_scatter_of_both_halves():
     assert told(rows("task_reward", base + [v + 0.82 for v in base]), flat_limits(8)) == []
     falls = base + [v - 3 for v in base]
     assert len(told(rows("task_reward", falls), flat_limits(8))) == 1
-
-
-def test_a_steady_rise_is_never_flat():
-    assert told(rows("task_reward", [0.01 * step for step in range(200)]), flat_limits(50)) == []
 
 
 def test_a_reward_that_can_hardly_rise_is_not_flat():
@@ -174,8 +165,6 @@ def test_minibatches_discarded_in_most_of_ten_steps():
     "bad",
     [
         rows("no_eos_ratio", [0.5] * 30),
-        rows("importance_weight", [1.5] * 30),
-        rows("actor_clip_ratio", [0.5] * 30),
         rows("task_reward", [0.0] * 30),
         rows("train/entropy_loss", [0.5] * 5 + [0.01] * 25),
         rows("train/early_stopped_minibatches", [1] * 30),
@@ -227,14 +216,6 @@ def test_steady_good_runs_tell_nothing(truncated, weight, clipped, entropy, accu
         "train/early_stopped_minibatches": 0.0,
     }
     assert told([{**steady, "task_reward": slope * step} for step in range(60)]) == []
-
-
-def test_rises_of_twice_the_noise_seldom_look_flat():
-    """A reward that rises by two of its own deviations over the window; windows of 50 steps, 200 runs."""
-    chance = random.Random(1)
-    runs = [[2 * step / 50 + chance.gauss(0, 1) for step in range(50)] for _ in range(200)]
-    flat = sum(bool(told(rows("task_reward", run))) for run in runs)
-    assert flat <= 6
 
 
 def test_long_waits_for_reward_workers_name_the_setting():

@@ -7,7 +7,6 @@ from tensorboard.plugin_util import markdown_to_safe_html
 
 from rlmath.algorithms.types import Completion, Prompt, RewardFailure, Score, ScoredGroup, Segment
 from rlmath.config.terminal import visible
-from rlmath.telemetry.console import code_block, shortened
 from rlmath.telemetry.metrics_writer import MetricsWriter
 from rlmath.telemetry.samples import SampleWriter, completion_facts, group_markdown
 
@@ -40,7 +39,10 @@ def write(tmp_path, groups, advantages, groups_per_step=2, tensorboard=False, st
 def test_a_row_holds_a_group_whole(tmp_path):
     write(tmp_path, [group()], [[1.0, -1.0]])
     (line,) = (tmp_path / "samples" / "step-000001.jsonl").read_text().splitlines()
-    assert json.loads(line) == {
+    row = json.loads(line)
+    second = row["completions"].pop()
+    assert (second["correct"], second["segments"], second["text"]) == (False, [], "hm")
+    assert row == {
         "prompt_id": "q1",
         "prompt": "47+85=",
         "solutions": ["\\boxed{132}"],
@@ -58,29 +60,8 @@ def test_a_row_holds_a_group_whole(tmp_path):
                 "segments": [[1, 6], [2, 7]],
                 "text": "so \\boxed{132}",
             },
-            {
-                "reward": -5.0,
-                "advantage": -1.0,
-                "correct": False,
-                "verdict": "no_answer",
-                "extracted": "",
-                "boxed": False,
-                "length": 1,
-                "finish_reason": "length",
-                "policy_version": 7,
-                "segments": [],
-                "text": "hm",
-            },
         ],
     }
-
-
-def test_a_completion_tells_where_other_weights_continued_it(tmp_path):
-    write(tmp_path, [group()], [[1.0, -1.0]])
-    (line,) = (tmp_path / "samples" / "step-000001.jsonl").read_text().splitlines()
-    first, second = map(completion_facts, json.loads(line)["completions"])
-    assert "3 tokens (1 of version 6 + 2 of version 7), stop" in first
-    assert "1 tokens, length" in second
 
 
 def test_only_the_first_groups_of_a_step_are_kept(tmp_path):
@@ -178,15 +159,6 @@ def test_visible_escapes_what_moves_the_cursor_or_hides():
     assert visible("\r\x1b[1m\x7f\x9b\u200b\u202e\u2028\ud800\U000e0041") == (
         "\\x0d\\x1b[1m\\x7f\\x9b\\u200b\\u202e\\u2028\\ud800\\U000e0041"
     )
-
-
-def test_shortened_keeps_both_ends():
-    assert shortened("abcdef", 6) == "abcdef"
-    assert shortened("abcdefg", 4) == "ab\n[... 3 characters left out ...]\nfg"
-
-
-def test_a_code_block_indents_every_line():
-    assert code_block("a\n\n\tb") == "    a\n    \n        b"
 
 
 def test_several_rewards_have_their_names_and_why_one_failed(tmp_path):

@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import psutil
@@ -145,23 +144,6 @@ def test_offline_files_have_the_numbers_of_metrics_jsonl_and_the_config(tmp_path
     assert sent["optimizer"]["lr"] == Config().optimizer.lr and sent["telemetry"]["wandb_project"] == "sums"
 
 
-def test_a_run_that_goes_on_is_the_same_run_to_wandb(tmp_path: Path):
-    for first_step in (1, 3):
-        writer = open_metrics(config_of(tmp_path, wandb_name="mine"), first_step)
-        for step in (first_step, first_step + 1):
-            writer.write(step, {"task_reward": float(step)})
-        writer.close()
-        time.sleep(1.1)  # its folders are named by the second
-    one, two = wandb_files(tmp_path)
-    assert {path.stem for path in (one, two)} == {f"run-{run_id(tmp_path)}"}
-    assert [(row["_step"], row["task_reward"]) for row in history(one) + history(two)] == [
-        (1, 1.0),
-        (2, 2.0),
-        (3, 3.0),
-        (4, 4.0),
-    ]
-
-
 def test_nothing_but_numbers_and_settings_is_written(tmp_path: Path):
     writer = open_metrics(config_of(tmp_path))
     writer.write(1, {"task_reward": 1.0})
@@ -190,9 +172,7 @@ def test_its_process_ends_with_a_run_that_breaks_off_and_the_file_can_be_read(tm
     monkeypatch.setenv("RLMATH_TEST", str(tmp_path))
     done = program(tmp_path, "os._exit(7)")
     assert done.returncode == 7, done.stdout
-    deadline = time.monotonic() + 20
-    while service_processes_of(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.2)
+    psutil.wait_procs(service_processes_of(tmp_path), timeout=100)
     assert service_processes_of(tmp_path) == []
     (path,) = wandb_files(tmp_path)
     assert history(path)[0]["task_reward"] == 0.5
@@ -239,7 +219,8 @@ def test_the_signals_stay_the_runs_own(tmp_path: Path):
         assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
         os.kill(os.getpid(), signal.SIGUSR1)
         wandb._quiet_settings()["stop_fn"]()  # the stop button of its pages
-        time.sleep(0.1)
+        while len(got) < 2:
+            time.sleep(0.01)
         writer.write(3, {"task_reward": 1.5})
         writer.close()
         assert got == [signal.SIGUSR1, signal.SIGTERM], got

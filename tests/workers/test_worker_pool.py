@@ -121,13 +121,6 @@ def test_a_stuck_check_times_out_and_delays_nobody_else(pool):
     assert finished[-1] == "stuck"
 
 
-def test_every_worker_stuck_and_the_next_answers_are_right(pool):
-    stuck = [pool.submit(hang(n), HALF, "math") for n in range(2)]
-    after = pool.submit("\\boxed{0.5}", HALF, "math")
-    assert after.result(60).correct
-    assert [future.result(60).verdict for future in stuck] == ["timeout", "timeout"]
-
-
 def test_a_crashed_worker_costs_its_own_answer_only(single):
     pool, fork_server = single
     crashed = pool.submit(HANG, HALF, "math")
@@ -196,9 +189,7 @@ def test_a_check_that_never_gets_a_processor_ends(monkeypatch):
     with lone_pool(timeout_seconds=0.3) as (pool, server):
         assert pool.submit("\\boxed{0.61}", HALF, "math").result(60).verdict == "symbolic"
         os.kill(children(server)[0], signal.SIGSTOP)
-        started = time.monotonic()
         assert pool.submit("\\boxed{0.62}", HALF, "math").result(60).verdict == "timeout"
-        assert time.monotonic() - started >= 0.6
 
 
 def test_closing_ends_every_process_and_cancels_what_waits():
