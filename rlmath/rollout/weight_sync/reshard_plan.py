@@ -322,14 +322,18 @@ class Senders:
         for rank, at in coordinates_of.items():
             self._ranks_at[at].append(rank)
         self._sent = dict.fromkeys(coordinates_of, 0)
+        self._candidates: dict[tuple[tuple[Coordinates, ...], int], list[int]] = {}
+        """By holders and node."""
 
     def choose(self, target: int, holders: Iterable[Coordinates], elements: int) -> int:
         """The rank with least to send so far of those at `holders`, of the target's node where there is one; it is
         then counted as sending `elements` more."""
-        ranks = [rank for at in holders for rank in self._ranks_at[at]]
-        node = target // self._ranks_per_node
-        near = [rank for rank in ranks if rank // self._ranks_per_node == node]
-        source = min(near or ranks, key=lambda rank: (self._sent[rank], rank))
+        key = tuple(holders), target // self._ranks_per_node
+        if key not in self._candidates:
+            ranks = [rank for at in holders for rank in self._ranks_at[at]]
+            near = [rank for rank in ranks if rank // self._ranks_per_node == key[1]]
+            self._candidates[key] = near or ranks
+        source = min(self._candidates[key], key=lambda rank: (self._sent[rank], rank))
         self._sent[source] += elements
         return source
 
