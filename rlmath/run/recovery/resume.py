@@ -191,9 +191,10 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
     if config.run.recover_mode == "disabled":
         return None
     root = Path(config.run.output_dir) / CHECKPOINTS_FOLDER
-    rollbacks, candidates = read_rollbacks(config.run.output_dir), []
     notes: list[str] = []
-    for checkpoint, progress, then in _readable_checkpoints(config, notes):
+    found = list(_readable_checkpoints(config, notes))
+    rollbacks, candidates = read_rollbacks(config.run.output_dir), []
+    for checkpoint, progress, then in found:
         if (number := superseded_by(rollbacks, progress)) is not None:
             step = rollbacks[number - 1].step
             notes.append(
