@@ -18,7 +18,6 @@ from rlmath.checkpoint.convert import convert
 from rlmath.checkpoint.convert.convert import hf_to_megatron
 from rlmath.checkpoint.hf.weight_map import hf_tensors
 from rlmath.checkpoint.hf.weights import read_metadata_files
-from rlmath.checkpoint.safe_metadata import read_metadata
 from tests.checkpoint.conversions import (
     assert_same,
     drop,
@@ -122,15 +121,6 @@ def test_a_fifo_in_the_place_of_a_file_is_not_waited_for(copy: Path, source: Pat
         return
     with pytest.raises(ValueError, match=r"1 are not there|has neither"):
         hf_to_megatron(copy, shape_of(source), tmp_path / "out", 1, 1, None)
-
-
-def test_a_fifo_as_index_of_a_checkpoint_is_not_waited_for(copy: Path, source: Path, tmp_path: Path):
-    to_megatron(copy, tmp_path / "out", 1, 1)
-    index = tmp_path / "out" / "release" / ".metadata"
-    index.unlink()
-    os.mkfifo(index)
-    with pytest.raises(ValueError, match="is a FIFO; needed: a regular file"):
-        read_metadata(index.parent)
 
 
 @pytest.mark.parametrize(

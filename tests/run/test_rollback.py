@@ -199,17 +199,6 @@ def test_a_reward_that_is_always_the_same_has_not_collapsed(value: float) -> Non
         assert found is not None and found.collapsed is None
 
 
-def test_where_rewards_are_looked_at_later_steps_are_those_of_the_run() -> None:
-    check = DivergenceCheck(None, 3, progress(40), RULE)  # pyright: ignore
-    for step, reward in enumerate([0.0, 0.0, 1.0, 1.0, 0.0], start=41):
-        check.after_step(step, [], reward)
-    with pytest.raises(DivergedError, match="up to step 44 it was 1"):
-        check.after_step(46, [], 0.0)
-    assert check.good_step == 44
-    check = DivergenceCheck(None, 3, replace(progress(4), rewards=(0.0, 1.0), good_step=2))  # pyright: ignore
-    assert check.rewards == [] and check.good_step == NO_STEP  # the rule is off now
-
-
 @pytest.mark.parametrize("every", [1, 2, 3, 4, 5, 8, 10])
 def test_a_checkpoint_from_before_a_collapse_is_there(tmp_path: Path, every: int) -> None:
     """Rewards rise until step 60, and fall: whatever is between two checkpoints, a good one stays, and few do."""

@@ -162,13 +162,6 @@ def test_every_engine_gets_each_element_once_and_in_its_place(
     Simulation(MODELS[model], layout, engine_size, plan_of(MODELS[model], layout, engine_size)).check()
 
 
-@pytest.mark.parametrize("bucket", [1, 7, 10**6], ids=["less than a row", "one row", "everything"])
-@pytest.mark.parametrize("layout", [Layout(tensor=2, stages=PP2), Layout(data=2, tensor=2)], ids=str)
-def test_buckets_of_any_size_carry_the_same(layout: Layout, bucket: int) -> None:
-    for engine_size in (1, 4):
-        Simulation(SMALL, layout, engine_size, plan_of(SMALL, layout, engine_size, bucket)).check()
-
-
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("layout", "engine_size"), MATRIX)
 def test_what_travels_is_what_the_target_lacks_and_no_more(
@@ -259,17 +252,6 @@ def test_what_the_own_node_holds_never_comes_from_another(layout: Layout, ranks_
     assert (across > 0) == (len(layout.stages) > 1)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_equal_layouts_send_nothing(tied: bool) -> None:
-    shape = replace(SMALL, vocab_size=128, tied_embeddings=tied)
-    for layout, size in ((Layout(), 1), (Layout(data=2), 1), (Layout(tensor=2), 2), (Layout(tensor=4), 4)):
-        plan = plan_of(shape, layout, size)
-        assert plan.rounds == () and plan.lower_bound == plan.largest_bucket_bytes == 0
-        (round_,) = rank_rounds(plan, layout.ranks - 1)
-        assert not round_.sends and not round_.receives
-        assert set(round_.complete) == engine_shapes(shape, size).keys()
-
-
 @pytest.mark.parametrize(("tied", "matrices"), [(False, 2), (True, 1)])
 def test_a_vocabulary_that_is_filled_up_otherwise_sends_the_rows_between_the_borders(
     tied: bool, matrices: int
@@ -344,12 +326,6 @@ def test_experts_on_any_ranks_fill_every_engine(
     plan = plan_of(EXPERTS, layout, engine_size, bucket)
     Simulation(EXPERTS, layout, engine_size, plan).check()
     assert sum(map(plan.bytes_sent, range(layout.ranks))) == plan.lower_bound
-
-
-def test_two_ranks_that_share_experts_send_each_other_theirs() -> None:
-    plan = plan_of(EXPERTS, Layout(data=2, expert=2), engine_size=1)
-    # Two of four experts in each of 4 layers: 3 matrices of 8 x 5.
-    assert [plan.bytes_received(rank) for rank in range(2)] == [bytes_of(2 * 4 * 3 * 8 * 5)] * 2
 
 
 @pytest.mark.parametrize("engine_size", [8, pytest.param(4, marks=pytest.mark.full)])
