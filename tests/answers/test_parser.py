@@ -1,65 +1,13 @@
 """What the grammar reads, and what it refuses; that equal answers are equal is in test_cases."""
 
 import contextlib
-from fractions import Fraction
 
 import pytest
 
-from rlmath.answers.normalize import NotMathematics, Unevaluated, Unsupported
+from rlmath.answers.lexer import tokenize
+from rlmath.answers.normalize import NotMathematics, Unevaluated, Unsupported, plain_unicode
 from rlmath.answers.parser import parse_answer
-from rlmath.answers.syntax_tree import (
-    Call,
-    Group,
-    Listing,
-    MatrixOf,
-    Name,
-    Num,
-    Relation,
-    Scalar,
-    SetOf,
-    Sym,
-)
-from rlmath.answers.units import DEGREE
-from tests.answers.table import check_refused, check_table
-
-X = Sym("x")
-
-
-def num(value: object) -> Num:
-    return Num(Fraction(str(value)))
-
-
-def test_expressions():
-    check_table(
-        lambda text: parse_answer(text).expr,
-        [
-            ("2x", Call("mul", (num(2), X))),
-            ("\\frac12", Call("div", (num(1), num(2)))),
-            ("\\frac{1}{2}x", Call("mul", (Call("div", (num(1), num(2))), X))),
-            ("-x^2", Call("neg", (Call("pow", (X, num(2))),))),
-            ("1\\frac{4}{5}", num(1) and Num(Fraction(9, 5))),
-            ("3 1/2", Num(Fraction(7, 2))),
-            ("\\sin^2 x", Call("pow", (Call("sin", (X,)), num(2)))),
-            ("\\sin^{-1} x", Call("arcsin", (X,))),
-            ("\\log_2 8", Call("logbase", (num(8), num(2)))),
-            ("|x|", Call("abs", (X,))),
-            ("{8 \\choose 2}", Call("binom", (num(8), num(2)))),
-            ("2**x", Call("pow", (num(2), X))),
-        ],
-    )
-
-
-def test_answers_of_all_kinds():
-    one, two = Scalar(num(1)), Scalar(num(2))
-    assert parse_answer("(1,2]") == Group("(", (one, two), "]")
-    assert parse_answer("1, 2") == Listing((one, two), ",")
-    assert parse_answer("1 or 2") == Listing((one, two), "or")
-    assert parse_answer("\\{1,2\\}") == SetOf((one, two))
-    assert parse_answer("x=2") == Relation((Name("x", X), two), ("=",))
-    assert parse_answer("f(x)=2") == Relation((Name("f(x)"), two), ("=",))
-    assert parse_answer("1<x\\le 2") == Relation((one, Scalar(X), two), ("<", "<="))
-    assert parse_answer("\\begin{pmatrix}1&2\\end{pmatrix}") == MatrixOf(((num(1), num(2)),))
-    assert parse_answer("90 \\text{ degrees}") == Scalar(num(90), DEGREE)
+from tests.answers.table import check_refused
 
 
 def test_what_is_to_be_worked_out_is_told_apart():
@@ -96,3 +44,11 @@ def test_reading_has_a_bound_on_its_steps():
     for text in ("(" * 12 + "5" + (" m" * 6 + ")") * 12, "(" * 11 + "5" + ("\\text{cm per day})" * 11)):
         with contextlib.suppress(NotMathematics):  # without a bound: minutes
             parse_answer(text)
+
+
+def test_control_characters_are_no_mathematics():
+    check_refused(NotMathematics, plain_unicode, ["\x00", "5\x07", "\ud800", "\x7f"])
+
+
+def test_what_is_no_notation():
+    check_refused(NotMathematics, tokenize, ["1" * 401, "1e999", "\\text{5", "5\\", "#€"])

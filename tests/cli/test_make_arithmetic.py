@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import random
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,29 +31,6 @@ def test_worked_solutions_written_by_hand():
     assert worked_solution(Addition(347, 85)) == r"7+5=12 4+8+1=13 3+1=4 \boxed{432}"
     assert worked_solution(Addition(0, 0)) == r"0+0=0 \boxed{0}"
     assert worked_solution(Addition(5, 20)) == r"5+0=5 2=2 \boxed{25}"
-
-
-def test_train_and_heldout_are_disjoint_and_repeatable():
-    train, heldout = make_problems(seed=1, train=700, heldout=300)
-    assert len(set(train) | set(heldout)) == 1000
-    assert (train, heldout) == make_problems(seed=1, train=700, heldout=300)
-    assert train != make_problems(seed=2, train=700, heldout=300)[0]
-
-
-def test_carry_and_answer_follow_a_slip():
-    """The carry that a step adds is that of the sum written before it; the answer has the sums' digits."""
-    rng = random.Random(0)
-    slipped = 0
-    for _ in range(500):
-        problem = Addition(rng.randrange(10, 100), rng.randrange(10, 100))
-        text = worked_solution(problem, 0.3, rng)
-        first, second = (int(total) for total in re.findall(r"=(\d+)", text))
-        assert text.count("+1=") >= (first > 9)
-        assert len(re.findall(r"[+=]", text)) == 4 + (first > 9)
-        digits = len(str(10 * second + first % 10))
-        assert re.search(rf"boxed{{\d{{{digits}}}}}$", text)
-        slipped += first != problem.left % 10 + problem.right % 10
-    assert 0.22 < slipped / 500 < 0.35  # 0.3 * 19/20
 
 
 def test_share_of_right_answers_under_slip():

@@ -85,12 +85,6 @@ def test_null_unsets_what_may_be_null():
     assert config.algorithm.early_stop_ratio is None and config.policy.recompute_method is None
 
 
-def test_environment_variables_and_other_keys_are_resolved(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("RLMATH_TEST_FOLDER", "/scratch")
-    overrides = ["run.output_dir=${oc.env:RLMATH_TEST_FOLDER}/${run.seed}", "run.seed=4"]
-    assert load_config([], [*GIVEN, *overrides]).run.output_dir == "/scratch/4"
-
-
 # ---------------------------------------------------------------- back to YAML
 
 
@@ -275,18 +269,6 @@ def test_a_missing_file_names_the_nearest(tmp_path: Path):
         load_config([tmp_path / "demo.yml"], GIVEN)
     with pytest.raises(ValueError, match="is not a file"):
         load_config([tmp_path], GIVEN)
-
-
-def test_the_nearest_path_of_a_wrong_folder(tmp_path: Path):
-    (tmp_path / "outputs").mkdir()
-    assert nearest_path(tmp_path / "output" / "a" / "b.yaml") == f' There is "{tmp_path / "outputs"}".'
-    assert nearest_path(tmp_path / "xyz") == f' The folder "{tmp_path}" has only outputs.'
-    assert "not expanded" in nearest_path(Path("~/x"))
-    (tmp_path / "outputs" / "b.yaml").touch()
-    assert nearest_path(tmp_path / "output" / "b.yaml") == f' There is "{tmp_path / "outputs" / "b.yaml"}".'
-    for number in range(6):
-        (tmp_path / f"folder_{number}").mkdir()
-    assert nearest_path(tmp_path / "xyz") == f' The folder "{tmp_path}" has nothing named like "xyz".'
 
 
 def test_only_what_is_spelt_much_alike_is_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

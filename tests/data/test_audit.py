@@ -78,14 +78,6 @@ def test_a_prompt_is_shown_with_its_template_and_its_tokens(model: Path, tmp_pat
     assert "as it stands in the file" in raw.shown[1] and "What is 0+1?" in raw.shown[2]
 
 
-def test_a_long_prompt_is_cut_and_control_characters_are_written_out(model: Path, tmp_path: Path) -> None:
-    path = questions(tmp_path / "train.jsonl", [("go\x1b[2J" + "on " * 300, "1")] * 1)
-    shown = audited(model, [path], "data.template=raw", "data.prompts_per_step=1").shown
-    text = "\n".join(shown)
-    assert "go\\x1b[2J" in text and "\x1b" not in text
-    assert "characters ...]" in text and len(text) < 900
-
-
 def test_what_the_tokenizer_does_not_know_is_told(model: Path, tmp_path: Path) -> None:
     path = questions(tmp_path / "train.jsonl", [*SUMS, ("Wie groß ist 1+1?", "2")])
     text, examples = finding(audited(model, [path]))
@@ -262,14 +254,3 @@ def test_so_does_supervised_training(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"only 1 prompt is left") as error:
         load_sft_inputs(config, read_model_shape(model))
     assert "32 dropped (97.0%) because longer than sft.max_sequence_tokens=50" in str(error.value)
-    config = sft_config(
-        model,
-        str(path),
-        "sft.max_sequence_tokens=6",
-        "data.prompts_per_step=1",
-        "optimizer.warmup_steps=9",
-        "sft.held_out_share=0",
-    )
-    with pytest.raises(ValueError, match=r"optimizer\.warmup_steps is 9") as error:
-        load_sft_inputs(config, read_model_shape(model))
-    assert "32 dropped" in str(error.value)

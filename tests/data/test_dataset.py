@@ -86,9 +86,6 @@ def test_a_mixture_of_forms_with_weights(tmp_path: Path, place: Path, config: Co
     assert [row.where for row in inputs.unusable] == [f"{more}, line 9"]
     assert [report.form for report in inputs.reports] == ["boba", "question_answer"]
     assert data_fingerprint(inputs.prompts, [10, 8]) != data_fingerprint(inputs.prompts, [9, 9])
-    short = replace(data, train_weights=[1.0])
-    with pytest.raises(ValueError, match="train_weights has 1 numbers for 2 files"):
-        load_inputs(replace(config, data=short), read_model_shape(place / "model"))
 
 
 def test_dropped_prompts_are_a_share_of_those_that_could_be_used(

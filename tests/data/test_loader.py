@@ -95,17 +95,6 @@ def test_in_file_order_the_steps_follow_each_other_and_the_remainder_is_left_out
     assert "the 1 that fill no whole step are left out" in order.line()
 
 
-def test_a_shuffled_epoch_has_every_prompt_once_and_the_next_has_another_order():
-    order = PromptOrder(n_prompts=20, prompts_per_step=5, seed=1, shuffle=True)
-    epochs = [
-        [index for step in range(4 * epoch, 4 * epoch + 4) for index in order.batch(step)[1]]
-        for epoch in (0, 1)
-    ]
-    assert [sorted(epoch) for epoch in epochs] == [list(range(20))] * 2
-    assert epochs[0] != epochs[1]
-    assert epochs[0] != list(range(20))
-
-
 def test_draws_are_the_places_of_all_steps_one_behind_the_other():
     order = PromptOrder(7, 3, seed=5, shuffle=True)
     for draw in range(20):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rlmath.algorithms.types import Prompt
 from rlmath.data.loader import check_weights, with_unique_names
-from rlmath.data.order import PromptOrder, Share, epoch_order, weighted_permutation
+from rlmath.data.order import PromptOrder, Share, epoch_order
 
 SHARES = st.lists(
     st.builds(Share, st.integers(1, 30), st.sampled_from([0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0])),
@@ -75,13 +75,6 @@ def test_extra_prompts_of_heavier_files_come_earlier():
     assert sorted([*extra, *set(order.batch(7)[1])]) == list(range(200))
     assert sum(index < 100 for index in extra[:50]) > 40
     assert extra == list(order.extra(7)) != list(order.extra(8))
-
-
-def test_equal_weights_give_every_prompt_the_same_chance_to_come_first():
-    firsts = Counter(
-        weighted_permutation([Share(2, 0.5), Share(2, 0.5)], str(name))[0] for name in range(2000)
-    )
-    assert all(400 < firsts[index] < 600 for index in range(4))
 
 
 def prompts(*names):

@@ -95,20 +95,6 @@ def test_a_device_takes_every_tensor_from_pinned_memory_while_the_host_goes_on(m
     assert (moved.sample_indices, moved.loss_count, moved.max_seqlen) == ((0, 1), 5, 5)
 
 
-def test_padding_is_a_segment_of_weight_zero():
-    batch = pack([ONE, TWO], [0, 1], pad_to_multiple=5)
-    assert batch.token_ids_T.tolist() == [7, 8, 9, 10, 11, 20, 21, 22, PAD_TOKEN, PAD_TOKEN]
-    assert batch.position_ids_T.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1]
-    assert batch.cu_seqlens_S1.tolist() == [0, 5, 8, 10]
-    assert batch.loss_weights_T.tolist()[8:] == [0, 0]
-    assert batch.advantages_T.tolist()[8:] == batch.behaviour_logprobs_T.tolist()[8:] == [0, 0]
-    assert batch.completion_index_T.tolist()[8:] == [-1, -1]
-    assert batch.segments_T.tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 2, 2]
-    assert batch.n_segments == 3
-    assert batch.loss_count == 5
-    assert batch.sample_indices == (0, 1)
-
-
 def test_a_length_that_divides_is_not_padded():
     assert pack([ONE, TWO], [0, 1], pad_to_multiple=4).cu_seqlens_S1.tolist() == [0, 5, 8]
 

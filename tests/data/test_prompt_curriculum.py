@@ -93,14 +93,6 @@ def test_solved_prompts_are_those_of_which_enough_samples_are_all_right() -> Non
     assert one.summary()["skipped_at_the_end"] == {"easy": 2, "hard": 0}
 
 
-def test_a_step_is_full_where_everything_is_passed_over() -> None:
-    """The longest-waiting ones fill it; no prompt comes twice in a step while there is another one."""
-    one = curriculum(5, 3, known=dict.fromkeys(range(5), RIGHT))
-    assert make_steps(one, range(3), lambda step, index: 8) == [[0, 1, 2], [3, 4, 0], [1, 2, 0]]
-    full = curriculum(2, 2, known={0: RIGHT})
-    assert [sorted(step) for step in make_steps(full, range(4), lambda step, index: 8)] == [[0, 1]] * 4
-
-
 def test_a_step_sees_the_pass_rates_of_earlier_steps_only_and_draws_again_the_same_until_it_is_made() -> None:
     one = curriculum(6, 3)
     before = one.file()

@@ -77,12 +77,6 @@ def test_a_row_that_cannot_be_used_is_left_out_with_its_line_and_reason(tmp_path
     assert len(row.reason) < 500
 
 
-def test_an_equal_row_is_counted_apart(tmp_path):
-    file = read_prompts(write(tmp_path, GOOD, B, GOOD, GOOD))
-    assert [row.query_id for row in file.rows] == ["a", "b"]
-    assert file.repeated == 2 and file.unusable == [] and file.unusable_share == 0
-
-
 def test_a_line_that_is_too_long_is_passed_over(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "MAX_LINE_BYTES", 2**20)
     file = read_prompts(write(tmp_path, GOOD, b"x" * (5 * 2**20) + b"\n", B))

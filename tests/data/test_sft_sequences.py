@@ -56,16 +56,6 @@ def test_an_end_that_is_written_is_not_doubled(tmp_path: Path, tokenizer) -> Non
     assert one.completion_ids.count(tokenizer.eos_token_id) == 1
 
 
-def test_a_question_gets_the_template(tmp_path: Path, tokenizer) -> None:
-    path = write(tmp_path / "a.jsonl", {"question": "What is 1+1?", "solution": "It is 2."})
-    (raw,), _ = load(path, tokenizer, "raw")
-    assert texts(raw, tokenizer) == ("What is 1+1?", "It is 2.<eos>")
-    (boxed,), _ = load(path, tokenizer, "qwen_boxed")
-    prompt, completion = texts(boxed, tokenizer)
-    assert prompt.startswith("<|im_start|>system") and "What is 1+1?" in prompt and "\\boxed{}" in prompt
-    assert completion == "It is 2.<eos>"
-
-
 def test_of_messages_the_last_turn_is_learned(tmp_path: Path, chat_tokenizer) -> None:
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
     row = {"messages": [{"role": role, "content": content} for role, content in turns]}

@@ -126,23 +126,6 @@ def test_a_text_that_is_not_utf8_costs_its_row_only(tmp_path):
     assert json.loads(file.rows[0].more_json)["day"] == "2025-01-01"
 
 
-def test_damaged_files_are_refused(tmp_path):
-    whole = tmp_path / "whole.parquet"
-    write(
-        whole, [simplerl(index, content="x" * 50 + str(index)) for index in range(2000)], row_group_size=500
-    )
-    data = whole.read_bytes()
-    for name, bytes_there in {
-        "cut": data[: len(data) // 2],
-        "empty": b"",
-        "text": b"not a parquet file\n",
-        "scratched": data[:200] + bytes(range(256)) * 8 + data[2248:],
-    }.items():
-        broken = tmp_path / f"{name}.parquet"
-        broken.write_bytes(bytes_there)
-        assert "parquet file" in refused(broken) and "download it again" in refused(broken), name
-
-
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_wrong_bytes_anywhere_cost_rows_or_the_file_and_nothing_else(tmp_path, kind):
     table = pa.Table.from_pylist([simplerl(index) for index in range(60)])

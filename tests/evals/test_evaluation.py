@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,19 +175,6 @@ def written_bytes(output: Path) -> int:
     return sum(path.stat().st_size for path in output.glob("generations/*/*.jsonl"))
 
 
-@pytest.mark.full
-def test_what_is_there_is_used_by_a_larger_plan(
-    model: Path, evaluated: Path, ranks: RankPool, tmp_path: Path
-) -> None:
-    """Greedy answers to one problem of each first, then all: nothing is sampled twice."""
-    ranks.run(1, evaluate_in_pool, plan_for(model, tmp_path, samples=0, limit=1))
-    first = completions(tmp_path)
-    assert 0 < len(first) <= len(NAMES) and set(first) < set(completions(evaluated))
-    ranks.run(1, evaluate_in_pool, plan_for(model, tmp_path))
-    assert completions(tmp_path) == completions(evaluated)
-    assert tables(tmp_path) == tables(evaluated)
-
-
 @matrix
 def test_prompts_that_do_not_fit_the_model_are_reported(model: Path, ranks: RankPool, tmp_path: Path) -> None:
     (too_long,) = ranks.run(1, evaluate_in_pool, plan_for(model, tmp_path, max_new_tokens=2000))
@@ -245,37 +231,9 @@ def test_no_cuda_graphs_unless_asked_for() -> None:
     assert plan_of(parse([*BASICS, "--benchmarks", "a,b,a"])).benchmarks == ("a", "b")
 
 
-def test_old_names_of_options_are_read_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_old_names_of_options_are_read() -> None:
     found = parse([*BASICS, "--judges", "3", "--judge-timeout=7.5"])
     assert (found.reward_workers, found.reward_timeout) == (3, 7.5)
-    assert caplog.messages == [
-        "--judges is now called --reward-workers",
-        "--judge-timeout is now called --reward-timeout",
-    ]
-
-
-@pytest.mark.full
-@pytest.mark.matrix
-def test_functions_of_the_users_make_prompts_and_say_what_is_right(
-    model: Path, ranks: RankPool, tmp_path: Path
-) -> None:
-    """The settings of the folder have the scorer's code: another one is refused."""
-    own = tmp_path / "own.py"
-    own.write_text(
-        "from rlmath import hooks\n"
-        "@hooks.template('ask')\ndef ask(problem, row):\n    return 'Q ' + problem[:20]\n"
-        "@hooks.scorer('even')\ndef even(completion, solutions, row):\n    return len(completion) % 2 == 0\n"
-    )
-    changes = {"samples": 4, "limit": 2, "template": "ask", "scorer": "even", "plugins": (str(own),)}
-    plan = replace(plan_for(model, tmp_path / "out", **changes), benchmarks=("gsm8k",))
-    (rows,) = ranks.run(1, evaluate_in_pool, plan)
-    assert len(rows) == 1
-    records = [json.loads(line) for line in completions(tmp_path / "out")]
-    assert len(records) == 2 * 5 and {one["verdict"] for one in records} == {"function"}
-    assert [one["correct"] for one in records] == [len(one["text"]) % 2 == 0 for one in records]
-    own.write_text(own.read_text() + "# changed\n")
-    (told,) = ranks.run(1, evaluate_in_pool, plan)
-    assert "holds completions of another evaluation: scorer was 'even'" in told
 
 
 @matrix

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
+from rlmath.algorithms.types import Completion, Prompt, Score
 from rlmath.config.schema import RewardConfig
 from rlmath.rewards.reward_manager import (
     RewardFunctionError,
@@ -159,17 +159,9 @@ def test_without_a_function_nothing_is_tried():
     assert try_reward_function(RewardConfig(), [prompt()]) == ()
 
 
-def scored(*kinds: str) -> list[ScoredGroup]:
-    """A group each of one completion."""
-    said = {"error": "KeyError: 'x'\n  File \"mine.py\", line 2, in reward\x1b[2J", "timeout": "timeout"}
-    return [
-        ScoredGroup(prompt(), (completion("x"),), (Score(0.0, False, said.get(kind, ""), kind),))
-        for kind in kinds
-    ]
-
-
 def scores_of(*kinds: str) -> list[Score]:
-    return [group.scores[0] for group in scored(*kinds)]
+    said = {"error": "KeyError: 'x'\n  File \"mine.py\", line 2, in reward\x1b[2J", "timeout": "timeout"}
+    return [Score(0.0, False, said.get(kind, ""), kind) for kind in kinds]
 
 
 def test_a_step_of_which_every_call_failed_has_no_rewards():

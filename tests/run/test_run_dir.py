@@ -14,6 +14,7 @@ from rlmath.config.load import load_config
 from rlmath.config.schema import Config
 from rlmath.run import run_dir
 from rlmath.run.run_dir import check_output_folder, claim_run_folder, sole_user
+from rlmath.telemetry.wandb import run_id
 
 
 def make_config(folder: Path | str, *overrides: str) -> Config:
@@ -360,3 +361,23 @@ def test_what_is_no_file_in_the_place_of_one_is_refused(tmp_path: Path, name: st
     (tmp_path / "run" / name).unlink()
     (tmp_path / "run" / name).mkdir()
     assert f'{name}" is a folder; needed: a regular file' in refusal(tmp_path / "run", config)
+
+
+def test_a_run_that_starts_anew_is_another_one_to_wandb(tmp_path: Path):
+    claim_run_folder(tmp_path, make_config(tmp_path))
+    first = run_id(tmp_path)
+    claim_run_folder(tmp_path, make_config(tmp_path), steps_done=0)
+    assert run_id(tmp_path) == first, "one that goes on is the same"
+    claim_run_folder(tmp_path, make_config(tmp_path, "run.recover_mode=disabled"))
+    assert run_id(tmp_path) != first == run_id(tmp_path / "earlier" / "001")
+
+
+@pytest.mark.parametrize("steps_done", [None, 3])
+def test_halves_of_models_that_a_killed_run_left_are_removed(tmp_path: Path, steps_done: int | None):
+    config = make_config(tmp_path)
+    claim_run_folder(tmp_path, config)
+    for name in ("best_model.partial", "best_model.before.partial", "models/stage-1.partial"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "model.safetensors").touch()
+    claim_run_folder(tmp_path, config, steps_done)
+    assert not list(tmp_path.rglob("*.partial"))

@@ -55,14 +55,6 @@ def test_truncated_share_is_the_mean_of_five_steps():
     assert told(rows("no_eos_ratio", [0.05] * 20)) == []
 
 
-def test_limits_of_one_and_zero():
-    assert told(rows("no_eos_ratio", [1.0] * 9), replace(LIMITS, warn_truncated=1.0)) == []
-    assert told(rows("no_eos_ratio", [0.0] * 9), replace(LIMITS, warn_truncated=0.0)) == []
-    assert len(told(rows("no_eos_ratio", [0.001] * 9), replace(LIMITS, warn_truncated=0.0))) == 1
-    collapsed = rows("train/entropy_loss", [1.0] * 5 + [0.0] * 9)
-    assert told(collapsed, replace(LIMITS, warn_entropy_share=0.0)) == []
-
-
 @pytest.mark.parametrize(("share", "is_told"), [(0.05, False), (0.051, True), (0.83, True), (0.0, False)])
 def test_dropped_prompts(share, is_told):
     text = dropped_alert(share, LIMITS)

@@ -5,10 +5,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
 
-from rlmath.algorithms.types import Completion, Prompt, RewardFailure, Score, ScoredGroup, Segment
+from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup, Segment
 from rlmath.config.terminal import visible
 from rlmath.telemetry.metrics_writer import MetricsWriter
-from rlmath.telemetry.samples import SampleWriter, completion_facts, group_markdown
+from rlmath.telemetry.samples import SampleWriter, group_markdown
 
 
 def group(prompt_id: str = "q1", text: str = "so \\boxed{132}") -> ScoredGroup:
@@ -159,27 +159,3 @@ def test_visible_escapes_what_moves_the_cursor_or_hides():
     assert visible("\r\x1b[1m\x7f\x9b\u200b\u202e\u2028\ud800\U000e0041") == (
         "\\x0d\\x1b[1m\\x7f\\x9b\\u200b\\u202e\\u2028\\ud800\\U000e0041"
     )
-
-
-def test_several_rewards_have_their_names_and_why_one_failed(tmp_path):
-    right = Score(1.2, True, "132", "string", parts=(1.0, 0.2, 3.0))
-    failed = Score(
-        -1.0,
-        False,
-        "7",
-        "number",
-        parts=(-1.0, 0.0, None),
-        failures=(RewardFailure("own", "error", "KeyError\x1b"),),
-    )
-    scored = ScoredGroup(group().prompt, group().completions, (right, failed))
-    writer = SampleWriter(str(tmp_path), 1, ["correctness", "length", "own"])
-    writer.write(1, [scored], [[1.0, -1.0]], MetricsWriter(str(tmp_path), False))
-    path = writer.write_failure(2, [group(), scored], [[1.0, -1.0]] * 2)
-    for file in (tmp_path / "samples" / "step-000001.jsonl", path):
-        (row,) = map(json.loads, file.read_text().splitlines())
-        one, other = row["completions"]
-        assert one["rewards"] == {"correctness": 1.0, "length": 0.2, "own": 3.0} and one["failures"] == {}
-        assert other["rewards"] == {"correctness": -1.0, "length": 0.0, "own": None}
-        assert other["failures"] == {"own": "error: KeyError\x1b"}
-    facts = completion_facts(other)
-    assert facts.startswith("reward -1 (correctness -1, length +0, own failed), advantage -1.000, wrong")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,11 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.answers.verifier import STRICT
 from rlmath.workers.fork_server import MAX_PROCESSES
-from rlmath.workers.hooks import Hook, worker_environment
-from rlmath.workers.worker import WorkerSettings, framed
-from rlmath.workers.worker_pool import MEMORY_BYTES, VerifierPool
+from rlmath.workers.worker_pool import VerifierPool
 from tests.workers.test_worker_pool import children, wait_until
 
 NAP = f"599.{os.getpid()}1"
@@ -262,37 +257,6 @@ def test_processes_end_with_a_trainer_that_is_killed(folder):
         wait_until(lambda: len(naps()) == 8, 60.0)
         os.killpg(parent.pid, signal.SIGKILL)
     wait_until(lambda: not naps())
-
-
-@pytest.mark.parametrize("end", ["its messages unread", "it does not receive"])
-def test_processes_end_when_the_pool_disappears(folder, end):
-    """The first makes the fork server's next receive fail, the second its next send."""
-    settings = WorkerSettings(
-        MEMORY_BYTES, 60.0, STRICT, Hook("reward", "hostile_rewards:reward", "reward.function")
-    )
-    control, its_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    channel, its_channel = socket.socketpair()
-    arguments = [str(its_control.fileno()), str(os.getpid()), settings.as_json()]
-    with control, channel, its_channel, its_control:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "rlmath.workers.fork_server", *arguments],
-            pass_fds=[its_control.fileno()],
-            env=worker_environment(),
-        )
-        its_control.close()
-        assert control.recv(64) == b"ready"
-        socket.send_fds(control, [b"fork 1"], [its_channel.fileno()])
-        request = {"id": 1, "completion": "hang_with_children now", "solutions": [], "row": {}}
-        channel.sendall(framed(request))
-        wait_until(lambda: len(naps()) == 8)
-        if end == "it does not receive":
-            control.shutdown(socket.SHUT_RD)
-        control.send(b"kill 1")
-        if end == "its messages unread":
-            wait_until(lambda: select.select([control], [], [], 0)[0])
-        control.close()
-        assert server.wait(20) == 0
-    assert not naps()
 
 
 def test_the_memory_limit_is_that_of_all_processes_together(folder):

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -204,24 +202,6 @@ def test_closing_ends_every_process_and_cancels_what_waits():
     wait_until(lambda: not any(map(is_alive, family)))
     with pytest.raises(RuntimeError, match="closed"):
         pool.submit("\\boxed{0.5}", HALF, "math")
-
-
-def test_workers_die_with_a_parent_that_is_killed():
-    code = (
-        "import sys; from rlmath.workers.worker_pool import VerifierPool; pool = VerifierPool(2, 60.0)\n"
-        f"futures = [pool.submit(text, {HALF!r}, 'math') for text in {[hang(1), hang(2)]!r}]\n"
-        "while not all(f.running() for f in futures): pass\n"
-        "print('busy', flush=True); sys.stdin.read()"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code], env=environment, text=True, **pipes) as parent:
-        assert parent.stdout.readline() == "busy\n"
-        fork_server = children(parent.pid)
-        family = fork_server + children(fork_server[0])
-        assert len(family) >= 3, "the server, both workers, and one more where these are busy for long"
-        parent.kill()
-    wait_until(lambda: not any(map(is_alive, family)), seconds=10.0)
 
 
 def test_a_fork_server_that_is_killed_is_an_error_in_words():
