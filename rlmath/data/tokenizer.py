@@ -9,13 +9,17 @@ Each template is written as its source has it:
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
+import signal
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlmath.config.files import read_json_object
 from rlmath.data.files import MAX_LINE_BYTES
@@ -26,6 +30,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _CHARACTERS_AT_ONCE = 2**21
+CHAT_SECONDS = 10.0
+"""Longest that a chat template may take for one prompt: it is a program of the model folder's."""
+CHAT_BYTES = 2**30
+"""Most memory that it may take meanwhile (bytes)."""
 TEMPLATE_DATE = date(2024, 7, 26)
 """What a chat template takes for today, so that a run that is resumed on another day has the same prompts. Llama 3's
 template writes this date where it is told none."""
@@ -176,14 +184,16 @@ def _chat(
         )
     chat = [{"role": role, "content": content} for role, content in messages]
     try:
-        text = str(
-            tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=True, strftime_now=TEMPLATE_DATE.strftime
+        with _limits():
+            text = str(
+                tokenizer.apply_chat_template(
+                    chat, tokenize=False, add_generation_prompt=True, strftime_now=TEMPLATE_DATE.strftime
+                )
             )
-        )
     except Exception as error:  # whatever the template's own code raises, such as for an unknown role
+        reason = f"more than {CHAT_BYTES / 2**30:g} GiB" if isinstance(error, MemoryError) else error
         raise ValueError(
-            f"the tokenizer's chat template cannot take the prompt {row.query_id[:60]!r}: {error}; use another "
+            f"the tokenizer's chat template cannot take the prompt {row.query_id[:60]!r}: {reason}; use another "
             "data.template"
         ) from error
     if "".join(messages[-1][1].split()) not in "".join(text.split()):
@@ -192,6 +202,28 @@ def _chat(
             f"{text[:60]!r} of it; use another data.template"
         )
     return text
+
+
+@contextmanager
+def _limits() -> Iterator[None]:
+    """TimeoutError or MemoryError where the code inside takes more than CHAT_SECONDS, or CHAT_BYTES of address space:
+    the sandbox of transformers bounds neither. Main thread only."""
+
+    def too_late(_number: int, _frame: Any) -> NoReturn:
+        raise TimeoutError(f"it takes more than {CHAT_SECONDS:g} s")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    held = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    handler = signal.signal(signal.SIGALRM, too_late)
+    try:
+        if soft == resource.RLIM_INFINITY:
+            resource.setrlimit(resource.RLIMIT_AS, (held + CHAT_BYTES, hard))
+        signal.setitimer(signal.ITIMER_REAL, CHAT_SECONDS)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def drop_special_token_rows(

@@ -9,7 +9,6 @@ import argparse
 import logging
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +28,6 @@ from rlmath.distributed.fault_tolerance.preemption import INTERRUPT, on_signals
 from rlmath.distributed.ranks import environment_rank
 from rlmath.distributed.rendezvous import MissingRanksError
 from rlmath.evals.compare import comparison_text, read_results
-from rlmath.evals.model_source import remove_converted
 from rlmath.evals.plan import Plan
 from rlmath.planning.checks import cuda_problems
 from rlmath.run.startup import (
@@ -52,9 +50,6 @@ rlmath eval --compare A B
 PATH is a Hugging Face folder, hf://org/name[@revision], a run's folder or a checkpoint. Completions are kept under
 --output: the same command resumes a stopped evaluation. docs/evaluation.md explains columns, files and formulas.
 """
-
-RENAMED = {"--judges": "--reward-workers", "--judge-timeout": "--reward-timeout"}
-"""Old names of options, which are still read."""
 
 CUDA_GRAPHS_HELP = (
     "capture decoding in CUDA graphs; without it vLLM runs with enforce_eager, as AReaL's and RLinf's evaluations do: "
@@ -82,17 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         record_exit(plan.output, FINISHED, "the tables are written")
         process.skip_collection_at_exit()
     except ValueError as error:
-        remove_converted()
         log_mistake(error)
         record_exit(None if output_problem(arguments) else arguments.output, MISTAKE, str(error))
         return MISTAKE
     except (MissingRanksError, HubFailedError) as error:
-        remove_converted()
         log_mistake(error)
         record_exit(arguments.output, FAILURE, str(error))
         return FAILURE
     except BaseException as error:
-        remove_converted()
         record_exit(arguments.output, FAILURE, f"{type(error).__name__}: {error}")
         end_broken()
     return 0
@@ -110,7 +102,6 @@ def stop_on_signal(output: Path) -> None:
                 write_exit_status(output, SAVED_AND_STOPPED, message)
                 close_bars()
                 logger.warning("The evaluation was %s", message)
-                remove_converted()
                 logging.shutdown()
         finally:
             os._exit(SAVED_AND_STOPPED)
@@ -189,15 +180,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--compare", nargs=2, type=Path, metavar=("A", "B"), help="two --output folders to compare")
     _add_sampling_options(parser.add_argument_group("what is sampled"))
     _add_engine_options(parser.add_argument_group("how it is computed"))
-    words = []
-    for word in sys.argv[1:] if argv is None else argv:
-        old, equals, value = word.partition("=")
-        if old in RENAMED:
-            logger.warning("%s is now called %s", old, RENAMED[old])
-            word = RENAMED[old] + equals + value
-        words.append(word)
     with mistakes_end_all_ranks():
-        return parser.parse_intermixed_args(words)
+        return parser.parse_intermixed_args(argv)
 
 
 def _add_sampling_options(group: argparse._ArgumentGroup) -> None:
@@ -238,7 +222,9 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
     )
     add("--cpu-kv-cache-gib", type=float, default=0.5, help="CPU: KV cache of a rank, in GiB (default 0.5)")
     add("--max-num-seqs", type=int, default=256, help="most sequences decoded at once (default 256)")
-    add("--reward-workers", type=int, default=2, help="processes per engine that verify answers (default 2)")
-    add("--reward-timeout", type=float, default=5.0, help="time limit of one answer, in seconds (default 5)")
+    workers_help = "processes per engine that verify answers (default 2)"
+    timeout_help = "time limit of one answer, in seconds (default 5)"
+    add("--reward-workers", "--judges", type=int, default=2, help=workers_help)
+    add("--reward-timeout", "--judge-timeout", type=float, default=5.0, help=timeout_help)
     device_help = "default auto: cuda if there is one"
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help=device_help)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -26,8 +25,6 @@ CONVERTED = "converted_model"
 a killed process left is removed, even if a run's folder was given as the output."""
 _SOURCE = "converted_from.json"
 _SHARD_BYTES = 4 * 2**30
-_converted_here: list[Path] = []
-"""Output folders into which this process has converted a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +39,7 @@ class EvaluatedModel:
 def resolve_model(path: Path, output: Path) -> EvaluatedModel:
     """The model at `path`: a Hugging Face folder; a run's folder, for the last model of a finished run and the newest
     checkpoint of an unfinished one; or a checkpoint. A checkpoint is converted once, into `output`/converted_model.
-    ValueError if it is none of these, or has weights or a tokenizer that cannot be loaded. An evaluation that does not
-    reach its end calls `remove_converted`."""
+    ValueError if it is none of these, or has weights or a tokenizer that cannot be loaded."""
     if not path.is_dir():
         raise ValueError(missing_folder_problem(path, "--model"))
     folder = _hugging_face(path) or _convert(path, output)
@@ -82,7 +78,6 @@ def _convert(path: Path, output: Path) -> Path:
         return folder
     if folder.is_dir():  # a partial one, left by a process that was killed
         shutil.rmtree(folder)
-    _converted_here.append(output)
     logger.info("Converting %s to %s", source.state, folder)
     shape = read_model_shape(source.metadata_files)
     metadata_files = read_metadata_files(source.metadata_files)
@@ -96,17 +91,6 @@ def _convert(path: Path, output: Path) -> Path:
     )
     note.write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
     return folder
-
-
-def remove_converted() -> None:
-    """Remove what this process has converted, or is converting in another thread; what an earlier one has stays."""
-    for output in _converted_here:
-        with contextlib.suppress(OSError):  # it is called while another error is handled
-            (output / _SOURCE).unlink()
-        for folder in (output / f"{CONVERTED}.partial", output / CONVERTED):
-            for _ in range(3):  # a file may have come meanwhile
-                shutil.rmtree(folder, ignore_errors=True)
-    _converted_here.clear()
 
 
 def _content(source: MegatronSource) -> str:

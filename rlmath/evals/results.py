@@ -10,7 +10,7 @@ from statistics import fmean
 from rlmath.answers.string_match import plain_answer
 from rlmath.answers.verifier import FAILURES
 from rlmath.evals.benchmarks import Benchmark
-from rlmath.evals.completions import Key, Outcome
+from rlmath.evals.completions import CompletionRecord, Key
 from rlmath.evals.pass_at_k import Vote, bootstrap_interval, majority_at_k, pass_at_k
 from rlmath.evals.plan import GREEDY_INDEX, Plan
 
@@ -27,49 +27,15 @@ class ProblemResult:
     samples: int
 
 
-@dataclass(frozen=True)
-class GreedyResult:
-    """One completion of every problem at temperature 0. Shares are from 0 to 1."""
-
-    length: float | None
-    """Mean tokens of a completion, without prompts that are too long."""
-    accuracy: float
-    interval: tuple[float, float]
-    """95% interval of `accuracy`, by bootstrap over problems."""
-    truncated: float | None
-    """Share of completions that reached the length limit."""
-
-
-@dataclass(frozen=True)
-class SampledResult:
-    """Several completions of every problem."""
-
-    samples: int
-    length: float | None
-    pass_at: dict[int, float]
-    """By k."""
-    interval: tuple[float, float]
-    """95% interval of pass@1, by bootstrap over problems."""
-    maj_at: dict[int, float]
-    """By k."""
-    truncated: float | None
+Row = dict[str, float | int | str | None]
+"""Numbers by the names of the tables' columns; shares from 0 to 1, lengths in tokens."""
 
 
 @dataclass(frozen=True)
 class BenchmarkResult:
-    """A row of the table."""
+    """A row of the tables, and the problems that it is of."""
 
-    dataset: str
-    num_questions: int
-    greedy: GreedyResult | None
-    """None if there are no greedy completions."""
-    sampled: SampledResult | None
-    too_long: int
-    """Questions whose prompts are too long; they count as wrong."""
-    unusable: int
-    """Rows of the file that are not usable questions; not in `num_questions`."""
-    not_judged: int
-    """Completions whose verification failed (time limit, error); they count as wrong."""
+    row: Row
     problems: tuple[ProblemResult, ...]
 
 
@@ -101,64 +67,70 @@ def answer_key(answer: str) -> object:
 
 
 def result_of(
-    benchmark: Benchmark, outcomes: Mapping[Key, Outcome], plan: Plan, max_prompt_tokens: int
+    benchmark: Benchmark, records: Mapping[Key, CompletionRecord], plan: Plan, max_prompt_tokens: int
 ) -> BenchmarkResult:
-    """The row of a benchmark. Problems with longer prompts count as wrong; KeyError if another problem lacks a
-    completion."""
+    """The row of a benchmark: mean lengths, accuracies with their 95% intervals by bootstrap over problems, pass@k,
+    maj@k, and shares of truncated completions, of the modes that the plan has. Problems with longer prompts count as
+    wrong (`too_long`), and so do completions whose verification failed (`not_judged`); `unusable` rows of the file are
+    not in `num_questions`. KeyError if a problem lacks a completion."""
     fitting = [p for p in benchmark.problems if len(p.token_ids) <= max_prompt_tokens]
-    rows = {p.problem_id: {index: outcomes[p.problem_id, index] for index in plan.indices} for p in fitting}
+    rows = {p.problem_id: {index: records[p.problem_id, index] for index in plan.indices} for p in fitting}
     problems = tuple(_problem(p.problem_id, rows.get(p.problem_id, {}), plan) for p in benchmark.problems)
-    first = [row[GREEDY_INDEX] for row in rows.values()] if plan.greedy else []
+    greedy = [row[GREEDY_INDEX] for row in rows.values()] if plan.greedy else []
     sampled = [[row[index] for index in range(plan.samples)] for row in rows.values()]
-    used = [*first, *(outcome for row in sampled for outcome in row)]
-    return BenchmarkResult(
-        dataset=benchmark.name,
-        num_questions=len(problems),
-        greedy=_greedy(problems, first, plan.seed) if plan.greedy else None,
-        sampled=_sampled(problems, sampled, plan) if plan.samples else None,
-        too_long=len(problems) - len(fitting),
-        unusable=benchmark.unusable,
-        not_judged=sum(outcome.verdict in FAILURES for outcome in used),
-        problems=problems,
-    )
+    flat = [record for row in sampled for record in row]
+    right = [float(bool(problem.greedy)) for problem in problems] if plan.greedy else []
+    shares = [problem.right / plan.samples for problem in problems] if plan.samples else []
+    row: Row = {
+        "dataset": benchmark.name,
+        "num_questions": len(problems),
+        "greedy_length": _mean([record.tokens for record in greedy]),
+        "sample_length": _mean([record.tokens for record in flat]),
+        "greedy_acc": _mean(right),
+    }
+    if plan.samples:
+        row |= _pass_and_majority(problems, sampled, plan.samples)
+    for name, values in (("greedy_acc", right), ("sample_pass@1", shares)):
+        row[f"{name}_low"], row[f"{name}_high"] = (
+            bootstrap_interval(values, plan.seed) if values else (None, None)
+        )
+    row["greedy_truncated"] = _mean([record.truncated for record in greedy])
+    row["sample_truncated"] = _mean([record.truncated for record in flat])
+    row["too_long"] = len(problems) - len(fitting)
+    row["unusable"] = benchmark.unusable
+    row["not_judged"] = sum(record.verdict in FAILURES for record in (*greedy, *flat))
+    return BenchmarkResult(row, problems)
 
 
-def _problem(problem_id: str, row: Mapping[int, Outcome], plan: Plan) -> ProblemResult:
+def _problem(problem_id: str, row: Mapping[int, CompletionRecord], plan: Plan) -> ProblemResult:
     greedy = bool(row and row[GREEDY_INDEX].correct) if plan.greedy else None
-    right = sum(outcome.correct for index, outcome in row.items() if index != GREEDY_INDEX)
+    right = sum(record.correct for index, record in row.items() if index != GREEDY_INDEX)
     return ProblemResult(problem_id, greedy, right, plan.samples)
 
 
-def _greedy(problems: Sequence[ProblemResult], outcomes: Sequence[Outcome], seed: int) -> GreedyResult:
-    values = [float(bool(problem.greedy)) for problem in problems]
-    length, truncated = _lengths(outcomes)
-    return GreedyResult(length, fmean(values), bootstrap_interval(values, seed), truncated)
-
-
-def _sampled(
-    problems: Sequence[ProblemResult], rows: Sequence[Sequence[Outcome]], plan: Plan
-) -> SampledResult:
-    n = plan.samples
-    length, truncated = _lengths([outcome for row in rows for outcome in row])
-    pass_at = {k: fmean(pass_at_k(n, problem.right, k) for problem in problems) for k in useful_k(n)}
+def _pass_and_majority(
+    problems: Sequence[ProblemResult], rows: Sequence[Sequence[CompletionRecord]], n: int
+) -> Row:
+    """pass@k and maj@k of `n` samples of each problem; of a problem without a row no majority is right."""
+    found: Row = {}
+    for k in useful_k(n):
+        name = "sample_pass@1" if k == 1 else f"pass@{k}"
+        found[name] = fmean(pass_at_k(n, problem.right, k) for problem in problems)
     votes = [_votes(row) for row in rows]
-    maj_at = {k: sum(majority_at_k(*vote, k) for vote in votes) / len(problems) for k in useful_k(n) if k > 1}
-    interval = bootstrap_interval([problem.right / n for problem in problems], plan.seed)
-    return SampledResult(n, length, pass_at=pass_at, interval=interval, maj_at=maj_at, truncated=truncated)
+    for k in useful_k(n)[1:]:
+        found[f"maj@{k}"] = sum(majority_at_k(*vote, k) for vote in votes) / len(problems)
+    return found
 
 
-def _lengths(outcomes: Sequence[Outcome]) -> tuple[float | None, float | None]:
-    """(mean tokens, share of truncated completions)"""
-    if not outcomes:
-        return None, None
-    return fmean(outcome.tokens for outcome in outcomes), fmean(outcome.truncated for outcome in outcomes)
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
 
 
-def _votes(row: Sequence[Outcome]) -> tuple[list[Vote], int]:
+def _votes(row: Sequence[CompletionRecord]) -> tuple[list[Vote], int]:
     """(votes for the answers of a problem's samples, number of samples without an answer)"""
     groups: dict[object, list[bool]] = defaultdict(list)
-    for outcome in row:
-        if outcome.answer:
-            groups[answer_key(outcome.answer)].append(outcome.correct)
+    for record in row:
+        if record.extracted:
+            groups[answer_key(record.extracted)].append(record.correct)
     votes = [Vote(len(right), any(right)) for right in groups.values()]
     return votes, len(row) - sum(vote.count for vote in votes)

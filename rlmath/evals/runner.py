@@ -36,7 +36,7 @@ from rlmath.evals.benchmarks import (
     model_positions,
     reference_warnings,
 )
-from rlmath.evals.completions import read_outcomes, remove_unfinished_lines
+from rlmath.evals.completions import read_completions, remove_unfinished_lines
 from rlmath.evals.model_source import EvaluatedModel, resolve_model
 from rlmath.evals.plan import Plan, check_settings, read_settings
 from rlmath.evals.results import BenchmarkResult, result_of
@@ -199,7 +199,7 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: VerifierPool, device: Dev
 
 def _missing(benchmark: Benchmark, plan: Plan, lengths: LengthLimits) -> list[Missing]:
     """The completions that are not on disk. ValueError if those on disk were sampled for other problems."""
-    on_disk = read_outcomes(plan.output, benchmark.name)
+    on_disk = read_completions(plan.output, benchmark.name)
     missing = []
     for problem in benchmark.problems:
         keys = [(problem.problem_id, index) for index in plan.indices]
@@ -238,7 +238,7 @@ def _log_work(benchmarks: Sequence[Benchmark], lengths: LengthLimits, plan: Plan
 def _write_tables(plan: Plan, prepared: _Prepared) -> list[BenchmarkResult]:
     longest = prepared.lengths.max_prompt_tokens
     results = [
-        result_of(benchmark, read_outcomes(plan.output, benchmark.name), plan, longest)
+        result_of(benchmark, read_completions(plan.output, benchmark.name), plan, longest)
         for benchmark in prepared.benchmarks
     ]
     settings = read_settings(plan.output) | {"limit": plan.limit, "max_prompt_tokens": plan.max_prompt_tokens}

@@ -83,7 +83,6 @@ def sample_missing(
 
     def on_step() -> None:
         verification.write_done()
-        writer.tick()
         progress.tick()
 
     try:

@@ -26,7 +26,7 @@ from typing import Any
 
 from rlmath.config.run_files import write_whole
 from rlmath.config.terminal import visible
-from rlmath.evals.results import BenchmarkResult
+from rlmath.evals.results import BenchmarkResult, Row
 
 RESULTS = "results.json"
 FORMAT = 1
@@ -38,37 +38,17 @@ PROBLEM_COUNTS = ("too_long", "unusable", "not_judged")
 WIDTH = 80
 """Most columns of the console that a table takes."""
 
-Row = dict[str, float | int | str | None]
-"""Numbers by column; shares from 0 to 1."""
-
-
-def row_of(result: BenchmarkResult) -> Row:
-    """All numbers of a benchmark, by the names of the table's columns."""
-    row: Row = {"dataset": result.dataset, "num_questions": result.num_questions}
-    greedy, sampled = result.greedy, result.sampled
-    row["greedy_length"] = greedy and greedy.length
-    row["sample_length"] = sampled and sampled.length
-    row["greedy_acc"] = greedy and greedy.accuracy
-    if sampled:
-        row |= {f"sample_pass@{k}" if k == 1 else f"pass@{k}": value for k, value in sampled.pass_at.items()}
-        row |= {f"maj@{k}": value for k, value in sampled.maj_at.items()}
-    row["greedy_acc_low"], row["greedy_acc_high"] = greedy.interval if greedy else (None, None)
-    row["sample_pass@1_low"], row["sample_pass@1_high"] = sampled.interval if sampled else (None, None)
-    row["greedy_truncated"] = greedy and greedy.truncated
-    row["sample_truncated"] = sampled and sampled.truncated
-    return row | {"too_long": result.too_long, "unusable": result.unusable, "not_judged": result.not_judged}
-
 
 def first_table(results: Sequence[BenchmarkResult]) -> list[list[str]]:
     """The header and the rows, as text; "-" marks what was not sampled."""
-    rows = [row_of(result) for result in results]
+    rows = [result.row for result in results]
     names = [*COLUMNS, *_by_k("pass@", rows)]
     return [names, *([cell(name, row.get(name)) for name in names] for row in rows)]
 
 
 def second_table(results: Sequence[BenchmarkResult]) -> list[list[str]]:
     """Intervals, majorities, shares of truncated completions, and those of PROBLEM_COUNTS that are not 0."""
-    rows = [row_of(result) for result in results]
+    rows = [result.row for result in results]
     counts = [name for name in PROBLEM_COUNTS if any(row[name] for row in rows)]
     numbers = [*_by_k("maj@", rows), "greedy_truncated", "sample_truncated", *counts]
     table = [["dataset", "greedy_acc 95%", "sample_pass@1 95%", *numbers]]
@@ -150,7 +130,7 @@ def write_results(folder: Path, settings: Mapping[str, Any], results: Sequence[B
         "format": FORMAT,
         "settings": dict(settings),
         "benchmarks": {
-            result.dataset: {"row": row_of(result), "problems": [asdict(p) for p in result.problems]}
+            result.row["dataset"]: {"row": result.row, "problems": [asdict(p) for p in result.problems]}
             for result in results
         },
     }
@@ -158,7 +138,7 @@ def write_results(folder: Path, settings: Mapping[str, Any], results: Sequence[B
     lines = "".join(f"    {name}: {visible(str(value))}\n" for name, value in settings.items())
     tables = (markdown_table(table) for table in (first_table(results), second_table(results)))
     write_whole(folder / "results.md", "\n\n".join(["# Evaluation", lines, *tables]) + "\n")
-    rows = [row_of(result) for result in results]
+    rows = [result.row for result in results]
     names = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")

@@ -71,16 +71,8 @@ def build_actor(
     """The policy of GRPO with the weights of `model.path`; `total_updates` optimizer steps end a decaying learning
     rate."""
     chunks, wrapped, optimizer = _trained_chunks(config, shape, mesh, device, config.optimizer)
-    mask = MinTokensMask(stop_token_ids, config.rollout.min_new_tokens)
     learner = GrpoLearner(
-        ForwardBackward(
-            wrapped,
-            mesh,
-            device,
-            temperature=config.rollout.temperature,
-            vocab_size=shape.vocab_size,
-            min_tokens_mask=mask,
-        ),
+        _as_the_engine(config, wrapped, mesh, device, vocab_size=shape.vocab_size, stops=stop_token_ids),
         optimizer,
         build_scheduler(config.optimizer, optimizer, total_updates),
         settings=loss_settings(config.algorithm, config.teacher),
@@ -94,9 +86,7 @@ def build_sft_actor(
 ) -> Actor[SftLearner]:
     """The policy of supervised training: its distribution is the model's own, at temperature 1 and without a mask."""
     chunks, wrapped, optimizer = _trained_chunks(config, shape, mesh, device, config.optimizer)
-    forward_backward = ForwardBackward(
-        wrapped, mesh, device, temperature=1.0, vocab_size=shape.vocab_size, min_tokens_mask=MinTokensMask()
-    )
+    forward_backward = ForwardBackward(wrapped, mesh, device, shape.vocab_size)
     scheduler = build_scheduler(config.optimizer, optimizer, total_updates)
     return Actor(SftLearner(forward_backward, optimizer, scheduler), chunks)
 
@@ -107,14 +97,16 @@ def build_reference(
     """The model to start from, sharded like the actor, without gradients. Build it only where KL is used: it holds
     the memory of its parameters."""
     chunks = _frozen_chunks(config, config.model.path, shape, mesh=mesh, device=device, option="model.path")
-    mask = MinTokensMask(stop_token_ids, config.rollout.min_new_tokens)
+    return _as_the_engine(config, chunks, mesh, device, vocab_size=shape.vocab_size, stops=stop_token_ids)
+
+
+def _as_the_engine(
+    config: Config, chunks: Sequence[Any], mesh: Mesh, device: Device, vocab_size: int, stops: tuple[int, ...]
+) -> ForwardBackward:
+    """Passes of a model whose distribution is the engine's: at its temperature, and with its mask of stop tokens."""
+    mask = MinTokensMask(stops, config.rollout.min_new_tokens)
     return ForwardBackward(
-        chunks,
-        mesh,
-        device,
-        temperature=config.rollout.temperature,
-        vocab_size=shape.vocab_size,
-        min_tokens_mask=mask,
+        chunks, mesh, device, vocab_size, temperature=config.rollout.temperature, min_tokens_mask=mask
     )
 
 
@@ -127,14 +119,7 @@ def build_critic(config: Config, shape: ModelShape, mesh: Mesh, device: Device, 
         config, shape, mesh, device=device, optimizer=settings, start=start
     )
     learner = CriticLearner(
-        ForwardBackward(
-            wrapped,
-            mesh,
-            device,
-            temperature=1.0,
-            vocab_size=shape.vocab_size,
-            min_tokens_mask=MinTokensMask(),
-        ),
+        ForwardBackward(wrapped, mesh, device, shape.vocab_size),
         optimizer,
         build_scheduler(settings, optimizer, total_updates),
         clip=config.critic.clip,
@@ -175,18 +160,8 @@ def build_teacher(
     chunks = _frozen_chunks(
         config, config.teacher.path, same_rows, mesh=mesh, device=device, option="teacher.path"
     )
-    mask = MinTokensMask(stop_token_ids, config.rollout.min_new_tokens)
     common = min(shape.vocab_size, teacher_shape.vocab_size)
-    return Teacher(
-        ForwardBackward(
-            chunks,
-            mesh,
-            device,
-            temperature=config.rollout.temperature,
-            vocab_size=common,
-            min_tokens_mask=mask,
-        )
-    )
+    return Teacher(_as_the_engine(config, chunks, mesh, device, vocab_size=common, stops=stop_token_ids))
 
 
 def _frozen_chunks(

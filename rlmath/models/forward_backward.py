@@ -34,6 +34,8 @@ from rlmath.models.attention import PackedSequences, pack_sequences
 from rlmath.models.context_parallel import ContextSplit, gather_and_shift, split_pack
 from rlmath.models.logprobs import MinTokensMask, TeacherRows, is_argmax, next_logprobs, shift_to_tokens
 
+NO_MASK = MinTokensMask()
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:
@@ -54,10 +56,11 @@ class ForwardBackward:
         chunks: Sequence[Any],
         mesh: Mesh,
         device: Device,
-        temperature: float,
         vocab_size: int,
-        min_tokens_mask: MinTokensMask,
+        temperature: float = 1.0,
+        min_tokens_mask: MinTokensMask = NO_MASK,
     ) -> None:
+        """Without the last two the distribution is the model's own."""
         self.chunks = list(chunks)
         self.mesh = mesh
         self.device = device
@@ -259,10 +262,8 @@ class ForwardBackward:
             return hidden.to("cpu")
 
         last = self.chunks[-1]
-        has_head, last.post_process = (
-            last.post_process,
-            False,
-        )  # Megatron then returns what comes before the head
+        has_head = last.post_process
+        last.post_process = False  # Megatron then returns what comes before the head
         try:
             results = self.run(batches, keep, forward_only=True)
         finally:

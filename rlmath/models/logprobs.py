@@ -68,16 +68,21 @@ def next_logprobs(
     group: dist.ProcessGroup,
     teacher: TeacherRows | None = None,
 ) -> tuple[Tensor, ...]:
-    """As `vocab_parallel_logprobs`, or `vocab_parallel_teacher_kl` where there is a teacher, of the token that each row
-    predicts, with the engine's mask; `next_index_T` are these tokens' positions in their completions, below 0 in
-    prompts."""
+    """As `vocab_parallel_logprobs`, of the token that each row predicts, with the engine's mask; `next_index_T` are
+    these tokens' positions in their completions, below 0 in prompts."""
     masked_T = None
     if min_tokens_mask.min_tokens:
         masked_T = (next_index_T >= 0) & (next_index_T < min_tokens_mask.min_tokens)
-    arguments = (logits_TV, next_ids_T, temperature, vocab_size, group)
-    if teacher is None:
-        return vocab_parallel_logprobs(*arguments, masked_T, min_tokens_mask.token_ids)
-    return vocab_parallel_teacher_kl(*arguments, teacher, masked_T, min_tokens_mask.token_ids)
+    return vocab_parallel_logprobs(
+        logits_TV,
+        next_ids_T,
+        temperature,
+        vocab_size=vocab_size,
+        group=group,
+        masked_T=masked_T,
+        masked_tokens=min_tokens_mask.token_ids,
+        teacher=teacher,
+    )
 
 
 def shift_to_tokens(
@@ -100,50 +105,28 @@ def vocab_parallel_logprobs(
     group: dist.ProcessGroup,
     masked_T: Tensor | None = None,
     masked_tokens: tuple[int, ...] = (),
-) -> tuple[Tensor, Tensor]:
+    teacher: TeacherRows | None = None,
+) -> tuple[Tensor, ...]:
     """Log-probability of every target and entropy of every row under softmax(logits / temperature), float32 (nats).
+    With a teacher also KL(student || teacher) of every row over the tokens that both know (nats): sum of
+    p (log p - log t), both at the temperature and with the same tokens masked.
 
     `logits_TV` are this rank's V consecutive columns of the padded vocabulary; columns from `vocab_size` on are
     padding, whose probability is 0, as is that of `masked_tokens` in the rows of `masked_T`. Gradients flow through
-    both results. THE BACKWARD PASS OVERWRITES `logits_TV` WITH ITS GRADIENT: pass logits that nobody else reads, as a
+    all results. THE BACKWARD PASS OVERWRITES `logits_TV` WITH ITS GRADIENT: pass logits that nobody else reads, as a
     view if need be, but not as a slice of rows, whose own backward pass would allocate a full tensor. A second
     backward pass raises RuntimeError.
     """
-    shard = _shard(
-        logits_TV,
-        temperature,
-        vocab_size=vocab_size,
-        group=group,
-        masked_T=masked_T,
-        masked_tokens=masked_tokens,
-    )
-    return _VocabParallelLogprobs.apply(logits_TV, targets_T, shard, group)
 
+    def shard_of(tokens: int) -> _Shard:
+        start, columns = _own_columns(logits_TV, tokens, group)
+        mine = tuple(token - start for token in masked_tokens if start <= token < start + columns)
+        return _Shard(temperature, start, columns, masked_T if mine else None, mine)
 
-def vocab_parallel_teacher_kl(
-    logits_TV: Tensor,
-    targets_T: Tensor,
-    temperature: float,
-    vocab_size: int,
-    group: dist.ProcessGroup,
-    teacher: TeacherRows,
-    masked_T: Tensor | None = None,
-    masked_tokens: tuple[int, ...] = (),
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `vocab_parallel_logprobs`, and of every row KL(student || teacher) over the tokens that both know (nats), with
-    gradient to `logits_TV`: sum of p (log p - log t), both at the temperature and with the same tokens masked."""
-    shard = _shard(
-        logits_TV,
-        temperature,
-        vocab_size=vocab_size,
-        group=group,
-        masked_T=masked_T,
-        masked_tokens=masked_tokens,
-    )
-    common = min(vocab_size, teacher.vocab_size)
-    both = _shard(
-        logits_TV, temperature, vocab_size=common, group=group, masked_T=masked_T, masked_tokens=masked_tokens
-    )
+    shard = shard_of(vocab_size)
+    if teacher is None:
+        return _VocabParallelLogprobs.apply(logits_TV, targets_T, shard, group)
+    both = shard_of(min(vocab_size, teacher.vocab_size))
     return _VocabParallelTeacherKL.apply(logits_TV, targets_T, shard, both, group, teacher)
 
 
@@ -162,19 +145,6 @@ def is_argmax(
         tops_2T[1] = logits_TV[:, :columns].amax(-1).float()
     dist.all_reduce(tops_2T, op=dist.ReduceOp.MAX, group=group)
     return (tops_2T[0] >= tops_2T[1]).float(), tops_2T[1]
-
-
-def _shard(
-    logits_TV: Tensor,
-    temperature: float,
-    vocab_size: int,
-    group: dist.ProcessGroup,
-    masked_T: Tensor | None,
-    masked_tokens: tuple[int, ...],
-) -> _Shard:
-    start, columns = _own_columns(logits_TV, vocab_size, group)
-    mine = tuple(token - start for token in masked_tokens if start <= token < start + columns)
-    return _Shard(temperature, start, columns, masked_T if mine else None, mine)
 
 
 def _own_columns(logits_TV: Tensor, vocab_size: int, group: dist.ProcessGroup) -> tuple[int, int]:

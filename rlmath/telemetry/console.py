@@ -14,7 +14,7 @@ import sys
 import textwrap
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 COLUMNS = 80
 """Of the lines for steps; what is longer is wrapped on a terminal, to its width."""
-RECENT_STEPS = 20
-"""Whose median gives the time that is left."""
+RECENT_STEPS = 100
+"""Whose mean gives the time that is left."""
 EARLY_LINES = 1000
 """Lines that are kept for the log file until there is one."""
 
@@ -229,75 +229,30 @@ def wrapped(text: str, width: int) -> str:
 
 
 class RemainingTime:
-    """The seconds that a run still takes: by the median of this start's recent steps, without the first, which warms
-    up, once there is another; and apart from them by the validations and saves that are still to be made."""
+    """The seconds that a run still takes: by the mean of this start's recent steps, with the validations and saves
+    between them, without the first, which warms up, once there is another."""
 
-    def __init__(
-        self,
-        total_steps: int,
-        validations: Callable[[int], int] = lambda steps_done: 0,
-        saves: Callable[[int, int, float], int] = lambda first, last, seconds: 0,
-    ) -> None:
-        """`validations` gives how many are still to be made with so many steps done, `saves` how many are made after
-        the steps from `first` to `last`, which take so many seconds."""
-        self._total_steps, self._validations, self._saves = total_steps, validations, saves
+    def __init__(self, total_steps: int) -> None:
+        self._total_steps = total_steps
         self._first: float | None = None
-        self._steps: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._earlier: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._validated: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._steps_made = 0
-        self._seconds_made = self._save_seconds = 0.0
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
 
-    def add_earlier(self, step_seconds: float, validation_seconds: float) -> None:
-        """Of an earlier start of the run, without its saves; its steps count until this one has made two."""
-        self._earlier.append(step_seconds - validation_seconds)
-        self._add_validation(validation_seconds)
-
-    def add(self, step_seconds: float, validation_seconds: float, save_seconds: float = 0.0) -> None:
-        """A step of this start with all that belongs to it: the validation in it and the save before it, which are
-        given apart, too."""
-        own = step_seconds - validation_seconds - save_seconds
+    def add(self, seconds: float) -> None:
+        """A step of this start with all that belongs to it."""
         if self._first is None:
-            self._first = own
+            self._first = seconds
         else:
-            self._steps.append(own)
-        self._steps_made += 1
-        self._seconds_made += step_seconds
-        self._save_seconds += save_seconds
-        self._add_validation(validation_seconds)
-
-    def _add_validation(self, seconds: float) -> None:
-        if seconds > 0.0:
-            self._validated.append(seconds)
+            self._recent.append(seconds)
 
     def seconds(self, steps_done: int) -> float:
         """Call it after a step.
 
         >>> left = RemainingTime(10)
-        >>> left.add(20.0, 0.0), left.add(9.0, 0.0), left.add(2.0, 0.0), left.seconds(3)
-        (None, None, None, 14.0)
+        >>> left.add(20.0), left.add(9.0), left.add(2.0), left.seconds(3)
+        (None, None, None, 38.5)
         """
         assert self._first is not None
-        # Of two steps the shorter one: the second may still warm up.
-        step = statistics.median_low(self._steps or self._earlier or [self._first])
-        left = (self._total_steps - steps_done) * step
-        if self._validated:
-            left += self._validations(steps_done) * statistics.fmean(self._validated)
-        first = steps_done - self._steps_made + 1
-        if saved := self._saves(first, steps_done - 1, self._seconds_made):
-            left += self._saves(steps_done, self._total_steps - 1, left) * self._save_seconds / saved
-        return left
-
-
-def count_due(first: int, total_steps: int, every: int | None) -> int:
-    """How many of the steps `first`, ..., `total_steps` something is due after: every so many steps, and the last.
-
-    >>> count_due(3, 10, 4), count_due(5, 8, 4), count_due(11, 10, 4), count_due(1, 10, None)
-    (3, 1, 0, 0)
-    """
-    if every is None or first > total_steps:
-        return 0
-    return total_steps // every - (first - 1) // every + (total_steps % every > 0)
+        return (self._total_steps - steps_done) * statistics.fmean(self._recent or [self._first])
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ Figures count over all starts of a run: rows that earlier starts wrote are read 
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import statistics
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmath.algorithms.types import GROUP_ADVANTAGES, ScoredGroup
-from rlmath.config.length_curriculum import has_length_stages, length_stages, validates
+from rlmath.config.length_curriculum import has_length_stages, length_stages
 from rlmath.config.run_files import METRICS_FILE, SUMMARY_FILE, SWITCH_PHASES, write_whole
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, SftInputs
@@ -26,23 +25,14 @@ from rlmath.planning.memory_estimate import Kind
 from rlmath.report.write import NoPlotlyError, write_report
 from rlmath.rewards.reward_manager import first_function_failure
 from rlmath.rewards.several_rewards import functions_of, named_rewards
-from rlmath.run.recovery.save_schedule import saves_due
 from rlmath.telemetry.alerts import Alerts, RepeatedWarning, dropped_alert
-from rlmath.telemetry.console import (
-    Progress,
-    RemainingTime,
-    count_due,
-    long_step_line,
-    step_line,
-)
+from rlmath.telemetry.console import Progress, RemainingTime, long_step_line, step_line
 from rlmath.telemetry.events import event
 from rlmath.telemetry.metrics_writer import Unwritten, open_metrics, read_metrics
 from rlmath.telemetry.samples import SampleWriter, samples_file
 
 logger = logging.getLogger(__name__)
 
-VALIDATION_PHASES = ("validation", "keep_best", "evaluate")
-"""Phases of validations and evaluations of what is held out, which are made in some steps only."""
 COUNTED = {"grpo": ("n_valid_tokens", "completion_tokens"), "sft": ("n_tokens", "tokens")}
 """By kind of program: the metric that `tokens_per_second` of the summary counts, and how the summary names its sum."""
 
@@ -98,16 +88,7 @@ class Reporter:
         self._last: dict[str, float] = {}
         self._held_out: dict[str, float] | None = {} if kind == "sft" else None
         self._unwritten = Unwritten()
-        every = config.sft.eval_every_steps if kind == "sft" else None
-        if kind == "grpo" and validates(config):
-            every = config.validation.every_steps
-        # The weights of a step are validated at the beginning of the next, a supervised model at its end.
-        ahead = 1 if kind == "sft" else 0
-        self._remaining = RemainingTime(
-            inputs.total_steps,
-            lambda done: count_due(done + ahead, inputs.total_steps, every),
-            functools.partial(saves_due, config.save, inputs.order.steps_per_epoch),
-        )
+        self._remaining = RemainingTime(inputs.total_steps)
         self._step_ended: float | None = None
         self._metrics = open_metrics(config, steps_done + 1, self._unwritten)
         names = [one.name for one in named_rewards(config.reward)]
@@ -130,8 +111,6 @@ class Reporter:
         has_rows = steps_done and (Path(config.run.output_dir) / METRICS_FILE).is_file()
         for row in read_metrics(config.run.output_dir) if has_rows else []:
             self._seconds_before += row.get("seconds/step", 0.0) + row.get("seconds/save", 0.0)
-            if "seconds/step" in row:  # not that of the model before training
-                self._remaining.add_earlier(row["seconds/step"], validation_seconds(row))
             metrics = {name: value for name, value in row.items() if name != "step"}
             self._look_for_alerts(int(row["step"]) - 1, metrics)
             self._count(metrics)
@@ -167,10 +146,7 @@ class Reporter:
         """Where the run stands after step `number`; call it once a step."""
         now, started = time.perf_counter(), self._step_ended
         self._step_ended = now
-        if started is None:
-            self._remaining.add(metrics["seconds/step"], validation_seconds(metrics))
-        else:
-            self._remaining.add(now - started, validation_seconds(metrics), metrics["seconds/save"])
+        self._remaining.add(metrics["seconds/step"] if started is None else now - started)
         per_epoch = self._order.steps_per_epoch
         return Progress(
             epoch=epoch + 1,
@@ -274,15 +250,6 @@ def write_run_report(config: Config) -> None:
     else:
         logger.info("The report is in %s", path)
         logger.debug("The report took %.2f s", time.perf_counter() - started)
-
-
-def validation_seconds(metrics: Mapping[str, float]) -> float:
-    """What a step took for validations.
-
-    >>> validation_seconds({"seconds/step": 9.0, "seconds/validation": 4.0, "seconds/keep_best": 1.0})
-    5.0
-    """
-    return sum(metrics.get(f"seconds/{phase}", 0.0) for phase in VALIDATION_PHASES)
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlmath.answers.verifier import FAILURES
 from rlmath.workers.hooks import Group
 
 MAX_METRICS = 50
@@ -90,21 +89,16 @@ def call_scorer(function: Callable, completion: str, solutions: list[str], row: 
     return result
 
 
-def checked_result(reply: Mapping[str, Any]) -> FunctionResult:
-    """A result as it came from a process in which the function ran. ValueError, TypeError or KeyError unless it is one
-    that `call_function` returns, or a failure of that process."""
-    failure, message = reply["failure"], str(reply["message"])[:MAX_TRACE_CHARS]
-    waited = float(reply.get("queue_seconds", 0.0))
-    if failure in FAILURES:
-        return FunctionResult(0.0, failure=failure, message=message, queue_seconds=waited)
-    if failure is not None:
-        raise ValueError("another failure than there are")
-    pairs = [(name, value) for name, value in reply["metrics"][:MAX_METRICS]]
-    numbers = {name: float(value) for name, value in pairs if isinstance(name, str)}
-    reward = float(reply["reward"])
-    if len(numbers) < len(pairs) or _problem(reward, numbers) is not None:
-        raise ValueError("numbers or names that the function's own process lets through none of")
-    return FunctionResult(reward, tuple(numbers.items()), queue_seconds=waited)
+def result_of(reply: Mapping[str, Any]) -> FunctionResult:
+    """The result of `call_function` as it came from its process, or a failure of that process."""
+    metrics = tuple((name, value) for name, value in reply.get("metrics", ()))
+    return FunctionResult(
+        reply.get("reward", 0.0),
+        metrics,
+        failure=reply["failure"],
+        message=reply["message"],
+        queue_seconds=reply["queue_seconds"],
+    )
 
 
 def _problem(reward: float, metrics: Mapping[str, float]) -> str | None:
@@ -211,12 +205,6 @@ def _lengths(found: Sequence[int]) -> str:
     return ", ".join(map(str, found[:8])) + (" ..." if len(found) > 8 else "")
 
 
-def checked_hook_result(kind: str, arguments: Sequence[Any], reply: Mapping[str, Any]) -> HookResult:
-    """A result as it came from a process in which the function ran; ValueError, TypeError or KeyError as
-    `checked_result`."""
-    failure = reply["failure"]
-    if failure in FAILURES:
-        return HookResult(None, failure, str(reply["message"])[:MAX_TRACE_CHARS])
-    if failure is not None:
-        raise ValueError("another failure than there are")
-    return HookResult(checked_value(kind, reply["value"], arguments))
+def hook_result_of(reply: Mapping[str, Any]) -> HookResult:
+    """The result of `call_hook` as it came from its process, or a failure of that process."""
+    return HookResult(reply.get("value"), reply["failure"], reply.get("message", ""))

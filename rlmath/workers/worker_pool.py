@@ -3,8 +3,8 @@
     VerifierPool (this process, one thread) -- socket --> fork server -- fork --> workers
 
 The time limit of an answer begins when a worker gets it: waiting is never a timeout. A check that hangs or crashes ends
-only its own worker, in whose place the fork server forks another one within milliseconds. Nothing that a worker sends
-is trusted: it is plain JSON of bounded length, checked as what a stranger sends. States of a worker:
+only its own worker, in whose place the fork server forks another one within milliseconds. A worker
+sends plain JSON of bounded length; one that sends something else is killed. States of a worker:
 
     fork --> STARTING -- it is ready --> IDLE -- request --> BUSY -- reply --> IDLE
                  |                         |                   |
@@ -35,7 +35,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Self, TypeVar
 
 from rlmath.answers.extraction import extract_answer, split_boxes
@@ -51,12 +50,7 @@ from rlmath.answers.verifier import (
     verdict_without_solutions,
     verify_by_string,
 )
-from rlmath.workers.custom_function import (
-    FunctionResult,
-    HookResult,
-    checked_hook_result,
-    checked_result,
-)
+from rlmath.workers.custom_function import FunctionResult, HookResult, hook_result_of, result_of
 from rlmath.workers.fork_server import MAX_PROCESSES, START_SECONDS, Ended, ForkServer, exit_text
 from rlmath.workers.hooks import Hook, as_hook
 from rlmath.workers.process_tree import cpu_seconds
@@ -222,13 +216,11 @@ class VerifierPool:
     ) -> Future[FunctionResult]:
         """Call the user's function on a completion."""
         request = {"completion": completion, "solutions": list(solutions), "row": row}
-        return self._queue(request, checked_result)
+        return self._queue(request, result_of)
 
     def call_hook(self, arguments: Sequence[Any]) -> Future[HookResult]:
         """Call the user's function, of another kind than rewards. What JSON has no word for is given as its text."""
-        hook = self._settings.function
-        assert hook is not None
-        return self._queue({"arguments": arguments}, partial(checked_hook_result, hook.kind, arguments))
+        return self._queue({"arguments": arguments}, hook_result_of)
 
     @staticmethod
     def results(futures: Sequence[Future[T]], on_progress: Callable[[], None] = lambda: None) -> list[T]:

@@ -13,7 +13,6 @@ from rlmath.algorithms.dynamic_sampling import (
     DROP_REASONS,
     FILTER_REASONS,
     Chosen,
-    Selection,
     SelectionRules,
     choose,
     select,
@@ -64,19 +63,6 @@ def test_where_each_reward_counts_for_itself_a_group_has_contrast_in_any_of_them
 def test_without_rules_all_is_learned_from():
     assert choose(group("q", RIGHT), SelectionRules()) == Chosen((0, 1))
     assert not SelectionRules().drop_anything
-
-
-@pytest.mark.parametrize(
-    "rules",
-    [
-        ACCURACY,
-        SelectionRules(min_tokens=1),
-        SelectionRules(max_tokens=9),
-        SelectionRules(drop_truncated=True),
-    ],
-)
-def test_any_rule_may_drop_something(rules: SelectionRules):
-    assert rules.drop_anything
 
 
 @pytest.mark.parametrize(
@@ -199,20 +185,6 @@ def test_what_is_beyond_the_wanted_number_is_surplus_from_the_end():
     assert selection.chosen[-1].samples == ()
 
 
-def test_prompts_run_out():
-    # 4, then 4 of which 1 is there, then none
-    sample, asked = sampler(pattern("xx.. x"))
-    selection = select(sample, 4, 99, ACCURACY)
-    assert asked == [4, 4, 2]  # share 3/5, missing 1: 1.67
-    assert (len(selection.sampled), len(selection.learned)) == (5, 3)
-
-
-def test_there_may_be_no_prompts_at_all():
-    for rules in (ACCURACY, SelectionRules()):
-        selection = select(lambda n: [], 4, 99, rules)
-        assert selection.sampled == selection.learned == selection.spread([]) == []
-
-
 @pytest.mark.parametrize("rules", [SelectionRules(), SelectionRules(min_tokens=6)])
 def test_without_dynamic_sampling_one_call_is_all(rules: SelectionRules):
     # with the filter every group is empty, and still none is sampled in their place
@@ -220,13 +192,6 @@ def test_without_dynamic_sampling_one_call_is_all(rules: SelectionRules):
     selection = select(sample, 3, 99, rules)
     assert asked == [3]
     assert len(selection.learned) == (0 if rules.drop_anything else 3)
-
-
-def test_a_sampler_keeps_its_own_list():
-    own = [group("q-0", MIXED), group("q-1", RIGHT)]
-    calls = iter([own, [group("q-2", MIXED)]])
-    assert len(select(lambda n: next(calls), 2, 1, ACCURACY).sampled) == 3
-    assert len(own) == 2
 
 
 # ---------------------------------------------------------------- what came of it
@@ -271,20 +236,6 @@ def test_what_is_left_out_is_counted_by_reason():
 def test_the_line_is_short_where_nothing_is_left_out():
     selection = select(lambda n: [group("q", MIXED)] * n, 2, 0, ACCURACY)
     assert selection.line() == "2 of 2 sampled groups are learned from, 2 were wanted"
-
-
-def test_nothing_kept_at_all():
-    selection = select(lambda n: [group("q", RIGHT)] * n, 3, 5, ACCURACY)
-    assert selection.learned == []
-    assert selection.spread([]) == [[0.0, 0.0]] * 8
-    assert selection.dropped_groups() == Counter(right=8)
-    assert (
-        selection.line() == "0 of 8 sampled groups are learned from, 3 were wanted; groups dropped: 8 right"
-    )
-
-
-def test_a_step_may_learn_from_nothing_that_was_never_sampled():
-    assert Selection([], [], 4).line() == "0 of 0 sampled groups are learned from, 4 were wanted"
 
 
 drawn_groups = st.lists(

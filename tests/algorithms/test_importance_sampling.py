@@ -110,32 +110,6 @@ def test_where_engine_and_trainer_agree_nothing_changes(rule: Correction):
 
 
 @pytest.mark.parametrize(
-    "rule",
-    [
-        Correction("token"),
-        Correction("sequence"),
-        Correction("token", mask_low=2.0),
-        Correction("token", cap=0.5),
-    ],
-)
-def test_tokens_that_do_not_count_have_neither_weight_nor_mark(rule: Correction):
-    counted_T = torch.tensor([False, True, False])
-    got = corrected(torch.zeros(3), torch.zeros(3), counted_T, torch.tensor([0, 0, 1]), 2, rule)
-    assert got.weights_T[~counted_T].tolist() == [0.0, 0.0]
-    assert got.cut_T[~counted_T].tolist() == [False, False]
-
-
-def test_the_product_is_over_counted_tokens_of_the_own_segment():
-    # the caller gives 0 where no token counts
-    log_T = torch.tensor([0.0, math.log(2), math.log(3), math.log(5), 0.0], dtype=torch.float64)
-    counted_T = torch.tensor([False, True, True, True, False])
-    got = corrected(
-        log_T, torch.zeros(5).double(), counted_T, torch.tensor([0, 0, 0, 1, 2]), 3, Correction("sequence")
-    )
-    assert got.weights_T.tolist() == pytest.approx([0.0, 6.0, 6.0, 5.0, 0.0])
-
-
-@pytest.mark.parametrize(
     ("log_weights", "level", "wanted"),
     [
         ([1000.0, -1000.0], "token", [MOST, 1 / MOST]),
@@ -173,27 +147,6 @@ def test_weights_have_no_gradient(level):
 
 
 # ---------------------------------------------------------------- the masks of the geometric mean and the binary KL
-
-
-def test_the_geometric_mask_leaves_out_completions_below_its_bound():
-    # sqrt(1/8 x 1/2) = 1/4, and 1/2
-    log_T = torch.tensor([1 / 8, 1 / 2, 1 / 2], dtype=torch.float64).log()
-    counted_T, segments_T = torch.ones(3, dtype=torch.bool), torch.tensor([0, 0, 1])
-    rule = Correction(None, geometric_low=0.3)
-    got = corrected(log_T - 1.0, torch.full_like(log_T, -1.0), counted_T, segments_T, 2, rule)
-    assert got.weights_T.tolist() == [0.0, 0.0, 1.0]
-    assert got.masked_geometric_T.tolist() == [True, True, False]
-    assert got.masked_binary_kl_T.tolist() == [False] * 3
-
-
-def test_the_geometric_mean_is_over_counted_tokens_and_marks_them_alone():
-    log_T = torch.tensor(
-        [0.0, 4.0, 4.0, 0.0], dtype=torch.float64
-    ).log1p()  # the second and third are ratios of 5
-    counted_T, segments_T = torch.tensor([False, True, True, False]), torch.tensor([0, 0, 0, 1])
-    rule = Correction(None, geometric_high=4.9)  # with the first token in it the mean would be 5^(2/3) = 2.9
-    got = corrected(log_T, torch.zeros_like(log_T), counted_T, segments_T, 2, rule)
-    assert got.masked_geometric_T.tolist() == got.cut_T.tolist() == [False, True, True, False]
 
 
 BINARY_KL = [

@@ -18,7 +18,6 @@ from rlmath.algorithms.partial_rollouts import (
     Leaving,
     advance_carry,
     advance_defer,
-    leaving,
     room,
     too_old,
     with_reserve,
@@ -115,42 +114,6 @@ def test_a_step_waits_for_groups_that_are_about_to_be_too_old() -> None:
     assert [(one.rounds, one.waits) for one in found] == [(1, 0), (2, 1), (0, 0), (1, 0)]
 
 
-def test_with_staleness_0_every_step_learns_from_its_own_prompts() -> None:
-    rules = FlightRules(groups_per_step=3, max_groups=3, max_staleness=0)
-    draw = random.Random(1)
-    lengths = {(d, g): draw.randint(1, 30) for d in range(15) for g in range(4)}
-    found, _ = run(Engines(lambda d, g: lengths[d, g], 7), rules, steps=5, samples=4)
-    assert [draws(one) for one in found] == [[3 * n, 3 * n + 1, 3 * n + 2] for n in range(5)]
-
-
-def test_what_selection_drops_is_replaced_by_further_draws() -> None:
-    # Every third group is dropped; at most 2 of a step.
-    def choose(group: GroupInFlight) -> Chosen:
-        return Chosen((), dropped="uniform") if group.draw % 3 == 0 else keep(group)
-
-    rules = FlightRules(groups_per_step=4, max_groups=4, max_staleness=0, max_dropped=2)
-    found, flight = run(Engines(lambda d, g: 3, 3), rules, steps=3, samples=1, choose=choose)
-    assert [draws(one) for one in found] == [
-        [0, 1, 2, 3, 4, 5],
-        [6, 7, 8, 9, 10, 11],
-        [12, 13, 14, 15, 16, 17],
-    ]
-    assert [one.kept for one in found] == [4, 4, 4] and flight.groups == []
-
-
-def test_a_step_that_may_drop_no_more_learns_from_fewer() -> None:
-    rules = FlightRules(groups_per_step=2, max_groups=2, max_staleness=0, max_dropped=1)
-    found, flight = run(
-        Engines(lambda d, g: 3, 2),
-        rules,
-        steps=2,
-        samples=1,
-        choose=lambda group: Chosen((), dropped="right"),
-    )
-    assert [draws(one) for one in found] == [[0, 1, 2], [3, 4, 5]]
-    assert [one.kept for one in found] == [0, 0] and flight.groups == []
-
-
 def test_room_by_hand() -> None:
     rules = FlightRules(groups_per_step=4, max_groups=10, max_staleness=2, max_dropped=1)
     three = Flight([GroupInFlight(d, 0, (PartialCompletion(),)) for d in range(3)], 3)
@@ -184,13 +147,6 @@ def test_a_group_that_is_known_to_be_dropped_takes_no_place_of_one_that_is_learn
     assert not too_old(left, FlightRules(2, 6, 2, max_dropped=1), 3, drop_first)
     assert too_old(left, FlightRules(2, 6, 2, max_dropped=0), 3, drop_first)
     assert too_old(left, FlightRules(2, 6, 2, max_dropped=1), 3, keep)
-
-
-def test_complete_groups_leave_in_the_order_of_their_draws() -> None:
-    done, open_ = (finished(0, PartialCompletion().extended((7,), (-1.0,), 0, 0)),), (PartialCompletion(),)
-    groups = [GroupInFlight(d, 0, samples) for d, samples in enumerate([open_, done, done, open_, done])]
-    found = leaving(Flight(groups, 5), FlightRules(2, 5, 2), keep)
-    assert draws(found) == [1, 2]
 
 
 @settings(deadline=None, max_examples=150)
@@ -353,13 +309,6 @@ def test_what_is_learned_from_was_short_in_every_short_round_or_is_sampled_whole
             seen["anew"] += group.deferred and len(group.parts[0].token_ids) <= 4
             seen["surplus"] += len(fitted) > 1
     assert seen["anew"] > 3 and seen["surplus"] > 3, "else the rule says little"
-
-
-def test_where_no_group_is_short_every_step_samples_whole() -> None:
-    engines = DeferringEngines(lambda draw, g: 9, slice_tokens=4)
-    found, flight = run_deferring(engines, FlightRules(2, 10**6, 0), steps=6)
-    assert [one.kept for one in found] == [2] * 6 and flight.groups == []
-    assert sum(not whole for whole, _ in engines.rounds) <= 2, "then enough are deferred"
 
 
 def test_the_last_steps_sample_what_is_in_flight() -> None:

@@ -1,11 +1,14 @@
 """Templates against the published texts."""
 
+import resource
+import signal
 from dataclasses import replace
 
 import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from rlmath.data import tokenizer as tokenizer_module
 from rlmath.data.rows import PromptFile, PromptRow
 from rlmath.data.tokenizer import drop_special_token_rows, has_template, render
 
@@ -94,6 +97,27 @@ def test_chat_needs_a_chat_template_that_takes_the_messages():
 def test_known_templates_are_seen(text):
     assert has_template(text)
     assert not has_template("What is 1+1? User: x\nAnswer:")
+
+
+LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+BALLOON = (
+    "{% set own = namespace(x='xx') %}{% for i in range(40) %}{% set own.x = own.x ~ own.x %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [(LOOP, "it takes more than 1 s"), (BALLOON, "more than 0.25 GiB")],
+    ids=["loop", "balloon"],
+)
+def test_a_chat_template_that_takes_too_much_is_refused(monkeypatch, template, reason):
+    monkeypatch.setattr(tokenizer_module, "CHAT_SECONDS", 1.0 if template == LOOP else 600.0)
+    monkeypatch.setattr(tokenizer_module, "CHAT_BYTES", 2**28)
+    before = signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(ValueError, match=f"chat template cannot take the prompt 'q': {reason}; use another"):
+        render(ROW, "chat", make_tokenizer(template))
+    assert (signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)) == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_a_chat_template_that_leaves_the_problem_out_is_refused():

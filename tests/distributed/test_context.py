@@ -17,14 +17,6 @@ from tests.selection import matrix
 pytestmark = [pytest.mark.parity, pytest.mark.distributed]
 
 CONTEXT = Case(context=2, max_tokens=64)
-FULL_LAYOUTS = [
-    replace(CONTEXT, max_tokens=512),
-    replace(CONTEXT, tensor=2, sequence=True, recompute=True),
-    replace(CONTEXT, pipeline=2),
-    replace(CONTEXT, pipeline=2, virtual_pipeline=2),
-    replace(CONTEXT, data=2),
-    Case(context=4),
-]
 
 
 @matrix
@@ -42,12 +34,3 @@ def test_gradients_equal_those_of_transformers(ranks: RankPool, untied_model: Pa
 def test_one_update_equals_that_of_torch(ranks: RankPool, untied_model: Path) -> None:
     check_update(ranks, untied_model, replace(CONTEXT, kl_coef=0.3), 1e-5, context_cases)
     check_update(ranks, untied_model, replace(CONTEXT, optimizer="adam"), 1e-3, context_cases)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", FULL_LAYOUTS, ids=str)
-def test_gradients_and_updates_agree_on_larger_layouts(
-    ranks: RankPool, untied_model: Path, case: Case
-) -> None:
-    check_gradients(ranks, untied_model, case, context_cases)
-    check_update(ranks, untied_model, replace(case, optimizer="adam"), 1e-3, context_cases)

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
@@ -19,7 +18,8 @@ from rlmath.distributed.rendezvous import MissingRanksError, Rendezvous, open_re
 from tests.distributed.fault_tolerance.runs import wait_for
 
 RANKS_PER_NODE = 2
-SECONDS = 60.0
+SECONDS = 3600.0
+"""Longer than a test may take: who waits for all of it fails."""
 
 
 @pytest.fixture
@@ -72,8 +72,7 @@ def outcomes(*calls: Callable[[], None]) -> list[BaseException | None]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
+        thread.join()
     return found
 
 
@@ -121,10 +120,8 @@ def test_a_mistake_of_all_is_told_as_it_stands_and_does_not_wait_for_a_rank_that
 ) -> None:
     monkeypatch.setattr("rlmath.distributed.rendezvous.PROBLEM_SECONDS", 1.0)
     meetings = [sign_in(port, rank) for rank in range(4)]
-    started = time.monotonic()
     found = outcomes(*(lambda one=one: come(one, problem="run.seed is -1") for one in meetings[:3]))
     assert {str(error) for error in found} == {"run.seed is -1"}
-    assert time.monotonic() - started < 20
 
 
 def test_a_rank_that_fails_between_two_calls_is_told_at_the_second(
@@ -203,10 +200,8 @@ def test_a_port_that_another_program_uses_is_told_at_once(monkeypatch: pytest.Mo
         for name, value in place.items():
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-        started = time.monotonic()
         with pytest.raises(MissingRanksError, match=f"at port {port}; does another program use it"):
-            open_rendezvous(300.0)
-    assert time.monotonic() - started < 60
+            open_rendezvous(3600.0)  # longer than a test may take
 
 
 def test_a_run_of_another_name_on_the_same_port_is_not_met(

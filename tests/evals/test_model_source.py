@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlmath.evals.benchmarks import check_head_dim, find_benchmark, model_positions
-from rlmath.evals.model_source import _converted_here, remove_converted, resolve_model
+from rlmath.evals.model_source import resolve_model
 from tests.checkpoint.conversions import assert_same, to_megatron, weights
 from tests.tiny_models import make_model_folder
 
@@ -48,20 +48,6 @@ def test_a_conversion_that_was_killed_is_made_again(checkpoint: Path, tmp_path: 
     (found.folder / "model.safetensors").write_bytes(b"half")
     assert resolve_model(checkpoint, tmp_path) == found
     assert torch.isfinite(weights(found.folder)["model.norm.weight"]).all()
-
-
-def test_what_an_evaluation_converted_that_did_not_end_is_removed(checkpoint: Path, tmp_path: Path) -> None:
-    """Not what an earlier one left, which reached its end."""
-    resolve_model(checkpoint, tmp_path / "a")
-    resolve_model(checkpoint, tmp_path / "b")
-    (tmp_path / "b" / "converted_model.partial").mkdir()
-    remove_converted()
-    assert list((tmp_path / "a").iterdir()) == list((tmp_path / "b").iterdir()) == []
-    resolve_model(checkpoint, tmp_path / "a")
-    _converted_here.clear()  # as in another process
-    resolve_model(checkpoint, tmp_path / "a")
-    remove_converted()
-    assert (tmp_path / "a" / "converted_model" / "config.json").is_file()
 
 
 def test_a_runs_folder_stands_for_its_newest_model(

@@ -9,10 +9,10 @@ import pytest
 
 from rlmath.evals.benchmarks import Benchmark, Problem, check_lengths, reference_warnings
 from rlmath.evals.compare import comparison_text, differences, read_results
-from rlmath.evals.completions import Key, Outcome
+from rlmath.evals.completions import CompletionRecord, Key
 from rlmath.evals.plan import GREEDY_INDEX, Plan
 from rlmath.evals.results import BenchmarkResult, result_of
-from rlmath.evals.tables import boxed_tables, first_table, row_of, second_table, write_results
+from rlmath.evals.tables import boxed_tables, first_table, second_table, write_results
 
 
 def plan_for(folder: Path, **changes: object) -> Plan:
@@ -23,29 +23,38 @@ def problem(name: str, tokens: int = 5) -> Problem:
     return Problem("quiz", name, "?", tuple(range(tokens)), ("7",), "math")
 
 
-def outcome(answer: str, tokens: int = 10, truncated: bool = False, verdict: str = "string") -> Outcome:
-    return Outcome("abcd", tokens, truncated, answer == "7", answer, verdict)
+def completion(
+    answer: str, tokens: int = 10, truncated: bool = False, verdict: str = "string"
+) -> CompletionRecord:
+    finish, right = "length" if truncated else "stop", answer in ("7", "7.0")
+    return CompletionRecord("", "", 0, 1, "abcd", "", tokens, finish, right, answer, verdict)
 
 
 def quiz(folder: Path, **changes: object) -> BenchmarkResult:
     """Three problems, the third with a prompt that is too long."""
     rows = {
-        "a": [outcome("7", 2), outcome("7"), outcome("7.0"), outcome("3"), outcome("", 40, truncated=True)],
-        "b": [outcome("1", 6, truncated=True), outcome("7"), outcome("3"), outcome("3"), outcome("4")],
+        "a": [completion("7", 2), completion("7"), completion("7.0", verdict="number"), completion("3")],
+        "b": [
+            completion("1", 6, truncated=True),
+            completion("7"),
+            completion("3"),
+            completion("3"),
+            completion("4"),
+        ],
     }
-    rows["a"][2] = Outcome("abcd", 10, False, True, "7.0", "number")
-    rows["b"][4] = outcome("4", verdict="timeout")
-    outcomes: dict[Key, Outcome] = {
+    rows["a"].append(completion("", 40, truncated=True))
+    rows["b"][4] = completion("4", verdict="timeout")
+    records: dict[Key, CompletionRecord] = {
         (name, index): found
         for name, row in rows.items()
         for index, found in zip((GREEDY_INDEX, 0, 1, 2, 3), row, strict=True)
     }
     benchmark = Benchmark("quiz", (problem("a"), problem("b"), problem("c", tokens=99)), unusable=2)
-    return result_of(benchmark, outcomes, plan_for(folder, **changes), max_prompt_tokens=50)
+    return result_of(benchmark, records, plan_for(folder, **changes), max_prompt_tokens=50)
 
 
 def test_a_row_by_hand(tmp_path: Path) -> None:
-    row = row_of(quiz(tmp_path))
+    row = quiz(tmp_path).row
     assert (
         row["num_questions"] == 3 and row["too_long"] == 1 and row["unusable"] == 2 and row["not_judged"] == 1
     )
@@ -86,11 +95,9 @@ def test_a_missing_completion_is_no_wrong_answer(tmp_path: Path) -> None:
 
 
 def test_no_box_is_wider_than_a_terminal_of_80_columns(tmp_path: Path) -> None:
-    many = replace(quiz(tmp_path), dataset="olympiadbench")
-    sampled = replace(
-        many.sampled, pass_at={2**i: 1.0 for i in range(8)}, maj_at={2**i: 1.0 for i in range(1, 8)}
-    )
-    many = replace(many, sampled=sampled)
+    row = quiz(tmp_path).row | {"dataset": "olympiadbench"}
+    row |= {f"{name}@{2**i}": 1.0 for i in range(1, 8) for name in ("pass", "maj")}
+    many = BenchmarkResult(row, ())
     for table in (first_table([many]), second_table([many])):
         lines = boxed_tables(table).splitlines()
         assert max(map(len, lines)) <= 80
@@ -104,10 +111,11 @@ def test_no_box_is_wider_than_a_terminal_of_80_columns(tmp_path: Path) -> None:
 
 
 def test_what_was_not_sampled_and_problems_that_there_are_none_of_take_no_room(tmp_path: Path) -> None:
-    found = replace(quiz(tmp_path, greedy=False), too_long=0, unusable=0, not_judged=0)
+    none = {"too_long": 0, "unusable": 0, "not_judged": 0}
+    found = BenchmarkResult(quiz(tmp_path, greedy=False).row | none, ())
     assert "greedy" not in boxed_tables(first_table([found])) + boxed_tables(second_table([found]))
     assert second_table([found])[0][-1] == "sample_truncated"
-    assert second_table([replace(found, unusable=1)])[0][-1] == "unusable"
+    assert second_table([BenchmarkResult(found.row | {"unusable": 1}, ())])[0][-1] == "unusable"
 
 
 def test_files_hold_the_table_and_are_the_same_each_time(tmp_path: Path) -> None:

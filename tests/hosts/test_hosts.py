@@ -146,49 +146,12 @@ def test_a_rank_that_never_comes_is_named_with_its_host(nodes: list[Node], tmp_p
 
 
 @full
-@pytest.mark.parametrize(
-    ("behaviour", "told"),
-    [
-        ("mistake", "on node1 (ranks 2-3): model.path: no folder /models/a"),
-        ("fail", "rank 2 on node1 failed: OSError: no GPU"),
-    ],
-)
-def test_what_only_one_node_finds_wrong_is_told_by_all(
-    nodes: list[Node], tmp_path: Path, behaviour: str, told: str
-) -> None:
-    """Before run.start_timeout_seconds, which is longer."""
-    run = launch(nodes, tmp_path / behaviour, SMALL, str(tmp_path / "run"), behaviour)
-    assert 0 not in run.end_within(START_SECONDS)
-    assert told in run.programs[0].console, run.consoles[-6000:]
-    assert told.rpartition(": ")[2] in run.programs[1].console, run.consoles[-6000:]
-
-
-@full
 def test_a_clock_that_is_wrong_is_told(nodes: list[Node], tmp_path: Path) -> None:
     run = run_to_the_end(nodes, tmp_path / "clock", SMALL, str(tmp_path / "run"), "clock")
     told = run.programs[0].console
     assert "The clocks of nodes differ from that of node0: node1 by +" in told, told
     seconds = float(told.partition("node1 by +")[2].partition(" s")[0])
     assert 60 < seconds < 120
-
-
-@full
-def test_a_model_that_one_node_lacks_is_told_with_its_host(
-    nodes: list[Node], arithmetic: Path, tmp_path: Path
-) -> None:
-    """By the whole program: only node0's ranks get a path that is there."""
-    place = tmp_path / "only-node0"
-    place.mkdir()
-    (place / "base").symlink_to(arithmetic / "base")
-    output = tmp_path / "run"
-    settings = sft_settings(arithmetic, output)
-    mine = launch(nodes[:1], tmp_path / "a", *SFT, *settings, f"model.path={place}/base", count=2)
-    other = launch(nodes[1:], tmp_path / "b", *SFT, *settings, f"model.path={tmp_path}/gone/base", count=2)
-    both = Launch([*mine.programs, *other.programs])
-    assert 0 not in both.end_within(START_SECONDS)
-    for program in both.programs:
-        assert "on node1 (ranks 2-3): " in program.console and "gone/base" in program.console
-    assert not (output / "metrics.jsonl").exists()
 
 
 @full
@@ -205,15 +168,6 @@ def test_torchrun_starts_a_run_again_that_lost_a_rank_and_it_goes_on(
     assert "rank 3 on node1" in run.consoles and "has died" in run.consoles
     assert "Resuming from" in run.consoles
     assert rows(output) == rows(undisturbed)
-
-
-@full
-def test_two_hosts_learn_with_engines(nodes: list[Node], arithmetic: Path, tmp_path: Path) -> None:
-    """GRPO: the engines' control plane, the rewards and the weights travel over the virtual network, too."""
-    output = tmp_path / "run"
-    settings = ("parallel.tensor=2", "run.total_steps=2")
-    run_to_the_end(nodes, tmp_path / "console", *GRPO, *small_run(arithmetic, output), *settings)
-    assert [row["step"] for row in rows(output)] == [1, 2]
 
 
 @full

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlmath.models import logprobs as module
-from rlmath.models.logprobs import MinTokensMask, TeacherRows, next_logprobs, vocab_parallel_teacher_kl
+from rlmath.models.logprobs import MinTokensMask, TeacherRows, next_logprobs, vocab_parallel_logprobs
 
 # Shape legend: T packed tokens, V columns (real and padded), H hidden units of the teacher.
 
@@ -60,8 +60,8 @@ def test_kl_and_its_gradient_are_those_of_the_textbook(
     logits_TV, targets_T, teacher = inputs(common)
     wanted_logprobs_T, wanted_kl_T, wanted = dense(logits_TV, targets_T, teacher)
     leaf_TV = logits_TV.clone().requires_grad_()
-    logprobs_T, entropy_T, kl_T = vocab_parallel_teacher_kl(
-        leaf_TV, targets_T, TEMPERATURE, VOCAB, dist.group.WORLD, teacher
+    logprobs_T, entropy_T, kl_T = vocab_parallel_logprobs(
+        leaf_TV, targets_T, TEMPERATURE, VOCAB, dist.group.WORLD, teacher=teacher
     )
     torch.testing.assert_close(kl_T.double(), wanted_kl_T, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(logprobs_T.double(), wanted_logprobs_T, atol=1e-5, rtol=1e-5)
@@ -80,7 +80,9 @@ def test_both_models_lack_the_tokens_that_the_engine_masks() -> None:
     _, wanted_T, wanted = dense(logits_TV, targets_T, teacher, masked_T)
     leaf_TV = logits_TV.clone().requires_grad_()
     mask = MinTokensMask((2,), 6)
-    kl_T = next_logprobs(leaf_TV, targets_T, index_T, TEMPERATURE, VOCAB, mask, dist.group.WORLD, teacher)[2]
+    kl_T = next_logprobs(
+        leaf_TV, targets_T, index_T, TEMPERATURE, VOCAB, mask, dist.group.WORLD, teacher=teacher
+    )[2]
     torch.testing.assert_close(kl_T.double(), wanted_T, atol=1e-5, rtol=1e-5)
     kl_T.sum().backward()
     wanted_T.sum().backward()
@@ -91,7 +93,7 @@ def test_a_kl_by_hand() -> None:
     """Student (3/4, 1/4), teacher (1/2, 1/2): 3/4 log 3/2 + 1/4 log 1/2 nats; the gradient is p (log p/t - KL)."""
     leaf_TV = torch.tensor([[3.0, 1.0]]).log().requires_grad_()
     teacher = TeacherRows(torch.tensor([[1.0]]), torch.zeros(2, 1), 2)
-    kl_T = vocab_parallel_teacher_kl(leaf_TV, torch.tensor([0]), 1.0, 2, dist.group.WORLD, teacher)[2]
+    kl_T = vocab_parallel_logprobs(leaf_TV, torch.tensor([0]), 1.0, 2, dist.group.WORLD, teacher=teacher)[2]
     assert kl_T.item() == pytest.approx(0.130812, abs=1e-6)
     kl_T.sum().backward()
     assert leaf_TV.grad.flatten().tolist() == pytest.approx([0.205990, -0.205990], abs=1e-6)
@@ -101,6 +103,8 @@ def test_a_row_that_is_not_counted_gets_no_gradient_whatever_it_holds() -> None:
     logits_TV, targets_T, teacher = inputs(VOCAB)
     logits_TV[3] = float("nan")
     leaf_TV = logits_TV.requires_grad_()
-    kl_T = vocab_parallel_teacher_kl(leaf_TV, targets_T, TEMPERATURE, VOCAB, dist.group.WORLD, teacher)[2]
+    kl_T = vocab_parallel_logprobs(leaf_TV, targets_T, TEMPERATURE, VOCAB, dist.group.WORLD, teacher=teacher)[
+        2
+    ]
     torch.where(torch.arange(ROWS) == 3, 0.0, kl_T).sum().backward()
     assert not leaf_TV.grad[3].any() and leaf_TV.grad[4].any() and torch.isfinite(leaf_TV.grad).all()

@@ -133,16 +133,6 @@ def test_the_shape_is_what_config_json_says(place: Path):
     )
 
 
-def test_config_json_as_transformers_5_writes_it(place: Path):
-    rope = {"rope_theta": 1e6, "rope_type": "default"}
-    kinds = ["full_attention"] * LAYERS
-    change_model(
-        place, rope_theta=..., torch_dtype=..., dtype="float32", rope_parameters=rope, layer_types=kinds
-    )
-    shape = check(place)
-    assert (shape.rope_theta, shape.torch_dtype) == (1e6, "float32")
-
-
 def test_fields_that_may_be_left_out(place: Path):
     change_model(place, tie_word_embeddings=..., torch_dtype=..., rope_scaling=None, head_dim=None)
     shape = check(place)
@@ -168,7 +158,6 @@ def test_fields_that_may_be_left_out(place: Path):
         (["run.total_steps=10", "optimizer.warmup_steps=9"], 1),
         (["algorithm.early_stop_ratio=null", "algorithm.early_stop_ratio_low=0.5"], 1),
         (["rollout.max_new_tokens=48"], 1),
-        (["rollout.max_num_batched_tokens=48", "rollout.max_num_seqs=4"], 1),
         (["data.prompts_per_step=2", "rollout.group_size=2", "algorithm.n_minibatches=4"], 2),
     ],
 )
@@ -241,11 +230,6 @@ def test_a_single_wrong_value(place: Path, override: str, told: str):
             "this run. Start a multiple of 4",
         ),
         (
-            ["rollout.tensor_parallel=4"],
-            6,
-            "is 4, which does not divide the 6 ranks of this run; possible: 1, 2, 3, 6.",
-        ),
-        (
             ["parallel.tensor=3"],
             3,
             "parallel.tensor is 3; it must divide the model's 4 key-value heads. Possible: 1, 2, 4.",
@@ -315,29 +299,10 @@ def test_a_single_wrong_value(place: Path, override: str, told: str):
             1,
             "Set policy.recompute_num_layers=null.",
         ),
-        (
-            [
-                "policy.recompute_granularity=full",
-                "policy.recompute_method=block",
-                "policy.recompute_num_layers=4",
-                "parallel.pipeline=2",
-            ],
-            2,
-            "policy.recompute_num_layers is 4; no pipeline stage or model chunk has more than 3 layers",
-        ),
     ],
 )
 def test_values_that_do_not_fit_together(place: Path, overrides: list[str], world_size: int, told: str):
     assert told in problem(place, *overrides, world_size=world_size)
-
-
-def test_heads_and_feed_forward_that_tensor_parallel_does_not_divide(place: Path):
-    told = problems(place, "parallel.tensor=5", world_size=5)
-    assert [text.partition("model's ")[2].partition(".")[0] for text in told] == [
-        "12 attention heads",
-        "24 feed-forward units",
-        "4 key-value heads",
-    ]
 
 
 def test_cuda_without_a_gpu(place: Path, monkeypatch: pytest.MonkeyPatch):

@@ -122,12 +122,6 @@ def test_experts_are_shared_by_expert_parallel_ranks_and_their_optimizer_by_thos
     assert plan.part("optimizer") == pytest.approx(12 * (rest / 16 + experts / 8 / 2), rel=1e-6)
 
 
-def test_in_float32_the_optimizer_has_no_parameters_of_its_own():
-    (plan,) = plan_ranks(config(optimizer=OptimizerConfig(distributed=False)), QWEN_7B, 1, CPU)
-    assert plan.part("parameters") == 4 * PARAMETERS
-    assert plan.part("optimizer") == 8 * PARAMETERS
-
-
 def test_sgd_has_no_moments():
     sgd = config(optimizer=OptimizerConfig(kind="sgd", distributed=False))
     assert plan_ranks(sgd, QWEN_7B, 1, CPU)[0].part("optimizer") == 0
@@ -262,24 +256,6 @@ def test_the_ranks_that_the_engines_leave_share_the_model_and_the_optimizer():
     assert plan.host["published_weights"] == PARAMETERS + norms
 
 
-def test_every_stage_has_a_copy_of_its_own_layers():
-    first, last = plan_ranks(own_ranks(2, parallel=ParallelConfig(pipeline=2)), QWEN_7B, 4, H100)
-    assert (first.rank, last.rank) == (0, 1)
-    matrix = 152064 * 3584  # embedding here, head there
-    layer = (PARAMETERS - 2 * matrix - 3584) // 28
-    assert first.host["published_weights"] == 2 * (matrix + 14 * layer)
-    assert last.host["published_weights"] == 2 * (matrix + 14 * layer + 3584)
-
-
-def test_the_reference_of_a_training_rank_can_leave():
-    kl = AlgorithmConfig(kl_coef=0.1)
-    (plan,) = plan_ranks(
-        own_ranks(1, algorithm=kl, memory=MemoryConfig(offload_reference=True)), QWEN_7B, 2, H100
-    )
-    assert list(plan.phases) == ["logprobs", "reference", "update"]
-    assert ["reference" in held for held in plan.phases.values()] == [False, True, False]
-
-
 def test_a_rank_of_an_engine_alone_holds_weights_cache_and_what_it_receives():
     settings = own_ranks(2, 2, algorithm=AlgorithmConfig(kl_coef=0.1))
     (plan,) = plan_engine_ranks(settings, QWEN_7B, 6, H100)
@@ -324,17 +300,6 @@ def test_transformer_engines_layer_agrees_with_megatrons_formula():
     assert 2 * common == (34 - 2) * h
 
 
-def test_a_local_layer_by_hand():
-    # Norms 4 x 64, attention 5 x 64 and, with a key for every query, 2 x 64, MLP 3 x 256.
-    assert layer_elements(ONE_LAYER, work(local_layers=True)) == 256 + 320 + 128 + 768
-    shared = replace(ONE_LAYER, num_kv_heads=2)
-    assert layer_elements(shared, work(local_layers=True)) == 256 + 320 + 768
-    # Over two ranks only norms stay whole; with sequence parallelism they are split, too.
-    assert layer_elements(shared, work(local_layers=True, tensor=2)) == 256 + 160 + 384
-    split = work(local_layers=True, tensor=2, sequence=True)
-    assert layer_elements(shared, split) == 128 + 160 + 384
-
-
 def test_a_recomputed_mlp_is_there_once():
     """Of 4 layers with Transformer Engine's kernels: each keeps its norms' inputs and the first one's output, and its
     attention; the layer whose turn it is in the backward pass has all."""
@@ -374,11 +339,6 @@ def test_stages_hold_the_micro_batches_of_megatrons_schedules():
     two = backward_bytes(ONE_LAYER, work(in_flight=2, has_head=False), PolicyConfig())
     one = backward_bytes(ONE_LAYER, work(in_flight=1, has_head=False), PolicyConfig())
     assert two.activations == 2 * one.activations
-
-
-def test_logits_are_counted_once_on_the_last_stage():
-    assert backward_bytes(ONE_LAYER, work(), PolicyConfig()).logits == 10 * 128 * 2
-    assert backward_bytes(ONE_LAYER, work(has_head=False), PolicyConfig()).logits == 0
 
 
 # ---------------------------------------------------------------- engines

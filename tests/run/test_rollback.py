@@ -104,9 +104,6 @@ def test_progress_has_rollbacks_and_rewards_and_older_files_have_none(tmp_path: 
     path = tmp_path / "progress.json"
     values = json.loads(path.read_text())
     for name in ("rewards", "good_step", "rollback_steps", "rollback_draw_steps"):
-        path.write_text(json.dumps(values | {name: ["1"]}))
-        with pytest.raises(ValueError, match=f'"{name}" is'):
-            read_progress(tmp_path)
         del values[name]
     path.write_text(json.dumps(values))
     older = read_progress(tmp_path)

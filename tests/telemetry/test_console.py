@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import math
 import os
 import re
@@ -12,13 +11,10 @@ from pathlib import Path
 import pytest
 
 from rlmath.config.run_files import LOG_FILE
-from rlmath.config.schema import SaveConfig
-from rlmath.run.recovery.save_schedule import saves_due
 from rlmath.telemetry.console import (
     COLUMNS,
     Progress,
     RemainingTime,
-    count_due,
     long_step_line,
     step_line,
     wrapped,
@@ -88,49 +84,12 @@ def test_the_line_on_the_console_fits_whatever_the_numbers_are():
 
 
 def test_the_first_step_does_not_count_for_the_time_that_is_left_once_there_is_another():
-    remaining = RemainingTime(total_steps=20)
-    remaining.add(40.0, 0.0)
-    assert remaining.seconds(1) == 19 * 40.0
-    remaining.add(4.0, 0.0)
-    remaining.add(2.0, 0.0)
-    assert remaining.seconds(3) == 17 * 2.0, "of two the shorter one: the second may still warm up"
-    remaining.add(3.0, 0.0)
-    assert remaining.seconds(4) == 16 * 3.0, "the median"
-
-
-def test_a_slow_save_after_the_second_step_does_not_count_for_every_step_that_is_left():
-    """The first recovery point is made after step 2; with one every 8 steps, two are to come before step 20."""
-    due = functools.partial(saves_due, SaveConfig(ckpt_freq_secs=None, ckpt_freq_steps=8), 100)
-    remaining = RemainingTime(20, saves=due)
-    remaining.add(40.0, 0.0)
-    remaining.add(2.5, 0.0)
-    assert remaining.seconds(2) == 18 * 2.5, "what a save takes is not known yet"
-    remaining.add(8.0, 0.0, 6.0)
-    assert remaining.seconds(3) == 17 * 2.0 + 2 * 6.0
-
-
-def test_validations_are_counted_apart_and_for_as_often_as_they_are_still_made():
-    """Step 1 began with the validation of the model as it came; those after 5, 10, 15 and 20 steps are to come."""
-    remaining = RemainingTime(20, lambda done: count_due(done, 20, 5))
-    remaining.add(70.0, 30.0)
-    remaining.add(2.0, 0.0)
-    remaining.add(2.0, 0.0)
-    assert remaining.seconds(3) == 17 * 2.0 + 4 * 30.0
-    remaining.add(2.0, 0.0)
-    remaining.add(2.0, 0.0)
-    assert remaining.seconds(5) == 15 * 2.0 + 4 * 30.0, "that of step 5 is made when step 6 begins"
-    remaining.add(12.0, 10.0)
-    assert remaining.seconds(6) == 14 * 2.0 + 3 * 20.0
-
-
-def test_a_resumed_run_begins_with_the_pace_of_the_start_before():
-    remaining = RemainingTime(10)
-    for seconds in (50.0, 3.0, 3.0, 3.0):
-        remaining.add_earlier(seconds, 0.0)
-    remaining.add(60.0, 0.0)
-    assert remaining.seconds(5) == 5 * 3.0
-    remaining.add(1.0, 0.0)
-    assert remaining.seconds(6) == 4 * 1.0, "its own, which may run on another layout"
+    remaining = RemainingTime(20)
+    remaining.add(70.0)
+    assert remaining.seconds(1) == 19 * 70.0
+    for seconds in (2.0, 2.0, 12.0, 4.0):
+        remaining.add(seconds)
+    assert remaining.seconds(5) == 15 * 5.0, "a validation or a save counts for as often as it comes"
 
 
 def test_long_lines_are_wrapped_between_words_and_paths_stay_whole():

@@ -35,12 +35,10 @@ def test_a_profiled_step_leaves_a_trace_with_its_phases_and_a_table(tmp_path: Pa
     assert {"phase: update", "phase: pack", "aten::mm"} <= events
     table = (tmp_path / "profile" / names[1]).read_text()
     assert "# Step 2, rank 1" in table
-    rows = re.findall(
-        r"^\| (?:`([^`]+)`|(\w+)) \| ([\d,.]+) \| (?:[\d.]+% \| )?(\d+) \|$", table, re.MULTILINE
-    )
-    times = {operation or phase: int(count) for operation, phase, _, count in rows}
-    assert times["update"] == 1 and times["pack"] == 1 and times["aten::mm"] == 7
-    assert rows[0][1] == "update", "the longest phase comes first"
+    phases, operations = table.split("## Operations")
+    assert phases.index("phase: update") < phases.index("phase: pack"), "the longest phase comes first"
+    assert re.search(r"^ +phase: update .* 1 *$", phases, re.MULTILINE)
+    assert re.search(r"^ +aten::mm .* 7 *$", operations, re.MULTILINE)
 
 
 def test_what_the_disk_refuses_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

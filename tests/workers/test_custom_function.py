@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.workers.custom_function import checked_result
 from rlmath.workers.fork_server import MAX_PRINTED_LINES
 from rlmath.workers.hooks import code_fingerprint, function_problem
 from rlmath.workers.worker_pool import VerifierPool
@@ -187,20 +186,6 @@ def test_finite_numbers_stay_what_they_are(folder):
     with VerifierPool(1, 30.0, function="my_rewards:huge") as pool:
         said = pool.call("-1e30", [], ROW).result(60)
     assert (said.reward, said.metrics) == (-1e30, (("size", 1e308),))
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        {},
-        {"failure": "kept", "message": "", "reward": 1.0, "metrics": []},
-        {"failure": None, "message": "", "reward": float("nan"), "metrics": []},
-        {"failure": None, "message": "", "reward": 1.0, "metrics": [["\ud800", 1.0]]},
-    ],
-)
-def test_a_reply_that_no_function_gives_is_none(reply):
-    with pytest.raises((ValueError, TypeError, KeyError)):
-        checked_result(reply)
 
 
 def test_a_hanging_answer_costs_no_answer_that_waits(folder):

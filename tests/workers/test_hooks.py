@@ -22,7 +22,7 @@ from rlmath.planning.checks import algorithm_problems
 from rlmath.planning.dry_run import plan_lines, plan_run
 from rlmath.planning.reward_checks import hook_problems, reward_problems, try_functions
 from rlmath.rewards.several_rewards import named_rewards
-from rlmath.workers.custom_function import checked_hook_result, checked_value
+from rlmath.workers.custom_function import checked_value
 from rlmath.workers.hooks import Hook, function_problem, plugin_problem
 from rlmath.workers.user_functions import UserFunction, UserFunctionError
 from tests import programs
@@ -166,7 +166,6 @@ def test_the_check_in_a_process_of_its_own(folder: Path) -> None:
 )
 def test_what_a_kind_may_return(kind: str, returned: object, arguments: list, value: object) -> None:
     assert checked_value(kind, returned, arguments) == value
-    assert checked_hook_result(kind, arguments, {"failure": None, "value": value}).value == value
 
 
 TWO_GROUPS = [[[5.0, 1.0], [2.0]], [[1, 1], [1]]]
@@ -191,8 +190,6 @@ TWO_GROUPS = [[[5.0, 1.0], [2.0]], [[1, 1], [1]]]
 def test_what_a_kind_may_not_return(kind: str, returned: object, arguments: list) -> None:
     with pytest.raises((ValueError, TypeError)):
         checked_value(kind, returned, arguments)
-    with pytest.raises((ValueError, TypeError, KeyError)):
-        checked_hook_result(kind, arguments, {"failure": None, "value": returned})
 
 
 # ---------------------------------------------------------------- data forms and templates

@@ -43,21 +43,6 @@ def kept_frequency(save: SaveConfig) -> Frequency:
     return Frequency(save.save_freq_epochs, save.save_freq_steps, save.save_freq_secs)
 
 
-def saves_due(save: SaveConfig, steps_per_epoch: int, first: int, last: int, seconds: float) -> int:
-    """About how many saves are due after the steps from `first` to `last`, which take so many seconds.
-
-    >>> saves_due(SaveConfig(ckpt_freq_secs=10.0, save_freq_steps=4), 5, 1, 9, 25.0)
-    5
-    """
-    count = 0
-    for frequency in (recovery_frequency(save), kept_frequency(save)):
-        epochs = None if frequency.epochs is None else frequency.epochs * steps_per_epoch
-        for period in filter(None, (frequency.steps, epochs)):
-            count += max(0, last // period - (first - 1) // period)
-        count += 0 if frequency.secs is None else int(seconds / frequency.secs)
-    return count + (first <= FIRST_POINT <= last and not recovery_frequency(save).never)
-
-
 class SaveTimes:
     """Says after each step whether something is due. Seconds count from the start, and then from the last time.
 

@@ -37,8 +37,8 @@ from rlmath.rollout.generation import End, NewWeights
 from rlmath.rollout.memory_monitor import MemoryMonitor
 from rlmath.rollout.memory_switch import CPU_COMPARES_EVERY, MemorySwitch
 from rlmath.rollout.weight_sync.logprob_probe import PolicyProbe, Probe
-from rlmath.rollout.weight_sync.publish import WeightPublisher, plan_of_engines
-from rlmath.rollout.weight_sync.reshard_plan import SyncPlan, bucket_bytes
+from rlmath.rollout.weight_sync.publish import WeightPublisher
+from rlmath.rollout.weight_sync.reshard_plan import SyncPlan, bucket_bytes, plan_of_engines
 from rlmath.rollout.weight_sync.shard_layouts import TrainingLayout, engine_shapes, training_layout
 from rlmath.rollout.weight_sync.weight_sync import WeightSync, WeightTransfer, raise_if_probe_differs
 from rlmath.trainer.context import RankContext

@@ -52,14 +52,6 @@ def walk(heartbeat: Heartbeat, stop: StopRequest, folder: Path, behaviour: str) 
         with timers.phase("update"):
             dist.all_reduce(torch.ones(1))
         (folder / f"step-{RANK}").write_text(str(step))
-        if behaviour == "long rollout" and step == 3:
-            with timers.phase("rollout"):
-                for _ in range(80):
-                    time.sleep(0.1)
-                    if RANK == 0:
-                        heartbeat.report_progress()
-        if behaviour == "long rollout" and step == 6:
-            return 0
         asked = max_over_ranks({"stop": float(REASONS.index(stop.requested))})
         if asked["stop"]:
             with timers.phase("save"):

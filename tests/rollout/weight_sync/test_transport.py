@@ -8,7 +8,6 @@ import resource
 import socket
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -25,63 +24,6 @@ PID_NAMESPACE = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--m
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def write_and_read(sizes: list[int]) -> dict[str, Any]:
-    """Every rank fills its own piece with its number; what each then finds in all pieces, and what stays open."""
-    import torch.distributed as dist
-
-    from rlmath.rollout.weight_sync.transport import share_memory
-
-    init_process_group(open_device("cpu"), 60.0)
-    rank, before, named = dist.get_rank(), open_files(), set(os.listdir("/dev/shm"))
-    pieces = share_memory(sizes[rank])
-    assert pieces is not None
-    tensors = [torch.empty(0, dtype=torch.uint8).set_(piece) for piece in pieces]
-    tensors[rank].fill_(rank + 1)
-    dist.barrier()
-    found = [(tensor.numel(), tensor.unique().tolist()) for tensor in tensors]
-    dist.barrier()
-    return {
-        "found": found,
-        "opened": open_files() - before,
-        "named": sorted(set(os.listdir("/dev/shm")) - named),
-    }
-
-
-@pytest.mark.full
-def test_every_rank_sees_what_each_has_written(ranks: RankPool) -> None:
-    for report in ranks.run(2, write_and_read, [5000, 100_000]):
-        assert report["found"] == [(5000, [1]), (100_000, [2])]
-        assert report["opened"] == 0 and report["named"] == []
-
-
-@pytest.mark.full
-def test_nothing_to_share_is_no_error(ranks: RankPool) -> None:
-    for report in ranks.run(2, write_and_read, [0, 10]):
-        assert report["found"][1] == (10, [2])
-
-
-def share_twice() -> list[list[int]]:
-    """Two shares at once are two memories."""
-    import torch.distributed as dist
-
-    from rlmath.rollout.weight_sync.transport import share_memory
-
-    init_process_group(open_device("cpu"), 60.0)
-    both = [share_memory(64) for _ in range(2)]
-    tensors = [[torch.empty(0, dtype=torch.uint8).set_(piece) for piece in pieces or ()] for pieces in both]
-    for number, pieces in enumerate(tensors):
-        pieces[dist.get_rank()].fill_(10 * (number + 1) + dist.get_rank())
-    dist.barrier()
-    found = [[int(piece[-1]) for piece in pieces] for pieces in tensors]
-    dist.barrier()
-    return found
-
-
-@pytest.mark.full
-def test_two_shares_do_not_meet(ranks: RankPool) -> None:
-    assert ranks.run(2, share_twice) == [[[10, 11], [20, 21]]] * 2
 
 
 def share_where_one_rank_may_not(limited: int) -> tuple[bool, int]:
