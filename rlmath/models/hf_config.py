@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rlmath.checkpoint.hf.headers import MAX_INDEX_BYTES, TensorHeader, format_problems, read_header
+from rlmath.checkpoint.hf.headers import weight_problems
 from rlmath.checkpoint.hf.weight_map import (
     TABLES,
     VALUE_TABLES,
@@ -26,9 +26,7 @@ from rlmath.checkpoint.hf.weight_map import (
     has_qk_norm,
     has_qkv_bias,
     has_value_head,
-    hf_shapes,
     model_type,
-    placed_tensors,
     value_architecture,
 )
 from rlmath.config.files import read_json_object
@@ -46,7 +44,6 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*(?:\.[\w-]+)*/[A-Za-z0-9][\w.-]*")
 _OWN_FOLDERS = ("models", "model", "outputs", "output", "checkpoints", "weights", "runs", "data")
 """What people call folders of their own; nobody on the hub has these names."""
 _WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".gguf")
-SINGLE_FILE = "model.safetensors"
 """The weights of a model that has no index; beside an index it is read, and the index is not."""
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -330,7 +327,7 @@ def inspect_model_folder(folder: Path, option: str = "model.path") -> tuple[Mode
     if not folder.is_dir():
         return None, [f'{option}: "{folder}" is not a folder. Give the folder that holds config.json.']
     shape, problems = read_shape(folder, option)
-    return shape, [*problems, *_weight_problems(folder, shape), *_tokenizer_problems(folder)]
+    return shape, [*problems, *weight_problems(folder, shape), *_tokenizer_problems(folder)]
 
 
 def critic_shape(start: ModelShape, policy: ModelShape) -> ModelShape:
@@ -391,7 +388,7 @@ def inspect_critic_folder(folder: Path, policy: ModelShape) -> tuple[ModelShape 
     if not folder.is_dir():
         return None, [f'{option}: "{folder}" is not a folder. Give the folder that holds config.json.']
     start, problems = read_shape(folder, option, (*TABLES, *VALUE_TABLES))
-    problems = [*problems, *_weight_problems(folder, start)]
+    problems = [*problems, *weight_problems(folder, start)]
     return (None if start is None else critic_shape(start, policy)), problems
 
 
@@ -399,13 +396,8 @@ def check_loadable(folder: Path) -> None:
     """ValueError that lists what is wrong with the weights and the tokenizer of a folder with a config.json. The model
     may be of a kind that this program does not train: then the shapes of its tensors are not known."""
     shape, unsupported = read_shape(folder)
-    problems = _weight_problems(folder, None if unsupported else shape)
+    problems = weight_problems(folder, None if unsupported else shape)
     raise_problems(f'the model "{folder}"', [*problems, *_tokenizer_problems(folder)])
-
-
-def _weight_problems(folder: Path, shape: ModelShape | None) -> list[str]:
-    tensors, problems = _tensor_headers(folder)
-    return problems if problems or shape is None else list(_tensor_problems(folder, shape, tensors))
 
 
 def _tokenizer_problems(folder: Path) -> Iterator[str]:
@@ -442,84 +434,6 @@ def has_weights(folder: Path) -> bool:
     """Whether a folder is more than the config.json, and perhaps the tokenizer, of a model that lies elsewhere."""
     names = os.listdir(folder) if os.access(folder, os.R_OK) else []
     return any(name.endswith(_WEIGHT_SUFFIXES) or ".safetensors" in name for name in names)
-
-
-def _tensor_headers(folder: Path) -> tuple[dict[str, TensorHeader], list[str]]:
-    """Shape and number format by name of every tensor in the folder's safetensors files, from their headers."""
-    files, problems = _weight_files(folder)
-    headers: dict[str, TensorHeader] = {}
-    for file, promised in files.items():
-        try:
-            held = read_header(file)
-        except ValueError as error:
-            problems.append(str(error))
-            continue
-        # Where there is an index, a tensor that it does not name is never read.
-        headers |= {name: held[name] for name in held if name in promised or file.name == SINGLE_FILE}
-        absent = sorted(promised - held.keys())
-        if absent:
-            problems.append(
-                f'"{file}" lacks {len(absent)} tensors that the index looks for there: {", ".join(absent[:3])}. '
-                "Copy or download the folder again."
-            )
-    return headers, problems
-
-
-def _weight_files(folder: Path) -> tuple[dict[Path, set[str]], list[str]]:
-    """The safetensors files, each with the tensors that an index promises in it."""
-    single, index = folder / SINGLE_FILE, folder / "model.safetensors.index.json"
-    if single.is_file():
-        return {single: set()}, []
-    if not index.is_file():
-        problem = f'"{folder}" has neither model.safetensors nor model.safetensors.index.json.'
-        others = [
-            name
-            for kind in ("bin", "safetensors")
-            for name in sorted(p.name for p in folder.glob(f"*.{kind}"))
-        ]
-        if others:
-            there = ", ".join(others[:3])
-            problem += f" There is {there}: save it as safetensors (transformers' save_pretrained)."
-        return {}, [problem]
-    try:
-        weight_map = read_json_object(index, MAX_INDEX_BYTES).get("weight_map")
-    except ValueError as error:
-        return {}, [str(error)]
-    if not isinstance(weight_map, dict) or not weight_map:
-        return {}, [f'{index}: "weight_map" is missing or empty; needed: file name by tensor name.']
-    names = sorted({str(name) for name in weight_map.values()})
-    if any(Path(name).name != name for name in names):
-        return {}, [
-            f"{index} names files outside of its folder ({names[0]!r}, ...); needed: plain file names."
-        ]
-    absent = [name for name in names if not os.path.isfile(folder / name)]
-    if absent:
-        return {}, [
-            f"{index} names {len(names)} files, {len(absent)} are not there: {', '.join(absent[:5])}. "
-            "Copy or download them."
-        ]
-    promised: dict[Path, set[str]] = {folder / name: set() for name in names}
-    for tensor, name in weight_map.items():
-        promised[folder / str(name)].add(tensor)
-    return promised, []
-
-
-def _tensor_problems(folder: Path, shape: ModelShape, found: dict[str, TensorHeader]) -> Iterator[str]:
-    """Tensors that config.json makes one expect, and that are not there, have another shape, or are not in
-    floating-point numbers."""
-    expected = {
-        name: wanted
-        for placed in placed_tensors(shape)
-        for name, wanted in zip(placed.hf_names, hf_shapes(placed.rule, shape), strict=True)
-    }
-    absent = [name for name in expected if name not in found]
-    if absent:
-        names = ", ".join(absent[:3])
-        yield f'"{folder}": {len(absent)} of {len(expected)} tensors are not in the weights: {names}.'
-    odd = [name for name in expected if name in found and found[name].shape != expected[name]]
-    for name in odd[:3]:
-        yield f'"{folder}": {name} has shape {found[name].shape}, config.json makes it {expected[name]}.'
-    yield from format_problems(expected, found)
 
 
 # ---------------------------------------------------------------- a model that is not there

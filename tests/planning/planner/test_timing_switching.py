@@ -25,7 +25,6 @@ from rlmath.planning.planner.work import (
     seconds_by_coefficient,
     seconds_of,
 )
-from rlmath.rollout.weight_sync.reshard_plan import plan_sync
 from rlmath.rollout.weight_sync.shard_layouts import training_layout
 from tests.planning.planner.shapes import (
     BATCH,
@@ -36,6 +35,7 @@ from tests.planning.planner.shapes import (
     inputs,
     with_ranks,
 )
+from tests.rollout.weight_sync.oracle import plan_of_all
 
 LARGER = replace(TINY, hidden_size=256, ffn_size=512, head_dim=128, vocab_size=1024)
 """Matrices, not vectors, make up the weights."""
@@ -49,7 +49,7 @@ def test_bytes_received_are_those_of_the_exact_plan(tensor: int, pipeline: int, 
     config = with_ranks(CONFIG, tensor=tensor, pipeline=pipeline)
     config = replace(config, rollout=replace(config.rollout, tensor_parallel=engine))
     mesh = mesh_of(config, 4, 0)
-    exact = plan_sync(LARGER, training_layout(4, mesh, None, None), mesh, 2, 2**20)
+    exact = plan_of_all(LARGER, training_layout(4, mesh, None, None), mesh, 2, 2**20)
     found = sync_work(replace(inputs(config, 4), shape=LARGER))
     # The first stage has the embedding, the last the head: shares of the model are not quite even.
     assert found.node == pytest.approx(exact.lower_bound / 4, rel=0.12, abs=1)
