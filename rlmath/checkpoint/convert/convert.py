@@ -130,15 +130,11 @@ def megatron_to_hf(
     dtype = next(iter(formats)) if dtype is None else dtype
     names = hf_tensors(shape)
     with _fresh_folder(output, _elements(names.values()) * dtype.itemsize) as folder:
-        writer = SafetensorsWriter(folder, shard_bytes)
-        try:
+        with SafetensorsWriter(folder, shard_bytes) as writer:
             for one in found:
                 for name, weight in one.tensors(reader, shape):
                     _require_finite(name, weight, dtype, state)
                     writer.add(name, weight, dtype)
-            writer.close()
-        finally:
-            writer.abandon()
         write_metadata_files(folder, metadata_files, dtype)
     return Converted(len(names), writer.bytes)
 
