@@ -70,7 +70,7 @@ PARTS = {
     "evals": ("evals", "report"),
     "tools": (
         *("tools", "gpu", "slurm", "test_docs.py", "test_docstrings.py", "test_drill.py", "test_examples.py"),
-        *("test_layers.py", "test_left_over.py", "test_parts.py", "test_selection.py"),
+        *("test_layers.py", "test_left_over.py", "test_parts.py"),
     ),
 }
 

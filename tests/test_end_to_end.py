@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from pathlib import Path
@@ -10,7 +9,6 @@ from statistics import fmean, stdev
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from rlmath.config.load import load_config
 from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE, read_exit_status
@@ -118,21 +116,6 @@ def samples(folder: Path) -> list[list[dict]]:
     """The groups of every step as they are kept."""
     files = [folder / "samples" / f"step-{step:06d}.jsonl" for step in range(1, STEPS + 1)]
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
-
-
-def test_a_step_has_the_prompts_of_its_place_in_the_shuffled_order(workplace: Path) -> None:
-    """Each step is an epoch here: a permutation of its own, of which four prompts are left out."""
-    lines = (workplace / "few.jsonl").read_text().splitlines()
-    ids = [json.loads(line)["query_id"] for line in lines]
-    orders = []
-    for epoch, groups in enumerate(samples(workplace / "run")):
-        order = sorted(range(PROMPTS), key=lambda n: hashlib.sha256(f"3:{epoch}:{n}".encode()).digest())
-        orders.append(order[:PER_STEP])
-        assert [group["prompt_id"] for group in groups] == [ids[n] for n in order[:PER_STEP]]
-        for group in groups:
-            row = json.loads(lines[ids.index(group["prompt_id"])])
-            assert (group["prompt"], group["solutions"]) == (row["prompt"], row["solutions"])
-    assert sorted(orders[0]) != list(range(PER_STEP)) and orders[0] != orders[1] != orders[2]
 
 
 def test_every_step_samples_anew(workplace: Path) -> None:
@@ -360,18 +343,3 @@ def test_the_rollout_of_a_captured_step_is_made_again_token_by_token(workplace: 
     assert found["logprobs_apart"] == 0
     folder = workplace / "run" / "captures" / "step-000002" / "replays"
     assert list(folder.glob("rollout-*/replay.json")) and not list(folder.glob("rollout-*/model"))
-
-
-@pytest.mark.full
-def test_a_step_without_contrast_learns_nothing_and_says_so(workplace: Path) -> None:
-    """The random model is never right: dynamic sampling drops every group, also those it samples beyond."""
-    overrides = small_run(workplace, workplace / "dropped")
-    own = ("run.total_steps=1", "selection.dynamic_sampling=accuracy", "selection.max_extra_prompts=12")
-    done = run(*torchrun_command(2, *TRAIN, *overrides, *own))
-    (row,) = rows(workplace / "dropped")
-    assert row["selection/groups_sampled"] == row["selection/dropped/wrong"] == 20
-    assert row["selection/extra_prompts"] == 12 and row["n_seqs"] == 80
-    assert row["train/minibatches"] == row["selection/groups_learned"] == 0
-    assert "0 of 20 sampled groups are learned from, 8 were wanted; groups dropped: 20 wrong" in done.stderr
-    base, left = (load_file(workplace / f / "model.safetensors") for f in ("base", "dropped/hf_model"))
-    assert all(torch.equal(base[name].to(left[name].dtype), left[name]) for name in left)

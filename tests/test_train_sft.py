@@ -25,7 +25,6 @@ from tests.selection import matrix
 
 SFT = ("launch/train_sft.py", "--config", "configs/demo_sft.yaml")
 STEPS = 4
-START_SECONDS = 120.0
 distributed = pytest.mark.distributed
 
 

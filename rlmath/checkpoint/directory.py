@@ -26,9 +26,11 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from rlmath.config.files import require_regular
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +167,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in a folder; ValueError where it has no manifest, or one that cannot be used."""
     path = folder / MANIFEST
     try:
-        _size(path)
+        require_regular(path)
         values: Any = json.loads(path.read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
             raise ValueError(f"its format is {values['format']!r}; this program reads {FORMAT}")
@@ -183,21 +185,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return checkpoint
 
 
-def _size(path: Path) -> int:
-    """Bytes of a file. ValueError where it is none: opening a pipe waits for ever, and a device may have no end."""
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise ValueError("not a regular file")
-    return found.st_size
-
-
-def _is_whole(value: Any) -> bool:
-    """JSON has numbers of any size and kind."""
-    return type(value) is int and 0 <= value < 2**63
-
-
 def _whole(value: Any) -> int:
-    if not _is_whole(value):
+    """JSON has numbers of any size and kind."""
+    if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"{value!r:.40} is not a size or a step")
     return value
 
@@ -207,9 +197,9 @@ def wrong_sizes(checkpoint: Checkpoint) -> list[str]:
     wrong = []
     for name, entry in checkpoint.files.items():
         try:
-            size = _size(checkpoint.folder / name)
+            size = require_regular(checkpoint.folder / name)
         except ValueError as error:
-            wrong.append(f"{name} is {error}")
+            wrong.append(str(error))
             continue
         except OSError as error:
             raise_if_out_of_reach(checkpoint.folder / name, error)
@@ -471,41 +461,17 @@ class Progress:
         return min(self.learned_step, self.good_step + 1)
 
 
-def _are_texts(values: Iterable[Any]) -> bool:
-    return all(isinstance(one, str) for one in values)
-
-
-def _are(values: Any, fits: Callable[[Any], bool]) -> bool:
-    return isinstance(values, list) and all(map(fits, values))
-
-
-_KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
-    "int": ("a whole number", _is_whole),
-    "str": ("a text", lambda value: isinstance(value, str)),
-    "tuple[int, ...]": ("a list of whole numbers", lambda value: _are(value, _is_whole)),
-    "tuple[float, ...]": ("a list of numbers", lambda value: _are(value, lambda one: type(one) is float)),
-    "tuple[str, ...]": ("a list of texts", lambda value: isinstance(value, list) and _are_texts(value)),
-    "dict[str, str]": ("texts by name", lambda value: isinstance(value, dict) and _are_texts(value.values())),
-}
-"""What a field of `Progress` must be in the file, by its annotation."""
-
-
 def write_progress(folder: Path, progress: Progress) -> None:
     (folder / PROGRESS).write_text(json.dumps(asdict(progress), indent=1) + "\n", encoding="utf-8")
 
 
 def read_progress(folder: Path) -> Progress:
-    """ValueError where the file cannot be used."""
+    """ValueError where the file cannot be used. The manifest's checksum says that it is as it was written."""
     path = folder / PROGRESS
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
         values = {"learned_step": values["step"]} | values  # older versions did not write all fields
-        written = [field for field in fields(Progress) if field.default is MISSING or field.name in values]
-        known = {field.name: values[field.name] for field in written}
-        for field in written:
-            kind, fits = _KINDS[field.type]
-            if not fits(known[field.name]):
-                raise ValueError(f'"{field.name}" is {known[field.name]!r:.80}; needed: {kind}')
+        known = {field.name: values[field.name] for field in fields(Progress) if field.name in values}
         return Progress(**{name: tuple(x) if isinstance(x, list) else x for name, x in known.items()})
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error

@@ -77,14 +77,18 @@ def read_flight(
         header = json.loads(tensors["header"].tobytes())
         if header["version"] != VERSION:
             raise ValueError(f"its form is version {header['version']!r}; needed: {VERSION}")
-        reader = _Reader(tensors["tokens"], tensors["logprobs"], vocab_size, text_of)
-        groups = [reader.group(row, group_size) for row in header["groups"]]
-        next_draw, short_share = read_count(header["next_draw"]), float(header["short_share"])
-        if reader.position != len(tensors["tokens"]):
-            raise ValueError("there are too many tokens")
+        tokens = tensors["tokens"]
+        reader = TokenReader(tokens, tensors["logprobs"])
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+            raise ValueError(f"tokens are not below {vocab_size}")
+        groups = [_read_group(row, reader.read, text_of) for row in header["groups"]]
+        wrong = [len(group.samples) for group in groups if len(group.samples) != group_size]
+        if wrong:
+            raise ValueError(f"a group has {wrong[0]} completions, and not {group_size}")
+        reader.check_end()
+        return Flight(groups, read_count(header["next_draw"]), float(header["short_share"]))
     except (SafetensorError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{FLIGHT} is damaged ({type(error).__name__}: {error})") from error
-    return Flight(groups, next_draw, short_share)
 
 
 def read_flight_lengths(file: Path) -> list[GroupInFlight]:
@@ -95,85 +99,75 @@ def read_flight_lengths(file: Path) -> list[GroupInFlight]:
         with safe_open(file, "numpy") as tensors:
             header = json.loads(tensors.get_tensor("header").tobytes())
         return [
-            GroupInFlight(
-                read_count(row["draw"]),
-                read_count(row["first_step"]),
-                tuple(_without_tokens(index, one) for index, one in enumerate(row["samples"])),
-                bool(row["deferred"]),
-            )
-            for row in header["groups"]
+            _read_group(row, lambda count: (range(count), ()), lambda ids: "") for row in header["groups"]
         ]
     except (SafetensorError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{FLIGHT} is damaged ({type(error).__name__}: {error})") from error
 
 
-def _without_tokens(index: int, row: dict[str, Any]) -> PartialCompletion | ScoredCompletion:
-    segments = tuple(Segment(*map(read_count, segment)) for segment in row["segments"])
-    token_ids = range(sum(segment.tokens for segment in segments))
-    if row.get("score") is None:
-        return PartialCompletion(token_ids, (), segments)
-    if not segments:
-        raise ValueError("a finished completion has no tokens")
-    completion = Completion(
-        index,
-        token_ids,
-        (),
-        text="",
-        finish_reason=row["finish_reason"],
-        policy_version=segments[-1].policy_version,
-        segments=segments,
-    )
-    return ScoredCompletion(completion, read_score(row["score"]))
+TokensAndLogprobs = tuple[Sequence[int], Sequence[float]]
 
 
-class _Reader:
-    """Reads groups one after another, each with the next of the tokens."""
-
-    def __init__(
-        self,
-        tokens: np.ndarray,
-        logprobs: np.ndarray,
-        vocab_size: int,
-        text_of: Callable[[Sequence[int]], str],
-    ) -> None:
-        if (tokens.dtype, logprobs.dtype) != (np.int32, np.float32) or tokens.shape != logprobs.shape:
-            raise ValueError("tokens or log-probs have another form")
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-            raise ValueError(f"tokens are not below {vocab_size}")
-        self._tokens, self._logprobs, self._text_of = tokens, logprobs, text_of
-        self.position = 0
-
-    def group(self, row: dict[str, Any], group_size: int) -> GroupInFlight:
-        samples = tuple(self._sample(index, one) for index, one in enumerate(row["samples"]))
-        if len(samples) != group_size:
-            raise ValueError(f"a group has {len(samples)} completions, and not {group_size}")
-        return GroupInFlight(
-            read_count(row["draw"]), read_count(row["first_step"]), samples, bool(row["deferred"])
-        )
-
-    def _sample(self, index: int, row: dict[str, Any]) -> PartialCompletion | ScoredCompletion:
-        segments = tuple(Segment(*map(read_count, segment)) for segment in row["segments"])
-        start = self.position
-        self.position = end = start + sum(segment.tokens for segment in segments)
-        if end > len(self._tokens) or any(segment.tokens == 0 for segment in segments):
-            raise ValueError("tokens are missing")
-        if not segments and "score" not in row:
-            return NOTHING_SAMPLED
-        token_ids, logprobs = array("i"), array("f")
-        token_ids.frombytes(self._tokens[start:end].tobytes())
-        logprobs.frombytes(self._logprobs[start:end].tobytes())
-        if row.get("score") is None:
-            return PartialCompletion(token_ids, logprobs, segments)
+def _read_group(
+    row: dict[str, Any],
+    read: Callable[[int], TokensAndLogprobs],
+    text_of: Callable[[Sequence[int]], str],
+) -> GroupInFlight:
+    """A group of the header; `read` gives the next so many tokens and log-probs."""
+    samples = []
+    for index, one in enumerate(row["samples"]):
+        segments = read_segments(one)
+        token_ids, logprobs = read(sum(segment.tokens for segment in segments))
+        if one.get("score") is None:
+            part = PartialCompletion(token_ids, logprobs, segments) if segments else NOTHING_SAMPLED
+            samples.append(part)
+            continue
         completion = Completion(
             index,
             token_ids,
             logprobs,
-            text=self._text_of(token_ids),
-            finish_reason=row["finish_reason"],
+            text=text_of(token_ids),
+            finish_reason=one["finish_reason"],
             policy_version=segments[-1].policy_version,
             segments=segments,
         )
-        return ScoredCompletion(completion, read_score(row["score"]))
+        samples.append(ScoredCompletion(completion, read_score(one["score"])))
+    return GroupInFlight(
+        read_count(row["draw"]), read_count(row["first_step"]), tuple(samples), bool(row["deferred"])
+    )
+
+
+class TokenReader:
+    """Reads the tokens of completions that lie one behind the other, with their log-probs."""
+
+    def __init__(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        if (tokens.dtype, logprobs.dtype) != (np.int32, np.float32) or tokens.shape != logprobs.shape:
+            raise ValueError("tokens or log-probs have another form")
+        if tokens.ndim != 1:
+            raise ValueError("tokens are not in one row")
+        self._tokens, self._logprobs, self._end = tokens, logprobs, 0
+
+    def read(self, count: int) -> tuple[array[int], array[float]]:
+        """The next `count` tokens and log-probs."""
+        start, self._end = self._end, self._end + count
+        if self._end > len(self._tokens):
+            raise ValueError("tokens are missing")
+        token_ids, logprobs = array("i"), array("f")
+        token_ids.frombytes(self._tokens[start : self._end].tobytes())
+        logprobs.frombytes(self._logprobs[start : self._end].tobytes())
+        return token_ids, logprobs
+
+    def check_end(self) -> None:
+        if self._end != len(self._tokens):
+            raise ValueError("there are too many tokens")
+
+
+def read_segments(row: dict[str, Any]) -> tuple[Segment, ...]:
+    """Those of a completion's row; each has tokens."""
+    segments = tuple(Segment(*map(read_count, segment)) for segment in row["segments"])
+    if any(segment.tokens == 0 for segment in segments):
+        raise ValueError("tokens are missing")
+    return segments
 
 
 def read_score(row: dict[str, Any]) -> Score:

@@ -12,13 +12,13 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rlmath.checkpoint.hf.headers import MAX_INDEX_BYTES, TensorHeader, format_problems, read_header
+from rlmath.checkpoint.hf.headers import weight_problems
 from rlmath.checkpoint.hf.weight_map import (
     TABLES,
     VALUE_TABLES,
@@ -26,9 +26,7 @@ from rlmath.checkpoint.hf.weight_map import (
     has_qk_norm,
     has_qkv_bias,
     has_value_head,
-    hf_shapes,
     model_type,
-    placed_tensors,
     value_architecture,
 )
 from rlmath.config.files import read_json_object
@@ -46,7 +44,6 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*(?:\.[\w-]+)*/[A-Za-z0-9][\w.-]*")
 _OWN_FOLDERS = ("models", "model", "outputs", "output", "checkpoints", "weights", "runs", "data")
 """What people call folders of their own; nobody on the hub has these names."""
 _WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".gguf")
-SINGLE_FILE = "model.safetensors"
 """The weights of a model that has no index; beside an index it is read, and the index is not."""
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -317,20 +314,30 @@ def read_model_shape(folder: Path, option: str = "model.path") -> ModelShape:
     folder."""
     if not os.path.exists(folder):
         raise ValueError(missing_folder_problem(folder, option))
-    shape, problems = read_shape(folder, option)
-    raise_problems(f'the model "{folder}"', problems)
+    return _sound(f'the model "{folder}"', *read_shape(folder, option))
+
+
+def _sound(what: str, shape: ModelShape | None, problems: Sequence[str]) -> ModelShape:
+    """The shape; ValueError that lists the problems where there are some."""
+    raise_problems(what, list(problems))
     assert shape is not None
     return shape
 
 
 def inspect_model_folder(folder: Path, option: str = "model.path") -> tuple[ModelShape | None, list[str]]:
     """The shape, None where config.json does not give one, and what is wrong with the folder, which `option` names."""
+    shape, problems = _inspected(folder, option, tuple(TABLES))
+    return shape, [*problems, *(_tokenizer_problems(folder) if folder.is_dir() else ())]
+
+
+def _inspected(folder: Path, option: str, known: Collection[str]) -> tuple[ModelShape | None, list[str]]:
+    """The shape, and what is wrong with config.json and weights."""
     if not os.path.exists(folder):
         return None, [missing_folder_problem(folder, option)]
     if not folder.is_dir():
         return None, [f'{option}: "{folder}" is not a folder. Give the folder that holds config.json.']
-    shape, problems = read_shape(folder, option)
-    return shape, [*problems, *_weight_problems(folder, shape), *_tokenizer_problems(folder)]
+    shape, problems = read_shape(folder, option, known)
+    return shape, [*problems, *weight_problems(folder, shape)]
 
 
 def critic_shape(start: ModelShape, policy: ModelShape) -> ModelShape:
@@ -358,17 +365,12 @@ def _critic_start(path: str) -> ModelShape:
     else:
         planned = planned_shape(path, "critic.path")
         found, problems = planned.shape, list(planned.problems)
-    raise_problems(f'the critic "{path}"', problems)
-    assert found is not None
-    return found
+    return _sound(f'the critic "{path}"', found, problems)
 
 
 def read_critic_shape(path: Path) -> ModelShape:
     """The shape that a critic's config.json gives; ValueError where it gives none."""
-    shape, problems = read_shape_file(path, tuple(VALUE_TABLES))
-    raise_problems(f'the critic "{path}"', problems)
-    assert shape is not None
-    return shape
+    return _sound(f'the critic "{path}"', *read_shape_file(path, tuple(VALUE_TABLES)))
 
 
 def critic_config_file(folder: Path, shape: ModelShape) -> bytes:
@@ -385,13 +387,7 @@ def critic_config_file(folder: Path, shape: ModelShape) -> bytes:
 
 def inspect_critic_folder(folder: Path, policy: ModelShape) -> tuple[ModelShape | None, list[str]]:
     """`critic_shape` of the model in a folder, with or without a value head, and what is wrong with the folder."""
-    option = "critic.path"
-    if not os.path.exists(folder):
-        return None, [missing_folder_problem(folder, option)]
-    if not folder.is_dir():
-        return None, [f'{option}: "{folder}" is not a folder. Give the folder that holds config.json.']
-    start, problems = read_shape(folder, option, (*TABLES, *VALUE_TABLES))
-    problems = [*problems, *_weight_problems(folder, start)]
+    start, problems = _inspected(folder, "critic.path", (*TABLES, *VALUE_TABLES))
     return (None if start is None else critic_shape(start, policy)), problems
 
 
@@ -399,13 +395,8 @@ def check_loadable(folder: Path) -> None:
     """ValueError that lists what is wrong with the weights and the tokenizer of a folder with a config.json. The model
     may be of a kind that this program does not train: then the shapes of its tensors are not known."""
     shape, unsupported = read_shape(folder)
-    problems = _weight_problems(folder, None if unsupported else shape)
+    problems = weight_problems(folder, None if unsupported else shape)
     raise_problems(f'the model "{folder}"', [*problems, *_tokenizer_problems(folder)])
-
-
-def _weight_problems(folder: Path, shape: ModelShape | None) -> list[str]:
-    tensors, problems = _tensor_headers(folder)
-    return problems if problems or shape is None else list(_tensor_problems(folder, shape, tensors))
 
 
 def _tokenizer_problems(folder: Path) -> Iterator[str]:
@@ -444,84 +435,6 @@ def has_weights(folder: Path) -> bool:
     return any(name.endswith(_WEIGHT_SUFFIXES) or ".safetensors" in name for name in names)
 
 
-def _tensor_headers(folder: Path) -> tuple[dict[str, TensorHeader], list[str]]:
-    """Shape and number format by name of every tensor in the folder's safetensors files, from their headers."""
-    files, problems = _weight_files(folder)
-    headers: dict[str, TensorHeader] = {}
-    for file, promised in files.items():
-        try:
-            held = read_header(file)
-        except ValueError as error:
-            problems.append(str(error))
-            continue
-        # Where there is an index, a tensor that it does not name is never read.
-        headers |= {name: held[name] for name in held if name in promised or file.name == SINGLE_FILE}
-        absent = sorted(promised - held.keys())
-        if absent:
-            problems.append(
-                f'"{file}" lacks {len(absent)} tensors that the index looks for there: {", ".join(absent[:3])}. '
-                "Copy or download the folder again."
-            )
-    return headers, problems
-
-
-def _weight_files(folder: Path) -> tuple[dict[Path, set[str]], list[str]]:
-    """The safetensors files, each with the tensors that an index promises in it."""
-    single, index = folder / SINGLE_FILE, folder / "model.safetensors.index.json"
-    if single.is_file():
-        return {single: set()}, []
-    if not index.is_file():
-        problem = f'"{folder}" has neither model.safetensors nor model.safetensors.index.json.'
-        others = [
-            name
-            for kind in ("bin", "safetensors")
-            for name in sorted(p.name for p in folder.glob(f"*.{kind}"))
-        ]
-        if others:
-            there = ", ".join(others[:3])
-            problem += f" There is {there}: save it as safetensors (transformers' save_pretrained)."
-        return {}, [problem]
-    try:
-        weight_map = read_json_object(index, MAX_INDEX_BYTES).get("weight_map")
-    except ValueError as error:
-        return {}, [str(error)]
-    if not isinstance(weight_map, dict) or not weight_map:
-        return {}, [f'{index}: "weight_map" is missing or empty; needed: file name by tensor name.']
-    names = sorted({str(name) for name in weight_map.values()})
-    if any(Path(name).name != name for name in names):
-        return {}, [
-            f"{index} names files outside of its folder ({names[0]!r}, ...); needed: plain file names."
-        ]
-    absent = [name for name in names if not os.path.isfile(folder / name)]
-    if absent:
-        return {}, [
-            f"{index} names {len(names)} files, {len(absent)} are not there: {', '.join(absent[:5])}. "
-            "Copy or download them."
-        ]
-    promised: dict[Path, set[str]] = {folder / name: set() for name in names}
-    for tensor, name in weight_map.items():
-        promised[folder / str(name)].add(tensor)
-    return promised, []
-
-
-def _tensor_problems(folder: Path, shape: ModelShape, found: dict[str, TensorHeader]) -> Iterator[str]:
-    """Tensors that config.json makes one expect, and that are not there, have another shape, or are not in
-    floating-point numbers."""
-    expected = {
-        name: wanted
-        for placed in placed_tensors(shape)
-        for name, wanted in zip(placed.hf_names, hf_shapes(placed.rule, shape), strict=True)
-    }
-    absent = [name for name in expected if name not in found]
-    if absent:
-        names = ", ".join(absent[:3])
-        yield f'"{folder}": {len(absent)} of {len(expected)} tensors are not in the weights: {names}.'
-    odd = [name for name in expected if name in found and found[name].shape != expected[name]]
-    for name in odd[:3]:
-        yield f'"{folder}": {name} has shape {found[name].shape}, config.json makes it {expected[name]}.'
-    yield from format_problems(expected, found)
-
-
 # ---------------------------------------------------------------- a model that is not there
 
 
@@ -557,9 +470,7 @@ def planned_shape(model_path: str, option: str = "model.path") -> PlannedShape:
 def required_shape(model_path: str) -> tuple[ModelShape, str]:
     """The shape and its note; ValueError that lists what is wrong with the model."""
     found = planned_shape(model_path)
-    raise_problems(f'the model "{model_path}"', found.problems)
-    assert found.shape is not None
-    return found.shape, found.note
+    return _sound(f'the model "{model_path}"', found.shape, found.problems), found.note
 
 
 def teacher_shape_of(config: Config) -> ModelShape | None:
@@ -568,9 +479,7 @@ def teacher_shape_of(config: Config) -> ModelShape | None:
     if config.teacher.path is None:
         return None
     found = planned_shape(config.teacher.path, "teacher.path")
-    if found.shape is None or found.problems:
-        raise_problems(f'the teacher "{config.teacher.path}"', found.problems)
-    return found.shape
+    return _sound(f'the teacher "{config.teacher.path}"', found.shape, found.problems)
 
 
 def published_names() -> list[str]:

@@ -1,7 +1,6 @@
 """Whether a run fits its GPU, known before anything starts, and what to change where it does not.
 
-A phase that holds too much is reported with its three largest parts and up to three changes of settings. Changes are
-tried out: `_changes` lists what could help, and only what leads to a legal layout and a smaller phase is advised.
+A phase that holds too much is reported with its three largest parts and up to three changes of settings.
 """
 
 from __future__ import annotations
@@ -9,8 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from rlmath.config.gpu_specs import GPUS
 from rlmath.config.length_curriculum import with_longest_lengths
@@ -21,7 +19,6 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.planning import memory_estimate
 from rlmath.planning.memory_estimate import Kind, MemoryPlan, Target
 from rlmath.planning.memory_formulas import EngineBytes, engine_bytes, longest_sequence_bytes
-from rlmath.planning.parallelism import layout_problems, rank_problems, split_problems
 
 GIB = 2**30
 RESERVE_GIB = 3.0
@@ -114,14 +111,12 @@ def fit_problems(config: Config, shape: ModelShape, world_size: int, kind: Kind 
     plans = all_plans(config, shape, world_size, target, kind)
     problems, phase_groups = [], (memory_estimate.TRAINING_PHASES,)
     if kind == "grpo":
-        problems += _engine_problems(config, shape, world_size, target)
+        problems += _engine_problems(config, shape, target)
         phase_groups = (memory_estimate.GENERATION_PHASES, *phase_groups)
     for phases in phase_groups:
         plan, phase = memory_estimate.largest(plans, phases)
         if plan.held(phase) > usable_bytes(target):
-            advice = _advice(
-                config, shape, world_size=world_size, target=target, plan=plan, phase=phase, kind=kind
-            )
+            advice = _advice(config, shape, target=target, plan=plan, phase=phase, kind=kind)
             problems.append(
                 f"memory: {plan.name} needs {figures(plan, phase, 3)} in the phase "
                 f'"{phase}"; {target.name} has {_gib(target.total_bytes)} GiB, of which a run may fill '
@@ -181,94 +176,66 @@ def _gib(size: int) -> str:
 # ---------------------------------------------------------------- a phase that holds too much
 
 
-@dataclass(frozen=True)
-class Change:
-    """One piece of advice, and the run that follows it."""
-
-    text: str
-    config: Config
-    world_size: int
-
-
 def _advice(
-    config: Config,
-    shape: ModelShape,
-    world_size: int,
-    target: Target,
-    plan: MemoryPlan,
-    phase: str,
-    kind: Kind,
+    config: Config, shape: ModelShape, target: Target, plan: MemoryPlan, phase: str, kind: Kind
 ) -> str:
-    """The three best changes: those without further ranks first, of these the cheapest that make the phase fit, else
-    those that free most."""
-    helpful = []
-    for change in _changes(config, shape, world_size, target, kind):
-        parallel, rollout = change.config.parallel, change.config.rollout
-        if any(rank_problems(parallel, rollout.tensor_parallel, change.world_size, rollout.ranks)) or any(
-            layout_problems(parallel, rollout.tensor_parallel, change.config.policy, shape)
-        ):
-            continue
-        plans = all_plans(change.config, shape, change.world_size, target, kind)
-        plans = [other for other in plans if other.is_engine == plan.is_engine]
-        held = max(other.held(phase) for other in plans)
-        if plans[min(plan.stage, len(plans) - 1)].held(phase) < plan.held(phase):
-            too_much = max(0, held - usable_bytes(target))
-            helpful.append((change.world_size > world_size, too_much, change.text))
-    best = [text for *_, text in sorted(helpful, key=lambda found: found[:2])[:3]]
-    return " ".join(best or ["Take a larger GPU: no single setting makes this phase smaller."])
+    """Three changes at most that the settings do not have yet, each of which makes a part of the phase smaller:
+    offloading first, then what takes ranks or time, of the largest parts first."""
+    held = plan.phases[phase]
+    parts = sorted(held, key=lambda part: -held[part])
+    offloads = [text for part in parts for text in _offloads(config, part, phase)]
+    others = [text for part in parts for text in _changes(config, shape, target, part, phase, kind)]
+    return " ".join(list(dict.fromkeys([*offloads, *others]))[:3] or ["Take a larger GPU."])
+
+
+def _offloads(config: Config, part: str, phase: str) -> Iterator[str]:
+    """Of a part that can be in the host's memory in this phase."""
+    model = part.partition("_")[0]
+    if model in ("gradients", "optimizer", "parameters"):
+        may_leave = phase == "generate" or (phase == "sync" and model != "parameters")
+    else:
+        may_leave = model in ("reference", "critic", "teacher") and phase != model
+        may_leave = may_leave and (part, phase) != ("teacher_head", "update")
+    if may_leave and not getattr(config.memory, f"offload_{model}"):
+        yield f"Set memory.offload_{model}=true."
 
 
 def _changes(
-    config: Config, shape: ModelShape, world_size: int, target: Target, kind: Kind
-) -> Iterator[Change]:
-    """What could make a phase smaller, cheapest first; not all of it helps, or is legal, in this run."""
-    memory, parallel, policy, rollout = config.memory, config.parallel, config.policy, config.rollout
-    own = rollout.ranks
-    twice_trainers = 2 * (world_size - own) + own
-
-    def change(text: str, ranks: int = world_size, **sections: dict[str, Any]) -> Change:
-        changed = {name: replace(getattr(config, name), **values) for name, values in sections.items()}
-        return Change(text, replace(config, **changed), ranks)
-
-    if kind == "grpo":
-        yield _fitting_engine(config, shape, world_size, target)
-        for part in ("gradients", "optimizer", "parameters", "reference", "critic", "teacher"):
-            if not getattr(memory, f"offload_{part}"):
-                yield change(f"Set memory.offload_{part}=true.", memory={f"offload_{part}": True})
-        yield change("Set rollout.cuda_graphs=false.", rollout={"cuda_graphs": False})
-        yield change("Lower sync.bucket_mib.", sync={"bucket_mib": 0.9 * config.sync.bucket_mib})
-    if config.optimizer.kind == "adam" and not config.optimizer.distributed:
-        yield change("Set optimizer.distributed=true.", optimizer={"distributed": True})
-    if policy.recompute_granularity is None and not target.local_layers:
-        selective = {"recompute_granularity": "selective"}
-        yield change("Set policy.recompute_granularity=selective.", policy=selective)
-    if policy.recompute_granularity != "full":
-        full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        yield change(f"Set {' '.join(f'policy.{key}={value}' for key, value in full.items())}.", policy=full)
-    length, longest = "the longest sequence, ", config.data.max_prompt_tokens + rollout.max_new_tokens
-    if kind == "sft":
-        length, longest = "sft.max_sequence_tokens=", config.sft.max_sequence_tokens
-    if (now := policy.max_tokens_per_microbatch) > longest:
-        text = f"Lower policy.max_tokens_per_microbatch (now {now}, at least {length}{longest})."
-        yield change(text, policy={"max_tokens_per_microbatch": longest})
-    if parallel.tensor > 1 and not parallel.sequence:
-        yield change("Set parallel.sequence=true.", parallel={"sequence": True})
-    if config.optimizer.distributed:
-        more = " that train" if own else ""
-        text = f"Start more ranks{more}, which share the optimizer."
-        yield change(text, twice_trainers, parallel={"data": None})
-    for name in ("tensor", "pipeline"):
-        now = getattr(parallel, name)
-        more = {name: 2 * now, "data": None}
-        yield change(f"Raise parallel.{name} (now {now}).", twice_trainers, parallel=more)
-    now = rollout.tensor_parallel
-    larger = {"tensor_parallel": 2 * now}
-    if own:
-        yield change(f"Raise rollout.tensor_parallel (now {now}).", rollout=larger)
-        text = f"Raise rollout.tensor_parallel (now {now}) and rollout.ranks (now {own})."
-        yield change(text, world_size + own, rollout=larger | {"ranks": 2 * own})
-    else:
-        yield change(f"Raise rollout.tensor_parallel (now {now}).", 2 * world_size, rollout=larger)
+    config: Config, shape: ModelShape, target: Target, part: str, phase: str, kind: Kind
+) -> Iterator[str]:
+    """What makes a part smaller where it is; whether the layout allows it is told when it is tried."""
+    parallel, policy, rollout = config.parallel, config.policy, config.rollout
+    if part in ("activations", "working") and policy.recompute_granularity != "full":
+        yield (
+            "Set policy.recompute_granularity=full policy.recompute_method=uniform policy.recompute_num_layers=1."
+        )
+    if part in ("activations", "working", "logits"):
+        length, longest = "the longest sequence, ", config.data.max_prompt_tokens + rollout.max_new_tokens
+        if kind == "sft":
+            length, longest = "sft.max_sequence_tokens=", config.sft.max_sequence_tokens
+        if (now := policy.max_tokens_per_microbatch) > longest:
+            yield f"Lower policy.max_tokens_per_microbatch (now {now}, at least {length}{longest})."
+    if part == "optimizer" and config.optimizer.kind == "adam":
+        that = " that train" if rollout.ranks else ""
+        shared = "" if config.optimizer.distributed else " with optimizer.distributed=true"
+        yield f"Start more ranks{that}{shared}, which share the optimizer."
+    if part in ("activations", "logits", "parameters", "gradients", "optimizer"):
+        yield f"Raise parallel.tensor (now {parallel.tensor}) or parallel.pipeline (now {parallel.pipeline})."
+    if part == "kv_cache":
+        assert target.total_bytes is not None
+        least = _least_share(config, shape, target)
+        if least < min(rollout.memory_share, usable_bytes(target) / target.total_bytes):
+            yield f"Lower rollout.memory_share (now {rollout.memory_share:g}, at least {least:.2f})."
+        else:
+            split = f"Raise rollout.tensor_parallel (now {rollout.tensor_parallel})"
+            graphs = ", set rollout.cuda_graphs=false" if rollout.cuda_graphs else ""
+            yield f"{split}{graphs}, and lower rollout.memory_share (now {rollout.memory_share:g})."
+    if part == "engine_workspace" and rollout.cuda_graphs and phase != "generate":
+        yield "Set rollout.cuda_graphs=false."
+    if part == "engine_weights" and phase != "generate":  # else the cache takes the room
+        yield f"Raise rollout.tensor_parallel (now {rollout.tensor_parallel})."
+    if part == "sync_buffers":
+        yield "Lower sync.bucket_mib."
 
 
 # ---------------------------------------------------------------- an engine whose share is too small
@@ -282,7 +249,7 @@ def _engine_needs(config: Config, shape: ModelShape, target: Target) -> tuple[En
     return engine, longest_sequence_bytes(shape, ranks, target.itemsize, tokens, target.kind)
 
 
-def _engine_problems(config: Config, shape: ModelShape, world_size: int, target: Target) -> Iterator[str]:
+def _engine_problems(config: Config, shape: ModelShape, target: Target) -> Iterator[str]:
     """The engine's share must hold its weights, its workspace and the KV cache of one longest sequence."""
     rollout = config.rollout
     engine, sequence = _engine_needs(config, shape, target)
@@ -292,50 +259,26 @@ def _engine_problems(config: Config, shape: ModelShape, world_size: int, target:
     total = engine.weights + engine.workspace + sequence
     share = int(rollout.memory_share * target.total_bytes)
     tokens = config.data.max_prompt_tokens + rollout.max_new_tokens
+    least, split = (
+        _least_share(config, shape, target),
+        f"rollout.tensor_parallel (now {rollout.tensor_parallel})",
+    )
+    change = f"Raise it to {least:.2f} or more, or raise {split}."
+    if least > usable_bytes(target) / target.total_bytes:
+        graphs = "Set rollout.cuda_graphs=false, raise" if rollout.cuda_graphs else "Raise"
+        change = (
+            f"{graphs} {split}, lower rollout.max_num_batched_tokens, rollout.max_num_seqs or "
+            "rollout.max_new_tokens, or take a larger GPU: no share of this one is enough."
+        )
     yield (
         f"rollout.memory_share is {rollout.memory_share}, {_gib(share)} GiB of the {_gib(target.total_bytes)} of "
         f"{target.name}; an engine rank needs {_gib(total)} GiB (weights {_gib(engine.weights)}, workspace "
-        f"{_gib(engine.workspace)}, KV cache of one sequence of {tokens} tokens {_gib(sequence)}). "
-        + _fitting_engine(config, shape, world_size, target).text
+        f"{_gib(engine.workspace)}, KV cache of one sequence of {tokens} tokens {_gib(sequence)}). " + change
     )
 
 
-def _fitting_engine(config: Config, shape: ModelShape, world_size: int, target: Target) -> Change:
-    """The smallest share that is enough, in whole hundredths: of the engine as it is, else of one without CUDA graphs,
-    else of one on the fewest ranks that are enough."""
+def _least_share(config: Config, shape: ModelShape, target: Target) -> float:
+    """The smallest `rollout.memory_share` that is enough, in whole hundredths."""
     assert target.total_bytes is not None
-    now, share, own = config.rollout.tensor_parallel, config.rollout.memory_share, config.rollout.ranks
-    choices = [{}, {"cuda_graphs": False}]
-    choices += [{"tensor_parallel": ranks} for ranks in range(now + 1, shape.num_heads + 1)]
-    for choice in choices:
-        ranks = choice.get("tensor_parallel", now)
-        if any(split_problems(config.parallel, ranks, shape)):
-            continue
-        changed = replace(config, rollout=replace(config.rollout, **choice))
-        engine, sequence = _engine_needs(changed, shape, target)
-        least = math.ceil(100 * (engine.weights + engine.workspace + sequence) / target.total_bytes) / 100
-        if least > usable_bytes(target) / target.total_bytes:
-            continue
-        text = f"Raise it to {least:.2f} or more, or raise rollout.tensor_parallel (now {now})."
-        if ranks != now:
-            start = f", start a multiple of {ranks} ranks"
-            if own:
-                start = f", rollout.ranks to a multiple of {ranks} (now {own})"
-            if (own or world_size) % ranks == 0:
-                start = ""
-            text = f"Set rollout.tensor_parallel={ranks} (now {now}){start}, and "
-        elif choice:
-            text = "Set rollout.cuda_graphs=false and "
-        elif least < share:
-            text = f"Lower rollout.memory_share (now {share:g}, at least {least:.2f})."
-        if choice:
-            text += f"rollout.memory_share to {least:.2f} or a little more."
-        engine_ranks = -(-(own or world_size) // ranks) * ranks
-        more = {"ranks": engine_ranks} if own else {}
-        fitting = replace(changed, rollout=replace(changed.rollout, memory_share=least, **more))
-        return Change(text, fitting, world_size - own + engine_ranks if own else engine_ranks)
-    text = (
-        "Lower rollout.max_num_batched_tokens, rollout.max_num_seqs or rollout.max_new_tokens, or take a larger GPU: "
-        "no rollout.tensor_parallel makes the engine fit."
-    )
-    return Change(text, config, world_size)
+    engine, sequence = _engine_needs(config, shape, target)
+    return math.ceil(100 * (engine.weights + engine.workspace + sequence) / target.total_bytes) / 100

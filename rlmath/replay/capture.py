@@ -30,9 +30,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from rlmath.algorithms.dynamic_sampling import Chosen
-from rlmath.algorithms.types import Completion, FinishReason, Prompt, ScoredGroup, Segment
+from rlmath.algorithms.types import Completion, FinishReason, Prompt, ScoredGroup
 from rlmath.checkpoint.directory import PARTIAL
-from rlmath.checkpoint.flight import read_count, read_score
+from rlmath.checkpoint.flight import TokenReader, read_count, read_score, read_segments
 from rlmath.config.files import open_regular, parse_json, read_json_object, read_regular
 from rlmath.config.run_files import CAPTURES_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE
 from rlmath.telemetry.metrics_writer import json_number
@@ -288,7 +288,7 @@ def read_capture(folder: Path) -> Capture:
     except (
         OSError,
         SafetensorError,
-        KeyError,
+        LookupError,
         TypeError,
         ValueError,
         AttributeError,
@@ -338,17 +338,13 @@ class _Reader:
     """Reads groups one after another, each with the next of the tokens."""
 
     def __init__(self, tensors: dict[str, np.ndarray]) -> None:
-        self._prompts, self._tokens, self._logprobs = (
-            tensors[name] for name in ("prompt_tokens", "tokens", "logprobs")
-        )
-        kinds = (self._prompts.dtype, self._tokens.dtype, self._logprobs.dtype)
-        if kinds != (np.int32, np.int32, np.float32) or self._tokens.shape != self._logprobs.shape:
-            raise ValueError("tokens or log-probs have another form")
-        if self._prompts.ndim != 1 or self._tokens.ndim != 1:
-            raise ValueError("tokens are not in one row")
-        if not np.isfinite(self._logprobs).all():
+        self._prompts, logprobs = tensors["prompt_tokens"], tensors["logprobs"]
+        self._tokens = TokenReader(tensors["tokens"], logprobs)
+        if self._prompts.dtype != np.int32 or self._prompts.ndim != 1:
+            raise ValueError("tokens of prompts have another form")
+        if not np.isfinite(logprobs).all():
             raise ValueError("a log-prob is not finite")
-        self._prompt_end = self._end = 0
+        self._prompt_end = 0
 
     def group(self, row: Any) -> tuple[ScoredGroup, tuple[int, ...]]:
         start = self._prompt_end
@@ -371,27 +367,21 @@ class _Reader:
         return ScoredGroup(prompt, completions, scores), samples
 
     def _completion(self, index: int, row: Any) -> Completion:
-        segments = tuple(Segment(*map(read_count, segment)) for segment in row["segments"])
-        start = self._end
-        self._end = end = start + sum(one.tokens for one in segments)
-        if end > len(self._tokens) or not segments or any(one.tokens == 0 for one in segments):
-            raise ValueError("tokens are missing")
+        segments = read_segments(row)
         if row["finish_reason"] not in get_args(FinishReason):
             raise ValueError(f"a completion ends by {row['finish_reason']!r}")
-        token_ids, logprobs = array("i"), array("f")
-        token_ids.frombytes(self._tokens[start:end].tobytes())
-        logprobs.frombytes(self._logprobs[start:end].tobytes())
-        version = segments[-1].policy_version
+        token_ids, logprobs = self._tokens.read(sum(one.tokens for one in segments))
         return Completion(
             index,
             token_ids,
             logprobs=logprobs,
             text=str(row["text"]),
             finish_reason=row["finish_reason"],
-            policy_version=version,
+            policy_version=segments[-1].policy_version,
             segments=segments,
         )
 
     def check_end(self) -> None:
-        if (self._prompt_end, self._end) != (len(self._prompts), len(self._tokens)):
+        self._tokens.check_end()
+        if self._prompt_end != len(self._prompts):
             raise ValueError("there are too many tokens")

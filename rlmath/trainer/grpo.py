@@ -54,7 +54,6 @@ from rlmath.trainer.rollouts.engines import open_engines
 from rlmath.trainer.rollouts.synchronous import StepRollout, selection_rules
 from rlmath.trainer.step_hooks import StepHooks
 from rlmath.trainer.validation import Validator
-from rlmath.workers.user_functions import UserFunctionError
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +109,7 @@ class GrpoTrainer(PolicyTrainer):
 
     def step(self, number: int) -> StepRecord | Interrupted:
         """One step: `number` counts from 0 over the whole run."""
-        started, failed = time.perf_counter(), None
+        started = time.perf_counter()
         self.timers.reset()
         stage = self.enter_length_stage(number)
         with self.engines.generating(self.actor.learner.updates, number):  # weights to the engine
@@ -120,12 +119,7 @@ class GrpoTrainer(PolicyTrainer):
             if self.validator.stopped_by is not None:
                 return Interrupted(self.validator.stopped_by)
             with self.timers.phase(self.engines.phase):
-                try:
-                    rollout = self.rollouts.step(number, stage)
-                except UserFunctionError as error:  # raised when the engines have left their phase
-                    failed = error
-        if failed is not None:
-            raise failed
+                rollout = self.rollouts.step(number, stage)
         selection = rollout.selection
         if self.rules.drop_anything:
             logger.info("step %d: %s", number + 1, selection.line())

@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlmath.checkpoint.convert import convert
-from rlmath.checkpoint.convert.names import Part
 from rlmath.checkpoint.convert.sources import find_megatron
 from rlmath.checkpoint.directory import open_partial, publish
 from rlmath.checkpoint.hf.weights import read_metadata_files
@@ -30,7 +28,7 @@ from tests.checkpoint.conversions import (
     torch_reads,
     weights,
 )
-from tests.tiny_models import VOCAB, make_model_folder
+from tests.tiny_models import make_model_folder
 
 ALL = {
     "qwen2": ("Qwen2ForCausalLM", False),
@@ -74,39 +72,6 @@ def test_query_key_and_value_lie_group_by_group_and_layers_are_stacked(source: P
     rows = [*heads["q"][:2], heads["k"][0], heads["v"][0], *heads["q"][2:], heads["k"][1], heads["v"][1]]
     assert tuple(found.shape) == (4, 256, 128)
     assert torch.equal(found[3], torch.cat(rows))
-
-
-def test_gate_and_up_lie_one_behind_the_other_whatever_the_split(source: Path, tmp_path: Path):
-    hf = weights(source)
-    wanted = torch.cat([hf[f"model.layers.1.mlp.{x}_proj.weight"] for x in ("gate", "up")])
-    for tensor in (1, 2):
-        found = torch_reads(to_megatron(source, tmp_path / f"{tensor}", tensor))
-        assert torch.equal(found["decoder.layers.mlp.linear_fc1.weight"][1], wanted)
-
-
-def test_experts_have_an_axis_of_their_own(models: dict[str, Path], tmp_path: Path):
-    hf = weights(models["qwen3-moe"])
-    found = torch_reads(to_megatron(models["qwen3-moe"], tmp_path / "megatron"))
-    key = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
-    assert torch.equal(found[key][2, 1], hf["model.layers.2.mlp.experts.1.down_proj.weight"])
-
-
-def test_the_vocabulary_is_filled_up_with_zeros_and_cut_again(source: Path, tmp_path: Path):
-    for tensor, rows in ((1, VOCAB), (2, VOCAB + 1)):
-        state = to_megatron(source, tmp_path / f"{tensor}", tensor)
-        found = torch_reads(state)
-        for key in (EMBEDDING, "output_layer.weight"):
-            assert found[key].shape[0] == rows
-            assert torch.count_nonzero(found[key][VOCAB:]) == 0
-        back = weights(to_hf(state, source, tmp_path / f"hf{tensor}"))
-        assert back["lm_head.weight"].shape[0] == VOCAB
-
-
-def test_a_small_vocabulary_over_many_ranks_leaves_some_with_nothing_but_zeros(tmp_path: Path):
-    # 5 words over 4 ranks: 2, 2, 1 and a zero, two zeros
-    words = torch.arange(15.0).view(5, 3)
-    cut = [convert._cut(words, Part((2 * rank, 0), (2, 3), rank)) for rank in range(4)]
-    assert torch.equal(torch.cat(cut), torch.cat([words, torch.zeros(3, 3)]))
 
 
 def test_files_are_those_that_the_ranks_would_write(source: Path, tmp_path: Path):

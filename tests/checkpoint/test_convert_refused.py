@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from rlmath.checkpoint.convert import convert
 from rlmath.checkpoint.convert.convert import hf_to_megatron
+from rlmath.checkpoint.hf.weight_map import hf_tensors
 from rlmath.checkpoint.hf.weights import read_metadata_files
 from tests.checkpoint.conversions import (
     assert_same,
@@ -50,10 +51,13 @@ NORM = "model.layers.0.input_layernorm.weight"
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (drop(NORM), [f"1 tensors are missing: {NORM}"]),
+        (drop(NORM), ["tensors are not in the weights", NORM]),
         (put(NORM, 64), [f"{NORM} has shape (64,), config.json makes it (128,)"]),
         (put("model.layers.4.input_layernorm.weight", 128), ["unknown to Qwen2ForCausalLM: model.layers.4"]),
-        (lambda t: t.update({NORM: t[NORM].to(torch.int8)}), ["neither float32", f"{NORM} (I8)"]),
+        (
+            lambda t: t.update({NORM: t[NORM].to(torch.int8)}),
+            ["needed: float32, bfloat16", f"{NORM} in", "in I8"],
+        ),
         (lambda t: t.update({NORM: t[NORM].to(torch.float16)}), ["several number formats"]),
     ],
 )
@@ -115,7 +119,7 @@ def test_a_fifo_in_the_place_of_a_file_is_not_waited_for(copy: Path, source: Pat
     if name == "config.json":
         assert name not in read_metadata_files(copy)
         return
-    with pytest.raises(ValueError, match=r"is no file there|has neither"):
+    with pytest.raises(ValueError, match=r"1 are not there|has neither"):
         hf_to_megatron(copy, shape_of(source), tmp_path / "out", 1, 1, None)
 
 
@@ -158,10 +162,10 @@ def test_an_index_that_is_none_is_told(copy: Path, source: Path, tmp_path: Path,
 @pytest.mark.parametrize(
     ("norm_in", "told"),
     [
-        (None, f"1 tensors are missing: {NORM}"),
-        ("b.safetensors", f"1 tensors are not in the files that the index names: ['{NORM}']"),
-        ("pipe", "names 'pipe', which is no file there"),
-        ("x" * 300, "which is no file there"),
+        (None, f"tensors are not in the weights: {NORM}"),
+        ("b.safetensors", f"lacks 1 tensors that the index looks for there: {NORM}"),
+        ("pipe", "1 are not there: pipe"),
+        ("x" * 300, "1 are not there: xxx"),
     ],
     ids=["nowhere", "another file", "a pipe", "a long name"],
 )
@@ -225,7 +229,7 @@ def test_a_checkpoint_that_is_damaged_in_the_middle_leaves_nothing(source: Path,
 
 def test_too_little_room_is_told_before_anything_is_written(source: Path, tmp_path: Path):
     large = replace(shape_of(source), vocab_size=2**50)
-    needed = convert._elements(convert._expected(large).values())
+    needed = convert._elements(hf_tensors(large).values())
     with (
         pytest.raises(ValueError, match="GB free; needed: "),
         convert._fresh_folder(tmp_path / "out", needed),

@@ -252,7 +252,7 @@ def test_a_pipe_in_the_place_of_a_file_is_damage_and_is_not_waited_for(tmp_path:
         (folder / "manifest.json").write_text(json.dumps(manifest))
     found, problems = complete_checkpoints(tmp_path)
     assert [one.step for one in found] == [1]
-    assert len(problems) == 1 and "not a regular file" in problems[0] and name in problems[0]
+    assert len(problems) == 1 and "is a FIFO; needed: a regular file" in problems[0] and name in problems[0]
 
 
 def save(path: Path, as_stream: bool) -> None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +10,8 @@ import pytest
 
 from rlmath.cli.make_arithmetic import (
     Addition,
-    accuracy_under_slip,
     main,
     make_problems,
-    slip_for_accuracy,
     worked_rows,
     worked_solution,
 )
@@ -30,17 +27,6 @@ def test_worked_solutions_written_by_hand():
     assert worked_solution(Addition(347, 85)) == r"7+5=12 4+8+1=13 3+1=4 \boxed{432}"
     assert worked_solution(Addition(0, 0)) == r"0+0=0 \boxed{0}"
     assert worked_solution(Addition(5, 20)) == r"5+0=5 2=2 \boxed{25}"
-
-
-def test_share_of_right_answers_under_slip():
-    """81% a column, 82% an answer digit: 47+85 by hand, and the closed form against 20,000 draws."""
-    assert accuracy_under_slip([Addition(47, 85)], 0.2) == pytest.approx(0.81**2 * 0.82**3)
-    problems, _ = make_problems(seed=1, train=2000, heldout=1)
-    slip = slip_for_accuracy(problems, 0.35)
-    assert accuracy_under_slip(problems, slip) == pytest.approx(0.35, abs=1e-3)
-    rng = random.Random(0)
-    right = sum(worked_solution(p, slip, rng).endswith(p.solution.split("boxed")[1]) for p in problems * 10)
-    assert right / 20000 == pytest.approx(0.35, abs=0.015)
 
 
 def test_worked_rows_are_right_as_often_as_asked():

@@ -52,7 +52,6 @@ def test_every_recipe_has_a_plan(name: str, capsys: pytest.CaptureFixture[str]):
     for stage in plan["stages"]:
         assert stage["step_seconds"] == pytest.approx(sum(stage["seconds"].values()))
         assert all(seconds > 0 for name, seconds in stage["seconds"].items() if name != "sync")
-        assert stage["flops"]["backward"] > stage["flops"]["sampling"] > 0
 
 
 @pytest.mark.parametrize(
@@ -74,13 +73,10 @@ def test_the_whole_plan_as_text(capsys: pytest.CaptureFixture[str]):
         "1.78 B parameters on 16 nodes of 8 H800-80GB, 400 Gbit/s each",
         "Planned memory of rank 0",
         "8,192 sequences, 128 + 8,294 tokens on average",
-        "PFLOP forwards",
         "for the tail, when no request waits any more",
-        "of judging are hidden",
         "An epoch has 207 steps",
         "Fastest by prediction:",
         "TP1 x PP1 x DP128, 128 engines of TP1  (as configured)",
-        "flops_share                 0.55",
     ):
         assert told in out
 
@@ -130,8 +126,8 @@ DECOUPLED = ("--config", str(CONFIGS / "algorithms/decoupled.yaml"), "rollout.ma
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        (("rollout.tail=carry", *DECOUPLED), "rounds of 13,824 tokens, for which it prefills"),
-        (("rollout.tail=defer",), "% of the groups are sampled anew"),
+        (("rollout.tail=carry", *DECOUPLED), "is planned as a step that waits"),
+        (("rollout.tail=defer",), "is planned as a step that waits"),
         (("parallel=d93+d35", *DECOUPLED), "Predicted seconds, of both sides at the same time:"),
     ],
 )
@@ -210,7 +206,6 @@ def test_what_does_not_fit_is_told_with_its_plan(capsys: pytest.CaptureFixture[s
             "algorithm.importance_mask_high=5 (or algorithm.importance_cap)",
         ),
         (["--coefficients", "nowhere.json"], "nowhere.json cannot be read"),
-        (["--calibrate", "nowhere/metrics.jsonl"], "there is no config.yaml"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(

@@ -33,13 +33,6 @@ def test_a_word_that_is_no_layout_is_told(word: str, told: str):
         compact_layout(word)
 
 
-def test_files_and_the_command_line_take_it_and_later_keys_win(tmp_path: Path):
-    (tmp_path / "a.yaml").write_text("parallel: d32t2p1\n")
-    assert load_config([tmp_path / "a.yaml"], NEEDED).parallel == ParallelConfig(data=32, tensor=2)
-    overridden = load_config([tmp_path / "a.yaml"], [*NEEDED, "parallel=d4p2", "parallel.sequence=true"])
-    assert overridden.parallel == ParallelConfig(data=4, pipeline=2, sequence=True)
-
-
 ENGINES = {"rollout.ranks": 24, "rollout.tensor_parallel": 2}
 
 

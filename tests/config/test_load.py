@@ -12,9 +12,6 @@ import pytest
 from rlmath.config.help import (
     all_settings,
     help_text,
-    near_words,
-    nearest_path,
-    nearest_word,
     schema_problems,
     section_classes,
     setting_values,
@@ -269,19 +266,6 @@ def test_a_missing_file_names_the_nearest(tmp_path: Path):
         load_config([tmp_path / "demo.yml"], GIVEN)
     with pytest.raises(ValueError, match="is not a file"):
         load_config([tmp_path], GIVEN)
-
-
-def test_only_what_is_spelt_much_alike_is_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name in ("tools", "tests", "launch", "rlmath", "docs", "configs", "README.md"):
-        (tmp_path / name).touch()
-    monkeypatch.chdir(tmp_path)
-    assert nearest_path(Path("models/none")) == ' The current folder has nothing named like "models".'
-    assert near_words("none", ["tools", "one-of-many"]) == []
-    gpus = ["A100-40GB", "A100-80GB", "L40S-48GB", "H100-80GB", "H200-141GB"]
-    assert nearest_word("a100", gpus) == ' Did you mean "A100-40GB" or "A100-80GB"?'
-    assert nearest_word("H100", gpus) == ' Did you mean "H100-80GB"?'
-    assert nearest_word("V100", gpus) == nearest_word("none", gpus) == ""
-    assert nearest_word("qwen2forcausalLM", ["Qwen2ForCausalLM"]) == ' Did you mean "Qwen2ForCausalLM"?'
 
 
 @pytest.mark.parametrize(

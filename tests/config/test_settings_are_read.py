@@ -61,21 +61,6 @@ def settings_read(source: str) -> set[tuple[str, str]]:
     }
 
 
-def test_reads_are_found_by_annotation_and_by_name() -> None:
-    source = (
-        "def f(config, settings: RunConfig):\n"
-        "    data, rules = config.data, config.selection\n"
-        "    return settings.seed, data.shuffle, rules.drop_truncated, config.save.keep_last, other.lr\n"
-    )
-    assert settings_read(source) >= {
-        ("run", "seed"),
-        ("data", "shuffle"),
-        ("selection", "drop_truncated"),
-        ("save", "keep_last"),
-    }
-    assert ("optimizer", "lr") not in settings_read(source)
-
-
 def test_every_setting_is_read_by_code_that_acts_on_it() -> None:
     read = settings_read(inspect.getsource(mesh_of))  # checks and runs have the same one
     for path in PACKAGE.rglob("*.py"):

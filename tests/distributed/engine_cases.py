@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rlmath.algorithms.types import PartialCompletion, Sample
 from rlmath.config.schema import RolloutConfig
 from rlmath.data.packing import MicroBatch, pack
-from rlmath.distributed.device import init_process_group, open_device, release_cached, resident_bytes
+from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, training_layout
 from tests.distributed.policy_cases import Case, Stage, build, by_sample, lay_out
@@ -264,42 +264,6 @@ def old_prefixes(folder: Path) -> dict[str, Any]:
     report["nothing dropped"] = difference()
     engine.close()
     return report
-
-
-def memory_of_sleep(folder: Path, cache_gib: float) -> dict[str, Any]:
-    """Resident bytes awake, asleep and awake again, and greedy tokens before and after."""
-    from rlmath.rollout.sampling import Request
-
-    stage = build(folder, Case())
-    engine = open_engine(folder, 1, stage.device, replace(ROLLOUT, cpu_kv_cache_gib=cache_gib))
-    both = pair(stage, engine, 1)
-    requests = [Request((0, g), (5, 6, 7), g, 0, ROLLOUT.max_new_tokens) for g in range(4)]
-
-    def generate() -> list[Any]:
-        both.sync.run()
-        engine.memory.wake_kv_cache()
-        _touch_cache(engine)
-        return [g.token_ids for g in sorted(engine.generate(requests), key=lambda g: g.key)]
-
-    engine.memory.wake_weights()
-    first, awake = generate(), resident_bytes()
-    engine.memory.sleep()
-    release_cached(stage.device)
-    asleep = resident_bytes()
-    engine.memory.wake_weights()
-    second = generate()
-    engine.close()
-    return {"awake": awake, "asleep": asleep, "same": first == second}
-
-
-def _touch_cache(engine: Any) -> None:
-    """Write to every page of the KV cache, as a full load would; untouched pages take no memory."""
-
-    def fill(worker: Any) -> None:
-        for cache in worker.model_runner.kv_caches:
-            cache.zero_()
-
-    engine._llm.collective_rpc(fill)
 
 
 def vocab_padding(logits_seed: int) -> dict[str, Any]:

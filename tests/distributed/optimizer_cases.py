@@ -130,16 +130,6 @@ def learned_with(
     return found
 
 
-def resumed(folder: Path, optimizer: OptimizerConfig, updates: int, total: int) -> float:
-    """The learning rate of the next update of a run that is resumed after so many."""
-    from rlmath.models.optimizer import learning_rate
-
-    config = replace(settings(folder, Case()), optimizer=optimizer)
-    actor = actor_of(config, folder, start(), total)
-    actor.learner.restore_schedule(updates)
-    return learning_rate(actor.learner.optimizer)
-
-
 def updates(
     folder: Path, optimizers: Sequence[OptimizerConfig], minibatches: list[list[Sample]], total: int
 ) -> list[tuple[list[dict[str, Tensor]], list[float]]]:

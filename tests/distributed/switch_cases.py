@@ -3,9 +3,7 @@ a failure in every place."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +11,15 @@ import numpy as np
 import torch
 
 from rlmath.algorithms.types import Sample
-from rlmath.distributed.device import release_cached
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.rollout.engine_sleep import cache_storages
-from rlmath.rollout.memory_monitor import MemoryLeak, MemoryMonitor
+from rlmath.rollout.memory_monitor import MemoryMonitor
 from rlmath.rollout.memory_switch import MemorySwitch
 from tests.distributed.engine_cases import _pack_all, open_engine, pair
 from tests.distributed.offload_cases import EVERYTHING, measured, parameters_of, state_of
 from tests.distributed.policy_cases import Case, Stage, build, by_sample, microbatches, whole_tensors
 from tests.tiny_models import make_samples
 
-MIB = 2**20
 NO_LIMIT = 2**60
 
 
@@ -254,48 +250,3 @@ def failures(folder: Path, case: Case, engine_size: int) -> dict[str, dict[str, 
         found[name]["mismatch"] = rig.mismatch(generated)
     rig.engine.close()
     return found
-
-
-@contextmanager
-def heard(name: str) -> Iterator[list[str]]:
-    """What a logger tells meanwhile."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger(name)
-    logger.addHandler(handler)
-    try:
-        yield messages
-    finally:
-        logger.removeHandler(handler)
-
-
-def leak(folder: Path, leaked_mib: int, threshold_mib: int) -> dict[str, Any]:
-    """Calm cycles up to some after the warm-up, one in which memory is kept, and one that is set to stop on it."""
-    rig, kept, report = Rig(folder, Case(optimizer="adam"), 1), [], {}
-
-    def cycle(switch: MemorySwitch, size: int) -> None:
-        with switch.generating(1, step=0):
-            rig.generate(1)
-            kept.append(torch.ones(size * MIB, dtype=torch.uint8))
-        kept[:] = [tensor for tensor in kept if tensor.numel()]
-
-    for stop in (False, True):
-        switch = rig.switch(monitor=MemoryMonitor(threshold_mib * MIB, stop, rank=0))
-        with heard("rlmath.rollout.memory_monitor") as messages:
-            for _ in range(5):
-                cycle(switch, 0)
-            report[f"calm, stop={stop}"] = list(messages)
-            messages.clear()
-            try:
-                cycle(switch, leaked_mib)
-                report[f"ended, stop={stop}"] = ""
-            except MemoryLeak as error:
-                report[f"ended, stop={stop}"] = str(error)
-            report[f"told, stop={stop}"] = list(messages)
-            report[f"broken, stop={stop}"] = switch.broken
-        report[f"look, stop={stop}"] = rig.look()
-        kept.clear()
-        release_cached(rig.stage.device)
-    rig.engine.close()
-    return report

@@ -69,13 +69,6 @@ def test_no_prefix_of_old_weights_is_used_with_new_ones(ranks: RankPool, untied_
     assert report["nothing dropped"] > 1e-3
 
 
-@pytest.mark.full
-def test_sleep_gives_the_kv_cache_back_and_waking_loses_nothing(ranks: RankPool, untied_model: Path) -> None:
-    report = ranks.run(1, engine_cases.memory_of_sleep, untied_model, 0.5)[0]
-    assert report["awake"] - report["asleep"] > 0.45 * 2**30
-    assert report["same"]
-
-
 @matrix
 @pytest.mark.parametrize(("share", "name"), [(0.0, "grad"), (0.3, "grad_with_entropy")])
 def test_padded_vocabulary_has_no_probability(ranks: RankPool, share: float, name: str) -> None:

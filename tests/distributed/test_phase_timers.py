@@ -10,7 +10,7 @@ def test_seconds_of_a_phase_add_up():
     for _ in range(2):
         with timers.phase("rollout"):
             time.sleep(0.02)
-    assert 0.04 <= timers.seconds()["rollout"] < 5.0
+    assert timers.seconds()["rollout"] >= 0.04
 
 
 def test_an_outer_phase_includes_the_inner_one():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -90,28 +89,3 @@ def test_a_failure_anywhere_leaves_the_policy_whole_and_the_engine_asleep(
             assert after["training bytes"] == report["before"]["training bytes"], name
             assert report["same"] and report["exported"], name
             assert report["mismatch"] < ROUNDING, name
-
-
-@pytest.mark.full
-@matrix
-def test_memory_that_is_kept_is_told_with_its_size_and_ends_the_run_only_where_asked(
-    ranks: RankPool, untied_model: Path
-) -> None:
-    """Training has all of its memory when the run ends, and the switch is not broken: the policy can be saved."""
-    (report,) = ranks.run(1, switch_cases.leak, untied_model, 192, 64)
-    for stop in (False, True):
-        assert report[f"calm, stop={stop}"] == []
-        earlier = [line for line in report[f"told, stop={stop}"] if "same phase of earlier steps" in line]
-        told = [line for line in earlier if 'after "sleep"' in line]
-        assert len(told) == 1
-        size = int(re.search(r"(\d+) MiB more", told[0]).group(1))
-        assert 192 - 32 <= size <= 192 + 32
-        planned = [line for line in report[f"told, stop={stop}"] if "more than planned" in line]
-        assert {line.split('"')[1] for line in planned} == {"generate", "sleep", "restore"}
-        assert not report[f"broken, stop={stop}"]
-        assert (report[f"look, stop={stop}"]["away"], report[f"look, stop={stop}"]["engine"]) == (
-            (),
-            "asleep",
-        )
-    assert report["ended, stop=False"] == ""
-    assert "rank 0" in report["ended, stop=True"] and '"sleep"' in report["ended, stop=True"]

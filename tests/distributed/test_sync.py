@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from rlmath.config.schema import ParallelConfig
 from tests.distributed import checksum_cases, sync_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
@@ -111,31 +110,6 @@ def test_a_sync_takes_no_more_memory_than_its_buckets(
         sending = 2 * found["bucket"]
         assert found["peak"] <= (sending + 2 * found["received"] if messages else 2 * sending + 1)
         assert found["left"] <= (0 if messages else 2 * sending)
-
-
-LAYERS = 12
-STAGES = {
-    2: [
-        ParallelConfig(pipeline=2),
-        ParallelConfig(pipeline=2, virtual_pipeline=3),
-        ParallelConfig(pipeline=2, first_stage_layers=5),
-        ParallelConfig(pipeline=2, last_stage_layers=2),
-        ParallelConfig(pipeline=2, first_stage_layers=9, last_stage_layers=3),
-        ParallelConfig(pipeline=2, virtual_pipeline=2, first_stage_layers=4),
-        ParallelConfig(pipeline=2, virtual_pipeline=2, last_stage_layers=2),
-        ParallelConfig(pipeline=2, virtual_pipeline=3, first_stage_layers=9, last_stage_layers=3),
-    ],
-    4: [
-        ParallelConfig(pipeline=4),
-        ParallelConfig(pipeline=4, virtual_pipeline=3),
-        ParallelConfig(pipeline=4, first_stage_layers=6),
-        ParallelConfig(pipeline=4, last_stage_layers=3),
-        ParallelConfig(pipeline=4, first_stage_layers=1, last_stage_layers=3),
-        ParallelConfig(pipeline=4, virtual_pipeline=2, first_stage_layers=2, last_stage_layers=6),
-        ParallelConfig(pipeline=4, virtual_pipeline=2, last_stage_layers=6),
-        ParallelConfig(pipeline=2, virtual_pipeline=2, first_stage_layers=4),
-    ],
-}
 
 
 QKV, NORM = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.3.input_layernorm.weight"

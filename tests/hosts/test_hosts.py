@@ -155,25 +155,6 @@ def test_a_clock_that_is_wrong_is_told(nodes: list[Node], tmp_path: Path) -> Non
 
 
 @full
-def test_a_model_that_one_node_lacks_is_told_with_its_host(
-    nodes: list[Node], arithmetic: Path, tmp_path: Path
-) -> None:
-    """By the whole program: only node0's ranks get a path that is there."""
-    place = tmp_path / "only-node0"
-    place.mkdir()
-    (place / "base").symlink_to(arithmetic / "base")
-    output = tmp_path / "run"
-    settings = sft_settings(arithmetic, output)
-    mine = launch(nodes[:1], tmp_path / "a", *SFT, *settings, f"model.path={place}/base", count=2)
-    other = launch(nodes[1:], tmp_path / "b", *SFT, *settings, f"model.path={tmp_path}/gone/base", count=2)
-    both = Launch([*mine.programs, *other.programs])
-    assert 0 not in both.end_within(START_SECONDS)
-    for program in both.programs:
-        assert "on node1 (ranks 2-3): " in program.console and "gone/base" in program.console
-    assert not (output / "metrics.jsonl").exists()
-
-
-@full
 def test_torchrun_starts_a_run_again_that_lost_a_rank_and_it_goes_on(
     nodes: list[Node], arithmetic: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -15,7 +15,6 @@ from rlmath.models.attention import (
     BUCKET_FILL,
     PackedAttention,
     PackedSequences,
-    bucket_segments,
     composed_attention,
     pack_sequences,
     rotary_frequencies,
@@ -185,21 +184,6 @@ def test_short_segments_are_laid_out_by_segment_and_head_and_come_back(lengths: 
         assert torch.equal(blank.view(N, heads, M, D), bucket.padded(x_THD, zero=True))
     here = torch.cat([bucket.positions_K for bucket in short])
     assert torch.equal(segments.query.unpadded(laid_out)[here], x_THD[here])
-
-
-def test_segments_of_like_length_share_a_bucket():
-    # 12 takes 10 and 9 (at least 0.75 x 12 = 9), 8 takes 6, the empty one is left out
-    assert bucket_segments([8, 12, 0, 9, 6, 10]) == [[1, 5, 3], [0, 4]]
-
-
-def test_segments_of_one_length_are_attended_to_in_place():
-    in_place, apart, ragged = ([bucket.start for bucket in packing(n).buckets] for n in EQUAL_OR_NOT)
-    assert in_place == [0]
-    assert apart == [None, 4]  # the two of 4 are apart, and the one of 2 between them is alone
-    assert ragged == [None]
-
-
-EQUAL_OR_NOT = [4, 4, 4], [4, 2, 4], [4, 3, 4]
 
 
 def test_rotary_angles_by_hand():

@@ -18,12 +18,6 @@ def reward(
     return score(scheme, verdict, boxed, length, 100, truncated).reward
 
 
-def test_right_is_plus_five_and_all_else_minus_five():
-    assert reward(Scheme(), RIGHT) == 5.0
-    for kind in ("number", "no_answer", "too_long", "timeout", "error"):
-        assert reward(Scheme(), Verdict(False, "", kind)) == -5.0
-
-
 def test_scaling_and_bias_are_areals():
     assert reward(Scheme(output_scaling=10.0), RIGHT) == 10.0
     assert reward(Scheme(output_scaling=0.5, output_bias=-1.0), RIGHT) == 1.0

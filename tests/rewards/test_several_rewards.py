@@ -22,8 +22,6 @@ from rlmath.rewards.schemes import Scheme
 from rlmath.rewards.several_rewards import (
     NamedReward,
     RewardPools,
-    functions_of,
-    is_verified,
     named_rewards,
     several_score,
     summed_rewards,
@@ -160,19 +158,6 @@ def test_without_correctness_the_first_function_that_tells_says_what_is_right():
     )
     assert correct(FunctionResult(0.0), told) and correct(told, FunctionResult(-1.0, (("correct", 0.0),)))
     assert correct(failed, told) and not correct(failed, FunctionResult(1.0))
-
-
-def test_the_list_is_read_once():
-    reward = RewardConfig(rewards=["format", "own=a.b:c", "correctness"], weights=[0.5, 0.0, 2.0])
-    assert named_rewards(reward) == (
-        NamedReward("format", 0.5),
-        NamedReward("own", 0.0, "a.b:c"),
-        NamedReward("correctness", 2.0),
-    )
-    assert functions_of(reward) == {"reward.rewards: own": "a.b:c"}
-    assert is_verified(reward) and not is_verified(RewardConfig(rewards=["own=a.b:c"]))
-    assert is_verified(RewardConfig()) and not is_verified(RewardConfig(function="a.b:c"))
-    assert functions_of(RewardConfig(function="a.b:c")) == {"reward.function": "a.b:c"}
 
 
 # ---------------------------------------------------------------- failures

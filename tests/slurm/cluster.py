@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -129,16 +129,11 @@ class Cluster:
 
     def kill_node(self, node: str) -> None:
         """Everything that runs on a node: its daemon, the daemons of its steps, and the steps' processes."""
-        for process in psutil.Process(self._keeper.pid).children():
-            with contextlib.suppress(psutil.Error):
-                if process.cmdline()[-2:] == ["-N", node]:
-                    process.kill()
-        for task in self.processes(lambda environment: environment.get("SLURMD_NODENAME") == node):
-            with contextlib.suppress(psutil.Error):
-                step = task.parent()
-                if step is not None and step.name().startswith("slurmstepd"):
-                    step.kill()
-                task.kill()
+        tasks = self.processes(lambda environment: environment.get("SLURMD_NODENAME") == node)
+        steps = [step for task in tasks if (step := step_daemon_of(task)) is not None]
+        for process in {*self._daemons_of(node), *steps, *tasks}:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def bring_back(self, node: str) -> None:
         self.start_node(node)
@@ -204,6 +199,12 @@ class Cluster:
             return {}
         return dict(line.split() for line in lines.splitlines())
 
+    def _daemons_of(self, node: str) -> Iterator[psutil.Process]:
+        for process in psutil.Process(self._keeper.pid).children():
+            with contextlib.suppress(psutil.Error):
+                if process.cmdline()[-2:] == ["-N", node]:
+                    yield process
+
     def _last_words(self, log: Path | None) -> str:
         paths = [log] if log is not None else sorted(self.folder.glob("*.log"))
         return "\n".join(f"== {path}\n{path.read_text()[-3000:]}" for path in paths if path.exists())
@@ -215,6 +216,15 @@ PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbi
 
 def missing_commands() -> list[str]:
     return [command for command in COMMANDS if shutil.which(command, path=PATH) is None]
+
+
+def step_daemon_of(task: psutil.Process) -> psutil.Process | None:
+    """Slurm's daemon for one step on one node, if it is what has started this process."""
+    with contextlib.suppress(psutil.Error):
+        parent = task.parent()
+        if parent is not None and parent.name().startswith("slurmstepd"):
+            return parent
+    return None
 
 
 def free_ports(count: int) -> tuple[int, int]:

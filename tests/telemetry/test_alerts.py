@@ -112,12 +112,6 @@ def test_a_reward_that_can_hardly_rise_is_not_flat():
     assert told(best, flat_limits(20)) == []
 
 
-@pytest.mark.parametrize("steps", [2, 3, 5])
-def test_the_shortest_windows(steps):
-    assert [step for step, _ in told(rows("task_reward", [1.0] * 9), flat_limits(steps))] == [steps]
-    assert told(rows("task_reward", range(9)), flat_limits(steps)) == []
-
-
 def test_entropy_that_falls_without_the_errors_is_told_of():
     # first steps 0.5; mean of five at step 9: (0.5 + 4 * 0.01) / 5 = 0.108 = 21.6%; at step 10: 0.01 = 2%
     ((step, text),) = told(rows("train/entropy_loss", [0.5] * 5 + [0.01] * 9))

@@ -197,18 +197,6 @@ def test_a_process_that_fails_costs_wandb_alone_and_is_told_once(tmp_path: Path,
     assert [row["step"] for row in read_metrics(str(tmp_path))] == [1, 2, 3, 4, 5]
 
 
-def test_a_folder_that_wandb_cannot_write_into_is_told_once(tmp_path: Path, caplog):
-    config = config_of(tmp_path / "run")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "wandb").write_text("a file where the folder should be")
-    writer = open_metrics(config)
-    for step in (1, 2):
-        writer.write(step, {"task_reward": 1.0})
-    writer.close()
-    assert len([r for r in caplog.records if "Weights & Biases is off" in r.getMessage()]) == 1
-    assert len(read_metrics(str(tmp_path / "run"))) == 2
-
-
 def test_the_signals_stay_the_runs_own(tmp_path: Path):
     then = """
         import signal

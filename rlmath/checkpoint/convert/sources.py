@@ -1,15 +1,11 @@
-"""The inputs of the converters: a checkpoint of ours or of Megatron's, found by any folder of it; a Hugging Face
-folder, read by its headers."""
+"""The checkpoint to convert, ours or Megatron's, found by any folder of it."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlmath.checkpoint import directory
-from rlmath.checkpoint.hf.headers import TensorHeader, read_header
-from rlmath.checkpoint.hf.weights import HFReader
 from rlmath.checkpoint.safe_metadata import INDEX
 from rlmath.config.help import nearest_path
 from rlmath.config.run_files import CHECKPOINTS_FOLDER
@@ -72,24 +68,3 @@ def _tracked(folder: Path) -> Path:
 def _with_metadata_files(state: Path, *places: Path) -> MegatronSource:
     beside = (place / directory.METADATA_FILES for place in places)
     return MegatronSource(state, next((path for path in beside if (path / "config.json").is_file()), None))
-
-
-def read_headers(folder: Path) -> tuple[HFReader, dict[str, TensorHeader]]:
-    """The tensors of a Hugging Face folder. ValueError where a file is missing, cut off, or lies elsewhere."""
-    reader = HFReader(folder)
-    held: dict[str, TensorHeader] = {}
-    for file in sorted(set(reader.files.values())):
-        if Path(file).name != file:
-            raise ValueError(f"the index of {folder} names {file!r}; needed: files in the same folder.")
-        if not os.path.isfile(folder / file):  # a pipe would never be read to its end
-            raise ValueError(
-                f"the index of {folder} names {file!r}, which is no file there. Copy or download it."
-            )
-        found = read_header(folder / file)
-        held |= {name: header for name, header in found.items() if reader.files.get(name) == file}
-    lost = sorted(reader.names - held.keys())
-    if lost:
-        raise ValueError(
-            f"{folder}: {len(lost)} tensors are not in the files that the index names: {lost[:3]}"
-        )
-    return reader, held

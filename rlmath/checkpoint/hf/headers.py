@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from rlmath.checkpoint.hf.weight_map import hf_tensors
 from rlmath.config.files import read_json_object, require_regular
+from rlmath.config.model_shape import ModelShape
 
 FORMATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Number formats that a model may have: torch's name by the name in safetensors headers."""
 NEEDED_FORMATS = "needed: float32, bfloat16 or float16 (F32, BF16, F16). Save the model in one of them"
+SINGLE_FILE = "model.safetensors"
 MAX_INDEX_BYTES = 64 * 2**20
 
 
@@ -42,25 +46,84 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
         ) from error
 
 
-def format_problems(names: Iterable[str], held: Mapping[str, TensorHeader]) -> list[str]:
-    """A sentence for each of the first tensors whose numbers are no plain floating-point ones."""
-    odd = [name for name in names if name in held and held[name].dtype_name not in FORMATS]
-    more = f" {len(odd) - 1} tensors more are like that." if len(odd) > 1 else ""
-    return [
-        f"{name} in {held[name].file} has numbers in {held[name].dtype_name}; {NEEDED_FORMATS}.{more}"
-        for name in odd[:1]
-    ]
+def weight_problems(folder: Path, shape: ModelShape | None) -> list[str]:
+    """What is wrong with the weights of a folder whose config.json gives `shape`; None: it is not known."""
+    tensors, problems = tensor_headers(folder)
+    return problems if problems or shape is None else list(tensor_problems(folder, shape, tensors))
 
 
-def weight_files(folder: Path) -> dict[str, str]:
-    """The file of every tensor, by the tensor's name. ValueError where there is no whole index."""
-    single = folder / "model.safetensors"
-    if single.is_file():  # as transformers does where there is an index, too
-        return dict.fromkeys(read_header(single), single.name)
-    index = folder / "model.safetensors.index.json"
+def tensor_headers(folder: Path) -> tuple[dict[str, TensorHeader], list[str]]:
+    """Shape and number format by name of every tensor in the folder's safetensors files, from their headers."""
+    files, problems = weight_files(folder)
+    headers: dict[str, TensorHeader] = {}
+    for file, promised in files.items():
+        try:
+            held = read_header(file)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        # Where there is an index, a tensor that it does not name is never read.
+        headers |= {name: held[name] for name in held if name in promised or file.name == SINGLE_FILE}
+        absent = sorted(promised - held.keys())
+        if absent:
+            problems.append(
+                f'"{file}" lacks {len(absent)} tensors that the index looks for there: {", ".join(absent[:3])}. '
+                "Copy or download the folder again."
+            )
+    return headers, problems
+
+
+def weight_files(folder: Path) -> tuple[dict[Path, set[str]], list[str]]:
+    """The safetensors files, each with the tensors that an index promises in it."""
+    single, index = folder / SINGLE_FILE, folder / "model.safetensors.index.json"
+    if single.is_file():
+        return {single: set()}, []
     if not index.is_file():
-        raise ValueError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
-    found = read_json_object(index, MAX_INDEX_BYTES).get("weight_map")
-    if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
-        raise ValueError(f'{index}: "weight_map" is missing or empty; needed: file name by tensor name.')
-    return found
+        problem = f'"{folder}" has neither model.safetensors nor model.safetensors.index.json.'
+        others = [
+            name
+            for kind in ("bin", "safetensors")
+            for name in sorted(p.name for p in folder.glob(f"*.{kind}"))
+        ]
+        if others:
+            there = ", ".join(others[:3])
+            problem += f" There is {there}: save it as safetensors (transformers' save_pretrained)."
+        return {}, [problem]
+    try:
+        weight_map = read_json_object(index, MAX_INDEX_BYTES).get("weight_map")
+    except ValueError as error:
+        return {}, [str(error)]
+    if not isinstance(weight_map, dict) or not weight_map:
+        return {}, [f'{index}: "weight_map" is missing or empty; needed: file name by tensor name.']
+    names = sorted({str(name) for name in weight_map.values()})
+    if any(Path(name).name != name for name in names):
+        return {}, [
+            f"{index} names files outside of its folder ({names[0]!r}, ...); needed: plain file names."
+        ]
+    absent = [name for name in names if not os.path.isfile(folder / name)]
+    if absent:
+        return {}, [
+            f"{index} names {len(names)} files, {len(absent)} are not there: {', '.join(absent[:5])}. "
+            "Copy or download them."
+        ]
+    promised: dict[Path, set[str]] = {folder / name: set() for name in names}
+    for tensor, name in weight_map.items():
+        promised[folder / str(name)].add(tensor)
+    return promised, []
+
+
+def tensor_problems(folder: Path, shape: ModelShape, found: dict[str, TensorHeader]) -> Iterator[str]:
+    """Tensors that config.json makes one expect, and that are not there, have another shape, or are not in
+    floating-point numbers."""
+    expected = hf_tensors(shape)
+    absent = [name for name in expected if name not in found]
+    if absent:
+        names = ", ".join(absent[:3])
+        yield f'"{folder}": {len(absent)} of {len(expected)} tensors are not in the weights: {names}.'
+    odd = [name for name in expected if name in found and found[name].shape != expected[name]]
+    for name in odd[:3]:
+        yield f'"{folder}": {name} has shape {found[name].shape}, config.json makes it {expected[name]}.'
+    odd = [name for name in expected if name in found and found[name].dtype_name not in FORMATS]
+    more = f" {len(odd) - 1} tensors more are like that." if len(odd) > 1 else ""
+    for name in odd[:1]:
+        yield f"{name} in {found[name].file} has numbers in {found[name].dtype_name}; {NEEDED_FORMATS}.{more}"

@@ -268,9 +268,18 @@ def hf_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
     return [canonical]
 
 
+def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Shape by name of all Hugging Face tensors of a model, in streaming order."""
+    return {
+        name: size
+        for placed in placed_tensors(shape)
+        for name, size in zip(placed.hf_names, hf_shapes(placed.rule, shape), strict=True)
+    }
+
+
 def parameter_count(shape: ModelShape) -> int:
     """Parameters of the whole model; a tied embedding counts once."""
-    return sum(math.prod(size) for placed in placed_tensors(shape) for size in hf_shapes(placed.rule, shape))
+    return sum(map(math.prod, hf_tensors(shape).values()))
 
 
 def shard_shape(rule: Rule, shape: ModelShape, tensor: int) -> tuple[int, ...]:

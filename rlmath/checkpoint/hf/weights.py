@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlmath.checkpoint.directory import PARTIAL, remove, set_aside
 from rlmath.checkpoint.hf import weight_map
-from rlmath.checkpoint.hf.headers import FORMATS, NEEDED_FORMATS, weight_files
+from rlmath.checkpoint.hf.headers import FORMATS, NEEDED_FORMATS, read_header, weight_files
 from rlmath.checkpoint.hf.weight_map import Placed, Rule, canonical_shape, placed_tensors
 from rlmath.config.files import read_regular, require_regular
 from rlmath.config.model_shape import ModelShape
@@ -50,7 +50,12 @@ class HFReader:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.files = weight_files(self.folder)
+        promised, problems = weight_files(self.folder)
+        if problems:
+            raise ValueError(problems[0])
+        self.files = {
+            name: file.name for file, names in promised.items() for name in names or read_header(file)
+        }
         """The file of every tensor, by the tensor's name."""
 
     @property

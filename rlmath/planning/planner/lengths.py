@@ -10,7 +10,6 @@ SPREAD = 0.78
 """Standard deviation of the logarithm of a length that is not cut off. From the one step log in the documents of AReaL
 (7B, six steps of 16,384 completions, longest 16,384 tokens): mean 7,834, 12.4% cut off."""
 _NORMAL = NormalDist()
-_LEAST_SPREAD, _MOST_SPREAD = 0.02, 3.0
 
 
 @dataclass(frozen=True)
@@ -72,21 +71,6 @@ def lengths_with_mean(mean: float, longest: int, spread: float = SPREAD) -> Leng
         else:
             high = middle
     return Lengths(math.exp(high), spread, longest)
-
-
-def lengths_measured(mean: float, longest: int, truncated: float) -> Lengths:
-    """The distribution with this mean and this share of completions cut off; with no more than `SPREAD` where nothing
-    is cut off, which shows only that the spread is small."""
-    low, high = _LEAST_SPREAD, _MOST_SPREAD if truncated > 0 else SPREAD
-    if lengths_with_mean(mean, longest, high).truncated <= max(truncated, 1e-4):
-        return lengths_with_mean(mean, longest, high)
-    for _ in range(40):
-        middle = (low + high) / 2
-        if lengths_with_mean(mean, longest, middle).truncated < max(truncated, 1e-4):
-            low = middle
-        else:
-            high = middle
-    return lengths_with_mean(mean, longest, low)
 
 
 @dataclass(frozen=True)

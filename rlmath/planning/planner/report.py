@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -10,24 +10,9 @@ from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config.length_curriculum import has_length_stages, with_longest_lengths
 from rlmath.planning.memory_estimate import plan_ranks
 from rlmath.planning.memory_fit import start_up_lines
-from rlmath.planning.planner.calibration import Measured
 from rlmath.planning.planner.run import RunPrediction
-from rlmath.planning.planner.step import PHASES, Comparison, Overlap, StepPlan
-from rlmath.planning.planner.work import SHARES, Coefficients
-
-PART_NAMES = {
-    "flops_share": "FLOPs",
-    "memory_share": "memory",
-    "link_share": "links",
-    "message_seconds": "messages",
-    "decode_step_seconds": "engine steps",
-    "sequence_step_seconds": "sequences",
-    "microbatch_seconds": "micro-batches",
-    "token_seconds": "tokens",
-    "switch_seconds": "switch",
-    "step_seconds": "step",
-}
-"""What the seconds of a coefficient are spent on."""
+from rlmath.planning.planner.step import PHASES, Comparison, StepPlan
+from rlmath.planning.planner.work import Coefficients
 
 
 def run_lines(prediction: RunPrediction, layouts: Comparison | None, shown: int) -> list[str]:
@@ -50,74 +35,35 @@ def run_lines(prediction: RunPrediction, layouts: Comparison | None, shown: int)
 
 def step_lines(plan: StepPlan) -> Iterator[str]:
     """One step: its work, its seconds, what is hidden and what is idle."""
-    batch, lengths, flops = plan.batch, plan.batch.lengths, plan.flops
+    batch, lengths, rollout = plan.batch, plan.batch.lengths, plan.rollout
     yield (
         f"Step: {batch.sequences:,} sequences, {batch.prompt_tokens:,.0f} + {lengths.mean:,.0f} tokens on average "
         f"(completions of at most {lengths.longest:,}, {lengths.truncated:.1%} cut off): {batch.tokens:,.0f} tokens"
     )
     yield (
-        f"  {_flops(flops.sampling)} to sample, {_flops(flops.forward)} forwards, {_flops(flops.backward)} backwards, "
-        f"{_flops(flops.recomputed)} recomputed"
+        f"  an engine samples {rollout.requests} completions, {rollout.slots} at a time, in {rollout.steps:,} engine "
+        f"steps; {plan.microbatches} micro-batch{'es' * (plan.microbatches != 1)} a minibatch and data-parallel rank"
     )
-    yield f"  {_sampling(plan)}; {_micro_batches(plan)}"
-    if plan.rollout.remark:
-        yield f"  {plan.rollout.remark}"
-    yield (
-        "Predicted seconds:" if plan.overlap is None else "Predicted seconds, of both sides at the same time:"
-    )
+    if (tail := plan.config.rollout.tail) != "wait":
+        yield f'  rollout.tail="{tail}" is planned as a step that waits for its longest completions'
+    yield "Predicted seconds, of both sides at the same time:" if plan.overlaps else "Predicted seconds:"
     for phase in PHASES:
         if phase in plan.seconds:
-            yield f"  {phase:<10}{_seconds(plan.seconds[phase]):>10}  {_largest_parts(plan, phase)}"
+            yield f"  {phase:<10}{_seconds(plan.seconds[phase]):>10}"
             yield from _remarks(plan, phase)
-    if plan.overlap is not None:
-        yield from _side_lines(plan.overlap)
+    if plan.overlaps:
+        ranks = plan.config.rollout.ranks
+        yield f"  {'trainers':<10}{_seconds(plan.trainer_seconds):>10}  on {plan.cluster.ranks - ranks} ranks"
+        yield f"  {'engines':<10}{_seconds(plan.engine_seconds):>10}  on {ranks} ranks"
     if plan.judging_exposed > 0:
         yield f"  {'judging':<10}{_seconds(plan.judging_exposed):>10}  not hidden behind the rollout"
     tokens = batch.sequences * lengths.mean / plan.step_seconds
     yield f"  {'step':<10}{_seconds(plan.step_seconds):>10}  {tokens:,.0f} sampled tokens a second"
 
 
-def _sampling(plan: StepPlan) -> str:
-    rollout, overlap = plan.rollout, plan.overlap
-    if overlap is None:
-        return f"an engine samples {rollout.slots} of {rollout.requests} at a time in {rollout.steps:,} steps"
-    return (
-        f"an engine samples {rollout.requests} for a step, {overlap.running:,.0f} at a time on average (room for "
-        f"{overlap.places}), in {rollout.steps:,} engine steps"
-    )
-
-
-def _micro_batches(plan: StepPlan) -> str:
-    count = plan.microbatches
-    return f"{count} micro-batch{'es' * (count != 1)} a minibatch and data-parallel rank"
-
-
-def _side_lines(overlap: Overlap) -> Iterator[str]:
-    """What trainers and engines take each, and whether one waits for the other."""
-    waits = ", in turns" if overlap.take_turns else ""
-    yield f"  {'trainers':<10}{_seconds(overlap.trainer_seconds):>10}  on {overlap.trainers} ranks{waits}"
-    yield f"  {'engines':<10}{_seconds(overlap.engine_seconds):>10}  on {overlap.engine_ranks} ranks{waits}"
-
-
-def _largest_parts(plan: StepPlan, phase: str) -> str:
-    """ "FLOPs 250, memory 80": what makes up a twentieth of a phase or more, largest first."""
-    parts = sorted(plan.parts[phase].items(), key=lambda item: -item[1])
-    return ", ".join(
-        f"{PART_NAMES[name]} {_seconds(value)}"
-        for name, value in parts
-        if 20 * value >= plan.seconds[phase] > 0
-    )
-
-
 def _remarks(plan: StepPlan, phase: str) -> Iterator[str]:
-    if phase == "rollout" and plan.overlap is not None and plan.tail_seconds > 0:
+    if phase == "rollout" and plan.tail_seconds > 0:
         yield f"    {_seconds(plan.tail_seconds)} of it for the tail, when no request waits any more"
-    if phase == "rollout" and plan.overlap is None:
-        hidden = min(plan.judging_seconds, plan.seconds["rollout"])
-        yield (
-            f"    {_seconds(plan.tail_seconds)} of it for the tail, when no request waits any more; behind it "
-            f"{_seconds(hidden)} of judging are hidden"
-        )
     if phase == "update" and plan.idle_share > 0:
         yield f"    {plan.idle_share:.1%} of it a pipeline stage waits for others"
 
@@ -151,50 +97,12 @@ def layout_lines(prediction: RunPrediction, layouts: Comparison, shown: int) -> 
         yield f"  {_seconds(own.step_seconds):>9} s  {own.mesh.describe()}  (as configured)"
 
 
-def coefficient_lines(coefficients: Coefficients, defaults: Coefficients) -> Iterator[str]:
-    """Every coefficient, with its default where it is another."""
-    yield ""
-    yield "Coefficients (docs/planning.md):"
-    before = asdict(defaults)
-    for name, value in asdict(coefficients).items():
-        other = f"  (default {_value(name, before[name])})" if value != before[name] else ""
-        yield f"  {name:<22}{_value(name, value):>10}{other}"
-
-
-def _value(name: str, value: float) -> str:
-    return f"{value:.3g}" if name in SHARES else f"{value:.2e}"
-
-
-def calibration_lines(runs: Sequence[Measured], coefficients: Coefficients) -> Iterator[str]:
-    """What the calibrated coefficients make of the runs that they were fitted to."""
-    for run in runs:
-        plan = run.planned(coefficients)
-        yield f"Calibrated with {run.steps} steps of {run.source}, {plan.mesh.describe()} (measured, fitted seconds):"
-        for phase in PHASES:
-            if phase in plan.seconds:
-                yield f"  {phase:<10}{run.seconds.get(phase, 0.0):>10.4f}{plan.seconds[phase]:>10.4f}"
-        yield f"  {'step':<10}{run.step_seconds:>10.4f}{plan.step_seconds:>10.4f}"
-    if runs:
-        yield ""
-
-
 def _seconds(number: float) -> str:
     """
     >>> _seconds(1234.5), _seconds(0.0123456)
     ('1,234', '0.0123')
     """
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-
-
-def _flops(number: float) -> str:
-    """
-    >>> _flops(3.21e18)
-    '3.21 EFLOP'
-    """
-    for size, unit in ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP")):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number / 1e9:.3g} GFLOP"
 
 
 # ---------------------------------------------------------------- plain data
@@ -233,7 +141,4 @@ def step_data(plan: StepPlan) -> dict[str, Any]:
         "judging_seconds": plan.judging_seconds,
         "pipeline_idle_share": plan.idle_share,
         "microbatches": plan.microbatches,
-        "flops": asdict(plan.flops),
-        "overlap": None if plan.overlap is None else asdict(plan.overlap),
-        "work": {phase: asdict(work) for phase, work in plan.work.items()},
     }

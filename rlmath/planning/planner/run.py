@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rlmath.config.help import raise_problems
@@ -15,8 +14,7 @@ from rlmath.planning.checks import file_problems, memory_problems, run_problems,
 from rlmath.planning.memory_estimate import Target
 from rlmath.planning.memory_fit import planned_target
 from rlmath.planning.parallelism import ranks_or_least
-from rlmath.planning.planner.calibration import Measured
-from rlmath.planning.planner.lengths import Batch, lengths_with_mean
+from rlmath.planning.planner.lengths import Batch
 from rlmath.planning.planner.step import StepPlan, batch_of, plan_step, problems_of, step_inputs
 from rlmath.planning.planner.training import StepInputs
 from rlmath.planning.planner.work import Cluster, Coefficients, cluster_of, machine_of, on_gpu
@@ -103,34 +101,18 @@ def place_run(config: Config, asked: Asked) -> ClusterPlacement:
     return ClusterPlacement(config, shape, note, target, cluster)
 
 
-def predict_run(
-    place: ClusterPlacement, asked: Asked, coefficients: Coefficients, runs: Sequence[Measured] = ()
-) -> RunPrediction:
-    """`runs` are those that the coefficients were calibrated with: completions are as long as theirs where the limit
-    is the same and nothing else is said."""
+def predict_run(place: ClusterPlacement, asked: Asked, coefficients: Coefficients) -> RunPrediction:
+    """Steps of all stages, and whether they fit the memory."""
     config = place.config
     steps_per_epoch, warnings = _steps_per_epoch(config, place.shape, asked)
     total = None if steps_per_epoch is None else planned_steps(config, steps_per_epoch)
     planned = []
     for stage in length_stages(config, total):
-        inputs = place.inputs(stage.config, planned_batch(stage.config, asked, runs))
+        batch = batch_of(stage.config, asked.mean_response, asked.mean_prompt)
+        inputs = place.inputs(stage.config, batch)
         planned.append((stage, plan_step(inputs, coefficients)))
     problems = memory_problems(config, place.shape, place.cluster.ranks)
     return RunPrediction(place, tuple(planned), tuple(problems), steps_per_epoch, warnings)
-
-
-def planned_batch(config: Config, asked: Asked, runs: Sequence[Measured]) -> Batch:
-    """The sequences of a step; see `predict_run`."""
-    longest = config.rollout.max_new_tokens
-    alike = [run.batch for run in runs if run.batch.lengths.longest == longest]
-    if not alike:
-        return batch_of(config, asked.mean_response, asked.mean_prompt)
-    mean = sum(batch.lengths.mean for batch in alike) / len(alike)
-    prompt = sum(batch.prompt_tokens for batch in alike) / len(alike)
-    spread = sum(batch.lengths.spread for batch in alike) / len(alike)
-    response = mean if asked.mean_response is None else asked.mean_response
-    found = batch_of(config, response, prompt if asked.mean_prompt is None else asked.mean_prompt)
-    return replace(found, lengths=lengths_with_mean(response, longest, spread))
 
 
 def _steps_per_epoch(config: Config, shape: ModelShape, asked: Asked) -> tuple[int | None, tuple[str, ...]]:

@@ -4,15 +4,8 @@ An engine decodes as many sequences at a time as `rollout.max_num_seqs` and its 
 the next takes its place. Once none waits, fewer and fewer are left, until the longest is finished: the tail. Engines
 draw their prompts, so all have about the same to do, and the one that has the longest completion of all ends last.
 
-What a step does about its tail is estimated in closed form, of a long run's steady state, without chance and without
-groups that selection drops:
-
-- "carry": a completion of l tokens has ceil(l / slice) rounds, a group as many as its longest. Of `max_groups` groups
-  in flight a round completes one in as many, so a step makes as many rounds as complete the groups that it learns from.
-  Sampled tokens are prefilled again in every later round of their completion.
-- "defer": a group with a completion longer than a slice is discarded and sampled anew, whole, in a step of such groups.
-  How many groups are short depends on how alike their completions are: `PROMPT_SHARE`, an assumption.
-- engines on ranks of their own (`rollout.ranks`): `EngineCosts`.
+Partial rollouts and tail batching ("carry", "defer") are planned as steps that wait. Engines on ranks of their own
+(`rollout.ranks`) fill their places with completions of later steps.
 """
 
 # Shape legend: R requests of one engine.
@@ -21,54 +14,41 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
-from statistics import NormalDist
 
 from rlmath.planning.memory_formulas import (
     BLOCK_TOKENS,
     FLOAT32_BYTES,
     EngineBytes,
-    StageWork,
-    default_batched_tokens,
     engine_bytes,
     kv_bytes_per_token,
-    layer_elements,
 )
-from rlmath.planning.planner.lengths import Lengths, lengths_with_mean
-from rlmath.planning.planner.training import LOGPROBS, StepInputs, forward_cost, head_flops
-from rlmath.planning.planner.work import Coefficients, Work, seconds_of
-from rlmath.rollout.flight_rules import flight_rules, slice_tokens
+from rlmath.planning.planner.lengths import Lengths
+from rlmath.planning.planner.training import StepInputs, forward_cost
+from rlmath.planning.planner.work import Work
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 
 LOGIT_PASSES = 4
 """Rows of float32 logits that sampling reads or writes for a token: raw, scaled, sorted, log-probs."""
-PROMPT_SHARE = 0.7
-"""Share of the variance of the logarithm of a length that completions of one prompt have in common, for "defer". An
-assumption, not measured, and what "defer" brings hangs on it."""
 BUCKET_MESSAGES = 2
 """Of a bucket of weights: it is sent and received, or announced and sent."""
-QUANTILES = tuple((i + 0.5) / 256 for i in range(256))
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """What is sampled in a step, on average."""
+    """What is sampled in a step."""
 
-    begun: float
+    count: float
     """Completions, each of which computes its prompt as far as its group does not share it."""
-    finished: float
-    """Of these, those that are sampled to their end, in this step or in a later one, and judged."""
     tokens: float
     squares: float
     """Sum of the squares of the completions' lengths."""
 
     def times(self, factor: float) -> Sampled:
-        return Sampled(
-            factor * self.begun, factor * self.finished, factor * self.tokens, factor * self.squares
-        )
+        return Sampled(factor * self.count, factor * self.tokens, factor * self.squares)
 
 
 @dataclass(frozen=True)
@@ -81,321 +61,43 @@ class Rollout:
     slots: int
     """Sequences that it decodes at a time."""
     requests: int
-    """Sequences that it decodes in all; with partial rollouts those of a round."""
+    """Sequences that it decodes in all."""
     steps: int
     """Engine steps from the first token to the last."""
     tail_steps: int
     """Of these, those in which nothing was waiting any more."""
     weights: int
     """Bytes that a rank of the engine reads in every step, whatever its batch."""
-    remark: str = ""
-    """What `rollout.tail` does in a step, for the console."""
-
-
-def rollout_of(inputs: StepInputs) -> Rollout:
-    """The rollout of a step whose engines are on all ranks of the cluster."""
-    return {"wait": _waiting, "carry": _carrying, "defer": _deferring}[inputs.config.rollout.tail](inputs)
 
 
 def sampled_once(inputs: StepInputs) -> Sampled:
     """Every completion of a step that is learned from, whole."""
     count, lengths = inputs.batch.sequences, inputs.batch.lengths
-    return Sampled(count, count, count * lengths.mean, count * lengths.moment(2))
+    return Sampled(count, count * lengths.mean, count * lengths.moment(2))
 
 
-def _engines(inputs: StepInputs) -> int:
-    return max(1, inputs.cluster.ranks // inputs.config.rollout.tensor_parallel)
+def rollout_of(inputs: StepInputs) -> Rollout:
+    """The rollout of a step, by engines on all ranks of the cluster, or on its `rollout.ranks` last ones.
 
-
-def _waiting(inputs: StepInputs) -> Rollout:
-    batch, engines, sampled = inputs.batch, _engines(inputs), sampled_once(inputs)
-    requests = -(-batch.sequences // engines)
-    slots = slots_of(inputs, running_length(batch.prompt_tokens, sampled), requests)
-    steps, tail = play(batch.lengths, requests, slots, batch.sequences)
-    work = sampling_work(inputs, sampled, engines, steps) + Work(tokens=batch.tokens)
-    return Rollout(sampled, work, slots, requests, steps, tail, engine_of(inputs).weights)
-
-
-# ---------------------------------------------------------------- partial rollouts
-
-
-@dataclass(frozen=True)
-class Carried:
-    """The completions that are prefilled again: those that had tokens at the beginning of a round."""
-
-    count: float
-    tokens: float
-    """Sampled before the round."""
-    squares: float
-    """Sum of the squares of these."""
-
-    def prefilled(self, prompt: float) -> float:
-        """Tokens, with prompts of `prompt` tokens each: completions of a group may be on several engines."""
-        return self.tokens + self.count * prompt
-
-
-def _carrying(inputs: StepInputs) -> Rollout:
-    batch, engines, sampled = inputs.batch, _engines(inputs), sampled_once(inputs)
-    rules, length = flight_rules(inputs.config), slice_tokens(inputs.config.rollout)
-    rounds = rounds_of_group(batch.lengths, batch.group, length) * rules.groups_per_step / rules.max_groups
-    parts = [math.ceil(batch.lengths.at(share) / length) for share in QUANTILES]
-    each = batch.sequences / engines / len(parts)
-    requests = max(1, math.ceil(each * sum(parts) / rounds))
-    carried = Carried(
-        each * sum(k - 1 for k in parts),
-        each * sum(length * k * (k - 1) / 2 for k in parts),
-        each * sum(length**2 * (k - 1) * k * (2 * k - 1) / 6 for k in parts),
-    )
-    slots = slots_of(inputs, running_length(batch.prompt_tokens, sampled), requests)
-    steps, tail = play_slices(batch.lengths, length, requests, slots)
-    again = carried.prefilled(batch.prompt_tokens) / tokens_of_an_engine_step(inputs)
-    steps, tail = round(rounds * steps + again), round(rounds * tail)
-    work = sampling_work(inputs, sampled, engines, steps) + prefill_again_work(inputs, carried)
-    work += Work(tokens=batch.tokens)
-    remark = f"in {rounds:.3g} rounds of {length:,} tokens, for which it prefills {carried.tokens:,.0f} tokens again"
-    return Rollout(sampled, work, slots, requests, steps, tail, engine_of(inputs).weights, remark)
-
-
-def rounds_of_group(lengths: Lengths, group: int, length: int) -> float:
-    """Rounds of `length` tokens until the longest of a group's completions is finished, mean: the probabilities that
-    it is longer than 0, 1, 2, ... of them.
-
-    >>> rounds_of_group(Lengths(10.0, 0.02, 100), group=4, length=8)
-    2.0
+    Engines of their own that may be ahead of training decode completions of later steps, too, so that there is no tail:
+    a step takes them as long as its tokens with all places taken, but the longest completion must be finished within
+    `max_staleness` steps. Trainers are taken to be as slow as the engines; that running sequences are prefilled again
+    is left out.
     """
-    ends = range(length, lengths.longest, length)
-    return 1.0 + sum(1 - replace(lengths, longest=end).within ** group for end in ends)
-
-
-def tokens_of_an_engine_step(inputs: StepInputs) -> int:
-    """The most that an engine prefills in one step."""
-    given = inputs.config.rollout.max_num_batched_tokens
-    return given or default_batched_tokens(inputs.target.total_bytes or 0)
-
-
-def prefill_again_work(inputs: StepInputs, carried: Carried) -> Work:
-    """One rank's part in prefilling the carried completions of its engine: a forward pass as that of log-probs, but
-    only the last token of each has logits."""
-    shape, target, prompt = inputs.shape, inputs.target, inputs.batch.prompt_tokens
-    size, cost = inputs.config.rollout.tensor_parallel, forward_cost(shape)
-    tokens = carried.prefilled(prompt)
-    squares = carried.squares + 2 * prompt * carried.tokens + carried.count * prompt * prompt
-    layers = shape.num_layers
-    stage = StageWork(
-        chunk_layers=layers,
-        in_flight=1,
-        has_embedding=True,
-        has_head=True,
-        pipelined=False,
-        tokens=tokens_of_an_engine_step(inputs),
-        tensor=size,
-        sequence=False,
-        itemsize=target.itemsize,
-        device_kind=target.kind,
-        local_layers=False,
-    )
-    touched = layers * layer_elements(shape, stage) * LOGPROBS.touches * target.itemsize
-    work = Work(
-        flops=(tokens * (cost.linear - head_flops(shape)) + squares * cost.quadratic) / size,
-        memory=tokens * touched,
-    )
-    return work + split_work(inputs, tokens, steps=0)
-
-
-# ---------------------------------------------------------------- tail batching
-
-
-@dataclass(frozen=True)
-class Deferral:
-    """What tail batching makes of groups."""
-
-    short: float
-    """Share of the groups that have no completion longer than a slice (0 to 1)."""
-    tokens_once: float
-    """Of a completion in a short round, mean: up to a slice."""
-    long_tokens: float
-    """Of a completion of a deferred group, mean, sampled whole."""
-    discarded: float
-    """Share of the sampled tokens."""
-
-
-def deferral(lengths: Lengths, group: int, length: int, prompt_share: float = PROMPT_SHARE) -> Deferral:
-    """Of groups whose completions have `prompt_share` of the variance of their logarithm in common."""
-    if length >= lengths.longest:
-        return Deferral(1.0, lengths.mean, 0.0, 0.0)
-    short = short_tokens = tokens = once = 0.0
-    for share in QUANTILES:
-        shift = lengths.spread * math.sqrt(prompt_share) * NormalDist().inv_cdf(share)
-        own = max(1e-3, lengths.spread * math.sqrt(1 - prompt_share))
-        alike = Lengths(lengths.median * math.exp(shift), own, lengths.longest)
-        cut = replace(alike, longest=length)
-        all_short = cut.within**group
-        short += all_short / len(QUANTILES)
-        once += cut.mean / len(QUANTILES)
-        tokens += alike.mean / len(QUANTILES)
-        if all_short > 0:
-            below = (cut.mean - length * cut.truncated) / cut.within
-            short_tokens += all_short * below / len(QUANTILES)
-    long_tokens = (tokens - short_tokens) / (1 - short) if short < 1 else 0.0
-    wasted = once - short_tokens
-    return Deferral(short, once, long_tokens, wasted / (wasted + tokens))
-
-
-def _deferring(inputs: StepInputs) -> Rollout:
-    """A share of the steps, `Deferral.short`, learns from short groups; the others from deferred ones."""
-    batch, engines, length = inputs.batch, _engines(inputs), slice_tokens(inputs.config.rollout)
-    found = deferral(batch.lengths, batch.group, length)
-    kinds = []
-    if found.short > 0:
-        lengths = lengths_with_mean(min(found.tokens_once, length), length, batch.lengths.spread)
-        kinds.append((found.short, batch.sequences / found.short, lengths))
-    if found.short < 1:
-        lengths = lengths_with_mean(found.long_tokens, batch.lengths.longest, batch.lengths.spread)
-        kinds.append((1 - found.short, float(batch.sequences), lengths))
-    begun = tokens = squares = steps = tail = 0.0
-    places = []
-    for share, sequences, lengths in kinds:
-        own = Sampled(sequences, sequences, sequences * lengths.mean, sequences * lengths.moment(2))
-        requests = math.ceil(sequences / engines)
-        slots = slots_of(inputs, running_length(batch.prompt_tokens, own), requests)
-        of_all, of_tail = play(lengths, requests, slots, math.ceil(sequences))
-        begun, tokens, squares = (
-            begun + share * own.begun,
-            tokens + share * own.tokens,
-            squares + share * own.squares,
-        )
-        steps, tail = steps + share * of_all, tail + share * of_tail
-        places.append((requests, slots))
-    sampled = Sampled(begun, batch.sequences, tokens, squares)
-    requests, slots = max(places)
-    work = sampling_work(inputs, sampled, engines, round(steps))
-    work += Work(tokens=begun * batch.prompt_tokens + tokens)
-    remark = (
-        f"{1 - found.short:.0%} of the groups are sampled anew, {found.discarded:.0%} of the sampled tokens discarded "
-        f"(assumed: a prompt has {PROMPT_SHARE:.0%} of the variance of log-lengths)"
-    )
-    return Rollout(
-        sampled, work, slots, requests, round(steps), round(tail), engine_of(inputs).weights, remark
-    )
-
-
-# ---------------------------------------------------------------- engines on ranks of their own
-
-
-@dataclass(frozen=True)
-class EngineCosts:
-    """What an engine on ranks of its own does for a step, and the seconds that it takes.
-
-    It samples A tokens for every step, b sequences at a time, and takes each new version of the weights once:
-
-        E(b) = (A / b) x step + tokens + transfer + again x b
-
-    The groups that a step admits begin with the weights of version v and are learned in step v + max_staleness at the
-    latest. From the version to the start of that training pass (max_staleness + 1) S - T seconds, S being those of a
-    step and T those of the trainers, and by then the longest of these completions must be finished, which takes R
-    engine steps. Each of b sequences gets A / b of the engine steps of S seconds. Hence
-
-        b = min(C, (max_staleness + 1 - T / S) x A / R),      S = max(T, E(b))
-    """
-
-    tokens: float
-    """A: sampled for a step."""
-    rollout_steps: int
-    """R: engine steps in which a step's completions are sampled alone, from the first token to the last."""
-    places: int
-    """C: most sequences at a time."""
-    step_seconds: float
-    """An engine step, whatever its batch."""
-    token_seconds: float
-    """All A tokens, whatever their batch."""
-    transfer_seconds: float
-    """It takes the new weights of a step."""
-    again_seconds: float
-    """One running sequence is prefilled again."""
-
-    def seconds(self, batch: float) -> float:
-        """E(b): of a step, with so many sequences at a time.
-
-        >>> EngineCosts(1200, 600, 8, 1.0, 90.0, 4.0, 2.0).seconds(3)
-        500.0
-        """
-        steps = self.tokens / batch * self.step_seconds
-        return steps + self.token_seconds + self.transfer_seconds + self.again_seconds * batch
-
-    def admitted(self, step: float, trainer: float, staleness: int) -> float:
-        """b: sequences at a time, on average, where a step takes so many seconds, of which the trainers work
-        `trainer`; `staleness` is at least 1.
-
-        >>> EngineCosts(1200, 600, 8, 1.0, 90.0, 4.0, 2.0).admitted(500.0, 250.0, staleness=1)
-        3.0
-        """
-        return min(self.places, (staleness + 1 - trainer / step) * self.tokens / self.rollout_steps)
-
-    def steady(self, trainer: float, staleness: int) -> float:
-        """S: a step that is longer lets more sequences run, and is longer than the engine then needs."""
-        least = self.admitted(trainer, trainer, staleness)
-        low, high = trainer, trainer + self.seconds(least) + self.again_seconds * self.places
-        for _ in range(60):
-            middle = (low + high) / 2
-            if self.seconds(self.admitted(middle, trainer, staleness)) > middle:
-                low = middle
-            else:
-                high = middle
-        return high
-
-
-@dataclass(frozen=True)
-class EngineSide:
-    """What the engines of an asynchronous step do."""
-
-    rollout: Rollout
-    work: dict[str, Work]
-    """By phase, of the rank that has the most: "rollout", "again" where sequences are prefilled again, "transfer"."""
-    running: float
-    """Sequences that an engine decodes at a time, mean."""
-    places: int
-    """The most of these that it has room for."""
-
-
-def engine_side(inputs: StepInputs, coefficients: Coefficients, trainer_seconds: float) -> EngineSide:
-    """The engines on `rollout.ranks` of the cluster, beside trainers that work so many seconds of a step."""
     rollout, batch, sampled = inputs.config.rollout, inputs.batch, sampled_once(inputs)
-    engines = rollout.ranks // rollout.tensor_parallel
-    own, requests = sampled.times(max(1 / engines, 1 / sampled.begun)), -(-batch.sequences // engines)
-    most = rollout.max_concurrent_sequences or rollout.max_num_seqs
+    engines = max(1, (rollout.ranks or inputs.cluster.ranks) // rollout.tensor_parallel)
+    requests = -(-batch.sequences // engines)
+    most = (rollout.max_concurrent_sequences if rollout.ranks else None) or rollout.max_num_seqs
     places = slots_of(inputs, running_length(batch.prompt_tokens, sampled), most)
-    weights = engine_of(inputs).weights
-    transfer = transfer_work(inputs, weights)
-    tokens = sampling_work(inputs, sampled, engines, 0) + Work(tokens=batch.tokens / engines)
-    one_step = Work(memory=weights, decode_steps=1) + split_work(inputs, 0.0, 1)
     slots = min(places, requests)
-    alone, tail = play(batch.lengths, requests, slots, batch.sequences)
-    if rollout.max_staleness == 0 or rollout.on_new_weights == "finish":
-        work = {"rollout": tokens + one_step.times(alone), "transfer": transfer}
-        rolled = Rollout(sampled, work["rollout"], slots, requests, alone, tail, weights)
-        return EngineSide(rolled, work, own.tokens / alone, places)
-    again = _again_work(inputs, one_step) if rollout.on_new_weights == "recompute" else Work()
-    machine = inputs.cluster.machine
-    seconds = [seconds_of(work, machine, coefficients) for work in (one_step, tokens, transfer, again)]
-    costs = EngineCosts(own.tokens, alone, places, *seconds)
-    step = costs.steady(trainer_seconds, rollout.max_staleness)
-    running = costs.admitted(step, trainer_seconds, rollout.max_staleness)
-    steps = own.tokens / running
-    work = {"rollout": tokens + one_step.times(steps), "again": again.times(running), "transfer": transfer}
-    if rollout.on_new_weights != "recompute":
-        del work["again"]
-    rolled = Rollout(sampled, work["rollout"], round(running), requests, round(steps), 0, weights)
-    return EngineSide(rolled, work, running, places)
-
-
-def _again_work(inputs: StepInputs, one_step: Work) -> Work:
-    """One running sequence is prefilled again. A long completion runs long: the mean of what is sampled of a running
-    one is E[l²] / (2 E[l]), that of its square E[l³] / (3 E[l])."""
-    lengths = inputs.batch.lengths
-    tokens, squares = lengths.moment(2) / (2 * lengths.mean), lengths.moment(3) / (3 * lengths.mean)
-    carried = Carried(1.0, tokens, squares)
-    steps = carried.prefilled(inputs.batch.prompt_tokens) / tokens_of_an_engine_step(inputs)
-    return prefill_again_work(inputs, carried) + one_step.times(steps)
+    steps, tail = play(batch.lengths, requests, slots, batch.sequences)
+    if rollout.ranks and rollout.max_staleness > 0 and rollout.on_new_weights != "finish":
+        full = sampled.tokens / engines / places
+        steps, tail = math.ceil(max(full, steps / rollout.max_staleness)), 0
+        slots = max(1, round(sampled.tokens / engines / steps))
+    handled = batch.tokens / engines if rollout.ranks else batch.tokens
+    work = sampling_work(inputs, sampled, engines, steps) + Work(tokens=handled)
+    return Rollout(sampled, work, slots, requests, steps, tail, engine_of(inputs).weights)
 
 
 def transfer_work(inputs: StepInputs, weights: int) -> Work:
@@ -447,25 +149,7 @@ def play(lengths: Lengths, requests: int, slots: int, sequences: int) -> tuple[i
     """
     lengths_R = [lengths.at((i + 0.5) / requests) for i in range(requests)]
     lengths_R[-1] = lengths.at(1 - 0.5 / max(sequences, requests))
-    return _play(lengths_R, slots)
-
-
-@lru_cache(maxsize=256)
-def play_slices(lengths: Lengths, length: int, requests: int, slots: int) -> tuple[int, int]:
-    """As `play`, of a round: completions have at most `length` tokens in it, and are in whichever of their rounds."""
-    slices = []
-    for share in QUANTILES:
-        whole, rest = divmod(lengths.at(share), length)
-        slices += [float(length)] * int(whole) + ([rest] if rest else [])
-    slices.sort()
-    slices_R = [slices[int((i + 0.5) * len(slices) / requests)] for i in range(requests)]
-    slices_R[-1] = slices[-1]
-    return _play(slices_R, slots)
-
-
-def _play(lengths_R: Sequence[float], slots: int) -> tuple[int, int]:
-    """In an order that is even, too."""
-    order = sorted(range(len(lengths_R)), key=lambda i: (i + 1) * _GOLDEN % 1)
+    order = sorted(range(requests), key=lambda i: (i + 1) * _GOLDEN % 1)  # even, too
     end, last_start = list_schedule((lengths_R[i] for i in order), slots)
     return round(end), round(end - last_start)
 
@@ -499,8 +183,8 @@ def engine_of(inputs: StepInputs) -> EngineBytes:
 
 def sampling_work(inputs: StepInputs, sampled: Sampled, engines: int, steps: int) -> Work:
     """One rank's part in sampling `sampled`, which `engines` share, in so many engine steps."""
-    own = sampled.times(max(1 / engines, 1 / sampled.begun))
-    work = decode_work(inputs, own, steps) + _prefill_work(inputs, own.begun)
+    own = sampled.times(max(1 / engines, 1 / sampled.count))
+    work = decode_work(inputs, own, steps) + _prefill_work(inputs, own.count)
     return work + split_work(inputs, work.sequence_steps, steps)
 
 

@@ -31,33 +31,29 @@ from rlmath.planning.planner.lengths import Batch, lengths_with_mean
 from rlmath.planning.planner.sampling import (
     BUCKET_MESSAGES,
     Rollout,
-    Sampled,
     engine_of,
-    engine_side,
     rollout_of,
+    transfer_work,
 )
 from rlmath.planning.planner.training import (
-    BACKWARD,
-    FORWARD,
     StepInputs,
     critic_work,
-    forward_cost,
     head_flops,
     logprobs_work,
     publish_work,
-    update_passes,
     update_work,
 )
 from rlmath.planning.planner.work import Cluster, Coefficients, Work, seconds_by_coefficient, seconds_of
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 
 PHASES = (
-    *("switch", "sync", "rollout", "again", "transfer"),
+    *("switch", "sync", "rollout", "transfer"),
     *("records", "logprobs", "reference", "critic", "teacher", "update", "publish", "other"),
 )
 """In the order of a step; the switch is both ways. Where engines have no ranks of their own, phases take turns on the
-same memory, none runs beside another. Else "rollout", "again" and "transfer" are the engines', and run beside the
-others."""
+same memory, none runs beside another."""
+ENGINE_PHASES = ("rollout", "transfer")
+"""Those of engines with ranks of their own, beside the others."""
 TYPICAL_SHARE = 0.3
 """Mean completion as a share of the longest, where not given: 0.29 to 0.31 for R1 models and 27,648 tokens."""
 TYPICAL_PROMPT = 128
@@ -72,41 +68,6 @@ ENGINE_SHARES = (1 / 4, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 
 
 @dataclass(frozen=True)
-class StepFlops:
-    """FLOPs of a step over all ranks, without what is idle."""
-
-    sampling: float
-    """Of the tokens that are sampled, without prompts; with those that are discarded."""
-    forward: float
-    """Of the update and of log-probs."""
-    backward: float
-    recomputed: float
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """How the two sides of an asynchronous step share its seconds."""
-
-    trainers: int
-    """Ranks."""
-    engine_ranks: int
-    trainer_seconds: float
-    engine_seconds: float
-    take_turns: bool
-    """One side waits while the other works (`rollout.max_staleness` 0)."""
-    running: float
-    """Sequences that an engine decodes at a time, mean."""
-    places: int
-    """The most of these that it has room for."""
-
-    @property
-    def seconds(self) -> float:
-        """Of a step."""
-        sides = (self.trainer_seconds, self.engine_seconds)
-        return sum(sides) if self.take_turns else max(sides)
-
-
-@dataclass(frozen=True)
 class StepPlan:
     """A step's prediction."""
 
@@ -114,8 +75,6 @@ class StepPlan:
     mesh: Mesh
     cluster: Cluster
     batch: Batch
-    work: Mapping[str, Work]
-    """By phase, those that the run has."""
     parts: Mapping[str, Mapping[str, float]]
     """Seconds by phase, by coefficient."""
     rollout: Rollout
@@ -127,9 +86,6 @@ class StepPlan:
     """Of the rollout, when no request waits any more."""
     judging_seconds: float
     """Of the workers of an engine, while it samples."""
-    flops: StepFlops
-    overlap: Overlap | None = None
-    """Of a run whose engines have ranks of their own; None: the phases take turns."""
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -137,17 +93,31 @@ class StepPlan:
         return {phase: sum(parts.values()) for phase, parts in self.parts.items()}
 
     @property
+    def overlaps(self) -> bool:
+        """Whether engines sample on while the other ranks train."""
+        return self.config.rollout.ranks > 0 and self.config.rollout.max_staleness > 0
+
+    @property
+    def engine_seconds(self) -> float:
+        return sum(self.seconds.get(phase, 0.0) for phase in ENGINE_PHASES)
+
+    @property
+    def trainer_seconds(self) -> float:
+        return sum(self.seconds.values()) - self.engine_seconds
+
+    @property
     def step_seconds(self) -> float:
-        overlap = self.overlap
-        both = sum(self.seconds.values()) if overlap is None else overlap.seconds
-        return both + self.judging_exposed
+        return self._working_seconds + self.judging_exposed
+
+    @property
+    def _working_seconds(self) -> float:
+        sides = self.trainer_seconds, self.engine_seconds
+        return max(sides) if self.overlaps else sum(sides)
 
     @property
     def judging_exposed(self) -> float:
         """What of judging is not hidden behind the rollout, or behind the step where engines never wait."""
-        overlap, beside = self.overlap, self.seconds["rollout"]
-        if overlap is not None and not overlap.take_turns:
-            beside = overlap.seconds
+        beside = self._working_seconds if self.overlaps else self.seconds["rollout"]
         return max(0.0, self.judging_seconds - beside)
 
 
@@ -181,49 +151,31 @@ def plan_step(inputs: StepInputs, coefficients: Coefficients) -> StepPlan:
     offloaded for engines, every trainer gets what is sampled ("records"), and copies its parameters to the host, from
     where they are sent ("publish")."""
     config, cluster, machine = inputs.config, inputs.cluster, inputs.cluster.machine
-    own = config.rollout.ranks
+    own, rollout = config.rollout.ranks, rollout_of(inputs)
     training = replace(inputs, cluster=cluster.first(cluster.ranks - own))
     memory, _ = largest(plan_ranks(config, inputs.shape, cluster.ranks, inputs.target))
     if own:
         work = {"records": Work(tokens=inputs.batch.tokens)}
         work |= _training_phases(training, memory) | {"publish": publish_work(training)}
+        work |= {"rollout": rollout.work, "transfer": transfer_work(inputs, rollout.weights)}
     else:
-        rollout = rollout_of(inputs)
         work = {"switch": switch_work(config, memory, inputs.target), "sync": sync_work(inputs)}
         work |= {"rollout": rollout.work} | _training_phases(training, memory)
     work["other"] = Work(steps=1, tokens=inputs.batch.tokens / training.parts)
-    overlap = None
-    if own:
-        trainer_seconds = sum(seconds_of(done, machine, coefficients) for done in work.values())
-        engines = engine_side(inputs, coefficients, trainer_seconds)
-        rollout = engines.rollout
-        overlap = Overlap(
-            cluster.ranks - own,
-            own,
-            trainer_seconds,
-            sum(seconds_of(done, machine, coefficients) for done in engines.work.values()),
-            config.rollout.max_staleness == 0,
-            engines.running,
-            engines.places,
-        )
-        work |= engines.work
     return StepPlan(
         config,
         inputs.mesh,
         cluster=cluster,
         batch=inputs.batch,
-        work=work,
         parts={phase: seconds_by_coefficient(done, machine, coefficients) for phase, done in work.items()},
         rollout=rollout,
         microbatches=training.microbatches,
         idle_share=1 - 1 / training.idle_factor,
         tail_seconds=tail_seconds(rollout, cluster, coefficients),
-        judging_seconds=rollout.sampled.finished
+        judging_seconds=rollout.sampled.count
         / inputs.mesh.num_engines
         / config.reward.workers
         / JUDGED_PER_SECOND,
-        flops=step_flops(training, rollout.sampled),
-        overlap=overlap,
     )
 
 
@@ -272,48 +224,12 @@ def teacher_work(teacher: StepInputs, plan: MemoryPlan) -> Work:
     return logprobs_work(teacher) + Work(flops=again / parts) + _there_and_back(size, teacher.target)
 
 
-def teacher_flops(teacher: StepInputs) -> float:
-    """Of a step, of the whole cluster."""
-    cost, batch, config = forward_cost(teacher.shape), teacher.batch, teacher.config
-    one_pass = batch.tokens * cost.linear + batch.squares * cost.quadratic
-    again = 2 * config.algorithm.epochs - 1 if config.teacher.loss == "full" else 0
-    return FORWARD * (one_pass + again * batch.tokens * head_flops(teacher.shape))
-
-
 def tail_seconds(rollout: Rollout, cluster: Cluster, coefficients: Coefficients) -> float:
     """What the steps of the tail cost whatever their batch: the weights, and the engine's own time."""
     share = rollout.tail_steps / rollout.steps
     weights, messages = rollout.weights * rollout.tail_steps, rollout.work.messages * share
     fixed = Work(memory=weights, decode_steps=rollout.tail_steps, messages=messages)
     return seconds_of(fixed, cluster.machine, coefficients)
-
-
-def step_flops(training: StepInputs, sampled: Sampled) -> StepFlops:
-    """FLOPs of a step, of the whole cluster."""
-    config, shape, batch = training.config, training.shape, training.batch
-    cost, algorithm = forward_cost(shape), config.algorithm
-    head = batch.tokens * head_flops(shape)
-    layers, attention = batch.tokens * cost.linear - head, batch.squares * cost.quadratic
-    one_pass = layers + head + attention
-    chunk = shape.num_layers // training.mesh.pipeline // training.mesh.virtual_pipeline
-    passes = update_passes(shape, config.policy, max(1, chunk), training.target.local_layers)
-    both = FORWARD + BACKWARD
-    recomputed = layers * (passes.linear - both) + attention * (passes.attention - both)
-    alone = recomputes_logprobs(config) + (algorithm.kl_coef > 0)
-    critic, critic_pass = critic_shape_of(config, shape), 0.0
-    if critic is not None:
-        of_critic = forward_cost(critic)
-        critic_pass = batch.tokens * of_critic.linear + batch.squares * of_critic.quadratic
-    teacher = teacher_inputs(training)
-    of_teacher = 0.0 if teacher is None else teacher_flops(teacher)
-    behind_prompts = sampled.squares + 2 * batch.prompt_tokens * sampled.tokens
-    return StepFlops(
-        sampled.tokens * cost.linear + cost.quadratic * behind_prompts,
-        FORWARD * (one_pass * (algorithm.epochs + alone) + critic_pass * (critic_epochs(config) + 1))
-        + of_teacher,
-        BACKWARD * (one_pass * algorithm.epochs + critic_pass * critic_epochs(config)),
-        recomputed * algorithm.epochs,
-    )
 
 
 # ---------------------------------------------------------------- weight sync, offloading and onloading

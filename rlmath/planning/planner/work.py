@@ -1,15 +1,15 @@
 """What a cluster can do at most, what one rank does in a phase of a step, and the seconds that this takes.
 
 Every phase's seconds are a sum over the coefficients, the few numbers that no data sheet has: which share of a
-machine's speed is reached, and what comes on top. Each stands for a part of the work, so that a measured run
-determines their values (`calibration`).
+machine's speed is reached, and what comes on top. Each stands for a part of the work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 
+from rlmath.config.files import read_json_object
 from rlmath.config.gpu_specs import GPUS
 from rlmath.config.help import nearest_word
 from rlmath.config.schema import Config
@@ -39,7 +39,7 @@ class Machine:
 
 CPU_CORE = Machine(CPU, "cpu", flops=50e9, memory=10e9, node=2e9, network=1e9, host=10e9)
 """A rank on a core of its own, in float32. Round figures of a server's core with AVX-512 and of messages through its
-memory: a calibration measures what they are worth on a given machine."""
+memory."""
 
 
 @dataclass(frozen=True)
@@ -202,13 +202,9 @@ WORK_NAMES = tuple(field.name for field in fields(Work))
 # ---------------------------------------------------------------- coefficients
 
 
-SHARES = ("flops_share", "memory_share", "link_share")
-"""Of what `Machine` can do at most; the others are seconds."""
-
-
 @dataclass(frozen=True)
 class Coefficients:
-    """Shares lie above 0; a calibrated one may exceed 1 where a machine is faster than its figures."""
+    """Above 0. Shares are of what `Machine` can do at most, and may exceed 1 where a machine is faster."""
 
     flops_share: float
     """Of the device's FLOP/s, in training, log-probs and prefill."""
@@ -290,10 +286,20 @@ def seconds_of(work: Work, machine: Machine, coefficients: Coefficients) -> floa
     return sum(seconds_by_coefficient(work, machine, coefficients).values())
 
 
-def slower_by(coefficients: Coefficients, factors: Mapping[str, float]) -> Coefficients:
-    """The coefficients with which the time that each stands for is `factors` times as long."""
-    values = {
-        name: value / factors.get(name, 1.0) if name in SHARES else value * factors.get(name, 1.0)
-        for name, value in asdict(coefficients).items()
-    }
-    return Coefficients(**values)
+def read_coefficients(file: Path, kind: str) -> Coefficients:
+    """Those of a JSON file {"kind": "cuda", "coefficients": {name: number}}; what it leaves out has its default.
+
+    Errors: ValueError for another kind of device, and for what is unknown or no number.
+    """
+    data = read_json_object(file)
+    if data.get("kind") != kind:
+        raise ValueError(f'{file}: coefficients of kind "{data.get("kind")}"; this plan is for "{kind}"')
+    values = data.get("coefficients")
+    if not isinstance(values, dict):
+        raise ValueError(f'{file}: it has no "coefficients"; needed: numbers by name (docs/planning.md)')
+    for name, value in values.items():
+        if name not in NAMES:
+            raise ValueError(f'{file}: there is no coefficient "{name}".{nearest_word(str(name), NAMES)}')
+        if type(value) not in (int, float):
+            raise ValueError(f"{file}: the coefficient {name} is {value!r}; needed: a number above 0")
+    return replace(DEFAULTS[kind], **values)

@@ -9,8 +9,8 @@ other's senders cannot happen. Weights are published when all engines have those
 are published, so that both sides count them alike. (Versions would not do: where a step learned nothing, the next one
 publishes the same.)
 
-The plan (`reshard_plan.plan_own_ranks`) is the same for every engine but for its ranks. Buckets travel over the bridge,
-through the memory of the hosts.
+The plan (`reshard_plan.plan_of_engines`) is the same for every engine but for its ranks. Buckets travel over the
+bridge, through the memory of the hosts.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from rlmath.distributed.collectives import shared_store
 from rlmath.distributed.device import Device, synchronize
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.engine_weights import EngineWeights
-from rlmath.rollout.weight_sync.reshard_plan import SyncPlan, plan_own_ranks, rank_rounds
-from rlmath.rollout.weight_sync.shard_layouts import TrainingLayout
+from rlmath.rollout.weight_sync.reshard_plan import SyncPlan, rank_rounds
 from rlmath.rollout.weight_sync.transport import Messages, Transport
 from rlmath.rollout.weight_sync.weight_sync import pack, runs_of_round, source_matrices, unpack
 
@@ -46,20 +45,6 @@ class WeightsWanted:
     engine: int
     publication: int
     """Counted from 1 over the whole start."""
-
-
-def plan_of_engines(
-    shape: ModelShape,
-    layout: TrainingLayout,
-    mesh: Mesh,
-    element_bytes: int,
-    bucket_bytes: int,
-) -> SyncPlan:
-    """The plan of the first engine behind the training ranks, those of `mesh`."""
-    first = range(mesh.world_size, mesh.world_size + mesh.engine_size)
-    return plan_own_ranks(
-        shape, layout, mesh, engine=first, element_bytes=element_bytes, bucket_bytes=bucket_bytes
-    )
 
 
 class WeightPublisher:

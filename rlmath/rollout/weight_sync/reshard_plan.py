@@ -17,8 +17,6 @@ engines need, and all cells are alike, so that a rank plans its own cell only, h
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -122,30 +120,6 @@ class SyncPlan:
         return self.element_bytes * sum(self.missing.values())
 
 
-def plan_sync(
-    shape: ModelShape,
-    layout: TrainingLayout,
-    mesh: Mesh,
-    element_bytes: int,
-    bucket_bytes: int,
-    ranks_per_node: int | None = None,
-) -> SyncPlan:
-    """The plan for all ranks of `mesh`, whose own `rank` does not matter. None: all ranks are on one node.
-
-    For hundreds of ranks it may have millions of copies; a rank needs `plan_cell` only.
-    """
-    first, *others = cells(mesh, ranks_per_node)
-    one = plan_cell(
-        shape,
-        layout,
-        replace(mesh, rank=first[0]),
-        element_bytes=element_bytes,
-        bucket_bytes=bucket_bytes,
-        ranks_per_node=ranks_per_node,
-    )
-    return _join([one, *(_renumber(one, dict(zip(first, cell, strict=True))) for cell in others)])
-
-
 def plan_cell(
     shape: ModelShape,
     layout: TrainingLayout,
@@ -156,41 +130,30 @@ def plan_cell(
 ) -> SyncPlan:
     """The plan for the cell of `mesh.rank`. None: all ranks are on one node."""
     ranks = cell_of(mesh, ranks_per_node)
-    coordinates_of = {rank: coordinates(replace(mesh, rank=rank)) for rank in ranks}
-    parts = {rank: rank % mesh.engine_size for rank in ranks}
-    senders = Senders(coordinates_of, ranks_per_node or mesh.world_size)
     return _plan(
         shape,
         layout,
         mesh=mesh,
-        coordinates_of=coordinates_of,
-        parts=parts,
-        senders=senders,
+        ranks=ranks,
+        parts={rank: rank % mesh.engine_size for rank in ranks},
+        ranks_per_node=ranks_per_node or mesh.world_size,
         element_bytes=element_bytes,
         bucket_bytes=bucket_bytes,
     )
 
 
-def plan_own_ranks(
-    shape: ModelShape,
-    layout: TrainingLayout,
-    mesh: Mesh,
-    engine: range,
-    element_bytes: int,
-    bucket_bytes: int,
+def plan_of_engines(
+    shape: ModelShape, layout: TrainingLayout, mesh: Mesh, element_bytes: int, bucket_bytes: int
 ) -> SyncPlan:
-    """The plan for one engine on ranks of its own, `engine`, from all training ranks, those of `mesh`. Every element
+    """The plan for the first engine on ranks of its own, behind all training ranks, those of `mesh`. Every element
     travels once to each rank that needs it."""
-    coordinates_of = {rank: coordinates(replace(mesh, rank=rank)) for rank in range(mesh.world_size)}
-    parts = {rank: part for part, rank in enumerate(engine)}
-    senders = Senders(coordinates_of, engine.stop)  # nodes make no difference: engines have others
     return _plan(
         shape,
         layout,
         mesh=mesh,
-        coordinates_of=coordinates_of,
-        parts=parts,
-        senders=senders,
+        ranks=range(mesh.world_size),
+        parts={mesh.world_size + part: part for part in range(mesh.engine_size)},
+        ranks_per_node=mesh.world_size + mesh.engine_size,  # nodes make no difference: engines have others
         element_bytes=element_bytes,
         bucket_bytes=bucket_bytes,
     )
@@ -200,13 +163,15 @@ def _plan(
     shape: ModelShape,
     layout: TrainingLayout,
     mesh: Mesh,
-    coordinates_of: Mapping[int, Coordinates],
+    ranks: Iterable[int],
     parts: Mapping[int, int],
-    senders: Senders,
+    ranks_per_node: int,
     element_bytes: int,
     bucket_bytes: int,
 ) -> SyncPlan:
-    """The plan from the ranks with these coordinates to those that are these parts of an engine."""
+    """The plan from training ranks to those that are these parts of an engine."""
+    coordinates_of = {rank: coordinates(replace(mesh, rank=rank)) for rank in ranks}
+    senders = Senders(coordinates_of, ranks_per_node)
     held = by_region({at: training_blocks(shape, layout, at) for at in sorted(set(coordinates_of.values()))})
     overlaps_of_part = [
         intersections(engine_blocks(shape, mesh.engine_size, part), held) for part in range(mesh.engine_size)
@@ -223,11 +188,10 @@ def _plan(
         if own is not None:
             local[rank].append(_copy(rank, rank, own, overlap.target))
             continue
-        holders = tuple(overlap.sources)
         step = max(1, budget // SLICES_OF_A_BUCKET // overlap.target.cols)
         for start in range(0, overlap.target.rows, step):
             rows = min(step, overlap.target.rows - start)
-            source = senders.choose(rank, holders, rows * overlap.target.cols)
+            source = senders.choose(rank, overlap.sources, rows * overlap.target.cols)
             held_there = overlap.sources[coordinates_of[source]]
             travelling.append(_copy(source, rank, held_there, overlap.target, start, rows))
     return SyncPlan(
@@ -293,31 +257,6 @@ def cell_of(mesh: Mesh, ranks_per_node: int | None = None) -> tuple[int, ...]:
     return next(cell for cell in cells(mesh, ranks_per_node) if mesh.rank in cell)
 
 
-def _renumber(plan: SyncPlan, ranks: Mapping[int, int]) -> SyncPlan:
-    """The plan of another cell; `ranks` gives its rank for each of this one's."""
-
-    def renumbered(copies: Sequence[Copy]) -> tuple[Copy, ...]:
-        return tuple(copy._replace(source=ranks[copy.source], target=ranks[copy.target]) for copy in copies)
-
-    return SyncPlan(
-        local={ranks[rank]: renumbered(copies) for rank, copies in plan.local.items()},
-        rounds=tuple(map(renumbered, plan.rounds)),
-        missing={ranks[rank]: elements for rank, elements in plan.missing.items()},
-        element_bytes=plan.element_bytes,
-    )
-
-
-def _join(plans: Sequence[SyncPlan]) -> SyncPlan:
-    """Cells that are alike, side by side in each round; by rank."""
-    rounds = zip(*(plan.rounds for plan in plans), strict=True)
-    return SyncPlan(
-        local=dict(sorted(itertools.chain(*(plan.local.items() for plan in plans)))),
-        rounds=tuple(tuple(itertools.chain(*side_by_side)) for side_by_side in rounds),
-        missing=dict(sorted(itertools.chain(*(plan.missing.items() for plan in plans)))),
-        element_bytes=plans[0].element_bytes,
-    )
-
-
 # ---------------------------------------------------------------- overlaps of what is held and what is needed
 
 
@@ -367,21 +306,10 @@ def _common(block: Block, other: Block) -> Block | None:
     if rows <= 0 or cols <= 0:
         return None
     at_row, at_col = block.at_row + row - block.row, block.at_col + col - block.col
-    return Block(
-        block.tensor,
-        row,
-        col=col,
-        rows=rows,
-        cols=cols,
-        parameter=block.parameter,
-        at_row=at_row,
-        at_col=at_col,
-    )
+    return replace(block, rows=rows, cols=cols, row=row, col=col, at_row=at_row, at_col=at_col)
 
 
 # ---------------------------------------------------------------- who sends
-
-Holders = tuple[Coordinates, ...]
 
 
 class Senders:
@@ -390,30 +318,24 @@ class Senders:
     def __init__(self, coordinates_of: Mapping[int, Coordinates], ranks_per_node: int) -> None:
         """`coordinates_of` are those of every rank that may send."""
         self._ranks_per_node = ranks_per_node
-        self._ranks_at: dict[tuple[Coordinates, int | None], list[int]] = defaultdict(list)
+        self._ranks_at: dict[Coordinates, list[int]] = defaultdict(list)
         for rank, at in coordinates_of.items():
-            self._ranks_at[at, rank // ranks_per_node].append(rank)
-            self._ranks_at[at, None].append(rank)
+            self._ranks_at[at].append(rank)
         self._sent = dict.fromkeys(coordinates_of, 0)
-        # Heaps of (sent, rank), by holders and node: an entry may be older than `_sent`, since a rank is in several.
-        self._heaps: dict[tuple[Holders, int | None], list[tuple[int, int]]] = {}
+        self._candidates: dict[tuple[tuple[Coordinates, ...], int], list[int]] = {}
+        """By holders and node."""
 
-    def choose(self, target: int, holders: Holders, elements: int) -> int:
+    def choose(self, target: int, holders: Iterable[Coordinates], elements: int) -> int:
         """The rank with least to send so far of those at `holders`, of the target's node where there is one; it is
         then counted as sending `elements` more."""
-        heap = self._heap(holders, target // self._ranks_per_node) or self._heap(holders, None)
-        while (now := self._sent[heap[0][1]]) > heap[0][0]:
-            heapq.heapreplace(heap, (now, heap[0][1]))
-        source = heap[0][1]
+        key = tuple(holders), target // self._ranks_per_node
+        if key not in self._candidates:
+            ranks = [rank for at in holders for rank in self._ranks_at[at]]
+            near = [rank for rank in ranks if rank // self._ranks_per_node == key[1]]
+            self._candidates[key] = near or ranks
+        source = min(self._candidates[key], key=lambda rank: (self._sent[rank], rank))
         self._sent[source] += elements
         return source
-
-    def _heap(self, holders: Holders, node: int | None) -> list[tuple[int, int]]:
-        heap = self._heaps.get((holders, node))
-        if heap is None:
-            ranks = (rank for at in holders for rank in self._ranks_at.get((at, node), ()))
-            heap = self._heaps[holders, node] = sorted((self._sent[rank], rank) for rank in ranks)
-        return heap
 
 
 # ---------------------------------------------------------------- rounds

@@ -35,15 +35,15 @@ class Block:
 
     tensor: str
     """Name of the Hugging Face tensor."""
-    row: int
-    col: int
-    rows: int
-    cols: int
     parameter: str
     """Training side: the first Hugging Face name of the Megatron tensor (`parameter_key`). Engine: vLLM's name."""
-    at_row: int
+    rows: int
+    cols: int
+    row: int = 0
+    col: int = 0
+    at_row: int = 0
     """First row in the parameter, seen as a matrix."""
-    at_col: int
+    at_col: int = 0
 
     @property
     def elements(self) -> int:
@@ -159,9 +159,7 @@ def _qkv_groups(
     for group in range(first, first + groups):
         at = (group - first) * (heads + 2) * D
         for name, count in zip(placed.hf_names, (heads, 1, 1), strict=True):
-            yield Block(
-                name, group * count * D, col=0, rows=count * D, cols=cols, parameter=key, at_row=at, at_col=0
-            )
+            yield Block(name, key, count * D, cols, row=group * count * D, at_row=at)
             at += count * D
 
 
@@ -171,53 +169,24 @@ def _stacked(
     """The part's rows of each tensor, one after the other from `at_row` on: gate, then up."""
     cols, rows = _columns(placed, shape), shape.ffn_size // parts
     for number, name in enumerate(placed.hf_names):
-        yield Block(
-            name,
-            part * rows,
-            col=0,
-            rows=rows,
-            cols=cols,
-            parameter=parameter,
-            at_row=at_row + number * rows,
-            at_col=0,
-        )
+        yield Block(name, parameter, rows, cols, row=part * rows, at_row=at_row + number * rows)
 
 
 def _vocab_rows(placed: Placed, shape: ModelShape, share: int, part: int, parameter: str) -> Iterator[Block]:
     """The part's rows that belong to tokens; the last parts may hold padding, or only padding."""
     start, stop = part * share, min((part + 1) * share, shape.vocab_size)
     if start < stop:
-        yield Block(
-            placed.hf_names[0],
-            start,
-            col=0,
-            rows=stop - start,
-            cols=shape.hidden_size,
-            parameter=parameter,
-            at_row=0,
-            at_col=0,
-        )
+        yield Block(placed.hf_names[0], parameter, stop - start, shape.hidden_size, row=start)
 
 
 def _plain(placed: Placed, shape: ModelShape, parts: int, part: int, parameter: str) -> Block:
     size = canonical_shape(placed.rule, shape, tensor=1)
     rows, cols = size[0], math.prod(size[1:])
     if placed.rule.split_axis is None:
-        return Block(
-            placed.hf_names[0], 0, col=0, rows=rows, cols=cols, parameter=parameter, at_row=0, at_col=0
-        )
+        return Block(placed.hf_names[0], parameter, rows, cols)
     assert placed.rule.split_axis == 1, f"{parameter} is split on an axis that no rule has"
     share = cols // parts
-    return Block(
-        placed.hf_names[0],
-        0,
-        col=part * share,
-        rows=rows,
-        cols=share,
-        parameter=parameter,
-        at_row=0,
-        at_col=0,
-    )
+    return Block(placed.hf_names[0], parameter, rows, share, col=part * share)
 
 
 def _columns(placed: Placed, shape: ModelShape) -> int:
@@ -271,16 +240,7 @@ def _engine_qkv(
     spans = ((part, shape.num_heads // engine_size), (part // copies, kv_heads), (part // copies, kv_heads))
     at = 0
     for name, (index, heads) in zip(placed.hf_names, spans, strict=True):
-        yield Block(
-            name,
-            index * heads * D,
-            col=0,
-            rows=heads * D,
-            cols=cols,
-            parameter=parameter,
-            at_row=at,
-            at_col=0,
-        )
+        yield Block(name, parameter, heads * D, cols, row=index * heads * D, at_row=at)
         at += heads * D
 
 

@@ -191,16 +191,10 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
     if config.run.recover_mode == "disabled":
         return None
     root = Path(config.run.output_dir) / CHECKPOINTS_FOLDER
-    found, notes = _complete_checkpoints(config)
+    notes: list[str] = []
+    found = list(_readable_checkpoints(config, notes))
     rollbacks, candidates = read_rollbacks(config.run.output_dir), []
-    for checkpoint in found:
-        try:
-            progress, then = _read_small_files(checkpoint)
-        except directory.OutOfReachError as error:
-            raise ValueError(out_of_reach_text(error)) from error
-        except (OSError, ValueError) as error:
-            notes.append(f"the checkpoint {checkpoint.folder} is damaged and is skipped: {error}")
-            continue
+    for checkpoint, progress, then in found:
         if (number := superseded_by(rollbacks, progress)) is not None:
             step = rollbacks[number - 1].step
             notes.append(
@@ -234,13 +228,7 @@ def changes_since_newest(config: Config) -> list[str] | None:
     files only. ValueError where it cannot be known what there is."""
     if config.run.recover_mode == "disabled":
         return None
-    for checkpoint in _complete_checkpoints(config)[0]:
-        try:
-            progress, then = _read_small_files(checkpoint)
-        except directory.OutOfReachError as error:
-            raise ValueError(out_of_reach_text(error)) from error
-        except (OSError, ValueError):
-            continue
+    for _, progress, then in _readable_checkpoints(config, []):
         return _changed_settings(then, config, progress)
     return None
 
@@ -249,18 +237,28 @@ def newest_settings(config: Config) -> Config | None:
     """The settings of the newest whole checkpoint in the run's folder that can be read; None where there is none, or
     it cannot be known. Reads manifests and small files only."""
     with suppress(ValueError):
-        for checkpoint in _complete_checkpoints(config)[0]:
-            with suppress(OSError, ValueError):
-                return _read_small_files(checkpoint)[1]
+        return next((then for _, _, then in _readable_checkpoints(config, [])), None)
     return None
 
 
 START_OVER = "to start from the beginning, give another run.output_dir or run.recover_mode=disabled"
 
 
-def _complete_checkpoints(config: Config) -> tuple[list[Checkpoint], list[str]]:
+def _readable_checkpoints(config: Config, notes: list[str]) -> Iterator[tuple[Checkpoint, Progress, Config]]:
+    """Those in the run's folder with their small files, newest first. What is wrong with the others is added to
+    `notes`. ValueError where it cannot be known what there is."""
     try:
-        return directory.complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS_FOLDER)
+        found, damaged = directory.complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS_FOLDER)
+        notes += damaged
+        for checkpoint in found:
+            try:
+                progress, then = _read_small_files(checkpoint)
+            except directory.OutOfReachError:
+                raise
+            except (OSError, ValueError) as error:
+                notes.append(f"the checkpoint {checkpoint.folder} is damaged and is skipped: {error}")
+            else:
+                yield checkpoint, progress, then
     except ValueError as error:
         raise ValueError(out_of_reach_text(error)) from error
 

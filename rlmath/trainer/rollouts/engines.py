@@ -37,15 +37,15 @@ from rlmath.rollout.generation import End, NewWeights
 from rlmath.rollout.memory_monitor import MemoryMonitor
 from rlmath.rollout.memory_switch import CPU_COMPARES_EVERY, MemorySwitch
 from rlmath.rollout.weight_sync.logprob_probe import PolicyProbe, Probe
-from rlmath.rollout.weight_sync.publish import WeightPublisher, plan_of_engines
-from rlmath.rollout.weight_sync.reshard_plan import SyncPlan, bucket_bytes
+from rlmath.rollout.weight_sync.publish import WeightPublisher
+from rlmath.rollout.weight_sync.reshard_plan import SyncPlan, bucket_bytes, plan_of_engines
 from rlmath.rollout.weight_sync.shard_layouts import TrainingLayout, engine_shapes, training_layout
 from rlmath.rollout.weight_sync.weight_sync import WeightSync, WeightTransfer, raise_if_probe_differs
 from rlmath.trainer.context import RankContext
 from rlmath.trainer.rollouts.asynchronous import AsynchronousRollouts, EngineConnection
 from rlmath.trainer.rollouts.synchronous import Keep, StepRollouts, step_rollouts
 from rlmath.trainer.validation import GroupCollector
-from rlmath.workers.user_functions import scorer_hook
+from rlmath.workers.user_functions import UserFunctionError, scorer_hook
 from rlmath.workers.worker_pool import VerifierPool
 
 logger = logging.getLogger(__name__)
@@ -67,9 +67,22 @@ class Engines(ABC):
     def connect(self, actor: Actor, offload: OffloadSets) -> None:
         """Where the weights come from; called once."""
 
+    @contextmanager
+    def generating(self, version: int, step: int) -> Iterator[None]:
+        """Inside, the engines generate for step `step` (from 0) with the policy's weights of that version. A function
+        of the user's that fails inside is raised when the engines have left their phase."""
+        failed = None
+        with self._generating(version, step):
+            try:
+                yield
+            except UserFunctionError as error:
+                failed = error
+        if failed is not None:
+            raise failed
+
     @abstractmethod
-    def generating(self, version: int, step: int) -> AbstractContextManager[None]:
-        """Inside, the engines generate for step `step` (from 0) with the policy's weights of that version."""
+    def _generating(self, version: int, step: int) -> AbstractContextManager[None]:
+        """The engines' phase."""
 
     @abstractmethod
     def probe(self) -> dict[str, float]:
@@ -161,7 +174,7 @@ class ColocatedEngines(Engines):
             self.engine, offload, sync=self.sync.run, monitor=monitor, timers=self._timers, device=device
         )
 
-    def generating(self, version: int, step: int) -> AbstractContextManager[None]:
+    def _generating(self, version: int, step: int) -> AbstractContextManager[None]:
         return self.switch.generating(version, step)
 
     def probe(self) -> dict[str, float]:
@@ -218,7 +231,7 @@ class SeparateEngines(Engines):
         offload.offload(*RESTING)
 
     @contextmanager
-    def generating(self, version: int, step: int) -> Iterator[None]:
+    def _generating(self, version: int, step: int) -> Iterator[None]:
         """The engines take the weights when they can; the trainers do not wait for that, but for the version before."""
         self._step, learned_at = step, time.monotonic()
         with self._timers.phase("sync"):

@@ -8,14 +8,14 @@ import pytest
 from rlmath.config.load import load_config
 from rlmath.models.hf_config import required_shape
 from rlmath.planning.memory_fit import planned_target
-from rlmath.planning.planner.lengths import Batch, lengths_measured
+from rlmath.planning.planner.lengths import Batch, lengths_with_mean
 from rlmath.planning.planner.sampling import rollout_of
 from rlmath.planning.planner.step import step_inputs, with_layout
 from rlmath.planning.planner.training import update_work
 from rlmath.planning.planner.work import DEFAULTS, Cluster, Work, machine_of, seconds_of
 
 RECIPES = Path(__file__).resolve().parents[3] / "configs" / "areal"
-LENGTHS = lengths_measured(7941.9 - 107.8, 16384, 0.1238)
+LENGTHS = lengths_with_mean(7941.9 - 107.8, 16384)
 """Of the step log in the tutorial of AReaL, with a limit of 16,384 tokens; the rows have 27,648."""
 
 

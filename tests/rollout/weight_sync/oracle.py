@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from rlmath.checkpoint.hf.weight_map import hf_shapes, placed_tensors
 from rlmath.checkpoint.hf.weights import shard, to_canonical
 from rlmath.config.model_shape import ModelShape
 from rlmath.distributed.mesh import Mesh
+from rlmath.rollout.weight_sync.reshard_plan import SyncPlan, cells, plan_cell
 from rlmath.rollout.weight_sync.shard_layouts import TIED_HEAD, TrainingLayout, parameter_key, training_layout
 
 SMALL = ModelShape(
@@ -155,3 +157,24 @@ def engine_parameters(
             found[f"{at}.{name}.weight"] = whole[f"{at}.{name}.weight"]
     found["model.norm.weight"] = whole["model.norm.weight"]
     return {name: tensor if tensor.dim() == 2 else tensor[:, None] for name, tensor in found.items()}
+
+
+def plan_of_all(
+    shape: ModelShape,
+    layout: TrainingLayout,
+    mesh: Mesh,
+    element_bytes: int,
+    bucket_bytes: int,
+    ranks_per_node: int | None = None,
+) -> SyncPlan:
+    """The plans of all cells, side by side in each round."""
+    plans = [
+        plan_cell(shape, layout, replace(mesh, rank=cell[0]), element_bytes, bucket_bytes, ranks_per_node)
+        for cell in cells(mesh, ranks_per_node)
+    ]
+    return SyncPlan(
+        local={rank: copies for plan in plans for rank, copies in plan.local.items()},
+        rounds=tuple(tuple(chain(*rounds)) for rounds in zip(*(plan.rounds for plan in plans), strict=True)),
+        missing={rank: count for plan in plans for rank, count in plan.missing.items()},
+        element_bytes=element_bytes,
+    )

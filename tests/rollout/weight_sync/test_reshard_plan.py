@@ -15,13 +15,14 @@ from torch import Tensor
 
 from rlmath.config.model_shape import ModelShape
 from rlmath.distributed.mesh import Mesh
-from rlmath.rollout.weight_sync.reshard_plan import Copy, SyncPlan, plan_sync, rank_rounds
+from rlmath.rollout.weight_sync.reshard_plan import Copy, SyncPlan, plan_cell, rank_rounds
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, training_layout
 from tests.rollout.weight_sync.oracle import (
     EXPERTS,
     SMALL,
     Layout,
     engine_parameters,
+    plan_of_all,
     training_parameters,
     whole_tensors,
 )
@@ -71,7 +72,7 @@ def plan_of(
 ) -> SyncPlan:
     """`bucket` in elements."""
     mesh = layout.mesh(engine_size)
-    return plan_sync(shape, layout.training(), mesh, FLOAT32, bytes_of(bucket), ranks_per_node)
+    return plan_of_all(shape, layout.training(), mesh, FLOAT32, bytes_of(bucket), ranks_per_node)
 
 
 @functools.cache
@@ -332,10 +333,10 @@ def test_a_model_of_32_billion_parameters_is_planned_for_128_ranks(engine_size: 
     shape = ModelShape(
         "Qwen2ForCausalLM", 64, 5120, 40, 8, 128, 27648, 152064, False, 32768, 1e6, 1e-6, True, "bfloat16"
     )
-    mesh = Mesh(0, 128, 8, 4, engine_size)
+    mesh = Mesh(127, 128, 8, 4, engine_size)
     bucket = 64 * 2**20
-    plan = plan_sync(shape, training_layout(64, mesh, None, None), mesh, 2, bucket, ranks_per_node=8)
-    assert sum(map(plan.bytes_sent, range(128))) == plan.lower_bound > 0
+    plan = plan_cell(shape, training_layout(64, mesh, None, None), mesh, 2, bucket, ranks_per_node=8)
+    assert sum(map(plan.bytes_sent, plan.local)) == plan.lower_bound > 0
     assert plan.largest_bucket_bytes <= bucket
     done = [name for round_ in rank_rounds(plan, 127) for name in round_.complete]
     assert Counter(done) == Counter(engine_shapes(shape, engine_size).keys())

@@ -74,8 +74,8 @@ def test_gate_lies_before_up() -> None:
     name = "model.layers.3.mlp"
     blocks = held(TrainingLayout(4, ((0, 1, 2, 3),)), 1, 0)
     assert [b for b in blocks if b.parameter == f"{name}.gate_proj.weight"] == [
-        Block(f"{name}.gate_proj.weight", 4, 0, 4, 5, f"{name}.gate_proj.weight", 0, 0),
-        Block(f"{name}.up_proj.weight", 4, 0, 4, 5, f"{name}.gate_proj.weight", 4, 0),
+        Block(f"{name}.gate_proj.weight", f"{name}.gate_proj.weight", 4, 5, row=4),
+        Block(f"{name}.up_proj.weight", f"{name}.gate_proj.weight", 4, 5, row=4, at_row=4),
     ]
 
 
@@ -83,7 +83,7 @@ def test_gate_lies_before_up() -> None:
 def test_projections_back_are_split_by_columns(kind: str, share: int) -> None:
     name = f"model.layers.2.{kind}.weight"
     (block,) = (b for b in held(TrainingLayout(2, ((0, 1, 2, 3),)), 1, 0) if b.tensor == name)
-    assert block == Block(name, 0, share, 5, share, name, 0, 0)
+    assert block == Block(name, name, 5, share, col=share)
 
 
 def test_stages_hold_their_layers_and_the_ends_of_the_model() -> None:
@@ -100,7 +100,7 @@ def test_with_a_tied_embedding_the_last_stage_has_a_copy_of_it() -> None:
     two = TrainingLayout(2, ((0, 1), (2, 3)))
     name = "model.embed_tokens.weight"
     assert [b for b in held(two, 1, 1, tied=True) if b.tensor == name] == [
-        Block(name, 51, 0, 50, 5, TIED_HEAD, 0, 0)
+        Block(name, TIED_HEAD, 50, 5, row=51)
     ]
     alone = held(TrainingLayout(1, ((0, 1, 2, 3),)), 0, 0, tied=True)
     assert [b.parameter for b in alone if b.tensor == name] == [name]
