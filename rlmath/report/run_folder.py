@@ -25,7 +25,6 @@ from rlmath.report.samples import SHOWN_CHARS, Samples, number_of, samples_of, t
 from rlmath.report.settings import Settings, read_settings
 from rlmath.telemetry.metrics_writer import last_step
 
-MOST_RUNS = 24
 MOST_LABEL = 60
 _MOST_JSON_BYTES = 2**22
 
@@ -88,8 +87,6 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     for path in map(Path, folders):
         found.setdefault(path.resolve(), path)
     paths = list(found.values())
-    if len(paths) > MOST_RUNS:
-        raise NoRunError(f"got {len(paths)} runs; needed: at most {MOST_RUNS}")
     for path in paths:
         require_run(path)
     labels = labels_of([path.resolve() for path in paths])
