@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from ctypes.util import find_library
 from pathlib import Path
 
 import rlmath
@@ -160,17 +161,8 @@ def tool_lines(device: str) -> Iterator[Line]:
     compiler = shutil.which("g++")
     yield compiler is not None, f"g++: {compiler or 'missing; vLLM compiles kernels: apt-get install g++'}"
     if device == "cpu":
-        found = any((Path(folder) / "libnuma.so.1").exists() for folder in LIBRARY_FOLDERS)
+        found = find_library("numa") is not None
         yield found, f"libnuma: {'there' if found else 'missing; vLLM loads it: apt-get install libnuma1'}"
     places = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
     for name, what in (("torchrun", "runs on several machines"), ("sbatch", "rlmath submit")):
         yield True, f"{name}: {shutil.which(name, path=places) or f'not found ({what})'}"
-
-
-LIBRARY_FOLDERS = (
-    "/usr/lib/x86_64-linux-gnu",
-    "/usr/lib/aarch64-linux-gnu",
-    "/usr/lib64",
-    "/usr/lib",
-    "/lib64",
-)

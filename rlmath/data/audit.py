@@ -4,7 +4,7 @@
                answer equals
 
 Nothing here ends a run, except that no training prompt has a reference that could be answered. References are looked at
-as strings, without the parser, for some seconds.
+as strings, without the parser: 100,000 take some two seconds.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rlmath.algorithms.types import Prompt
 from rlmath.answers.extraction import extract_answer
@@ -35,8 +35,6 @@ EXAMPLES = 3
 SHOWN_CHARACTERS = 480
 """Characters of a prompt's text that are shown; of a longer one its beginning and its end."""
 LINE_CHARACTERS = 76
-REFERENCE_SECONDS = 10.0
-"""Time for references; what is left then is not looked at."""
 PROSE_WORDS = 12
 """A reference with so many words is a sentence, not an answer."""
 SENTENCE = "is a sentence, not an answer"
@@ -53,6 +51,7 @@ _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s?\{([^{}]*)\}")
 
 
+T = TypeVar("T")
 PromptsOfFile = tuple[str, Sequence[Prompt]]
 """A file, or the name of a validation file, and its prompts."""
 
@@ -154,29 +153,25 @@ def audit_prompts(
     started = time.monotonic()
     n_validated = sum(len(found) for _, found in validation)
     prompts = [prompt for _, found in training for prompt in found]
-    findings = [*_unknown_in(prompts, tokenizer), *_overlaps(training, validation), *_in_two_files(training)]
+    findings = [*_unknown_in(prompts, tokenizer), *_overlaps(training, validation)]
+    findings += _in_earlier_file(training, "problems", lambda one: one.problem_key, _named)
     compared = f"{len(prompts)} prompts and {n_validated} of validation compared"
     if is_verified(reward):
-        deadline = started + REFERENCE_SECONDS
-        checked, wrong = 0, []
         rules = Rules(reward.answer_from, protocol=not reward.strict)
-        for found in (*(held for _, held in validation), prompts):  # the small ones first
-            done, wrong = _unanswerable(found, rules, deadline)
-            checked += done
-            findings += _reference_findings(wrong, done, "training" if found is prompts else "validation")
+        for _, held in validation:
+            findings += _reference_findings(_unanswerable(held, rules), len(held), "validation")
+        wrong = _unanswerable(prompts, rules)
+        findings += _reference_findings(wrong, len(prompts), "training")
         _raise_if_none_is_usable(prompts, wrong)
-        total = len(prompts) + n_validated
-        part = "all" if checked == total else f"{checked} of {total}"
-        compared += f", the references of {part} judged as answers to themselves"
+        compared += ", the references of all judged as answers to themselves"
     return DataAudit(shown, _summary(compared, findings, started), tuple(findings))
 
 
 def audit_references(files: Sequence[PromptsOfFile]) -> tuple[str, ...]:
     """Warnings about prompts that have no reference which an answer could equal, with the default settings."""
-    deadline, findings = time.monotonic() + REFERENCE_SECONDS, []
+    findings: list[Finding] = []
     for name, prompts in files:
-        looked_at, wrong = _unanswerable(prompts, Rules(), deadline)
-        findings += _reference_findings(wrong, looked_at, name)
+        findings += _reference_findings(_unanswerable(prompts, Rules()), len(prompts), name)
     return DataAudit(findings=tuple(findings)).warnings(EXAMPLES)
 
 
@@ -199,12 +194,17 @@ def _unknown_in(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerFast | 
         if not unknown.isdisjoint(prompt.token_ids) or (lost and not lost.isdisjoint(prompt.text))
     ]
     if odd:
-        left_out = f" It has no token for {_characters(lost)}." if lost else ""
-        yield Finding(
-            f"The tokenizer does not know parts of {len(odd)} of {len(prompts)} prompts, which the model cannot read."
-            f"{left_out} Use the tokenizer that belongs to the model, or other characters.",
-            _named(odd),
-        )
+        what = f"parts of {len(odd)} of {len(prompts)} prompts, which the model cannot read."
+        yield _unknown(what, lost, _named(odd))
+
+
+def _unknown(what: str, lost: Collection[str], examples: tuple[str, ...]) -> Finding:
+    left_out = f" It has no token for {_characters(lost)}." if lost else ""
+    return Finding(
+        f"The tokenizer does not know {what}{left_out} Use the tokenizer that belongs to the model, or other "
+        "characters.",
+        examples,
+    )
 
 
 def _overlaps(training: Sequence[PromptsOfFile], validation: Sequence[PromptsOfFile]) -> Iterator[Finding]:
@@ -221,19 +221,22 @@ def _overlaps(training: Sequence[PromptsOfFile], validation: Sequence[PromptsOfF
                 )
 
 
-def _in_two_files(training: Sequence[PromptsOfFile]) -> Iterator[Finding]:
-    first_in: dict[int, int] = {}
-    for number, (path, prompts) in enumerate(training):
-        again: dict[int, list[Prompt]] = {}
-        for prompt in prompts:
-            before = first_in.setdefault(prompt.problem_key, number)
-            if before != number:
-                again.setdefault(before, []).append(prompt)
-        for before, both in again.items():
+def _in_earlier_file(
+    files: Sequence[tuple[str, Sequence[T]]],
+    noun: str,
+    key: Callable[[T], Hashable],
+    shown: Callable[[Sequence[T]], tuple[str, ...]],
+) -> Iterator[Finding]:
+    """Prompts that an earlier file has, too, by their keys."""
+    before: set[Hashable] = set()
+    for path, found in files:
+        again = [one for one in found if key(one) in before]
+        before.update(map(key, found))
+        if again:
             yield Finding(
-                f"{len(both)} of the {len(prompts)} problems of {path} are in {training[before][0]}, too, and come "
-                "more often than data.train_weights says. Take them out of one of the two files.",
-                _named(both),
+                f"{len(again)} of the {len(found)} {noun} of {path} are in an earlier file, too, and come more often "
+                "than data.train_weights says. Take them out of one of the files.",
+                shown(again),
             )
 
 
@@ -247,10 +250,10 @@ def _named(prompts: Sequence[Prompt]) -> tuple[str, ...]:
 # ---------------------------------------------------------------- references
 
 
-def _reference_findings(wrong: Sequence[tuple[Prompt, str]], looked_at: int, kind: str) -> Iterator[Finding]:
+def _reference_findings(wrong: Sequence[tuple[Prompt, str]], count: int, kind: str) -> Iterator[Finding]:
     if wrong:
         yield Finding(
-            f"{len(wrong)} of {looked_at} {kind} prompts have no usable reference: hardly any answer of a model could "
+            f"{len(wrong)} of {count} {kind} prompts have no usable reference: hardly any answer of a model could "
             "be right. Mend these rows or take them out.",
             _by_reason(wrong),
         )
@@ -272,24 +275,14 @@ def _by_reason(wrong: Sequence[tuple[Prompt, str]]) -> tuple[str, ...]:
     return tuple(grouped((f"the reference {why}", name) for (_, why), name in zip(wrong, named, strict=True)))
 
 
-def _unanswerable(
-    prompts: Iterable[Prompt], rules: Rules, deadline: float
-) -> tuple[int, list[tuple[Prompt, str]]]:
-    """(prompts looked at, those of them without any reference that an answer could equal, each with the reason)."""
+def _unanswerable(prompts: Iterable[Prompt], rules: Rules) -> list[tuple[Prompt, str]]:
+    """Prompts without any reference that an answer could equal, each with the reason of the first."""
     found: list[tuple[Prompt, str]] = []
-    reason_of_short = functools.lru_cache(maxsize=10_000)(functools.partial(_reason, rules=rules))
-    looked_at = 0
     for prompt in prompts:
-        if time.monotonic() > deadline:
-            break
-        looked_at += 1
-        reasons = [
-            reason_of_short(solution) if len(solution) < 100 else _reason(solution, rules)
-            for solution in prompt.solutions
-        ]
+        reasons = [_reason(solution, rules) for solution in prompt.solutions]
         if all(reasons):
             found.append((prompt, reasons[0]))
-    return looked_at, found
+    return found
 
 
 def _reason(solution: str, rules: Rules) -> str:
@@ -337,26 +330,12 @@ def audit_sequences(
         if not (unknown.isdisjoint(one.prompt_ids) and unknown.isdisjoint(one.completion_ids))
     ]
     if odd or lost:
-        left_out = f" It has no token for {_characters(lost)}." if lost else ""
-        findings.append(
-            Finding(
-                f"The tokenizer does not know all of the texts: {len(odd)} of {total} sequences have unknown tokens."
-                f"{left_out} Use the tokenizer that belongs to the model, or other characters.",
-                _decoded(odd, tokenizer),
-            )
-        )
-    first_in: dict[tuple[int, ...], int] = {}
-    for number, (path, sequences) in enumerate(training):
-        again = [one for one in sequences if first_in.setdefault(one.prompt_ids, number) != number]
-        if again:
-            findings.append(
-                Finding(
-                    f"{len(again)} of the {len(sequences)} prompts of {path} are in an earlier file, too. Take them "
-                    "out of one of the files.",
-                    _decoded(again, tokenizer),
-                )
-            )
-    both = [one for one in held_out if one.prompt_ids in first_in]
+        what = f"all of the texts: {len(odd)} of {total} sequences have unknown tokens."
+        findings.append(_unknown(what, lost, _decoded(odd, tokenizer)))
+    decoded = functools.partial(_decoded, tokenizer=tokenizer)
+    findings += _in_earlier_file(training, "prompts", lambda one: one.prompt_ids, decoded)
+    trained = {one.prompt_ids for _, sequences in training for one in sequences}
+    both = [one for one in held_out if one.prompt_ids in trained]
     if both:
         findings.append(
             Finding(

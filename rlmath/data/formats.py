@@ -10,13 +10,13 @@ Templates, lengths in tokens and the order of prompts are the loader's business.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
-from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 
@@ -190,16 +190,15 @@ _DAPO_SOURCE = "math_dapo"
 _MAX_MESSAGES = 100
 
 
-def _messages(value: object) -> tuple[tuple[str, str], ...]:
+def messages_of(value: object, name: str) -> tuple[tuple[str, str], ...]:
+    """(role, content) of a chat, which the column `name` has."""
     if not isinstance(value, list) or not 0 < len(value) <= _MAX_MESSAGES:
-        raise RowError(f"prompt must be a list of 1 to {_MAX_MESSAGES} messages, got {short(value)}")
+        raise RowError(f"{name} must be a list of 1 to {_MAX_MESSAGES} messages, got {short(value)}")
     found = []
     for message in value:
         if not isinstance(message, dict) or not {"role", "content"} <= set(message):
-            raise RowError(f"each message of prompt needs role and content, got {short(message)}")
+            raise RowError(f"each message of {name} needs role and content, got {short(message)}")
         found.append((checked_text(message["role"], "role"), checked_text(message["content"], "content")))
-    if found[-1][0] != "user":
-        raise RowError(f'the last message of prompt must be that of the "user", got that of {found[-1][0]!r}')
     return tuple(found)
 
 
@@ -229,8 +228,10 @@ def _chat_problem(columns: dict, last: str) -> str:
 
 
 def _chat_row(columns: dict, number: int) -> PromptRow:
-    messages = _messages(columns.get("prompt"))
-    last = messages[-1][1]
+    messages = messages_of(columns.get("prompt"), "prompt")
+    role, last = messages[-1]
+    if role != "user":
+        raise RowError(f'the last message of prompt must be that of the "user", got that of {role!r}')
     whole = len(messages) == 1 and has_template(last)
     extra = columns_of(columns.get("extra_info"))
     named = {"index": extra.get("index")} | {key: columns.get(key) for key in ("query_id", "id", "idx")}
@@ -360,7 +361,8 @@ _PROBLEM_KEYS = ("prompt", "solutions", "query_id", "task")
 def _own_rows(function: UserFunction, raw: Iterable[RawRow]) -> Iterator[tuple[RawRow, PromptRow | RowError]]:
     """What a data form of the user's makes of the rows."""
     late = before = 0
-    for some in _batches(raw):
+    rows = iter(raw)
+    while some := list(itertools.islice(rows, _AT_ONCE)):
         found: list[PromptRow | RowError | None] = [None] * len(some)
         calls: dict[int, tuple[dict]] = {}
         for place, one in enumerate(some):
@@ -390,19 +392,6 @@ def _own_rows(function: UserFunction, raw: Iterable[RawRow]) -> Iterator[tuple[R
         before += len(some)
 
 
-def _batches(raw: Iterable[RawRow]) -> Iterator[list[RawRow]]:
-    """Rows that are held at a time: at most so many, and of little more than so many characters."""
-    batch, characters = [], 0
-    for one in raw:
-        batch.append(one)
-        characters += sum(len(value) for value in (one.columns or {}).values() if isinstance(value, str))
-        if len(batch) == _AT_ONCE or characters > _CHARACTERS_AT_ONCE:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
 def _own_row(function: UserFunction, returned: dict | None, columns: dict, number: int) -> PromptRow:
     if returned is None:
         raise RowError(f"{function} leaves it out")
@@ -430,9 +419,8 @@ def _own_row(function: UserFunction, returned: dict | None, columns: dict, numbe
 # ---------------------------------------------------------------- reading
 
 
-_AT_ONCE = 1000
-"""Rows that a data form of the user's gets at a time, one by one."""
-_CHARACTERS_AT_ONCE = 2**25
+_AT_ONCE = 100
+"""Rows that wait for a data form of the user's at a time."""
 _MOST_LATE = 20
 """Rows of a file on which a data form of the user's may take too long."""
 FORMS: dict[str, Form] = {form.name: form for form in (BOBA, DAPO, SIMPLERL, V01, PLAIN)}
@@ -473,7 +461,7 @@ def read_prompts(
         if len(first) == _LOOKED_AT or (row.columns is not None and form_of(row.columns)):
             break
     found = _checked_form(path, form, first)
-    read = _rows_of(found.reader_of(Path(path)), chain(first, rows))
+    read = _rows_of(found.reader_of(Path(path)), itertools.chain(first, rows))
     return _collected(path, found.name, found.columns, read, most_characters)
 
 

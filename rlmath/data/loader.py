@@ -30,8 +30,6 @@ from rlmath.workers.user_functions import UserFunction
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from rlmath.data.sft_sequences import SequenceReport
-
 EXAMPLES = 3
 """Dropped prompts that are shown."""
 _START_CHARS = 60
@@ -56,7 +54,7 @@ class DroppedPrompt:
 
 @dataclass(frozen=True)
 class FilterReport:
-    """What became of the rows of one file. Lengths are tokens, never characters."""
+    """What became of the rows of one file, of prompts or of sequences. Lengths are tokens, never characters."""
 
     read: int
     """Rows that could be used, each once."""
@@ -64,7 +62,7 @@ class FilterReport:
     dropped_too_long: int
     longest_dropped_tokens: int
     """0 when nothing was dropped."""
-    max_prompt_tokens: int | None
+    most_tokens: int | None
     """None where rows were only counted, for want of a tokenizer."""
     dropped_empty: int = 0
     """Prompts of which the tokenizer makes no token at all."""
@@ -77,28 +75,39 @@ class FilterReport:
     examples: tuple[DroppedPrompt, ...] = ()
     template: str = ""
     """What is around the first prompt that is kept (`tokenizer.template_of`)."""
+    setting: str = "data.max_prompt_tokens"
+    """What bounds the tokens."""
 
     @property
     def dropped(self) -> int:
         return self.dropped_too_long + self.dropped_empty
 
+    @property
+    def rows(self) -> int:
+        """All rows of the file."""
+        return self.read + self.repeated + len(self.unusable)
+
     def line(self) -> str:
         """One line for the console: what the filter did."""
-        name = f"Prompts of {self.path}" if self.path else "Prompts"
-        if self.max_prompt_tokens is None:
+        name = f"{self.noun} of {self.path}" if self.path else self.noun
+        if self.most_tokens is None:
             return f"{name}: {self.read} rows, lengths not counted."
         if not self.dropped:
             return (
-                f"{name}: {self.read} read, all kept; none is longer than"
-                f" data.max_prompt_tokens={self.max_prompt_tokens} (lengths counted in tokens)."
+                f"{name}: {self.read} read, all kept; none is longer than {self.setting}={self.most_tokens}"
+                " (lengths counted in tokens)."
             )
         share = 100 * self.dropped_too_long / self.read
         empty = f" {self.dropped_empty} dropped because without any token." if self.dropped_empty else ""
         return (
             f"{name}: {self.read} read, {self.kept} kept, {self.dropped_too_long} dropped ({share:.1f}%)"
-            f" because longer than data.max_prompt_tokens={self.max_prompt_tokens} (lengths counted in"
+            f" because longer than {self.setting}={self.most_tokens} (lengths counted in"
             f" tokens, not characters; the longest has {self.longest_dropped_tokens} tokens).{empty}"
         )
+
+    @property
+    def noun(self) -> str:
+        return "Sequences" if self.setting.startswith("sft.") else "Prompts"
 
     def lines(self) -> tuple[str, ...]:
         """All lines for the console."""
@@ -119,7 +128,6 @@ class FilterReport:
 
     def record(self) -> dict:
         """The file's part of data_report.json."""
-        rows = self.read + self.repeated + len(self.unusable)
         counts = {
             "kept": self.kept,
             "too_long": self.dropped_too_long,
@@ -130,21 +138,21 @@ class FilterReport:
         return {
             "path": self.path,
             "format": self.form,
-            "rows": rows,
+            "rows": self.rows,
             **counts,
-            "shares": {name: count / rows for name, count in counts.items()},
-            "max_prompt_tokens": self.max_prompt_tokens,
+            "shares": {name: count / self.rows for name, count in counts.items()},
+            self.setting.partition(".")[2]: self.most_tokens,
             "longest_dropped_tokens": self.longest_dropped_tokens,
             "examples_dropped": [asdict(one) for one in self.examples],
         }
 
 
-def dropped_share(reports: Sequence[FilterReport | SequenceReport]) -> float:
+def dropped_share(reports: Sequence[FilterReport]) -> float:
     """Share of the prompts that could be used and that a filter dropped (0 to 1)."""
     return sum(report.dropped for report in reports) / max(1, sum(report.read for report in reports))
 
 
-def write_report(folder: str | Path, reports: Sequence[FilterReport | SequenceReport]) -> None:
+def write_report(folder: str | Path, reports: Sequence[FilterReport]) -> None:
     """data_report.json and unusable_rows.jsonl (empty where all rows are used) in a folder that is there."""
     whole = {
         "prompts": sum(report.kept for report in reports),
@@ -203,7 +211,7 @@ def load_prompts(
         kept=len(prompts),
         dropped_too_long=len(dropped) - empty,
         longest_dropped_tokens=max((one.tokens for one in dropped), default=0),
-        max_prompt_tokens=None if tokenizer is None else max_prompt_tokens,
+        most_tokens=None if tokenizer is None else max_prompt_tokens,
         dropped_empty=empty,
         path=path,
         form=file.form,

@@ -30,7 +30,8 @@ import json
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rlmath.algorithms.prompt_history import BUCKETS, Counts, CurriculumRules, PromptHistory, Verdict
@@ -44,12 +45,8 @@ logger = logging.getLogger(__name__)
 HISTORY = "prompt_history.jsonl"
 """The file in a checkpoint, and in the run's folder at its end."""
 VERSION = 1
-MAX_LINE_BYTES = 2**16
-"""Longest row that is read; the first line of a file of ours may be as long as a checkpoint's."""
 MAX_GROUPS = 1000
 """Most groups of a row that is read."""
-_MOST = 2**31
-"""Above every count."""
 
 
 def rules_of(data: DataConfig) -> CurriculumRules:
@@ -91,15 +88,6 @@ class DrawState:
     """Draws so far that took a prompt from the queue since a whole pass had no other prompt left."""
     reseeds: list[Reseed] = field(default_factory=list)
     """Places from which on the base order is another one."""
-
-    def copy(self) -> DrawState:
-        return replace(
-            self,
-            batch=list(self.batch),
-            queue=dict(self.queue),
-            in_flight=dict(self.in_flight),
-            reseeds=list(self.reseeds),
-        )
 
 
 class PromptCurriculum:
@@ -150,7 +138,7 @@ class PromptCurriculum:
 
     def begin(self, step: int) -> PromptCurriculum:
         """Step `step` begins. What it draws is forgotten if it fails before `commit`."""
-        self._after = self._state.copy()
+        self._after = deepcopy(self._state)
         known = max((one.rollback for one in self._after.reseeds), default=0)
         for rollback in self._order.rollbacks:
             if rollback.step <= step and rollback.number > known:
@@ -382,15 +370,15 @@ def _read_counts(group: Any) -> Counts:
     if not isinstance(group, list) or len(group) != 2 or any(type(n) is not int for n in group):
         raise ValueError(f'"correct" and "sampled" must be whole numbers, got {group!r:.60}')
     correct, sampled = group
-    if not 0 <= correct <= sampled < _MOST or sampled == 0:
+    if not 0 <= correct <= sampled or sampled == 0:
         raise ValueError(f"{correct} right of {sampled} sampled completions cannot be")
     return correct, sampled
 
 
 def read_history(path: str, prompt_ids: Sequence[str], keep: int) -> tuple[PromptHistory, str]:
     """The pass rates of these prompts that a file has, and a line for the console. Rows of other prompts are counted
-    and left out, so that memory is bounded by the prompts. ValueError that names the line where the file cannot be
-    used, and where it has none of the prompts."""
+    and left out. ValueError that names the line where the file cannot be used, and where it has none of the
+    prompts."""
     indices = {prompt_id: index for index, prompt_id in enumerate(prompt_ids)}
     groups: dict[int, tuple[Counts, ...]] = {}
     others = 0
@@ -400,7 +388,9 @@ def read_history(path: str, prompt_ids: Sequence[str], keep: int) -> tuple[Promp
         except ValueError as error:
             raise ValueError(f"data.history_path: {error}") from error
         with file:
-            for number, line in _lines(file):
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
                 try:
                     row = parse_json(line.decode())
                     if number == 1 and isinstance(row, dict) and "version" in row:
@@ -429,16 +419,3 @@ def read_history(path: str, prompt_ids: Sequence[str], keep: int) -> tuple[Promp
     return PromptHistory(keep, groups), (
         f"History: pass rates of {len(groups)} of {len(prompt_ids)} prompts from {path}{left_out}."
     )
-
-
-def _lines(file: Any) -> Iterator[tuple[int, bytes]]:
-    """Lines of bounded length that are not blank, with their numbers. The first may be as long as the state of a run;
-    what is too long comes in parts, none of which is a row."""
-    first = file.readline(2**28)
-    if first.strip():
-        yield 1, first[:MAX_LINE_BYTES] if not first.lstrip().startswith(b'{"version"') else b'{"version": 1}'
-    number = 2
-    for line in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
-        if line.strip():
-            yield number, line
-        number += line.endswith(b"\n")

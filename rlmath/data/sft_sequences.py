@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Sample
-from rlmath.config.run_files import UNUSABLE_ROWS_FILE
 from rlmath.data.files import CHARACTERS_PER_TOKEN, raw_rows
-from rlmath.data.formats import check_length, checked_text
+from rlmath.data.formats import check_length, checked_text, messages_of
+from rlmath.data.loader import FilterReport
 from rlmath.data.order import permutation
-from rlmath.data.rows import PromptRow, RawRow, RowError, UnusableRow, short, unusable_lines
+from rlmath.data.rows import PromptRow, RawRow, RowError, UnusableRow, unusable_lines
 from rlmath.data.tokenizer import prompt_tokens, rendered, token_ids_of
 from rlmath.workers.user_functions import UserFunction
 
@@ -60,65 +60,13 @@ class WrittenSequence:
 
 
 @dataclass(frozen=True)
-class SequenceReport:
-    """What became of a file's rows. Lengths in tokens."""
+class SequenceReport(FilterReport):
+    """What became of a file's rows, and what the data audit shows and looks at."""
 
-    path: str
-    kept: int
-    dropped: int
-    """Sequences that are too long."""
-    longest: int
-    """The longest of the dropped ones; 0 where there are none."""
-    limit: int
-    unusable: tuple[UnusableRow, ...]
     example: tuple[str, WrittenSequence] | None = None
     """The first that is kept: the text of its prompt, and its tokens. None where nothing is kept."""
     characters: frozenset[str] = frozenset()
     """Characters of all texts that are kept."""
-
-    @property
-    def read(self) -> int:
-        """Rows that could be used."""
-        return self.kept + self.dropped
-
-    @property
-    def rows(self) -> int:
-        """All rows of the file."""
-        return self.read + len(self.unusable)
-
-    def line(self) -> str:
-        """One line for the console."""
-        parts = [f"Sequences of {self.path}: {self.rows} read, {self.kept} kept"]
-        if self.dropped:
-            parts.append(
-                f"{self.dropped} dropped ({self._share(self.dropped)}) because longer than "
-                f"sft.max_sequence_tokens={self.limit} (the longest has {self.longest} tokens)"
-            )
-        if self.unusable:
-            share = self._share(len(self.unusable))
-            parts.append(
-                f"{len(self.unusable)} left out ({share}) because unusable; a run lists all in {UNUSABLE_ROWS_FILE}"
-            )
-        return ", ".join(parts) + "."
-
-    def lines(self) -> tuple[str, ...]:
-        """All lines for the console."""
-        return (self.line(), *(f"    {line}" for line in unusable_lines(self.path, self.unusable)))
-
-    def _share(self, count: int) -> str:
-        return f"{100 * count / self.rows:.1f}%"
-
-    def record(self) -> dict:
-        """The file's part of data_report.json."""
-        counts = {"kept": self.kept, "too_long": self.dropped, "unusable": len(self.unusable)}
-        return {
-            "path": self.path,
-            "rows": self.rows,
-            **counts,
-            "shares": {name: count / self.rows for name, count in counts.items()},
-            "max_sequence_tokens": self.limit,
-            "longest_dropped_tokens": self.longest,
-        }
 
 
 def load_sequences(
@@ -150,12 +98,14 @@ def load_sequences(
                 example = example or (row.prompt, one)
                 characters.update(row.prompt, row.completion)
     report = SequenceReport(
-        path,
-        len(kept),
-        dropped=too_long,
-        longest=longest,
-        limit=limit,
+        read=len(kept) + too_long,
+        kept=len(kept),
+        dropped_too_long=too_long,
+        longest_dropped_tokens=longest,
+        most_tokens=limit,
+        path=path,
         unusable=tuple(unusable),
+        setting="sft.max_sequence_tokens",
         example=example,
         characters=frozenset(characters),
     )
@@ -202,7 +152,6 @@ def _texts(
     most_characters: int,
 ) -> list[_Texts]:
     """What can be used; the others, among them rows of more than `most_characters`, are added to `unusable`."""
-    places: list[str] = []
     prompts: list[PromptRow] = []
     completions: list[str] = []
     in_chat = template in ("auto", "chat") and bool(tokenizer.chat_template)
@@ -223,10 +172,10 @@ def _texts(
                 f"the tokenizer has {'one' if tokenizer.chat_template else 'none'}. Use data.template=auto and a "
                 "tokenizer with a chat template, or give rows with prompt and completion"
             )
-        places.append(raw.where)
         prompts.append(row)
         completions.append(completion)
     texts = rendered(prompts, template, tokenizer)
+    places = [row.query_id for row in prompts]
     return [_Texts(*one) for one in zip(places, texts, completions, strict=True)]
 
 
@@ -237,24 +186,13 @@ def _parse(columns: dict, where: str) -> tuple[PromptRow, str]:
             prompt, completion = checked_text(columns[first], first), checked_text(columns[second], second)
             return PromptRow(prompt, "math", where, (completion,), whole=whole), completion
     if "messages" in columns:
-        *turns, (role, completion) = _turns(columns["messages"])
+        *turns, (role, completion) = messages_of(columns["messages"], "messages")
         if role != "assistant" or not turns:
             raise RowError("the last of its messages must be the assistant's, with others before it")
         row = PromptRow(turns[-1][1], "math", where, (completion,), whole=False, messages=tuple(turns))
         return row, completion
     names = ", ".join(map(repr, list(columns)[:8])) or "no columns"
     raise RowError(f"has {names}; needed: {FORMS}")
-
-
-def _turns(value: object) -> list[tuple[str, str]]:
-    if not isinstance(value, list) or not value:
-        raise RowError(f"messages must be a list, got {short(value)}")
-    turns = []
-    for turn in value:
-        if not isinstance(turn, dict) or not {"role", "content"} <= turn.keys():
-            raise RowError(f"each of messages must have a role and a content, got {short(turn)}")
-        turns.append((checked_text(turn["role"], "role"), checked_text(turn["content"], "content")))
-    return turns
 
 
 def _tokenized(texts: Sequence[_Texts], tokenizer: PreTrainedTokenizerFast) -> Iterator[WrittenSequence]:
@@ -282,8 +220,8 @@ def _check(report: SequenceReport, max_unusable_share: float) -> None:
     if not report.kept and report.dropped:
         raise ValueError(
             f"{report.path}: all {report.dropped} sequences that can be used are longer than "
-            f"sft.max_sequence_tokens={report.limit} (the longest has {report.longest} tokens); raise it, or give "
-            "shorter ones"
+            f"{report.setting}={report.most_tokens} (the longest has {report.longest_dropped_tokens} tokens); raise "
+            "it, or give shorter ones"
         )
     if not report.kept:
         raise ValueError(f"{report.path}: no row can be used; needed: rows with {FORMS}")

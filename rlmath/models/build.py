@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -28,7 +28,7 @@ from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.critic import Critic, CriticLearner
 from rlmath.models.forward_backward import ForwardBackward
-from rlmath.models.learner import GrpoLearner, Learner, SftLearner
+from rlmath.models.learner import Actor, GrpoLearner, SftLearner
 from rlmath.models.logprobs import MinTokensMask
 from rlmath.models.megatron import (
     Recompute,
@@ -40,24 +40,11 @@ from rlmath.models.megatron import (
 from rlmath.models.optimizer import build_optimizer, build_scheduler
 from rlmath.models.teacher import Teacher
 
-L = TypeVar("L", bound=Learner)
 logger = logging.getLogger(__name__)
 CRITIC_LR_FACTOR = 2.0
 """Learning rate of a critic, in that of its policy, where it is not given: VAPO's. With 5, values of the demo's tokens
 stayed alike over 1500 updates (docs/benchmarks.md)."""
 NO_TEACHER = TeacherConfig()
-
-
-@dataclass(frozen=True)
-class Actor(Generic[L]):
-    """The learner, and the bare model chunks of this rank, whose weights are synced and exported."""
-
-    learner: L
-    chunks: list[GPTModel]
-
-    @property
-    def forward_backward(self) -> ForwardBackward:
-        return self.learner.forward_backward
 
 
 def build_actor(

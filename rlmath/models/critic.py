@@ -16,15 +16,13 @@ from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from rlmath.algorithms.gae import ValueLoss, value_loss
 from rlmath.checkpoint.sharded_state import ALWAYS_FLOAT32
 from rlmath.data.packing import MicroBatch
-from rlmath.models.forward_backward import ForwardBackward
-from rlmath.models.learner import Learner, MinibatchResult, not_finite
+from rlmath.models.learner import Actor, Learner, MinibatchResult, not_finite
 
 
 class ValueHead(torch.nn.Module):
@@ -107,20 +105,10 @@ class CriticLearner(Learner):
         target = targets[index]
         old_T, returns_T = (one.to(values_T.device) for one in (target.old_values_T, target.returns_T))
         terms = value_loss(values_T, old_T, returns_T, batch.loss_weights_T, self.clip)
-        count = output_T1.new_full((), batch.loss_count, dtype=torch.int)
-        # Copies: Megatron divides the loss in place.
-        metrics = {one.name: getattr(terms, one.name).detach().clone() for one in fields(ValueLoss)}
-        metrics["denominator"] = count
-        return terms.loss, self.forward_backward.counted_once(count), metrics
+        return self._loss_of(
+            terms.loss, batch, {one.name: getattr(terms, one.name) for one in fields(ValueLoss)}
+        )
 
 
-@dataclass(frozen=True)
-class Critic:
-    """The learner, and the bare model chunks of this rank, which are saved and exported."""
-
-    learner: CriticLearner
-    chunks: list[GPTModel]
-
-    @property
-    def forward_backward(self) -> ForwardBackward:
-        return self.learner.forward_backward
+class Critic(Actor[CriticLearner]):
+    """The critic's learner, and its bare model chunks of this rank."""

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -314,20 +314,30 @@ def read_model_shape(folder: Path, option: str = "model.path") -> ModelShape:
     folder."""
     if not os.path.exists(folder):
         raise ValueError(missing_folder_problem(folder, option))
-    shape, problems = read_shape(folder, option)
-    raise_problems(f'the model "{folder}"', problems)
+    return _sound(f'the model "{folder}"', *read_shape(folder, option))
+
+
+def _sound(what: str, shape: ModelShape | None, problems: Sequence[str]) -> ModelShape:
+    """The shape; ValueError that lists the problems where there are some."""
+    raise_problems(what, list(problems))
     assert shape is not None
     return shape
 
 
 def inspect_model_folder(folder: Path, option: str = "model.path") -> tuple[ModelShape | None, list[str]]:
     """The shape, None where config.json does not give one, and what is wrong with the folder, which `option` names."""
+    shape, problems = _inspected(folder, option, tuple(TABLES))
+    return shape, [*problems, *(_tokenizer_problems(folder) if folder.is_dir() else ())]
+
+
+def _inspected(folder: Path, option: str, known: Collection[str]) -> tuple[ModelShape | None, list[str]]:
+    """The shape, and what is wrong with config.json and weights."""
     if not os.path.exists(folder):
         return None, [missing_folder_problem(folder, option)]
     if not folder.is_dir():
         return None, [f'{option}: "{folder}" is not a folder. Give the folder that holds config.json.']
-    shape, problems = read_shape(folder, option)
-    return shape, [*problems, *weight_problems(folder, shape), *_tokenizer_problems(folder)]
+    shape, problems = read_shape(folder, option, known)
+    return shape, [*problems, *weight_problems(folder, shape)]
 
 
 def critic_shape(start: ModelShape, policy: ModelShape) -> ModelShape:
@@ -355,17 +365,12 @@ def _critic_start(path: str) -> ModelShape:
     else:
         planned = planned_shape(path, "critic.path")
         found, problems = planned.shape, list(planned.problems)
-    raise_problems(f'the critic "{path}"', problems)
-    assert found is not None
-    return found
+    return _sound(f'the critic "{path}"', found, problems)
 
 
 def read_critic_shape(path: Path) -> ModelShape:
     """The shape that a critic's config.json gives; ValueError where it gives none."""
-    shape, problems = read_shape_file(path, tuple(VALUE_TABLES))
-    raise_problems(f'the critic "{path}"', problems)
-    assert shape is not None
-    return shape
+    return _sound(f'the critic "{path}"', *read_shape_file(path, tuple(VALUE_TABLES)))
 
 
 def critic_config_file(folder: Path, shape: ModelShape) -> bytes:
@@ -382,13 +387,7 @@ def critic_config_file(folder: Path, shape: ModelShape) -> bytes:
 
 def inspect_critic_folder(folder: Path, policy: ModelShape) -> tuple[ModelShape | None, list[str]]:
     """`critic_shape` of the model in a folder, with or without a value head, and what is wrong with the folder."""
-    option = "critic.path"
-    if not os.path.exists(folder):
-        return None, [missing_folder_problem(folder, option)]
-    if not folder.is_dir():
-        return None, [f'{option}: "{folder}" is not a folder. Give the folder that holds config.json.']
-    start, problems = read_shape(folder, option, (*TABLES, *VALUE_TABLES))
-    problems = [*problems, *weight_problems(folder, start)]
+    start, problems = _inspected(folder, "critic.path", (*TABLES, *VALUE_TABLES))
     return (None if start is None else critic_shape(start, policy)), problems
 
 
@@ -471,9 +470,7 @@ def planned_shape(model_path: str, option: str = "model.path") -> PlannedShape:
 def required_shape(model_path: str) -> tuple[ModelShape, str]:
     """The shape and its note; ValueError that lists what is wrong with the model."""
     found = planned_shape(model_path)
-    raise_problems(f'the model "{model_path}"', found.problems)
-    assert found.shape is not None
-    return found.shape, found.note
+    return _sound(f'the model "{model_path}"', found.shape, found.problems), found.note
 
 
 def teacher_shape_of(config: Config) -> ModelShape | None:
@@ -482,9 +479,7 @@ def teacher_shape_of(config: Config) -> ModelShape | None:
     if config.teacher.path is None:
         return None
     found = planned_shape(config.teacher.path, "teacher.path")
-    if found.shape is None or found.problems:
-        raise_problems(f'the teacher "{config.teacher.path}"', found.problems)
-    return found.shape
+    return _sound(f'the teacher "{config.teacher.path}"', found.shape, found.problems)
 
 
 def published_names() -> list[str]:

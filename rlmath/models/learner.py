@@ -15,9 +15,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rlmath.algorithms.early_stop import EarlyStop, MinibatchSums, discard_reason
@@ -57,6 +58,15 @@ class Learner:
     """Optimizer steps so far: the version of the weights."""
     lr_scale: float = field(default=1.0, init=False)
     """What the schedule's learning rate is multiplied by."""
+
+    def _loss_of(
+        self, loss: Tensor, batch: MicroBatch, metrics: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """What a forward pass of Megatron's returns: loss, denominator and metrics, which are copied, since Megatron
+        divides the loss in place and metrics must not share its storage."""
+        count = loss.new_full((), batch.loss_count, dtype=torch.int)
+        copies = {name: value.detach().clone() for name, value in metrics.items()}
+        return loss, self.forward_backward.counted_once(count), copies | {"denominator": count}
 
     def restore_schedule(self, updates: int) -> None:
         """Set the schedule to where it is after so many optimizer steps, whose weights and state were loaded."""
@@ -106,6 +116,21 @@ class Learner:
         sums = {name: sum(columns.get(name, (0.0,))) for name in sum_names}
         maxima = {name: max(columns.get(name, (0.0,))) for name in max_names}
         return reduce_over_ranks(sums, maxima)
+
+
+L = TypeVar("L", bound=Learner)
+
+
+@dataclass(frozen=True)
+class Actor(Generic[L]):
+    """The learner, and the bare model chunks of this rank, whose weights are synced, saved and exported."""
+
+    learner: L
+    chunks: list[GPTModel]
+
+    @property
+    def forward_backward(self) -> ForwardBackward:
+        return self.learner.forward_backward
 
 
 LOSS_SUMS = tuple(one.name for one in fields(TokenLoss))
@@ -171,15 +196,9 @@ class GrpoLearner(Learner):
         )
         terms = token_loss(tokens, self.settings)
         mismatch_T = torch.where(weights_T > 0, (recomputed_T - behaviour_T).abs(), 0.0)
-        # Copies: Megatron divides the loss in place, and metrics must not share its storage.
-        metrics = {name: getattr(terms, name).detach().clone() for name in LOSS_SUMS}
-        count = logits_TV.new_full((), batch.loss_count, dtype=torch.int)
-        metrics |= {
-            "denominator": count,
-            "mismatch": mismatch_T.sum(),
-            "mismatch_max": mismatch_T.max(),
-        }
-        return terms.loss, self.forward_backward.counted_once(count), metrics
+        metrics = {name: getattr(terms, name) for name in LOSS_SUMS}
+        metrics |= {"mismatch": mismatch_T.sum(), "mismatch_max": mismatch_T.max()}
+        return self._loss_of(terms.loss, batch, metrics)
 
 
 class SftLearner(Learner):
@@ -210,10 +229,7 @@ class SftLearner(Learner):
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         logprobs_T, _ = self.forward_backward.logprobs_of(batch, logits_TV)
         sums = self._sums(logprobs_T, batch.loss_weights_T)
-        # Copies: Megatron divides the loss in place.
-        metrics = {name: value.detach().clone() for name, value in sums.items()}
-        count = logits_TV.new_full((), batch.loss_count, dtype=torch.int)
-        return sums["loss"], self.forward_backward.counted_once(count), metrics
+        return self._loss_of(sums["loss"], batch, sums)
 
     def _sums(self, logprobs_T: Tensor, weights_T: Tensor) -> dict[str, Tensor]:
         """Log-probs at tokens of weight 0 may be anything, and get no gradient."""

@@ -95,23 +95,17 @@ def start_megatron(mesh: Mesh, device: Device, seed: int, timeout_seconds: float
         distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    placed = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_context_parallel_rank(),
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_expert_model_parallel_rank(),
-        parallel_state.get_expert_tensor_parallel_rank(),
+    placed = {
+        "tensor": (parallel_state.get_tensor_model_parallel_rank(), mesh.tensor_rank),
+        "context": (parallel_state.get_context_parallel_rank(), mesh.context_rank),
+        "data": (parallel_state.get_data_parallel_rank(), mesh.data_rank),
+        "pipeline": (parallel_state.get_pipeline_model_parallel_rank(), mesh.pipeline_rank),
+        "expert": (parallel_state.get_expert_model_parallel_rank(), mesh.expert_rank),
+        "expert tensor": (parallel_state.get_expert_tensor_parallel_rank(), mesh.expert_tensor_rank),
+    }
+    assert all(theirs == ours for theirs, ours in placed.values()), (
+        f"(Megatron's, the mesh's) ranks: {placed}"
     )
-    expected = (
-        mesh.tensor_rank,
-        mesh.context_rank,
-        mesh.data_rank,
-        mesh.pipeline_rank,
-        mesh.expert_rank,
-        mesh.expert_tensor_rank,
-    )
-    assert placed == expected, f"Megatron placed this rank at {placed}, the mesh at {expected}"
 
 
 def stop_megatron() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +15,8 @@ from rlmath.config.terminal import visible
 from rlmath.rewards.schemes import Scheme, function_score, score
 from rlmath.rewards.several_rewards import (
     RewardPools,
-    functions_of,
     named_rewards,
+    reward_hooks,
     several_score,
 )
 from rlmath.workers.custom_function import FunctionResult
@@ -28,13 +28,10 @@ RewardWorkers = VerifierPool | RewardPools
 
 
 def open_reward_workers(reward: RewardConfig, plugins: Sequence[str] = ()) -> RewardWorkers:
-    """The workers of one rank. Start them before process groups, CUDA and engines. `plugins` register functions of the
-    user's by name."""
-    return RewardPools(reward, plugins) if reward.rewards else open_pool(reward, plugins)
-
-
-def open_pool(reward: RewardConfig, plugins: Sequence[str] = ()) -> VerifierPool:
-    """The workers of the verifier, or of `reward.function`."""
+    """The workers of one rank: of `reward.rewards`, of `reward.function` or of the verifier. Start them before process
+    groups, CUDA and engines. `plugins` register functions of the user's by name."""
+    if reward.rewards:
+        return RewardPools(reward, plugins)
     rules = Rules(reward.answer_from, protocol=not reward.strict)
     hook = None
     if reward.function is not None:
@@ -81,28 +78,24 @@ def try_reward_function(
     ValueError where one fails on each of a few completions that are made up. One that takes longer than its limit is
     only warned of: it may have waited for a network.
     """
-    functions = functions_of(reward).items() if prompts else ()
-    return tuple(
-        warning
-        for setting, function in functions
-        for warning in _try_function(
-            setting, Hook("reward", function, setting, tuple(plugins)), reward, prompts[0]
-        )
-    )
+    hooks = reward_hooks(reward, plugins) if prompts else []
+    return tuple(warning for hook in hooks for warning in _try_function(hook, reward, prompts[0]))
 
 
 def try_scorer(hook: Hook, reward: RewardConfig, prompts: Sequence[Prompt]) -> tuple[str, ...]:
     """Call a function that says what is right in validation on the first of the prompts; see `try_reward_function`."""
-    return _try_function(hook.setting, hook, replace(reward, rewards=[]), prompts[0]) if prompts else ()
+    return _try_function(hook, reward, prompts[0]) if prompts else ()
 
 
-def _try_function(setting: str, hook: Hook, reward: RewardConfig, prompt: Prompt) -> tuple[str, ...]:
-    """A function that scores is tried, which `setting` names."""
-    called = f"{setting}={hook.spec}" if setting.startswith("reward.rewards") else setting
-    named = called if reward.rewards else f"{setting} {hook.spec}"
+def _try_function(hook: Hook, reward: RewardConfig, prompt: Prompt) -> tuple[str, ...]:
+    """A function that scores is tried."""
+    setting, named = hook.setting, f"{hook.setting} {hook.spec}"
     outcome = "Such answers get reward.function_failure."
-    if reward.rewards or hook.kind == "scorer":
-        outcome = "Such answers do without it." if reward.rewards else "Such answers count as wrong."
+    if hook.kind == "scorer":
+        outcome = "Such answers count as wrong."
+    elif reward.rewards:
+        setting = named = f"{hook.setting}={hook.spec}"
+        outcome = "Such answers do without it."
     failures: list[FunctionResult] = []
     with VerifierPool(1, reward.timeout_seconds, function=hook) as pool:
         for completion in _made_up_completions(prompt):
@@ -114,7 +107,7 @@ def _try_function(setting: str, hook: Hook, reward: RewardConfig, prompt: Prompt
                 return ()
             if result.failure == "timeout":
                 return (
-                    f"{called} took more than reward.timeout_seconds={reward.timeout_seconds:g} on "
+                    f"{setting} took more than reward.timeout_seconds={reward.timeout_seconds:g} on "
                     f"the first row of the training data. {outcome}",
                 )
             failures.append(result)
@@ -137,14 +130,11 @@ def _made_up_completions(prompt: Prompt) -> tuple[str, ...]:
 def raise_if_every_call_failed(scores: Sequence[Score]) -> None:
     """RewardFunctionError where a function of the user's failed on every completion of a step. One that took too long
     is no failure of its code. Call it where there are such functions."""
-    called = {"reward.function": [score.extracted for score in scores if score.verdict == "error"]}
-    if any(score.parts for score in scores):
-        called = {}
-        for failure in (one for score in scores for one in score.failures):
-            if failure.kind == "error" and failure.name != "correctness":
-                called.setdefault(f"reward.rewards: {failure.name}", []).append(failure.message)
+    called: dict[str, list[str]] = {}
+    for name, message in _function_errors(scores):
+        called.setdefault(f"reward.rewards: {name}" if name else "reward.function", []).append(message)
     for setting, messages in called.items():
-        if messages and len(messages) == len(scores):
+        if len(messages) == len(scores):
             what, _, trace = _indented(messages[0]).strip().partition("\n")
             raise RewardFunctionError(
                 f"{setting} failed on all of {len(scores)} completions: {what}\n{trace}".strip()
@@ -154,15 +144,18 @@ def raise_if_every_call_failed(scores: Sequence[Score]) -> None:
 def first_function_failure(groups: Sequence[ScoredGroup]) -> str | None:
     """Message and traceback of the first failure of a function of the user's, indented; None where it only took too
     long."""
-    scores = [score for group in groups for score in group.scores]
-    failed = [score.extracted for score in scores if score.verdict == "error" and not score.parts]
-    failed += [
-        f"{one.name}: {one.message}"
-        for score in scores
-        for one in score.failures
-        if one.kind == "error" and one.name != "correctness"
-    ]
-    return next(map(_indented, failed), None)
+    errors = _function_errors([score for group in groups for score in group.scores])
+    return next((_indented(f"{name}: {message}" if name else message) for name, message in errors), None)
+
+
+def _function_errors(scores: Sequence[Score]) -> Iterator[tuple[str, str]]:
+    """(name, message) of every error of a function of `reward.rewards`, or of `reward.function`, which has no name."""
+    for one in scores:
+        if one.verdict == "error" and not one.parts:
+            yield "", one.extracted
+        for failure in one.failures:
+            if failure.kind == "error" and failure.name != "correctness":
+                yield failure.name, failure.message
 
 
 def _indented(message: str) -> str:
@@ -236,28 +229,14 @@ class RewardManager:
             else future.result()
             for name, future in submitted.futures.items()
         }
-        completion, boxed = submitted.completion, submitted.boxed
-        length, truncated = len(completion.token_ids), completion.finish_reason == "length"
+        known = {
+            "boxed": submitted.boxed,
+            "length": len(submitted.completion.token_ids),
+            "limit": self._limit,
+            "truncated": submitted.completion.finish_reason == "length",
+        }
         if self._rewards:
-            return several_score(
-                self._rewards,
-                self._scheme,
-                results=results,
-                boxed=boxed,
-                length=length,
-                limit=self._limit,
-                truncated=truncated,
-            )
-        result = results[""]
+            return several_score(self._rewards, self._scheme, results, **known)
         if self._reward.function is not None:
-            worst = self._reward.function_failure
-            return function_score(
-                self._scheme,
-                result,
-                worst=worst,
-                boxed=boxed,
-                length=length,
-                limit=self._limit,
-                truncated=truncated,
-            )
-        return score(self._scheme, result, boxed, length, self._limit, truncated)
+            return function_score(self._scheme, results[""], self._reward.function_failure, **known)
+        return score(self._scheme, results[""], **known)

@@ -373,19 +373,11 @@ def _module_file(module: str) -> str | None:
 def function_problem(function: str | Hook) -> str | None:
     """Why a function cannot be loaded, checked in a separate process; None if it can."""
     hook = as_hook(function)
-    return _problem_of([hook.kind, hook.spec, hook.setting, *hook.plugins], hook.setting, hook.spec)
-
-
-def plugin_problem(plugin: str) -> str | None:
-    """Why a plugin cannot be imported, checked in a separate process; None if it can."""
-    return _problem_of(["plugin", plugin], "run.plugins", plugin)
-
-
-def _problem_of(arguments: Sequence[str], setting: str, spec: str) -> str | None:
+    setting, spec = hook.setting, hook.spec
     # A file, not a pipe: what the module has started may hold the pipe open for ever.
     with tempfile.TemporaryFile() as errors:
         check = subprocess.Popen(
-            [sys.executable, "-m", "rlmath.workers.hooks", *arguments],
+            [sys.executable, "-m", "rlmath.workers.hooks", hook.kind, spec, setting, *hook.plugins],
             env=worker_environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -409,6 +401,11 @@ def _problem_of(arguments: Sequence[str], setting: str, spec: str) -> str | None
         return None if last == CAN_BE_LOADED else ended
     is_ours = last.startswith((setting, "run.plugins"))
     return last if is_ours else f"{setting}: importing {spec!r} failed ({last})"
+
+
+def plugin_problem(plugin: str) -> str | None:
+    """Why a plugin cannot be imported, checked in a separate process; None if it can."""
+    return function_problem(Hook("plugin", plugin, "run.plugins"))
 
 
 def worker_environment() -> dict[str, str]:

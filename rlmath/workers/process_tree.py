@@ -84,14 +84,8 @@ def _parent_of(pid: int) -> int:
 
 
 def _read(pid: int, name: str) -> bytes:
-    file = os.open(f"/proc/{pid}/{name}", os.O_RDONLY)
-    try:
-        content = os.read(file, 2**12)
-        while len(content) >= 2**12 and (more := os.read(file, 2**20)):
-            content += more
-        return content
-    finally:
-        os.close(file)
+    with open(f"/proc/{pid}/{name}", "rb", buffering=0) as file:
+        return file.readall()
 
 
 def _resident_bytes(pid: int) -> int:

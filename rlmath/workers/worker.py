@@ -87,7 +87,8 @@ def run_worker(channel_fd: int, parent: int, settings: WorkerSettings, function:
         if function is None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         _serve(socket.socket(fileno=channel_fd), settings, function)
-    except (EOFError, OSError):
+        os._exit(0)
+    except OSError:
         os._exit(0)
     finally:
         os._exit(1)
@@ -105,8 +106,9 @@ def _reset_signals() -> None:
 
 def _serve(channel: socket.socket, settings: WorkerSettings, function: Callable | None) -> None:
     channel.sendall(framed({"ready": os.getpid()}))
-    while True:
-        request = json.loads(_receive(channel, int.from_bytes(_receive(channel, LENGTH_BYTES))))
+    requests = channel.makefile("rb")
+    while size := requests.read(LENGTH_BYTES):
+        request = json.loads(requests.read(int.from_bytes(size)))
         _limit_request(settings)
         if function is not None:
             assert settings.function is not None
@@ -115,17 +117,6 @@ def _serve(channel: socket.socket, settings: WorkerSettings, function: Callable 
             result = _verify(request, settings.rules)
         signal.setitimer(signal.ITIMER_REAL, 0)
         channel.sendall(framed({"id": request["id"], **result}))
-
-
-def _receive(channel: socket.socket, size: int) -> bytes:
-    """EOFError when the pool has closed its end."""
-    content = bytearray()
-    while len(content) < size:
-        part = channel.recv(min(size - len(content), 2**20))
-        if not part:
-            raise EOFError("the channel is closed")
-        content += part
-    return bytes(content)
 
 
 def _verify(request: Mapping[str, Any], rules: Rules) -> dict[str, Any]:

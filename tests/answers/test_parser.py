@@ -52,3 +52,7 @@ def test_control_characters_are_no_mathematics():
 
 def test_what_is_no_notation():
     check_refused(NotMathematics, tokenize, ["1" * 401, "1e999", "\\text{5", "5\\", "#€"])
+
+
+def test_scripts_of_unicode_are_those_of_latex():
+    assert plain_unicode("a₁₂ + x²⁰") == "a_{12} + x^{20}"

@@ -122,7 +122,9 @@ def test_a_problem_in_two_files(model: Path, tmp_path: Path) -> None:
     train = questions(tmp_path / "train.jsonl", SUMS)
     more = questions(tmp_path / "more.jsonl", [("What is 3+1?", "4"), ("What is 70+1?", "71")])
     text, examples = finding(audited(model, [train, more]))
-    assert text.startswith(f"1 of the 2 problems of {more} are in {train}, too") and len(examples) == 1
+    assert (
+        text.startswith(f"1 of the 2 problems of {more} are in an earlier file, too") and len(examples) == 1
+    )
     text, examples = finding(audited(model, [train, questions(tmp_path / "copy.jsonl", SUMS)]))
     assert text.startswith("20 of the 20 problems") and len(examples) == 3
 

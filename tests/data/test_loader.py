@@ -49,7 +49,7 @@ def test_prompts_longer_in_tokens_are_dropped_and_counted(tmp_path, tokenizer):
         kept=2,
         dropped_too_long=2,
         longest_dropped_tokens=5,
-        max_prompt_tokens=3,
+        most_tokens=3,
         path=path,
         form="boba",
         examples=(

@@ -92,7 +92,7 @@ def test_a_row_that_cannot_be_used_is_left_out_up_to_a_share(
     found, report = load(path, tokenizer, share=0.34)
     assert len(found) == 2 and len(report.unusable) == 1
     assert why in report.unusable[0].reason and "line 2" in report.unusable[0].where
-    assert "1 left out (33.3%)" in report.line()
+    assert "  1 rows cannot be used and are left out" in report.lines()[1]
     with pytest.raises(
         ValueError, match=r"1 of 3 rows cannot be used, more than data.max_unusable_share=0.33"
     ):
@@ -103,10 +103,10 @@ def test_longer_ones_are_dropped_and_counted(tmp_path: Path, tokenizer) -> None:
     rows = [{"prompt": "1" * n, "completion": "2"} for n in (3, 4, 5, 9)]
     found, report = load(write(tmp_path / "a.jsonl", *rows), tokenizer, limit=6)
     assert [one.length for one in found] == [5, 6]
-    assert "2 dropped (50.0%) because longer than sft.max_sequence_tokens=6 (the longest has 11 tokens)" in (
-        report.line()
-    )
-    assert report.record()["shares"] == {"kept": 0.5, "too_long": 0.5, "unusable": 0.0}
+    assert "2 dropped (50.0%) because longer than sft.max_sequence_tokens=6" in report.line()
+    assert "the longest has 11 tokens" in report.line()
+    shares = {"kept": 0.5, "too_long": 0.5, "empty": 0, "repeated": 0, "unusable": 0}
+    assert report.record()["shares"] == shares and report.record()["max_sequence_tokens"] == 6
 
 
 def test_a_file_that_leaves_nothing_says_why(tmp_path: Path, tokenizer) -> None:

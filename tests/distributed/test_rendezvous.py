@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from rlmath.distributed.ranks import RankInfo, RankReport, RendezvousResult, hosts_text, ranks_text
 from rlmath.distributed.rendezvous import MissingRanksError, Rendezvous, open_rendezvous
+from rlmath.run.nodes import meet_with_mistake
 from tests.distributed.fault_tolerance.runs import wait_for
 
 RANKS_PER_NODE = 2
@@ -107,8 +108,11 @@ def test_a_mistake_of_one_node_is_told_with_its_host_by_all(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meetings = [sign_in(port, rank) for rank in range(4)]
-    problems = [None, None, "no folder /models/a", "no folder /models/a"]
-    found = outcomes(*(lambda r=r: come(meetings[r], problem=problems[r]) for r in range(4)))
+    mistake = ValueError("no folder /models/a")
+    found = outcomes(
+        *(lambda one=one: come(one) for one in meetings[:2]),
+        *(lambda one=one: meet_with_mistake(one, mistake, SECONDS) for one in meetings[2:]),
+    )
     assert {str(error) for error in found} == {
         "on host1 (ranks 2-3): no folder /models/a\n2 of the 4 ranks that are here found something wrong."
     }

@@ -22,7 +22,7 @@ from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
 from rlmath.distributed.ranks import RankReport, RendezvousResult
 from rlmath.distributed.rendezvous import Rendezvous, open_rendezvous
-from rlmath.run.nodes import compare_clocks, environment_facts, meet, meet_with_mistake
+from rlmath.run.nodes import compare_clocks, environment_facts, meet
 from rlmath.telemetry.console import setup_logging
 
 HOST = socket.gethostname()
@@ -44,12 +44,7 @@ def gather(rendezvous: Rendezvous, behaviour: str, settings: RunConfig) -> None:
             time.sleep(0.05)
         if rank == 3:
             time.sleep(1000)
-    if (behaviour, HOST) == ("mistake", "node1"):
-        meet_with_mistake(rendezvous, ValueError("model.path: no folder /models/a"), seconds)
     meet(rendezvous, facts(behaviour), seconds)
-    if behaviour == "fail" and rank == 2:
-        rendezvous.report_failure("OSError: no GPU")
-        raise OSError("no GPU")
     word = RankReport(rendezvous.rank_info.host, rendezvous.rank_info.node)
     rendezvous.sync("group", word, seconds, lambda said: RendezvousResult())
 

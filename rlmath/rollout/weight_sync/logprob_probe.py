@@ -16,7 +16,6 @@ from rlmath.data.packing import pack
 from rlmath.distributed.collectives import all_gather_objects
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.forward_backward import ForwardBackward
-from rlmath.models.logprobs import MinTokensMask
 from rlmath.rollout.engine import Engine
 
 SEQUENCES = 4
@@ -42,14 +41,7 @@ class PolicyProbe:
         """`longest`: most tokens of a sequence that the engine takes."""
         self._mesh = mesh
         # The engine scores a prompt at temperature 1 and masks nothing.
-        self._policy = ForwardBackward(
-            policy.chunks,
-            mesh,
-            policy.device,
-            temperature=1.0,
-            vocab_size=policy.vocab_size,
-            min_tokens_mask=MinTokensMask(),
-        )
+        self._policy = ForwardBackward(policy.chunks, mesh, policy.device, policy.vocab_size)
         draw = random.Random(0)
         length = max(2, min(TOKENS, longest - 1))
         self.sequences = [
