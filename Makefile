@@ -95,7 +95,7 @@ venv-next: python
 	@"$(PYTHON)" -m rlmath.cli.install .venv-next requirements/cpu.txt requirements/next.txt --project
 
 venv-lint: python
-	@"$(PYTHON)" -m rlmath.cli.install .venv-lint requirements/lint.txt --gigabytes 0.5
+	@"$(PYTHON)" -m rlmath.cli.install .venv-lint requirements/lint.txt
 
 venv-docs: python
-	@"$(PYTHON)" -m rlmath.cli.install .venv-docs requirements/docs.txt --gigabytes 0.5
+	@"$(PYTHON)" -m rlmath.cli.install .venv-docs requirements/docs.txt

@@ -286,15 +286,9 @@ class CheckpointManager:
         except (OSError, RuntimeError, ValueError) as error:
             return directory.write_error_text(error, state / "common.pt")
         try:
-            stay = self._retention
             self._remove(
                 directory.set_superseded_aside(
-                    self._root,
-                    stay.keep_last,
-                    stay.keep_models,
-                    learned_step=save.learned_step,
-                    judged_after=stay.judged_after,
-                    always=stay.always,
+                    self._root, learned_step=save.learned_step, **vars(self._retention)
                 )
             )
         except (OSError, ValueError) as error:

@@ -107,22 +107,16 @@ def to_hf(given: argparse.Namespace) -> Converted:
     dtype, shard_bytes = DTYPES[given.dtype], int(given.shard_gib * 2**30)
     if given.critic:
         shape, metadata_files = critic_of(source, metadata_files)
-        return megatron_to_hf(
-            source.state,
-            shape,
-            metadata_files=metadata_files,
-            output=given.output,
-            dtype=dtype,
-            shard_bytes=shard_bytes,
-            model=CRITIC,
-        )
+    else:
+        shape = read_model_shape(folder)
     return megatron_to_hf(
         source.state,
-        read_model_shape(folder),
+        shape,
         metadata_files=metadata_files,
         output=given.output,
         dtype=dtype,
         shard_bytes=shard_bytes,
+        model=CRITIC if given.critic else "",
     )
 
 

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from ctypes.util import find_library
 from pathlib import Path
 
 import rlmath
@@ -90,11 +91,8 @@ def machine_lines(gpus: Sequence[str], why: str) -> Iterator[Line]:
     enough = soft == resource.RLIM_INFINITY or soft >= FILES
     raise_it = "" if enough else f"; needed: {FILES}: ulimit -n {FILES}"
     yield enough or hard >= FILES, f"{soft} open files at most{raise_it}"
-    if gpus:
-        for gpu in gpus:
-            yield True, f"GPU {gpu}"
-    else:
-        yield True, f"no GPU ({why}): programs run on the CPU"
+    for line in [f"GPU {gpu}" for gpu in gpus] or [f"no GPU ({why}): programs run on the CPU"]:
+        yield True, line
 
 
 def needs(have: float, least: float) -> str:
@@ -118,7 +116,7 @@ def package_lines(device: str) -> Iterator[Line]:
     """What is installed beside what the lock has."""
     wanted = locked_versions(shipped(f"requirements/{device}.txt"))
     for name in (*PACKAGES[device], *ALL):
-        version, lock = installed_version(name), wanted.get(canonical(name), "")
+        version, lock = installed_version(name), wanted.get(name.replace("_", "-"), "")
         title = f"{name:<22} {version or 'missing':<14}"
         if version is None:
             what = ALL.get(name, "training and engines")
@@ -141,11 +139,7 @@ def locked_versions(lock: Path) -> dict[str, str]:
     """Versions by canonical names."""
     lines = [line.split()[0] for line in lock.read_text(encoding="utf-8").splitlines() if "==" in line[:80]]
     pins = [line.partition("==") for line in lines if not line.startswith("#")]
-    return {canonical(name): version for name, _, version in pins}
-
-
-def canonical(name: str) -> str:
-    return name.lower().replace("_", "-")
+    return {name.lower().replace("_", "-"): version for name, _, version in pins}
 
 
 def installed_version(name: str) -> str | None:
@@ -160,17 +154,8 @@ def tool_lines(device: str) -> Iterator[Line]:
     compiler = shutil.which("g++")
     yield compiler is not None, f"g++: {compiler or 'missing; vLLM compiles kernels: apt-get install g++'}"
     if device == "cpu":
-        found = any((Path(folder) / "libnuma.so.1").exists() for folder in LIBRARY_FOLDERS)
+        found = find_library("numa") is not None
         yield found, f"libnuma: {'there' if found else 'missing; vLLM loads it: apt-get install libnuma1'}"
     places = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
     for name, what in (("torchrun", "runs on several machines"), ("sbatch", "rlmath submit")):
         yield True, f"{name}: {shutil.which(name, path=places) or f'not found ({what})'}"
-
-
-LIBRARY_FOLDERS = (
-    "/usr/lib/x86_64-linux-gnu",
-    "/usr/lib/aarch64-linux-gnu",
-    "/usr/lib64",
-    "/usr/lib",
-    "/lib64",
-)

@@ -5,7 +5,7 @@
 
 An environment of the second kind is made anew unless its stamp equals the fingerprint of all that went into it: the
 interpreter, the place, the lock files, this file and setup.py. The stamp is written last, so an installation that was
-cut off is made anew. The seconds that an installation took are in ENVIRONMENT/.install_seconds.
+cut off is made anew.
 
 Needs nothing but the standard library of Python 3.11 or 3.12.
 """
@@ -14,10 +14,8 @@ import argparse
 import fcntl
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,16 +33,20 @@ def main() -> None:
     check_interpreter()
     with open(f"{args.environment}.lock", "w") as lock:  # a second `make` waits here, then finds all done
         fcntl.flock(lock, fcntl.LOCK_EX)
-        wanted = fingerprint(args)
-        if not is_current(args.environment, wanted):
-            install(args, wanted)
+        wanted, stamp = fingerprint(args), args.environment / ".stamp"
+        runs = os.access(
+            args.environment / "bin/python", os.X_OK
+        )  # false too when the link's interpreter is gone
+        if not (runs and stamp.exists() and read(stamp) == wanted):
+            stamp.unlink(missing_ok=True)  # what a cut-off installation leaves must not pass for current
+            install(args)
+            stamp.write_text(wanted, encoding="utf-8")
 
 
 def command(argv: Sequence[str]) -> int:
     """`rlmath install`; exit status 0, SystemExit with a message where it fails."""
     parser = argparse.ArgumentParser(description="Install the versions that are proven together.")
     parser.add_argument("device", choices=("cpu", "gpu"), help="which lock: that of CPUs or of NVIDIA GPUs")
-    parser.add_argument("--gigabytes", type=float, help="free disk to ask for (default: cpu 4, gpu 20)")
     parser.add_argument("--dry-run", action="store_true", help="print pip's commands")
     given = parser.parse_args(argv)
     check_interpreter()
@@ -55,7 +57,6 @@ def command(argv: Sequence[str]) -> int:
         )
     if given.device == "gpu" and sys.version_info[:2] != (3, 12):
         fail(f"the lock for GPUs is for Python 3.12, this is {sys.version.split()[0]}")
-    gigabytes = given.gigabytes or {"cpu": 4.0, "gpu": 20.0}[given.device]
     lock = shipped(f"requirements/{given.device}.txt")
     if given.dry_run:
         if given.device == "cpu":
@@ -65,13 +66,11 @@ def command(argv: Sequence[str]) -> int:
         for line in commands_of(sys.executable, lock, given.device):
             print(" ".join(line))
         return 0
-    check_disk(Path(sys.prefix), gigabytes)
-    started = time.monotonic()
     if given.device == "cpu":
         install_torch(sys.executable, [lock])
     for line in commands_of(sys.executable, lock, given.device):
         run(line)
-    say(f"done after {time.monotonic() - started:.0f} s; `rlmath doctor` says what there is")
+    say("done; `rlmath doctor` says what there is")
     return 0
 
 
@@ -93,7 +92,6 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("environment", type=Path, help="the folder to make")
     parser.add_argument("locks", type=Path, nargs="+", help="lock files; a later one wins")
     parser.add_argument("--project", action="store_true", help="also install this repository, editable")
-    parser.add_argument("--gigabytes", type=float, default=4.0, help="free disk to ask for (default 4)")
     args = parser.parse_args()
     args.environment = args.environment.absolute()
     return args
@@ -108,12 +106,6 @@ def check_interpreter() -> None:
     if not (find_spec("venv") and find_spec("ensurepip")):
         minor = sys.version_info.minor
         fail(f"{found}, without its venv module. On Debian or Ubuntu: apt-get install python3.{minor}-venv")
-
-
-def check_disk(environment: Path, gigabytes: float) -> None:
-    free = shutil.disk_usage(environment.parent).free / 1e9
-    if free < gigabytes:
-        fail(f"{environment} needs {gigabytes:.1f} GB of disk to be made; {free:.1f} GB are free there.")
 
 
 def fingerprint(args: argparse.Namespace) -> str:
@@ -131,19 +123,9 @@ def read(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def is_current(environment: Path, wanted: str) -> bool:
-    stamp = environment / ".stamp"
-    runs = os.access(environment / "bin/python", os.X_OK)  # false too when the link's interpreter is gone
-    return runs and stamp.exists() and read(stamp) == wanted
-
-
-def install(args: argparse.Namespace, stamp: str) -> None:
-    started = time.monotonic()
-    remove(args.environment)
-    check_disk(args.environment, args.gigabytes)
+def install(args: argparse.Namespace) -> None:
     say(f"making {args.environment.name} with {sys.executable}")
-    run([sys.executable, "-m", "venv", str(args.environment)])
-
+    run([sys.executable, "-m", "venv", "--clear", str(args.environment)])
     python = str(args.environment / "bin/python")
     install_torch(python, args.locks)
     for lock in args.locks:
@@ -152,20 +134,7 @@ def install(args: argparse.Namespace, stamp: str) -> None:
         run(pip(python, "--ignore-requires-python", "-r", str(lock)))
     if args.project:
         run(pip(python, "--no-build-isolation", "--editable", str(ROOT)))
-
-    seconds = time.monotonic() - started
-    (args.environment / ".install_seconds").write_text(f"{seconds:.1f}\n", encoding="utf-8")
-    unfinished = args.environment / ".stamp.unfinished"
-    unfinished.write_text(stamp, encoding="utf-8")
-    unfinished.replace(args.environment / ".stamp")
-    say(f"{args.environment.name} is ready after {seconds:.0f} s")
-
-
-def remove(environment: Path) -> None:
-    """Remove an old environment, its stamp first: what a cut-off removal leaves must not pass for current."""
-    (environment / ".stamp").unlink(missing_ok=True)
-    if environment.exists():
-        shutil.rmtree(environment)
+    say(f"{args.environment.name} is ready")
 
 
 def install_torch(python: str, locks: list[Path]) -> None:

@@ -1,13 +1,12 @@
 """Makes the demo's problems: additions, as training and held-out files, and worked solutions to learn from.
 
-  python -m rlmath.cli.make_arithmetic --output data/arithmetic --seed 1 --train 8000 --heldout 500 [--long-share 0.15]
+  python -m rlmath.cli.make_arithmetic --output data/arithmetic --seed 1 --train 8000 --heldout 500
 
 writes train.jsonl and heldout.jsonl, one row a line in the AReaL-boba form:
 
     {"prompt": "47+85=", "task": "math", "query_id": "add-47-85", "solutions": ["\\\\boxed{132}"]}
 
-No problem is in both files; `47+85` and `85+47` are two problems. With `--long-share` that share of all problems has
-numbers of `--long-digits` digits, and solutions that are as much longer. The worked solution of this one is
+No problem is in both files; `47+85` and `85+47` are two problems. The worked solution of this one is
 
     7+5=12 4+8+1=13 \\boxed{132}
 
@@ -67,15 +66,9 @@ class Addition:
 
 
 def make_problems(
-    seed: int,
-    train: int,
-    heldout: int,
-    digits: int = 2,
-    long_share: float = 0.0,
-    long_digits: int = MAX_DIGITS,
+    seed: int, train: int, heldout: int, digits: int = 2
 ) -> tuple[list[Addition], list[Addition]]:
-    """Training and held-out problems: distinct pairs of numbers below 10**digits, the same for the same seed. Of both,
-    a share of `long_share` has numbers of exactly `long_digits` digits instead.
+    """Training and held-out problems: distinct pairs of numbers below 10**digits, the same for the same seed.
 
     Raises ValueError for counts below 1, digits out of range, or more rows than distinct problems.
     """
@@ -83,40 +76,15 @@ def make_problems(
         raise ValueError(f"digits is {digits}; it must be from 1 to {MAX_DIGITS}")
     if train < 1 or heldout < 1:
         raise ValueError(f"train is {train} and heldout is {heldout}; both must be at least 1")
-    if not 0 <= long_share < 1:
-        raise ValueError(f"long-share is {long_share}; it must be at least 0 and below 1")
-    if long_share and not digits < long_digits <= MAX_DIGITS:
+    numbers = 10**digits
+    if train + heldout > numbers**2:
         raise ValueError(
-            f"long-digits is {long_digits}; it must be above digits, {digits}, and at most {MAX_DIGITS}"
-        )
-    numbers, draw = 10**digits, random.Random(seed)
-    longs = [round(long_share * count) for count in (train, heldout)]
-    short = train + heldout - sum(longs)
-    if short > numbers**2:
-        of_them = f", {short} of them short" if long_share else ""
-        raise ValueError(
-            f"{train} training and {heldout} held-out rows asked{of_them}, but numbers of up to {digits} digits make"
+            f"{train} training and {heldout} held-out rows asked, but numbers of up to {digits} digits make"
             f" only {numbers**2} distinct problems: ask for fewer rows or raise digits"
         )
-    problems = [Addition(*divmod(pick, numbers)) for pick in draw.sample(range(numbers**2), short)]
-    if not long_share:
-        return problems[:train], problems[train:]
-    lowest = 10 ** (long_digits - 1)
-    if sum(longs) > (9 * lowest) ** 2:
-        raise ValueError(
-            f"{train} training and {heldout} held-out rows asked, {sum(longs)} of them long, but numbers of"
-            f" exactly {long_digits} digits make only {(9 * lowest) ** 2} distinct problems: ask for fewer rows,"
-            " or a smaller long-share, or raise long-digits"
-        )
-    picks = draw.sample(range((9 * lowest) ** 2), sum(longs))
-    long = [
-        Addition(lowest + left, lowest + right)
-        for left, right in (divmod(pick, 9 * lowest) for pick in picks)
-    ]
-    made = problems[: train - longs[0]] + long[: longs[0]], problems[train - longs[0] :] + long[longs[0] :]
-    for rows in made:
-        draw.shuffle(rows)
-    return made
+    picks = random.Random(seed).sample(range(numbers**2), train + heldout)
+    problems = [Addition(*divmod(pick, numbers)) for pick in picks]
+    return problems[:train], problems[train:]
 
 
 def worked_solution(problem: Addition, slip: float = 0.0, rng: random.Random | None = None) -> str:
@@ -194,12 +162,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--train", type=int, default=8000, help="rows of train.jsonl (default 8000)")
     parser.add_argument("--heldout", type=int, default=500, help="rows of heldout.jsonl (default 500)")
     parser.add_argument("--digits", type=int, default=2, help="most digits of a number (default 2)")
-    parser.add_argument(
-        "--long-share", type=float, default=0.0, help="share of problems with long numbers (default 0)"
-    )
-    parser.add_argument(
-        "--long-digits", type=int, default=MAX_DIGITS, help=f"digits of a long number (default {MAX_DIGITS})"
-    )
     parser.add_argument("--worked", type=int, default=20000, help="rows of worked.jsonl (default 20000)")
     parser.add_argument(
         "--accuracy", type=float, default=0.4, help="share of worked solutions that are right (default 0.4)"
@@ -207,14 +169,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.worked < 0:
         raise ValueError(f"--worked is {args.worked}; it must be at least 0")
-    train, heldout = make_problems(
-        args.seed,
-        args.train,
-        heldout=args.heldout,
-        digits=args.digits,
-        long_share=args.long_share,
-        long_digits=args.long_digits,
-    )
+    train, heldout = make_problems(args.seed, args.train, args.heldout, args.digits)
     worked = worked_rows(train, args.worked, args.accuracy, args.seed)
     if args.output.exists() and not args.output.is_dir():
         raise ValueError(f"--output {args.output} is a file; name a folder")

@@ -18,7 +18,7 @@ import functools
 import io
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -87,7 +87,7 @@ def load_config(
         reader.read_override(stand_in)
     for path in yaml_paths:
         reader.read_file(Path(path))
-    for override in _joined(overrides, reader):
+    for override in overrides:
         reader.read_override(override)
     config = reader.config(saved)
     raise_problems("the settings", list(text_problems(config)))
@@ -162,30 +162,12 @@ def make_parser(description: str, keys: Collection[str] | None = None) -> argpar
 # ---------------------------------------------------------------- reading
 
 
-def _joined(overrides: Sequence[str], reader: _Reader) -> Iterator[str]:
-    """The overrides but for a setting and its value that are words of their own, which is one mistake."""
-    words = list(overrides)
-    while words:
-        key, *words = words
-        value = words[1:] if words[:1] == ["="] else words
-        if key in all_settings() and value and "=" not in value[0]:
-            reader.add_problem(
-                f'{_COMMAND_LINE}: "{key}" and its value are two words; write {key}={value[0]}'
-            )
-            words = value[1:]
-        else:
-            yield key
-
-
 class _Reader:
     """Sets what a user wrote in a tree of all settings, and collects every mistake."""
 
     def __init__(self) -> None:
         self._tree = copy.deepcopy(_defaults())
         self._problems: list[str] = []
-
-    def add_problem(self, problem: str) -> None:
-        self._problems.append(problem)
 
     def read_file(self, path: Path, below: tuple[Path, ...] = ()) -> None:
         """A YAML file, after the one that it starts from; `below` are the files that start from this one. Where there
@@ -434,27 +416,14 @@ def _unknown(key: str) -> str:
 
 
 def _nearest_key(key: str) -> str | None:
-    """The known key or section that a wrong key most likely stands for.
-
-    In this order: the key under sections too many, its last word in another section (of a word alone, in the first
-    section that has it), the nearest whole key,
-    the nearest last word in its own section, the nearest last word anywhere.
-    """
-    known, leaf = list(all_settings()), key.rpartition(".")[2]
+    """The known key or section that a wrong key most likely stands for: the nearest key with the same last word (of a
+    word alone the first), else the nearest key or section."""
     plain = key.strip("+~-").lower().replace("-", "_")
-
-    def by_leaf(keys: list[str], least: float) -> list[str]:
-        leaves = {known.rpartition(".")[2]: known for known in reversed(keys)}
-        return [leaves[close] for close in difflib.get_close_matches(leaf, list(leaves), 1, least)]
-
-    elsewhere = [one for one in known if one.endswith("." + leaf)]
+    leaf = plain.rpartition(".")[2]
+    same_leaf = [one for one in all_settings() if one.endswith("." + leaf)]
     found = (
-        [one for one in known if key.endswith("." + one)]
-        or (elsewhere if leaf == key else difflib.get_close_matches(key, elsewhere, 1, 0.0))
-        or difflib.get_close_matches(plain, [*known, *section_classes()], 1, 0.75)
-        or by_leaf([one for one in known if one.startswith(key.partition(".")[0] + ".")], 0.5)
-        or by_leaf(known, 0.6)
-    )
+        same_leaf if leaf == plain else difflib.get_close_matches(plain, same_leaf, 1, 0.0)
+    ) or difflib.get_close_matches(plain, [*all_settings(), *section_classes()], 1)
     return found[0] if found else None
 
 

@@ -35,10 +35,6 @@ class RunStore:
         """`name` comes before all keys."""
         self._store, self._name = store, name
 
-    def under(self, name: str) -> RunStore:
-        """The values whose keys begin with `name` too."""
-        return RunStore(self._store, f"{self._name}/{name}")
-
     def set(self, key: str, value: Any) -> None:
         self._store.set(self._full(key), json.dumps(value))
 

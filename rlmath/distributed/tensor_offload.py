@@ -113,11 +113,6 @@ class StorageSet:
         """What offloading would free (bytes): on CPU nothing where the content is kept, in the same memory."""
         return 0 if self._keep and self._device.kind == "cpu" else self.nbytes
 
-    @property
-    def host_nbytes(self) -> int:
-        """Host memory that is reserved for the set now (bytes)."""
-        return self._host.nbytes
-
     def offload(self) -> OffloadStats:
         """Copy the content to the host where it is kept, and free the storages' memory."""
         assert not self._offloaded, f"{self.name} is offloaded already"

@@ -258,26 +258,14 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
             f"groups in flight, learned from within {config.rollout.max_staleness} steps of their first token"
         )
         yield _flight_size_line(config)
-        if config.rollout.max_staleness > 0 and config.algorithm.loss_normalisation == "token":
-            yield (
-                "    algorithm.loss_normalisation=token: the first steps, and with rollout.max_staleness above 1 some "
-                "later ones, learn from shorter completions than the others, and each of their tokens weighs more; "
-                "sequence and constant weigh completions alike"
-            )
     if config.rollout.ranks:
         yield from _asynchronous_lines(config)
         yield _flight_size_line(config)
     if config.rollout.tail == "defer":
         yield (
             f"  tail batching: groups with a completion of more than {slices} tokens are sampled anew, with the same "
-            "noise, in steps of their own. Bias: as far as the weights change in between, a deferred group is one that "
-            "older weights made long (rollout/deferred_now_short; docs/algorithm.md)"
+            "noise, in steps of their own; what that biases: docs/algorithm.md"
         )
-        if config.algorithm.loss_normalisation == "token":
-            yield (
-                "    algorithm.loss_normalisation=token: a step of short groups has few tokens, each of which weighs "
-                "more than one of a step of long groups; sequence and constant weigh completions alike"
-            )
     if len(stages) == 1:
         yield f"  {_tokens(config)}"
     yield _steps(data)
@@ -306,22 +294,9 @@ def _asynchronous_lines(config: Config) -> Iterator[str]:
     rollout, prompts, staleness = config.rollout, config.data.prompts_per_step, config.rollout.max_staleness
     begun = (staleness + 1) * prompts
     yield (
-        f"  asynchronous: after v steps at most ({staleness} + v + 1) x {prompts} groups have been begun, those that "
-        f"selection dropped not counted: {begun:,} before the first step, {prompts:,} more after each"
+        f"  asynchronous: {begun:,} groups at most are begun before the first step, {prompts:,} more after each; a "
+        f"step learns from groups whose first token is at most {staleness} steps old"
     )
-    if staleness == 0:
-        yield "    staleness 0: a step's own weights sample all of it, and engines wait while it is trained"
-    else:
-        interrupted = {
-            "recompute": "are continued with the KV cache computed again",
-            "keep": "are continued with the KV cache of the old ones",
-            "finish": "are finished under the old ones first",
-        }[rollout.on_new_weights]
-        yield (
-            f"    staleness: a step learns from groups whose first token is at most {staleness} steps old. Expect "
-            "about as much where engines are faster than training, and less where training waits for them"
-        )
-        yield f"    new weights: completions that are being sampled {interrupted}"
     most, engines = (
         rollout.max_concurrent_sequences or rollout.max_num_seqs,
         rollout.ranks // rollout.tensor_parallel,

@@ -5,7 +5,7 @@ A figure without data is left out. Metrics that are 0 in every step are named un
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -31,8 +31,16 @@ NO_PHASES = (
     "sync_wait_for_engines",
 )
 """In `seconds/`, but the whole step or a part of a phase."""
-PASS_RATES = ("100", "below_100", "to_75", "to_50", "to_25", "0", "unseen")
-"""Of `history/prompts/`, from the best."""
+PASS_RATES = {
+    "100": "all right",
+    "below_100": "75% to 100%",
+    "to_75": "50% to 75%",
+    "to_50": "25% to 50%",
+    "to_25": "0% to 25%",
+    "0": "none right",
+    "unseen": "not sampled yet",
+}
+"""What `history/prompts/...` are called, from the best."""
 
 
 @dataclass(frozen=True)
@@ -248,13 +256,13 @@ def sections(runs: Sequence[Run]) -> list[Section]:
     """All that has data, in the order of the page."""
     found = [
         _section("Learning", runs, (*LEARNING, *_validation_files(runs), *_reward_parts(runs))),
-        _section("Responses", runs, RESPONSES, [*_length_maps(runs), *_verdicts(runs)]),
+        _section("Responses", runs, RESPONSES, [*_of_each(runs, _length_map), *_of_each(runs, _verdicts)]),
         _section("Policy", runs, POLICY),
         _section("Optimizer", runs, OPTIMIZER),
         _section("Critic and teacher", runs, MODELS_BESIDE),
-        _section("Prompts", runs, PROMPTS, _pass_rates(runs)),
-        _section("Speed", runs, SPEED, [*_phases(runs), *_ages(runs)], before=True),
-        _section("Memory", runs, (), _memory(runs)),
+        _section("Prompts", runs, PROMPTS, _of_each(runs, _pass_rates)),
+        _section("Speed", runs, SPEED, [*_of_each(runs, _phases), *_of_each(runs, _ages)], before=True),
+        _section("Memory", runs, (), _of_each(runs, _memory)),
     ]
     return [section for section in found if section.figures]
 
@@ -373,15 +381,23 @@ def _reward_parts(runs: Sequence[Run]) -> Iterator[Lines]:
     yield Lines("Metrics of the reward function", "mean", prefix="reward/own/")
 
 
-def _length_maps(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
-    for run in runs[:MOST_SINGLE]:
-        found = length_map(run.samples.lengths)
-        if found is None:
-            continue
+def _of_each(
+    runs: Sequence[Run], figures_of: Callable[[Run], Iterable[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """Figures that runs cannot share, of the first runs; where there are several their titles name the run."""
+    return [
+        {**figure, "title": f"{figure['title']}: {run.label}" if len(runs) > 1 else figure["title"]}
+        for run in runs[:MOST_SINGLE]
+        for figure in figures_of(run)
+    ]
+
+
+def _length_map(run: Run) -> Iterator[dict[str, Any]]:
+    if (found := length_map(run.samples.lengths)) is not None:
         completions = sum(map(len, run.samples.lengths.values()))
         yield {
             "kind": "heat",
-            "title": _titled("Response lengths over time", run, runs),
+            "title": "Response lengths over time",
             "unit": "tokens",
             "note": f"Of the {completions} completions in {len(run.samples.lengths)} files of samples",
             "colorbar": "share",
@@ -391,54 +407,37 @@ def _length_maps(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
         }
 
 
-def _verdicts(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
-    for run in runs[:MOST_SINGLE]:
-        names = run.metrics.starting_with("reward/verdict/")
-        parts = [(name.rpartition("/")[2].replace("_", " "), run.metrics.curve(name)) for name in names]
-        title = _titled("What decided on the answers", run, runs)
-        yield from _stack(title, "share of completions", parts, percent=True)
+def _verdicts(run: Run) -> Iterator[dict[str, Any]]:
+    names = run.metrics.starting_with("reward/verdict/")
+    parts = [(name.rpartition("/")[2].replace("_", " "), run.metrics.curve(name)) for name in names]
+    return _stack("What decided on the answers", "share of completions", parts, percent=True)
 
 
-def _pass_rates(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
-    called = {
-        "100": "all right",
-        "below_100": "75% to 100%",
-        "to_75": "50% to 75%",
-        "to_50": "25% to 50%",
-        "to_25": "0% to 25%",
-        "0": "none right",
-        "unseen": "not sampled yet",
-    }
-    for run in runs[:MOST_SINGLE]:
-        parts = [(called[name], run.metrics.curve(f"history/prompts/{name}")) for name in PASS_RATES]
-        for figure in _stack(_titled("Prompts by pass rate", run, runs), "prompts", parts):
-            named = [called[name] for name in PASS_RATES]
-            colors = [{**trace, "color": named.index(trace["name"])} for trace in figure["traces"]]
-            yield {**figure, "traces": colors, "ramp": True}
+def _pass_rates(run: Run) -> Iterator[dict[str, Any]]:
+    named = list(PASS_RATES.values())
+    parts = [(called, run.metrics.curve(f"history/prompts/{name}")) for name, called in PASS_RATES.items()]
+    for figure in _stack("Prompts by pass rate", "prompts", parts):
+        colors = [{**trace, "color": named.index(trace["name"])} for trace in figure["traces"]]
+        yield {**figure, "traces": colors, "ramp": True}
 
 
-def _phases(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
-    for run in runs[:MOST_SINGLE]:
-        parts = [(name.replace("_", " "), curve) for name, curve in phase_curves(run.metrics)]
-        note = "The step's phases, and the save that follows it"
-        yield from _stack(_titled("Seconds by phase", run, runs), "seconds per step", parts, note)
+def _phases(run: Run) -> Iterator[dict[str, Any]]:
+    parts = [(name.replace("_", " "), curve) for name, curve in phase_curves(run.metrics)]
+    note = "The step's phases, and the save that follows it"
+    return _stack("Seconds by phase", "seconds per step", parts, note)
 
 
-def _ages(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+def _ages(run: Run) -> Iterable[dict[str, Any]]:
     """Of runs that learn from tokens of earlier steps: how old these are."""
     prefix = "rollout/staleness/"
-    for run in runs[:MOST_SINGLE]:
-        ages = sorted(
-            (name.removeprefix(prefix) for name in run.metrics.starting_with(prefix)),
-            key=lambda age: (len(age), age),
-        )
-        parts = [
-            (age if age == "0" else f"{age} step{'s' * (age != '1')}", run.metrics.curve(prefix + age))
-            for age in ages
-        ]
-        if len(parts) > 1:
-            title = _titled("Tokens by their staleness", run, runs)
-            yield from _stack(title, "share of tokens", parts, percent=True)
+    names = sorted(run.metrics.starting_with(prefix), key=lambda name: (len(name), name))
+    parts = []
+    for name in names:
+        age = name.removeprefix(prefix)
+        parts.append((age if age == "0" else f"{age} step{'s' * (age != '1')}", run.metrics.curve(name)))
+    if len(parts) < 2:
+        return ()
+    return _stack("Tokens by their staleness", "share of tokens", parts, percent=True)
 
 
 def phase_curves(metrics: Metrics) -> list[tuple[str, Curve]]:
@@ -497,28 +496,20 @@ def _stack(
     }
 
 
-def _memory(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+def _memory(run: Run) -> Iterator[dict[str, Any]]:
     """What rank 0 holds after each phase, and what is on the host meanwhile."""
-    for run in runs[:MOST_SINGLE]:
-        for prefix, ending, title, note in (
-            ("memory/after_", "_gib", "Memory after each phase", "Of rank 0"),
-            ("memory/offloaded/", "_gib", "Offloaded to the host", "Of rank 0, while the engine generates"),
-        ):
-            names = run.metrics.starting_with(prefix)
-            metrics = [
-                (name, name.removeprefix(prefix).removesuffix(ending).replace("_", " ")) for name in names
-            ]
-            if prefix == "memory/after_":
-                metrics.append(("memory_gib", "end of the step"))
-                title = title if names else "Memory at the end of a step"
-            spec = Lines(_titled(title, run, runs), "GiB", tuple(metrics), note)
-            figure, _ = _lines(spec, [run])
-            if figure is not None:
-                yield figure
-
-
-def _titled(title: str, run: Run, runs: Sequence[Run]) -> str:
-    return f"{title}: {run.label}" if len(runs) > 1 else title
+    for prefix, title, note in (
+        ("memory/after_", "Memory after each phase", "Of rank 0"),
+        ("memory/offloaded/", "Offloaded to the host", "Of rank 0, while the engine generates"),
+    ):
+        names = run.metrics.starting_with(prefix)
+        metrics = [(name, name.removeprefix(prefix).removesuffix("_gib").replace("_", " ")) for name in names]
+        if prefix == "memory/after_":
+            metrics.append(("memory_gib", "end of the step"))
+            title = title if names else "Memory at the end of a step"
+        figure, _ = _lines(Lines(title, "GiB", tuple(metrics), note), [run])
+        if figure is not None:
+            yield figure
 
 
 # ---------------------------------------------------------------- what happened between steps

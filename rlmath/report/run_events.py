@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlmath.config.terminal import visible
 from rlmath.report.samples import number_of, text_of
 from rlmath.telemetry.events import MOST_CHARS, read_events
 
@@ -47,34 +46,29 @@ class Events:
 
 
 def events_of(path: Path, last_step: int, notes: list[str]) -> Events:
-    """What the file tells of a run that has come to `last_step`; nothing where there is no file, as of runs of earlier
-    versions. What was left out is added to `notes`."""
+    """What the file tells of a run that has come to `last_step`. What was left out is added to `notes`. OSError
+    where it cannot be read, ValueError where it is no regular file."""
     found, damaged, left_out = Events(), 0, 0
     messages: dict[tuple[str, str], Message] = {}
-    try:
-        for row in read_events(path):
-            if isinstance(row, ValueError):
-                damaged += 1
-                continue
-            _follow_starts(found, row)
-            key = row["kind"], text_of(row.get("text"), MOST_CHARS)
-            if row["kind"] not in MESSAGES:
-                continue
-            if key in messages:
-                messages[key].count += 1
-            elif len(messages) < MOST_MESSAGES:
-                messages[key] = Message(*key, text_of(row["time"], 40))
-            else:
-                left_out += 1
-                continue
-            step = _step_of(row)
-            where = f"before the first step of start {len(found.starts)}" if step is None else f"step {step}"
-            if where not in messages[key].steps and len(messages[key].steps) < 8:
-                messages[key].steps.append(where)
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:
-        notes.append(f"{path.name} cannot be read: {visible(str(error))[:200]}")
+    for row in read_events(path):
+        if isinstance(row, ValueError):
+            damaged += 1
+            continue
+        _follow_starts(found, row)
+        key = row["kind"], text_of(row.get("text"), MOST_CHARS)
+        if row["kind"] not in MESSAGES:
+            continue
+        if key in messages:
+            messages[key].count += 1
+        elif len(messages) < MOST_MESSAGES:
+            messages[key] = Message(*key, text_of(row["time"], 40))
+        else:
+            left_out += 1
+            continue
+        step = _step_of(row)
+        where = f"before the first step of start {len(found.starts)}" if step is None else f"step {step}"
+        if where not in messages[key].steps and len(messages[key].steps) < 8:
+            messages[key].steps.append(where)
     if damaged:
         notes.append(f"{path.name}: {damaged} lines are no events and were left out.")
     if left_out:

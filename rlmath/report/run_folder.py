@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlmath.config.files import open_regular, read_json_object
 from rlmath.config.run_files import (
@@ -26,9 +25,10 @@ from rlmath.report.samples import SHOWN_CHARS, Samples, number_of, samples_of, t
 from rlmath.report.settings import Settings, read_settings
 from rlmath.telemetry.metrics_writer import last_step
 
-MOST_RUNS = 24
 MOST_LABEL = 60
 _MOST_JSON_BYTES = 2**22
+
+Part = TypeVar("Part")
 
 
 class NoRunError(ValueError):
@@ -87,8 +87,6 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     for path in map(Path, folders):
         found.setdefault(path.resolve(), path)
     paths = list(found.values())
-    if len(paths) > MOST_RUNS:
-        raise NoRunError(f"got {len(paths)} runs; needed: at most {MOST_RUNS}")
     for path in paths:
         require_run(path)
     labels = labels_of([path.resolve() for path in paths])
@@ -118,78 +116,56 @@ def require_run(folder: Path) -> None:
 
 def _read_run(folder: Path, label: str, most_chars: int) -> Run:
     notes: list[str] = []
+
+    def read(name: str, read_part: Callable[[Path], Part], missing: Part) -> Part:
+        """A part of the folder, which need not be there."""
+        try:
+            return read_part(folder / name)
+        except FileNotFoundError:
+            return missing
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            notes.append(f"{name} cannot be read: {visible(str(error))[:200]}")
+            return missing
+
     try:
         metrics = read_curves(folder / METRICS_FILE, notes)
     except (OSError, ValueError) as error:
         raise NoRunError(f"{folder / METRICS_FILE} cannot be read: {error}") from error
-    run = Run(
+    earlier = []
+    for one in sorted((folder / EARLIER_FOLDER).glob("[0-9]*")):
+        status = read(f"{EARLIER_FOLDER}/{one.name}/{EXIT_STATUS_FILE}", _read_object, {})
+        ended = text_of(status.get("meaning"), 40) or "it left no exit status"
+        earlier.append(EarlierRun(one.name, last_step(one / METRICS_FILE) or None, ended))
+    return Run(
         folder,
         label,
-        metrics,
-        _validation(folder / VALIDATION_FILE, notes),
-        read_settings(folder / CONFIG_FILE, notes),
-        _read_object(folder / SUMMARY_FILE, notes),
-        _read_object(folder / EXIT_STATUS_FILE, notes),
-        events_of(folder / EVENTS_FILE, metrics.last_step, notes),
-        samples_of(folder, notes, most_chars),
+        metrics=metrics,
+        validation=read(VALIDATION_FILE, lambda path: read_curves(path, notes), Metrics()),
+        settings=read(CONFIG_FILE, read_settings, {}),
+        summary=read(SUMMARY_FILE, _read_object, {}),
+        exit_status=read(EXIT_STATUS_FILE, _read_object, {}),
+        events=read(EVENTS_FILE, lambda path: events_of(path, metrics.last_step, notes), Events()),
+        samples=samples_of(folder, notes, most_chars),
+        rollbacks=read(ROLLBACKS_FILE, _rollbacks, []),
+        earlier=earlier,
         notes=notes,
     )
-    _attempt(notes, ROLLBACKS_FILE, lambda: run.rollbacks.extend(_rollbacks(folder)))
-    _attempt(notes, f"{EARLIER_FOLDER}/", lambda: run.earlier.extend(_earlier(folder, notes)))
-    return run
 
 
-def _validation(path: Path, notes: list[str]) -> Metrics:
-    try:
-        return read_curves(path, notes)
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:
-        notes.append(f"{path.name} cannot be read: {visible(str(error))[:200]}")
-    return Metrics()
+def _read_object(path: Path) -> dict[str, Any]:
+    open_regular(path).close()  # a file that is not there is no damaged one
+    return read_json_object(path, _MOST_JSON_BYTES)
 
 
-def _attempt(notes: list[str], name: str, read: Callable[[], object]) -> None:
-    """A part of the folder that need not be there."""
-    try:
-        read()
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        notes.append(f"{name} cannot be read: {visible(str(error))[:200]}")
-
-
-def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if os.path.lexists(path):
-        _attempt(notes, path.name, lambda: found.update(read_json_object(path, _MOST_JSON_BYTES)))
-    return found
-
-
-def _rollbacks(folder: Path) -> list[Rollback]:
-    path = folder / ROLLBACKS_FILE
-    if not os.path.lexists(path):
-        return []
-    rows = read_json_object(path, _MOST_JSON_BYTES)["rollbacks"]
+def _rollbacks(path: Path) -> list[Rollback]:
     return [
         Rollback(
             int(number_of(row["diverged_step"]) or 0),
             int(number_of(row["step"]) or 0),
             text_of(row["reason"], 500),
         )
-        for row in rows
+        for row in _read_object(path)["rollbacks"]
     ]
-
-
-def _earlier(folder: Path, notes: list[str]) -> list[EarlierRun]:
-    base = folder / EARLIER_FOLDER
-    names = sorted(entry.name for entry in os.scandir(base) if entry.is_dir() and entry.name.isdecimal())
-    found = []
-    for name in names:
-        status = _read_object(base / name / EXIT_STATUS_FILE, notes)
-        ended = text_of(status.get("meaning"), 40) or "it left no exit status"
-        found.append(EarlierRun(name, last_step(base / name / METRICS_FILE) or None, ended))
-    return found
 
 
 def labels_of(folders: Sequence[Path]) -> list[str]:

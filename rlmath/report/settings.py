@@ -19,25 +19,21 @@ Settings = Mapping[str, Any]
 """Value by key ("optimizer.lr")."""
 
 
-def read_settings(path: Path, notes: list[str]) -> Settings:
-    """The settings in a run's `config.yaml`; none where there is no such file or it cannot be read, which is added to
-    `notes`."""
+def read_settings(path: Path) -> Settings:
+    """The settings in a run's `config.yaml`. ValueError where it holds something else, OSError where it cannot be
+    read."""
     try:
-        text = read_regular(path, MAX_YAML_BYTES).decode("utf-8")
-        tree = yaml.safe_load(text)
-        if not isinstance(tree, dict):
-            raise ValueError(f"it holds a {type(tree).__name__}; needed: sections")
-    except FileNotFoundError:
-        notes.append(f"There is no {path.name}: the settings are not known.")
-        return {}
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        notes.append(f"{path.name} cannot be read: {visible(str(error))[:300]}")
-        return {}
-    found = {}
-    for section, values in tree.items():
-        for name, value in values.items() if isinstance(values, dict) else ():
-            found[f"{section}.{name}"] = value
-    return found
+        tree = yaml.safe_load(read_regular(path, MAX_YAML_BYTES).decode("utf-8"))
+    except (RecursionError, yaml.YAMLError) as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(tree, dict):
+        raise ValueError(f"it holds a {type(tree).__name__}; needed: sections")
+    return {
+        f"{section}.{name}": value
+        for section, values in tree.items()
+        if isinstance(values, dict)
+        for name, value in values.items()
+    }
 
 
 def changed(settings: Settings) -> dict[str, tuple[str, str]]:

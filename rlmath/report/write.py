@@ -11,9 +11,6 @@ from rlmath.config.run_files import REPORT_FILE, write_whole
 from rlmath.report.page import build_page
 from rlmath.report.run_folder import read_runs
 
-_BEGINNING, _BEGINNING_IN_PARENTHESES = ": this, () => {", ": this, (() => {"
-_END, _END_IN_PARENTHESES = "}));", "})));"
-
 
 class NoPlotlyError(RuntimeError):
     """plotly is not installed."""
@@ -42,14 +39,4 @@ def read_plotly() -> str:
     source = get_plotlyjs()
     if "</script" in source.lower() or "<!--" in source:
         raise NoPlotlyError("the source of this version of plotly.js cannot stand in a page")
-    return parsed_once(source)
-
-
-def parsed_once(source: str) -> str:
-    """plotly.js with the function that is all of it in parentheses: V8 (Chromium, Edge) compiles such a function as it
-    reads it, and reads others twice, the second time when they are called (v8.dev/blog/preparser). Unchanged where a
-    version has another beginning or end."""
-    head, begins, body = source.partition(_BEGINNING)
-    if not begins or not body.rstrip().endswith(_END):
-        return source
-    return f"{head}{_BEGINNING_IN_PARENTHESES}{body.rstrip().removesuffix(_END)}{_END_IN_PARENTHESES}"
+    return source

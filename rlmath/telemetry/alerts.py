@@ -28,9 +28,6 @@ DISCARDED_SHARE = 0.9
 """Dynamic sampling that drops more of the groups raises an alert."""
 DISCARDED_GROUPS = 16
 """Of at least so many groups in the last steps."""
-FAILURES_CHANGE = 0.2
-FAILURES_STEPS = 50
-"""Answers that could not be judged are warned of again where their share has changed by more, or so many steps on."""
 USUAL_CLIP_RATIO = 0.1
 """The AReaL documents: actor_clip_ratio "is usually less than 0.1"."""
 GOOD_ACCURACY = 0.95
@@ -103,28 +100,6 @@ class Alerts:
         """Forget the steps so far: limits and data change here."""
         self._history.first.clear()
         self._history.last.clear()
-
-
-class RepeatedWarning:
-    """When to warn again of a share that is above its limit in step after step: first, when it has changed by more than
-    FAILURES_CHANGE since it was told, and after FAILURES_STEPS.
-
-    >>> warning = RepeatedWarning()
-    >>> [warning.is_due(step, share) for step, share in ((1, 0.3), (2, 0.4), (3, 0.6), (52, 0.6), (53, 0.6))]
-    [True, False, True, False, True]
-    """
-
-    def __init__(self) -> None:
-        self._told: tuple[int, float] | None = None
-
-    def is_due(self, step: int, share: float) -> bool:
-        """Whether to warn in this step; it counts as done."""
-        if self._told is not None:
-            told_in, told = self._told
-            if step < told_in + FAILURES_STEPS and abs(share - told) <= FAILURES_CHANGE:
-                return False
-        self._told = step, share
-        return True
 
 
 def dropped_alert(share: float, limits: TelemetryConfig) -> str | None:

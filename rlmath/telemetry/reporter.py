@@ -25,7 +25,7 @@ from rlmath.planning.memory_estimate import Kind
 from rlmath.report.write import NoPlotlyError, write_report
 from rlmath.rewards.reward_manager import first_function_failure
 from rlmath.rewards.several_rewards import functions_of, named_rewards
-from rlmath.telemetry.alerts import Alerts, RepeatedWarning, dropped_alert
+from rlmath.telemetry.alerts import Alerts, dropped_alert
 from rlmath.telemetry.console import Progress, RemainingTime, long_step_line, step_line
 from rlmath.telemetry.events import event
 from rlmath.telemetry.metrics_writer import Unwritten, open_metrics, read_metrics
@@ -33,6 +33,8 @@ from rlmath.telemetry.samples import SampleWriter, samples_file
 
 logger = logging.getLogger(__name__)
 
+FAILURES_STEPS = 50
+"""Answers that could not be judged are warned of again so many steps on."""
 COUNTED = {"grpo": ("n_valid_tokens", "completion_tokens"), "sft": ("n_tokens", "tokens")}
 """By kind of program: the metric that `tokens_per_second` of the summary counts, and how the summary names its sum."""
 
@@ -94,7 +96,7 @@ class Reporter:
         names = [one.name for one in named_rewards(config.reward)]
         self._samples = SampleWriter(config.run.output_dir, config.telemetry.sample_groups_per_step, names)
         self._first_steps = {stage.first_step for stage in length_stages(config, inputs.total_steps)}
-        self._failures = RepeatedWarning()
+        self._next_failures_warning = 0
         self._alerts = None
         if kind == "grpo":
             dropped = None if steps_done else dropped_alert(inputs.dropped_share, config.telemetry)
@@ -161,8 +163,8 @@ class Reporter:
         )
 
     def _write_samples(self, step: int, record: StepRecord, failures: float) -> None:
-        """`failures`: share of the answers that could not be judged (0 to 1). Too many are warned of where it is news
-        (`RepeatedWarning`); the log file has every such step."""
+        """`failures`: share of the answers that could not be judged (0 to 1). Too many are warned of every
+        FAILURES_STEPS; the log file has every such step."""
         what = step, record.groups, record.advantages
         self._unwritten.attempt("samples", lambda: self._samples.write(*what, self._metrics))
         limit, worst = self._config.reward.max_failure_share, self._config.reward.function_failure
@@ -178,7 +180,9 @@ class Reporter:
             outcome = f"reward.function failed or took too long on them, and they get reward.function_failure={worst:g}"
         if functions_of(self._config.reward) and (first := first_function_failure(record.groups)):
             where += f". The first failure:\n{first}"
-        level = logging.WARNING if self._failures.is_due(step, failures) else logging.DEBUG
+        level = logging.DEBUG
+        if step >= self._next_failures_warning:
+            level, self._next_failures_warning = logging.WARNING, step + FAILURES_STEPS
         text = (
             "Step %d: %.1f%% of the answers could not be judged (reward.max_failure_share is %.1f%%); %s. %s"
         )

@@ -189,7 +189,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_a_list(
 ):
     state = resave(to_megatron(source, tmp_path / "megatron"), tmp_path / "other", change)
     with pytest.raises(
-        ValueError, match=r"not a checkpoint of the model that config\.json describes"
+        ValueError, match=r"as a checkpoint of the model that config\.json describes"
     ) as error:
         to_hf(state, source, tmp_path / "hf")
     assert all(part in str(error.value) for part in told), str(error.value)

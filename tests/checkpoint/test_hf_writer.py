@@ -24,10 +24,9 @@ def test_formats_shapes_and_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "half": torch.arange(7.0),
     }
     formats = dict.fromkeys(tensors, torch.float32) | {"half": torch.float16}
-    writer = SafetensorsWriter(tmp_path, 10**6)
-    for name, tensor in tensors.items():
-        writer.add(name, tensor, formats[name])
-    writer.close()
+    with SafetensorsWriter(tmp_path, 10**6) as writer:
+        for name, tensor in tensors.items():
+            writer.add(name, tensor, formats[name])
     found = load_file(tmp_path / "model.safetensors")
     assert writer.bytes == 48 + 48 + 4 + 0 + 14
     for name, tensor in tensors.items():
@@ -37,31 +36,33 @@ def test_formats_shapes_and_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_wide_numbers_do_not_begin_in_the_middle_of_their_width(tmp_path: Path):
-    writer = SafetensorsWriter(tmp_path, 10**6)
-    writer.add("three", torch.ones(3), torch.bfloat16)
-    writer.add("wide", torch.ones(3), torch.float32)  # at byte 6
-    writer.close()
+    with SafetensorsWriter(tmp_path, 10**6) as writer:
+        writer.add("three", torch.ones(3), torch.bfloat16)
+        writer.add("wide", torch.ones(3), torch.float32)  # at byte 6
     found = {k: v for path in tmp_path.glob("*.safetensors") for k, v in load_file(path).items()}
     assert torch.equal(found["wide"], torch.ones(3)) and found["three"].dtype == torch.bfloat16
 
 
 def test_a_header_that_is_full_begins_the_next_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(weights, "HEADER_BYTES", 1024)
-    writer = SafetensorsWriter(tmp_path, 10**6)
     names = [f"a.name.of.some.length.{number}" for number in range(40)]
-    for number, name in enumerate(names):
-        writer.add(name, torch.tensor([float(number)]), torch.float32)
-    writer.close()
+    with SafetensorsWriter(tmp_path, 10**6) as writer:
+        for number, name in enumerate(names):
+            writer.add(name, torch.tensor([float(number)]), torch.float32)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert list(index["weight_map"]) == names and len(set(index["weight_map"].values())) > 2
     for number, name in enumerate(names):
         assert load_file(tmp_path / index["weight_map"][name])[name].item() == number
 
 
-def test_a_file_that_was_not_finished_is_none(tmp_path: Path):
-    writer = SafetensorsWriter(tmp_path, 10**6)
+def add_and_fail(writer: SafetensorsWriter) -> None:
     writer.add("a", torch.ones(3), torch.float32)
-    writer.abandon()
+    raise KeyError
+
+
+def test_a_file_that_was_not_finished_is_none(tmp_path: Path):
+    with pytest.raises(KeyError), SafetensorsWriter(tmp_path, 10**6) as writer:
+        add_and_fail(writer)
     (left,) = tmp_path.iterdir()
     with pytest.raises(SafetensorError):
         load_file(left)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -54,59 +53,10 @@ def test_mistakes_are_named():
         worked_solution(Addition(1, 2), slip=0.5)
 
 
-def is_long(problem: Addition, digits: int) -> bool:
-    """Both numbers have so many digits; where they have not, neither has more than two."""
-    lengths = {len(str(problem.left)), len(str(problem.right))}
-    assert lengths == {digits} or max(lengths) <= 2
-    return lengths == {digits}
-
-
-@pytest.mark.parametrize("digits", [3, 6])
-def test_a_share_of_the_problems_is_long(digits: int):
-    train, heldout = make_problems(1, 700, 100, long_share=0.15, long_digits=digits)
-    assert [len(train), len(heldout)] == [700, 100]
-    longs = [[is_long(problem, digits) for problem in rows] for rows in (train, heldout)]
-    assert [sum(rows) for rows in longs] == [105, 15]
-    assert 0 < sum(longs[0][:350]) < 105, "they are mixed"
-    assert len({*train, *heldout}) == 800, "distinct, and none in both"
-    assert (train, heldout) == make_problems(1, 700, 100, long_share=0.15, long_digits=digits)
-    assert train != make_problems(2, 700, 100, long_share=0.15, long_digits=digits)[0]
-    worked = worked_rows(train, 4000, accuracy=0.4, seed=1)
-    drawn = [Addition(*map(int, str(row["prompt"])[:-1].split("+"))) for row in worked]
-    assert sum(is_long(problem, digits) for problem in drawn) / 4000 == pytest.approx(0.15, abs=0.02)
-
-
-def test_without_long_problems_the_files_are_what_they_were(tmp_path: Path):
-    """Of the program before it had long problems, with these options."""
-    options = [
-        "--train",
-        "500",
-        "--heldout",
-        "50",
-        "--worked",
-        "300",
-        "--long-share",
-        "0",
-        "--long-digits",
-        "3",
-    ]
-    main(["--output", str(tmp_path), *options])
+def test_the_files_are_what_they_were(tmp_path: Path):
+    main(["--output", str(tmp_path), "--train", "500", "--heldout", "50", "--worked", "300"])
     digests = [hashlib.sha256((tmp_path / f"{n}.jsonl").read_bytes()).hexdigest()[:16] for n in FILES]
     assert digests == DIGESTS
-
-
-@pytest.mark.parametrize(
-    ("sizes", "text"),
-    [
-        ((1, 10, 10, 2, 1.0), "long-share is 1.0; it must be at least 0 and below 1"),
-        ((1, 10, 10, 2, math.nan), "long-share is nan; it must be"),
-        ((1, 10, 10, 2, 0.5, 2), "long-digits is 2; it must be above digits, 2, and at most 6"),
-        ((1, 200, 2, 1, 0.5), r"held-out rows asked, 101 of them short, but .* only 100 distinct"),
-    ],
-)
-def test_mistakes_about_long_problems_are_named(sizes, text: str):
-    with pytest.raises(ValueError, match=text):
-        make_problems(*sizes)
 
 
 def test_the_program_writes_its_files(tmp_path: Path):

@@ -283,13 +283,6 @@ def test_a_wrong_type_says_what_was_got_and_needed(wrong: str, told: str):
     assert told in problem_with([wrong])
 
 
-def test_a_setting_and_its_value_in_words_of_their_own_are_one_mistake():
-    for words in (["optimizer.lr", "1e-5"], ["optimizer.lr", "=", "1e-5"]):
-        told = problem_with(words)
-        assert "write optimizer.lr=1e-5" in told
-        assert "The sections are" not in told and "not of the form" not in told
-
-
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [

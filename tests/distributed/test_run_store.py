@@ -25,7 +25,7 @@ def test_values_come_back_and_a_key_that_is_not_there_is_not_waited_for(server: 
     assert other.get("status/0") == {"step": 3, "text": "\x1b é"} and other.get("status/1") is None
     assert other.get_all(["status/0", "status/1"]) == {"status/0": {"step": 3, "text": "\x1b é"}}
     assert RunStore(server, "rlmath/b").get("status/0") is None
-    assert RunStore(server, "rlmath").under("a").all_there(["status/0"])
+    assert RunStore(server, "rlmath/a").all_there(["status/0"])
     ours.delete("status/0")
     assert other.get("status/0") is None
 

@@ -187,13 +187,13 @@ def test_what_leaves_gives_gpu_memory_up_and_waits_in_pinned_memory_that_is_used
     here = torch.cuda.memory_allocated()
     left = kept.offload()
     assert left.bytes == 4 * 2**25 + 2 * 1001
-    away, reserved = torch.cuda.memory_allocated(), kept.host_nbytes
+    away, reserved = torch.cuda.memory_allocated(), kept._host.nbytes
     assert here - away >= left.bytes
     assert reserved >= left.bytes
     for _ in range(2):
         kept.onload()
         assert torch.cuda.memory_allocated() - away >= left.bytes
-        assert kept.host_nbytes == reserved
+        assert kept._host.nbytes == reserved
         assert all(torch.equal(tensor.cpu(), other) for tensor, other in zip(tensors, wanted, strict=True))
         kept.offload()
     kept.onload()

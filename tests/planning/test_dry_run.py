@@ -282,9 +282,6 @@ def test_partial_rollouts_are_told(dry):
     size = "at most 6.8 GiB of host memory on every rank that trains, and 5.1 between steps: 8 bytes a token"
     assert size in " ".join(out.split())
     assert "with the groups in flight a checkpoint has at most 5.1 GiB more" in out
-    assert "each of their tokens weighs more" in " ".join(out.split())
-    for calm in ("algorithm.loss_normalisation=constant", "rollout.max_staleness=0"):
-        assert "each of their tokens" not in " ".join(dry(SMALL_R1, *carry, calm)[1].split())
     assert "partial rollouts" not in dry(SMALL_R1)[1] and "groups in flight" not in dry(SMALL_R1)[1]
 
 
@@ -322,10 +319,8 @@ def test_asynchronous_runs_are_told(dry):
         "Layout: 8 ranks, TP1 x PP1 x DP4, 2 engines of TP2 on ranks of their own ranks 0-3 train, ranks 4-7"
         in told
     )
-    assert "after v steps at most (2 + v + 1) x 512 groups have been begun" in told
-    assert "1,536 before the first step, 512 more after each" in told
+    assert "1,536 groups at most are begun before the first step, 512 more after each" in told
     assert "whose first token is at most 2 steps old" in told
-    assert "being sampled are continued with the KV cache computed again" in told
     assert (
         "at most 100 at a time in each of 2 engines, 200 in all; the groups" in told and "most 24,576" in told
     )
@@ -363,9 +358,7 @@ def test_tail_batching_and_its_bias_are_told(dry):
     assert status == 0, err
     told = " ".join(out.split())
     assert "tail batching: groups with a completion of more than 13,824 tokens are sampled anew" in told
-    assert "Bias: as far as the weights change in between" in told and "each of which weighs more" in told
-    constant = dry(SMALL_R1, "rollout.tail=defer", "algorithm.loss_normalisation=constant")[1]
-    assert "tail batching" in constant and "weighs more" not in constant
+    assert "what that biases: docs/algorithm.md" in told
     assert "tail batching" not in dry(SMALL_R1)[1]
 
 

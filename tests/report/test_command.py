@@ -18,15 +18,6 @@ from tests.report.folders import make_run
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_plotly_is_compiled_once() -> None:
-    """Its function of everything stands in parentheses, which change nothing else."""
-    import plotly.offline
-
-    source, taken = plotly.offline.get_plotlyjs(), rlmath.report.write.read_plotly()
-    assert taken.count("(") == source.count("(") + 1 and taken.count(")") == source.count(")") + 1
-    assert len(taken) <= len(source) + 2 and ": this, (() => {" in taken
-
-
 def test_it_writes_the_page_without_torch_and_without_rests(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "a")
     before = {path.name for path in folder.iterdir()}

@@ -24,7 +24,6 @@ from rlmath.checkpoint.convert.names import (
     listed,
     object_keys,
     parts,
-    raise_listed,
     split_problems,
     stored_tensors,
     written_keys,
@@ -44,6 +43,7 @@ from rlmath.checkpoint.hf.weights import (
     to_canonical,
     write_metadata_files,
 )
+from rlmath.config.help import raise_problems
 from rlmath.config.model_shape import ModelShape
 from rlmath.distributed.device import most_resident_bytes
 
@@ -79,7 +79,7 @@ def hf_to_megatron(
     """
     held, problems = tensor_headers(source)
     problems += [] if problems else [*tensor_problems(source, shape, held), *_unknown(shape, held)]
-    raise_listed(f"{source} cannot be converted", [*split_problems(shape, tensor, pipeline), *problems])
+    raise_problems(f"converting {source}", [*split_problems(shape, tensor, pipeline), *problems])
     reader, names = HFReader(source), hf_tensors(shape)
     formats = {_DTYPES[held[name].dtype_name] for name in names} if dtype is None else {dtype}
     if len(formats) > 1:
@@ -130,15 +130,11 @@ def megatron_to_hf(
     dtype = next(iter(formats)) if dtype is None else dtype
     names = hf_tensors(shape)
     with _fresh_folder(output, _elements(names.values()) * dtype.itemsize) as folder:
-        writer = SafetensorsWriter(folder, shard_bytes)
-        try:
+        with SafetensorsWriter(folder, shard_bytes) as writer:
             for one in found:
                 for name, weight in one.tensors(reader, shape):
                     _require_finite(name, weight, dtype, state)
                     writer.add(name, weight, dtype)
-            writer.close()
-        finally:
-            writer.abandon()
         write_metadata_files(folder, metadata_files, dtype)
     return Converted(len(names), writer.bytes)
 
@@ -175,7 +171,7 @@ def _store(
     weights = [reader.tensor(name) for name in stored.placed.hf_names]
     for name, weight in zip(stored.placed.hf_names, weights, strict=True):
         if not all_finite(weight, dtype):
-            raise_listed("the model is not converted", list(not_finite(reader, {name: weight}, dtype)))
+            raise_problems("the weights", list(not_finite(reader, {name: weight}, dtype)))
     whole = weights[0] if len(weights) == 1 else to_canonical(stored.placed.rule, weights, shape, tensor)
     rows = whole if len(weights) == 1 else whole.reshape(stored.shape)
     ones = (1,) * len(stored.lead)

@@ -24,6 +24,7 @@ from rlmath.checkpoint.convert.torch_dist_io import StateReader
 from rlmath.checkpoint.hf import weight_map
 from rlmath.checkpoint.hf.weight_map import Placed, placed_tensors
 from rlmath.checkpoint.hf.weights import from_canonical
+from rlmath.config.help import raise_problems
 from rlmath.config.model_shape import ModelShape
 
 _MERGED = {"plain": 1, "vocab": 1, "qkv": 3, "gate_up": 2}
@@ -226,7 +227,7 @@ def find_all(reader: StateReader, shape: ModelShape) -> list[Found]:
         *listed(f"tensors are unknown to {shape.architecture}", unknown),
         *listed("tensors have another shape", list(dict.fromkeys(wrong))),
     ]
-    raise_listed(f"{reader.folder} is not a checkpoint of the model that config.json describes", problems)
+    raise_problems(f"{reader.folder} as a checkpoint of the model that config.json describes", problems)
     return found
 
 
@@ -264,9 +265,3 @@ def listed(what: str, names: list[str]) -> list[str]:
         return []
     more = f" and {len(names) - _NAMES_IN_ERRORS} more" if len(names) > _NAMES_IN_ERRORS else ""
     return [f"{len(names)} {what}: {'; '.join(names[:_NAMES_IN_ERRORS])}{more}"]
-
-
-def raise_listed(heading: str, problems: list[str]) -> None:
-    """A ValueError of all problems, if there are any."""
-    if problems:
-        raise ValueError("\n".join([f"{heading}:", *(f"  - {problem}" for problem in problems)]))

@@ -353,13 +353,9 @@ def write_hf_folder(
     try:
         remove(partial_folder)
         partial_folder.mkdir(parents=True)
-        files = SafetensorsWriter(partial_folder, SHARD_BYTES)
-        try:
+        with SafetensorsWriter(partial_folder, SHARD_BYTES) as files:
             for name, tensor in tensors:
                 files.add(name, tensor, dtype)
-            files.close()
-        finally:
-            files.abandon()
         write_metadata_files(partial_folder, metadata_files, dtype)
         # What has the final name is renamed first: an incomplete model never has it.
         before = set_aside(output, f".before{PARTIAL}") if output.exists() else None
@@ -385,7 +381,8 @@ def write_metadata_files(folder: Path, metadata_files: Mapping[str, bytes], dtyp
 
 
 class SafetensorsWriter:
-    """Writes the weights of one model into a folder, in files of bounded size, named as the Hub does."""
+    """Writes the weights of one model into a folder, in files of bounded size, named as the Hub does. At the end of its
+    `with` block they are complete."""
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:
         self._folder, self._shard_bytes = folder, shard_bytes
@@ -404,7 +401,18 @@ class SafetensorsWriter:
         self._files[-1].append(name)
         self.bytes += tensor.numel() * dtype.itemsize
 
-    def close(self) -> None:
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is None:
+                self._complete()
+        finally:
+            if self._open is not None:
+                self._open.file.close()
+
+    def _complete(self) -> None:
         """Complete the last file, give all their final names, and write the index where there are several."""
         self._close_file()
         count = len(self._files)
@@ -417,12 +425,6 @@ class SafetensorsWriter:
             index = {"metadata": {"total_size": self.bytes}, "weight_map": file_of}
             path = self._folder / "model.safetensors.index.json"
             path.write_text(json.dumps(index, indent=2), encoding="utf-8")
-
-    def abandon(self) -> None:
-        """Close an unfinished file."""
-        if self._open is not None:
-            self._open.file.close()
-            self._open = None
 
     def _close_file(self) -> None:
         if self._open is not None:

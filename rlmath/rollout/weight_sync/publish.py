@@ -30,8 +30,8 @@ from rlmath.distributed.device import Device, synchronize
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.engine_weights import EngineWeights
 from rlmath.rollout.weight_sync.reshard_plan import SyncPlan, rank_rounds
-from rlmath.rollout.weight_sync.transport import Messages, Transport
-from rlmath.rollout.weight_sync.weight_sync import pack, runs_of_round, source_matrices, unpack
+from rlmath.rollout.weight_sync.transport import Messages, run_rounds
+from rlmath.rollout.weight_sync.weight_sync import pack, planned_rows, runs_of_round, source_matrices, unpack
 
 HOST = torch.device("cpu")
 
@@ -137,7 +137,7 @@ class WeightPublisher:
             return self._bridge.exchange([(rank + shift, bucket) for rank, bucket in sends], receives)
 
         transport = Messages(self._rounds, self._pack, self._dtype, HOST, exchange)
-        run_rounds(transport, len(self._rounds), lambda number, buckets: None)
+        run_rounds(transport, len(self._rounds), lambda number, wait: wait())
 
     def _pack(self, number: int, peer: int, bucket: Tensor) -> None:
         pack(bucket, self._runs[number].sends[peer])
@@ -165,12 +165,7 @@ class WeightReceiver:
         self._rounds = rank_rounds(plan, rank)
         self._runs = [runs_of_round(round_, {}, rank) for round_ in self._rounds]
         self._store = shared_store("weights")
-        rows: dict[str, int] = {}
-        for copy in (
-            copy for round_ in self._rounds for copies in round_.receives.values() for copy in copies
-        ):
-            rows[copy.target_parameter] = max(rows.get(copy.target_parameter, 0), copy.target_row + copy.rows)
-        self._planned_rows = rows
+        self._planned_rows = planned_rows(self._rounds)
         self._taken = 0
         self.bytes_received = plan.bytes_received(rank)
 
@@ -194,22 +189,9 @@ class WeightReceiver:
         synchronize(self._device)
         return time.perf_counter() - started
 
-    def _write(self, number: int, buckets: Mapping[int, Tensor]) -> None:
-        for source, bucket in buckets.items():
+    def _write(self, number: int, wait: Callable[[], Mapping[int, Tensor]]) -> None:
+        for source, bucket in wait().items():
             unpack(bucket, self._runs[number].receives[source], self._weights)
         for name in self._rounds[number].complete:
             self._weights.complete(name)
         self._on_progress()
-
-
-def run_rounds(
-    transport: Transport, rounds: int, on_round: Callable[[int, Mapping[int, Tensor]], None]
-) -> None:
-    """Carry out so many rounds; the next one is on its way while `on_round` gets the number of one and its buckets by
-    their senders."""
-    transport.start(0)
-    for number in range(rounds):
-        if number + 1 < rounds:
-            transport.start(number + 1)
-        on_round(number, transport.finish(number))
-    transport.close()

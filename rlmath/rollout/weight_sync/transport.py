@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -28,6 +29,19 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Free the buffers."""
+
+
+def run_rounds(
+    transport: Transport, rounds: int, on_round: Callable[[int, Callable[[], dict[int, Tensor]]], None]
+) -> None:
+    """Carry out so many rounds, the next one on its way meanwhile: `on_round` gets the number of one, and what waits
+    for its buckets and returns them by their senders."""
+    transport.start(0)
+    for number in range(rounds):
+        if number + 1 < rounds:
+            transport.start(number + 1)
+        on_round(number, partial(transport.finish, number))
+    transport.close()
 
 
 Packer = Callable[[int, int, Tensor], None]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -31,7 +31,7 @@ from rlmath.rollout.weight_sync.checksums import SyncChecksums
 from rlmath.rollout.weight_sync.logprob_probe import Probe, ProbeResult
 from rlmath.rollout.weight_sync.reshard_plan import Copy, RankRound, cells, plan_cell, rank_rounds
 from rlmath.rollout.weight_sync.shard_layouts import TIED_HEAD, TrainingLayout, parameter_key
-from rlmath.rollout.weight_sync.transport import Messages, SharedBuckets, Transport, share_memory
+from rlmath.rollout.weight_sync.transport import Messages, SharedBuckets, Transport, run_rounds, share_memory
 
 
 @dataclass(frozen=True)
@@ -148,13 +148,7 @@ class WeightTransfer:
         self._sources = source_matrices(chunks, shape)
         self._runs = [runs_of_round(round_, self._sources, mesh.rank) for round_ in self._rounds]
         self._new_checksums = partial(SyncChecksums, shape, layout, mesh, device)
-        planned_rows: dict[str, int] = defaultdict(int)
-        for round_ in self._rounds:
-            for copy in (*round_.local, *chain(*round_.receives.values())):
-                name = copy.target_parameter
-                planned_rows[name] = max(planned_rows[name], copy.target_row + copy.rows)
-        self._planned_rows = dict(planned_rows)
-        """By the engine's parameter: rows that some copy fills."""
+        self._planned_rows = planned_rows(self._rounds)
         self._bytes_copied = plan.bytes_copied(mesh.rank)
         self._bytes_sent = plan.bytes_sent(mesh.rank)
         self._bytes_received = plan.bytes_received(mesh.rank)
@@ -168,13 +162,8 @@ class WeightTransfer:
         started = time.perf_counter()
         checksums = self._new_checksums() if check else None
         self._weights.begin(self._planned_rows)
-        transport = self._open_transport()
-        transport.start(0)
-        for number, round_ in enumerate(self._rounds):
-            if number + 1 < len(self._rounds):
-                transport.start(number + 1)
-            self._finish_round(transport, number, round_, checksums)
-        transport.close()
+        write = partial(self._finish_round, checksums)
+        run_rounds(self._open_transport(), len(self._rounds), write)
         self._weights.end()
         if checksums is not None:
             checksums.add_policy(self._sources, self._weights.dtype)
@@ -199,9 +188,10 @@ class WeightTransfer:
         return SharedBuckets(self._rounds, self._pack, dtype, self._memory, self._bucket_elements)
 
     def _finish_round(
-        self, transport: Transport, number: int, round_: RankRound, checksums: SyncChecksums | None
+        self, checksums: SyncChecksums | None, number: int, wait: Callable[[], Mapping[int, Tensor]]
     ) -> None:
         """Parameters that need no other rank are completed while the others' parts travel."""
+        round_ = self._rounds[number]
         local: dict[str, list[TensorRun]] = defaultdict(list)
         for run in self._runs[number].local:
             local[run.first.target_parameter].append(run)
@@ -209,7 +199,7 @@ class WeightTransfer:
         for name in round_.complete:
             if name not in awaited:
                 self._complete(name, local[name], checksums)
-        for peer, bucket in transport.finish(number).items():
+        for peer, bucket in wait().items():
             unpack(bucket, self._runs[number].receives[peer], self._weights)
         for name in round_.complete:
             if name in awaited:
@@ -309,6 +299,16 @@ def runs_of_round(round_: RankRound, sources: Mapping[str, Tensor], rank: int) -
         return {peer: runs_of(copies, sources, rank) for peer, copies in copies_by_peer.items()}
 
     return RoundRuns(runs_of(round_.local, sources, rank), by_peer(round_.sends), by_peer(round_.receives))
+
+
+def planned_rows(rounds: Sequence[RankRound]) -> dict[str, int]:
+    """By the engine's parameter: rows that some copy fills."""
+    rows: dict[str, int] = defaultdict(int)
+    for round_ in rounds:
+        for copy in (*round_.local, *chain(*round_.receives.values())):
+            name = copy.target_parameter
+            rows[name] = max(rows[name], copy.target_row + copy.rows)
+    return dict(rows)
 
 
 def pack(bucket: Tensor, runs: Sequence[TensorRun]) -> None:

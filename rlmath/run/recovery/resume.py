@@ -30,7 +30,7 @@ from rlmath.data.sft_sequences import sequences_fingerprint
 from rlmath.distributed.device_kind import resolve_kind
 from rlmath.rewards.several_rewards import functions_of
 from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
-from rlmath.run.recovery.rollback import joined_records, read_rollbacks, superseded_by
+from rlmath.run.recovery.rollback import read_rollbacks, records_of, superseded_by
 from rlmath.workers.hooks import Hook, code_fingerprint, hooks_fingerprint, is_same_function
 from rlmath.workers.user_functions import advantage_hook, selection_hook
 
@@ -206,9 +206,7 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
         if problems:
             what = [*(f"  - {problem}" for problem in problems), f"{START_OVER.capitalize()}."]
             raise ValueError("\n".join([f"The run cannot resume from {checkpoint.folder}:", *what]))
-        joined_records(
-            config.run.output_dir, rollbacks, progress
-        )  # ValueError where the file is that of another run
+        records_of(config.run.output_dir, progress, rollbacks)  # raises where the file is another run's
         candidates.append((checkpoint, progress))
     if candidates:
         return Recovery(candidates, notes, tuple(_changed_code(config, candidates[0], origin)))

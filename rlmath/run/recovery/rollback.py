@@ -75,17 +75,15 @@ def write_rollbacks(output_dir: str | Path, records: Sequence[RollbackRecord]) -
         os.close(descriptor)
 
 
-def records_of(output_dir: str | Path, progress: Progress | None) -> list[RollbackRecord]:
-    """The rollbacks of a run that stands at `progress`: those of the folder's file, or where it has fewer, those of the
-    checkpoint. ValueError where the file cannot be used, or is that of another run."""
-    there = read_rollbacks(output_dir)
-    return there if progress is None else joined_records(output_dir, there, progress)
-
-
-def joined_records(
-    output_dir: str | Path, there: list[RollbackRecord], progress: Progress
+def records_of(
+    output_dir: str | Path, progress: Progress | None, there: list[RollbackRecord] | None = None
 ) -> list[RollbackRecord]:
-    """`records_of` with the folder's file read already, as `there`."""
+    """The rollbacks of a run that stands at `progress`: those of the folder's file, or where it has fewer, those of the
+    checkpoint. `there` is what the file has, where it is read already. ValueError where the file cannot be used, or is
+    that of another run."""
+    there = read_rollbacks(output_dir) if there is None else there
+    if progress is None:
+        return there
     pairs = zip(progress.rollback_steps, progress.rollback_draw_steps, strict=False)
     known = [RollbackRecord(step, draw_step) for step, draw_step in pairs]
     steps = [one.step for one in there]
