@@ -7,7 +7,7 @@ optimizer, learning-rate schedule, order of prompts and seeds carry over from on
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rlmath.checkpoint.flight import TOKEN_BYTES
 from rlmath.checkpoint.hf.weight_map import parameter_count
-from rlmath.config import length_curriculum as curriculum
+from rlmath.config import length_curriculum
 from rlmath.config.help import raise_problems
 from rlmath.config.hub import HubFailedError
 from rlmath.config.load import load_config
@@ -127,7 +127,7 @@ def plan_run(given: Config, ranks: int | None = None, kind: Kind = "grpo") -> Ru
     of_data = [one for one in checks.value_problems(config) if one.startswith(("data.", "sft."))]
     of_data += [one for one in of_settings if one.startswith(DATA_FUNCTIONS)]
     try:
-        is_readable = not (of_files or of_data or any(curriculum.stage_list_problems(config)))
+        is_readable = not (of_files or of_data or any(length_curriculum.stage_list_problems(config)))
         if (
             shape is not None
             and is_readable
@@ -218,7 +218,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
         *(f"  {line}" for line in plan.data.lines),
         *hook_lines(config, plan.kind),
         *(_step_lines(plan) if plan.kind == "grpo" else _sft_step_lines(plan)),
-        *start_up_lines(curriculum.with_longest_lengths(config), shape, plan.ranks, plan.kind),
+        *start_up_lines(length_curriculum.with_longest_lengths(config), shape, plan.ranks, plan.kind),
         *_disk_lines(plan),
         *_resume_lines(plan),
         *(
@@ -250,7 +250,7 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
         )
     if config.selection.dynamic_sampling is not None:
         yield f"  dynamic sampling may ask for up to {config.selection.max_extra_prompts} prompts more a step"
-    stages = curriculum.length_stages(config, data.inputs.total_steps)
+    stages = length_curriculum.length_stages(config, data.inputs.total_steps)
     slices = ", ".join(dict.fromkeys(f"{slice_tokens(stage.config.rollout):,}" for stage in stages))
     if config.rollout.tail == "carry":
         yield (
@@ -269,15 +269,15 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
     if len(stages) == 1:
         yield f"  {_tokens(config)}"
     yield _steps(data)
-    if curriculum.has_length_stages(config):
+    if length_curriculum.has_length_stages(config):
         for stage in stages:
             yield f"  {stage.line(len(stages))}"
             yield f"    {_tokens(stage.config)}"
-    if curriculum.validates(config):
+    if length_curriculum.validates(config):
         every, samples = config.validation.every_steps, config.validation.samples
         yield (
             f"Validation: every {every} steps, {samples} completion{'s' * (samples != 1)} of each problem, of at most "
-            f"{curriculum.validation_tokens(config)} tokens"
+            f"{length_curriculum.validation_tokens(config)} tokens"
         )
 
 
@@ -409,8 +409,8 @@ def _warnings(plan: RunPlan) -> Iterator[str]:
     yield from plan.data.warnings
     if plan.kind == "grpo" and (dropped := dropped_warning(config, plan.data)) is not None:
         yield dropped
-    yield from curriculum.fewer_steps_warnings(config, plan.data.inputs.order.steps_per_epoch)
-    yield from curriculum.late_steps_warnings(config, plan.total_steps)
+    yield from length_curriculum.fewer_steps_warnings(config, plan.data.inputs.order.steps_per_epoch)
+    yield from length_curriculum.late_steps_warnings(config, plan.total_steps)
     if plan.recovery is not None:
         yield from (*plan.recovery.notes, *plan.recovery.warnings)
     for problem in plan.missing:

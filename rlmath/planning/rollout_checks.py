@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from rlmath.config import length_curriculum as curriculum
+from rlmath.config import length_curriculum
 from rlmath.config.schema import (
     AlgorithmConfig,
     Config,
@@ -248,11 +248,11 @@ def in_every_stage(config: Config, check: Check) -> list[str]:
 
     Where the lists do not go together, there is no stage to check.
     """
-    if any(curriculum.stage_list_problems(config)):
+    if any(length_curriculum.stage_list_problems(config)):
         return []
-    stages = curriculum.length_stages(config, None)
+    stages = length_curriculum.length_stages(config, None)
     found = [list(check(stage.config)) for stage in stages]
-    if not curriculum.has_length_stages(config):
+    if not length_curriculum.has_length_stages(config):
         return found[0]
     common = [problem for problem in found[0] if all(problem in other for other in found[1:])]
     return [_renamed(problem, _names(config)) for problem in common] + [
@@ -265,18 +265,20 @@ def in_every_stage(config: Config, check: Check) -> list[str]:
 
 def of_longest_stage(config: Config, check: Check) -> list[str]:
     """The problems of the run's largest lengths (`with_longest_lengths`)."""
-    if any(curriculum.stage_list_problems(config)):
+    if any(length_curriculum.stage_list_problems(config)):
         return []
     names = _names(config)
-    if curriculum.engine_length(config) > curriculum.engine_length(curriculum.without_validation(config)):
+    if length_curriculum.engine_length(config) > length_curriculum.engine_length(
+        length_curriculum.without_validation(config)
+    ):
         names["rollout.max_new_tokens"] = "validation.max_new_tokens"
-    return [_renamed(problem, names) for problem in check(curriculum.with_longest_lengths(config))]
+    return [_renamed(problem, names) for problem in check(length_curriculum.with_longest_lengths(config))]
 
 
 def _names(config: Config) -> dict[str, str]:
     """What the keys of lengths are called that stages have of their own."""
     names = {}
-    if curriculum.has_length_stages(config):
+    if length_curriculum.has_length_stages(config):
         names["rollout.max_new_tokens"] = "stages.max_new_tokens"
     if config.stages.max_tokens_per_microbatch:
         names["policy.max_tokens_per_microbatch"] = "stages.max_tokens_per_microbatch"
@@ -285,9 +287,9 @@ def _names(config: Config) -> dict[str, str]:
 
 def in_validation(config: Config, check: Check) -> list[str]:
     """The problems that validation has with its own longest completion, which is named so."""
-    if not curriculum.validates(config) or config.validation.max_new_tokens is None:
+    if not length_curriculum.validates(config) or config.validation.max_new_tokens is None:
         return []
-    rollout = replace(config.rollout, max_new_tokens=curriculum.validation_tokens(config))
+    rollout = replace(config.rollout, max_new_tokens=length_curriculum.validation_tokens(config))
     found = check(replace(config, rollout=rollout))
     own = [problem for problem in found if "rollout.max_new_tokens" in problem]
     return [_renamed(problem, {"rollout.max_new_tokens": "validation.max_new_tokens"}) for problem in own]
@@ -304,12 +306,12 @@ def validation_problems(config: Config) -> Iterator[str]:
     settings = config.validation
     if settings.keep_best and settings.every_steps is None:
         yield "validation.keep_best needs accuracies to compare. Set validation.every_steps, or keep_best=false."
-    if curriculum.validates(config) and not settings.paths:
+    if length_curriculum.validates(config) and not settings.paths:
         yield (
             f"validation.every_steps is {settings.every_steps}, and validation.paths is empty. Name files of problems, "
             "or set validation.every_steps=null."
         )
-    names = Counter(curriculum.validation_names(settings.paths))
+    names = Counter(length_curriculum.validation_names(settings.paths))
     for name in (name for name, count in names.items() if count > 1):
         yield f'validation.paths: {names[name]} files are named "{name}", and so would be their metrics. Rename one.'
 
@@ -317,7 +319,7 @@ def validation_problems(config: Config) -> Iterator[str]:
 def length_stage_warnings(config: Config) -> Iterator[str]:
     """Settings of `stages` and `validation` that change nothing in this run."""
     stages, validation = config.stages, config.validation
-    if curriculum.has_length_stages(config):
+    if length_curriculum.has_length_stages(config):
         if config.run.total_epochs != 1:
             yield f"run.total_epochs={config.run.total_epochs} has no effect beside stages.steps."
         if config.rollout.max_new_tokens != RolloutConfig().max_new_tokens:
@@ -327,7 +329,7 @@ def length_stage_warnings(config: Config) -> Iterator[str]:
             yield (
                 f"policy.max_tokens_per_microbatch={budget} has no effect beside stages.max_tokens_per_microbatch."
             )
-    if not curriculum.validates(config):
+    if not length_curriculum.validates(config):
         own, usual = vars(validation), vars(ValidationConfig())
         changed = [f"validation.{name}" for name in usual if name != "keep_best" and own[name] != usual[name]]
         if changed:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rlmath.algorithms.types import ScoredGroup
 from rlmath.checkpoint.convert.convert import megatron_to_hf
 from rlmath.checkpoint.hf.weights import read_metadata_files
-from rlmath.config import length_curriculum as curriculum
+from rlmath.config import length_curriculum
 from rlmath.config.run_files import write_whole
 from rlmath.data.dataset import Inputs
 from rlmath.distributed.collectives import broadcast_from_rank_zero
@@ -295,7 +295,7 @@ def replay_rollout(
         engine = Engine(
             str(model),
             config.rollout,
-            max_sequence=curriculum.engine_length(config),
+            max_sequence=length_curriculum.engine_length(config),
             mesh=mesh,
             device=device,
             weight_shapes=engine_shapes(shape, mesh.engine_size),
@@ -350,7 +350,7 @@ def _sample_again(
     mesh: Mesh,
     workers: RewardWorkers | None,
 ) -> list[ScoredGroup]:
-    stages = curriculum.length_stages(prepared.config, capture.total_steps)
+    stages = length_curriculum.length_stages(prepared.config, capture.total_steps)
     sampling = training_sampling(stages[capture.length_stage].config.rollout)
     config, tokenizer = prepared.config, prepared.inputs.tokenizer
     collector = Collector(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlmath.report.metrics import Curve
-from rlmath.report.run_folder import Run
+from rlmath.report.run_folder import ShownRun
 from rlmath.report.samples import number_of, text_of
 
 ENDS = 10
@@ -22,12 +22,12 @@ class Fact:
     is_bad: bool = False
 
 
-def facts_of(run: Run) -> list[Fact]:
+def facts_of(run: ShownRun) -> list[Fact]:
     """What there is of status, steps, accuracy, reward, speed, time and layout."""
     return list(_facts(run))
 
 
-def _facts(run: Run) -> Iterator[Fact]:
+def _facts(run: ShownRun) -> Iterator[Fact]:
     message = text_of(run.exit_status.get("message"), 200) if run.has_failed else ""
     yield Fact("Status", run.status, message, run.has_failed)
     planned = number_of(run.summary.get("steps"))

@@ -20,14 +20,14 @@ from rlmath.config.terminal import visible
 from rlmath.report.overview import Fact, facts_of
 from rlmath.report.panels import MOST_SINGLE, Section, markers, sections
 from rlmath.report.run_events import Message
-from rlmath.report.run_folder import Run
+from rlmath.report.run_folder import ShownRun
 from rlmath.report.settings import changed, differing, doc
 
 SHOWN_WARNINGS = 3
 """Warnings that are no alerts and are not folded away."""
 
 
-def build_page(runs: Sequence[Run], plotly_js: str, made: datetime) -> str:
+def build_page(runs: Sequence[ShownRun], plotly_js: str, made: datetime) -> str:
     """The HTML. `plotly_js` is the library's source. Text is valid for UTF-8."""
     found = sections(runs)
     figures = [figure for section in found for figure in section.figures]
@@ -111,7 +111,7 @@ def _source_hash(script: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
-def _data(runs: Sequence[Run], figures: Sequence[dict[str, Any]]) -> str:
+def _data(runs: Sequence[ShownRun], figures: Sequence[dict[str, Any]]) -> str:
     """What page.js reads. Curves over the same steps share one list of them."""
     lists: dict[tuple[int, ...], int] = {}
     shared = []
@@ -135,7 +135,7 @@ def _data(runs: Sequence[Run], figures: Sequence[dict[str, Any]]) -> str:
 # ---------------------------------------------------------------- parts of the page
 
 
-def _subtitle(runs: Sequence[Run]) -> str:
+def _subtitle(runs: Sequence[ShownRun]) -> str:
     if len(runs) == 1:
         return html_text(str(runs[0].folder))
     text = "The same colour is the same run in all figures; several metrics of a run differ by their dashes."
@@ -144,7 +144,7 @@ def _subtitle(runs: Sequence[Run]) -> str:
     return text
 
 
-def _overview(runs: Sequence[Run]) -> str:
+def _overview(runs: Sequence[ShownRun]) -> str:
     if len(runs) == 1:
         cards = "".join(
             f'<div class="card"><dt>{escape(one.name)}</dt><dd>{_fact(one)}</dd></div>'
@@ -185,7 +185,7 @@ def _section(section: Section, figures: Sequence[dict[str, Any]]) -> str:
     return f'<div class="grid">{"".join(shown)}</div>{zero}'
 
 
-def _events(runs: Sequence[Run]) -> str:
+def _events(runs: Sequence[ShownRun]) -> str:
     parts = []
     for run in runs:
         found = [*_restarts(run), *_rollbacks(run), *_messages(run.events.messages)]
@@ -195,7 +195,7 @@ def _events(runs: Sequence[Run]) -> str:
     return "\n".join(parts)
 
 
-def _restarts(run: Run) -> Iterable[str]:
+def _restarts(run: ShownRun) -> Iterable[str]:
     if len(run.events.starts) > 1:
         rows = []
         for number, start in enumerate(run.events.starts, start=1):
@@ -218,7 +218,7 @@ def _restarts(run: Run) -> Iterable[str]:
         yield _table(["Folder", "Came to", "Ended"], rows)
 
 
-def _rollbacks(run: Run) -> Iterable[str]:
+def _rollbacks(run: ShownRun) -> Iterable[str]:
     if run.rollbacks:
         yield "<p>The run diverged and went back to a checkpoint:</p>"
         yield _table(
@@ -251,7 +251,7 @@ def _message(one: Message) -> str:
     )
 
 
-def _settings(runs: Sequence[Run]) -> str:
+def _settings(runs: Sequence[ShownRun]) -> str:
     if len(runs) == 1:
         found = changed(runs[0].settings)
         if not found:
@@ -283,7 +283,7 @@ def _settings(runs: Sequence[Run]) -> str:
     )
 
 
-def _samples(runs: Sequence[Run]) -> str:
+def _samples(runs: Sequence[ShownRun]) -> str:
     if not any(run.samples.groups for run in runs):
         return ""
     return (
@@ -293,7 +293,7 @@ def _samples(runs: Sequence[Run]) -> str:
     )
 
 
-def _notes(runs: Sequence[Run]) -> str:
+def _notes(runs: Sequence[ShownRun]) -> str:
     items = [
         f"<li>{html_text(run.label + ': ' if len(runs) > 1 else '')}{html_text(note)}</li>"
         for run in runs

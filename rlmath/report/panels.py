@@ -13,7 +13,7 @@ from typing import Any
 from rlmath.config.run_files import SWITCH_PHASES
 from rlmath.config.terminal import visible
 from rlmath.report.metrics import Curve, Metrics, means_on_common_steps, thinned
-from rlmath.report.run_folder import Run
+from rlmath.report.run_folder import ShownRun
 from rlmath.report.samples import length_map
 
 MOST_TRACES = 48
@@ -252,7 +252,7 @@ SPEED = (
 )
 
 
-def sections(runs: Sequence[Run]) -> list[Section]:
+def sections(runs: Sequence[ShownRun]) -> list[Section]:
     """All that has data, in the order of the page."""
     found = [
         _section("Learning", runs, (*LEARNING, *_validation_files(runs), *_reward_parts(runs))),
@@ -269,7 +269,7 @@ def sections(runs: Sequence[Run]) -> list[Section]:
 
 def _section(
     title: str,
-    runs: Sequence[Run],
+    runs: Sequence[ShownRun],
     specs: Iterable[Lines],
     more: Iterable[dict[str, Any]] = (),
     before: bool = False,
@@ -286,7 +286,7 @@ def _section(
     return section
 
 
-def _lines(spec: Lines, runs: Sequence[Run]) -> tuple[dict[str, Any] | None, bool]:
+def _lines(spec: Lines, runs: Sequence[ShownRun]) -> tuple[dict[str, Any] | None, bool]:
     """The figure, if any value is not 0; and whether there were values at all."""
     traces, left_out, there = [], 0, False
     for number, run in enumerate(runs):
@@ -347,7 +347,7 @@ def shortened(text: str) -> str:
 # ---------------------------------------------------------------- figures whose metrics a run names
 
 
-def _validation_files(runs: Sequence[Run]) -> Iterator[Lines]:
+def _validation_files(runs: Sequence[ShownRun]) -> Iterator[Lines]:
     """Of the files that were validated: each one's accuracy where there are several, lengths and truncation."""
     names = dict.fromkeys(
         name.split("/")[1]
@@ -365,7 +365,7 @@ def _validation_files(runs: Sequence[Run]) -> Iterator[Lines]:
             yield Lines(title, unit, metrics, percent=percent, of_validation=True)
 
 
-def _reward_parts(runs: Sequence[Run]) -> Iterator[Lines]:
+def _reward_parts(runs: Sequence[ShownRun]) -> Iterator[Lines]:
     """Of several rewards (`reward.rewards`), and of what a reward function measures itself."""
     failing = "/failures"
     names = dict.fromkeys(
@@ -382,7 +382,7 @@ def _reward_parts(runs: Sequence[Run]) -> Iterator[Lines]:
 
 
 def _of_each(
-    runs: Sequence[Run], figures_of: Callable[[Run], Iterable[dict[str, Any]]]
+    runs: Sequence[ShownRun], figures_of: Callable[[ShownRun], Iterable[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
     """Figures that runs cannot share, of the first runs; where there are several their titles name the run."""
     return [
@@ -392,7 +392,7 @@ def _of_each(
     ]
 
 
-def _length_map(run: Run) -> Iterator[dict[str, Any]]:
+def _length_map(run: ShownRun) -> Iterator[dict[str, Any]]:
     if (found := length_map(run.samples.lengths)) is not None:
         completions = sum(map(len, run.samples.lengths.values()))
         yield {
@@ -407,13 +407,13 @@ def _length_map(run: Run) -> Iterator[dict[str, Any]]:
         }
 
 
-def _verdicts(run: Run) -> Iterator[dict[str, Any]]:
+def _verdicts(run: ShownRun) -> Iterator[dict[str, Any]]:
     names = run.metrics.starting_with("reward/verdict/")
     parts = [(name.rpartition("/")[2].replace("_", " "), run.metrics.curve(name)) for name in names]
     return _stack("What decided on the answers", "share of completions", parts, percent=True)
 
 
-def _pass_rates(run: Run) -> Iterator[dict[str, Any]]:
+def _pass_rates(run: ShownRun) -> Iterator[dict[str, Any]]:
     named = list(PASS_RATES.values())
     parts = [(called, run.metrics.curve(f"history/prompts/{name}")) for name, called in PASS_RATES.items()]
     for figure in _stack("Prompts by pass rate", "prompts", parts):
@@ -421,13 +421,13 @@ def _pass_rates(run: Run) -> Iterator[dict[str, Any]]:
         yield {**figure, "traces": colors, "ramp": True}
 
 
-def _phases(run: Run) -> Iterator[dict[str, Any]]:
+def _phases(run: ShownRun) -> Iterator[dict[str, Any]]:
     parts = [(name.replace("_", " "), curve) for name, curve in phase_curves(run.metrics)]
     note = "The step's phases, and the save that follows it"
     return _stack("Seconds by phase", "seconds per step", parts, note)
 
 
-def _ages(run: Run) -> Iterable[dict[str, Any]]:
+def _ages(run: ShownRun) -> Iterable[dict[str, Any]]:
     """Of runs that learn from tokens of earlier steps: how old these are."""
     prefix = "rollout/staleness/"
     names = sorted(run.metrics.starting_with(prefix), key=lambda name: (len(name), name))
@@ -496,7 +496,7 @@ def _stack(
     }
 
 
-def _memory(run: Run) -> Iterator[dict[str, Any]]:
+def _memory(run: ShownRun) -> Iterator[dict[str, Any]]:
     """What rank 0 holds after each phase, and what is on the host meanwhile."""
     for prefix, title, note in (
         ("memory/after_", "Memory after each phase", "Of rank 0"),
@@ -515,7 +515,7 @@ def _memory(run: Run) -> Iterator[dict[str, Any]]:
 # ---------------------------------------------------------------- what happened between steps
 
 
-def markers(run: Run) -> list[dict[str, Any]]:
+def markers(run: ShownRun) -> list[dict[str, Any]]:
     """Steps at which the run went on from a checkpoint, for dotted lines: {"x": steps done there, "kind": ...}."""
     found = [{"x": one.step, "kind": "rollback"} for one in run.rollbacks]
     for before, start in pairwise([None, *run.events.starts]):

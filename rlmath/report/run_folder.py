@@ -36,7 +36,7 @@ class NoRunError(ValueError):
 
 
 @dataclass(frozen=True)
-class Rollback:
+class ShownRollback:
     diverged_step: int
     """0: not known."""
     step: int
@@ -55,7 +55,7 @@ class EarlierRun:
 
 
 @dataclass
-class Run:
+class ShownRun:
     folder: Path
     label: str
     metrics: Metrics
@@ -65,7 +65,7 @@ class Run:
     exit_status: dict[str, Any]
     events: Events
     samples: Samples
-    rollbacks: list[Rollback] = field(default_factory=list)
+    rollbacks: list[ShownRollback] = field(default_factory=list)
     earlier: list[EarlierRun] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What was left out or could not be read."""
@@ -81,7 +81,7 @@ class Run:
         return number_of(self.exit_status.get("status")) not in (None, 0.0, 75.0)
 
 
-def read_runs(folders: Sequence[str | Path]) -> list[Run]:
+def read_runs(folders: Sequence[str | Path]) -> list[ShownRun]:
     """The runs in these folders; a folder given twice counts once. Errors: NoRunError."""
     found: dict[Path, Path] = {}
     for path in map(Path, folders):
@@ -114,7 +114,7 @@ def require_run(folder: Path) -> None:
         raise NoRunError(f'got RUN "{shown}", which cannot be read: {text}; {needed}') from error
 
 
-def _read_run(folder: Path, label: str, most_chars: int) -> Run:
+def _read_run(folder: Path, label: str, most_chars: int) -> ShownRun:
     notes: list[str] = []
 
     def read(name: str, read_part: Callable[[Path], Part], missing: Part) -> Part:
@@ -136,7 +136,7 @@ def _read_run(folder: Path, label: str, most_chars: int) -> Run:
         status = read(f"{EARLIER_FOLDER}/{one.name}/{EXIT_STATUS_FILE}", _read_object, {})
         ended = text_of(status.get("meaning"), 40) or "it left no exit status"
         earlier.append(EarlierRun(one.name, last_step(one / METRICS_FILE) or None, ended))
-    return Run(
+    return ShownRun(
         folder,
         label,
         metrics=metrics,
@@ -157,9 +157,9 @@ def _read_object(path: Path) -> dict[str, Any]:
     return read_json_object(path, _MOST_JSON_BYTES)
 
 
-def _rollbacks(path: Path) -> list[Rollback]:
+def _rollbacks(path: Path) -> list[ShownRollback]:
     return [
-        Rollback(
+        ShownRollback(
             int(number_of(row["diverged_step"]) or 0),
             int(number_of(row["step"]) or 0),
             text_of(row["reason"], 500),

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rlmath.config import length_curriculum as curriculum
+from rlmath.config import length_curriculum
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs
 from rlmath.distributed.bridge import Mailbox
@@ -87,7 +87,7 @@ class EngineRank:
             self._engine = engine = Engine(
                 config.model.path,
                 config.rollout,
-                curriculum.engine_length(config),
+                length_curriculum.engine_length(config),
                 mesh=mesh,
                 device=device,
                 weight_shapes=engine_shapes(shape, mesh.engine_size),
@@ -99,7 +99,7 @@ class EngineRank:
                 "whose noise begins anew where a completion is continued. Set rollout.on_new_weights=keep or finish"
             )
         plan = engines_plan(config, shape, mesh_of(config, bridge.world_size, 0), device)
-        stages = curriculum.length_stages(config, inputs.total_steps)
+        stages = length_curriculum.length_stages(config, inputs.total_steps)
         leader = None
         if self._mailbox is not None and context.workers is not None:
             leader = Leader(self._mailbox, context.workers)

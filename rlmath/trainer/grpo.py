@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 from rlmath.algorithms.types import ScoredGroup
 from rlmath.checkpoint.directory import CRITIC_CONFIG, Progress
-from rlmath.config import length_curriculum as curriculum
+from rlmath.config import length_curriculum
 from rlmath.config.length_curriculum import LengthStage
 from rlmath.config.run_files import write_whole
 from rlmath.config.schema import Config
@@ -170,7 +170,7 @@ class GrpoTrainer(PolicyTrainer):
         if self.peak_flops is not None:
             cost = self.updaters[stage.number].cost
             metrics |= mfu_metrics(seconds, *sampled, update.passes, cost, self.peak_flops)
-        if curriculum.has_length_stages(self.config):
+        if length_curriculum.has_length_stages(self.config):
             metrics["stage"] = stage.number + 1.0
             metrics["rollout/max_new_tokens"] = float(stage.config.rollout.max_new_tokens)
         return metrics | self.engines.metrics()
@@ -186,8 +186,8 @@ class GrpoTrainer(PolicyTrainer):
 
     def enter_length_stage(self, number: int) -> LengthStage:
         """The length stage of a step; logged where it is the first one of this start."""
-        stage = curriculum.length_stage_at(self.length_stages, number)
-        if curriculum.has_length_stages(self.config) and stage.number != self.entered_length_stage:
+        stage = length_curriculum.length_stage_at(self.length_stages, number)
+        if length_curriculum.has_length_stages(self.config) and stage.number != self.entered_length_stage:
             logger.info(
                 "%s", stage.line(len(self.length_stages)), extra=event("length stage", stage.first_step)
             )

@@ -27,7 +27,7 @@ from rlmath.algorithms.types import Sample, ScoredGroup
 from rlmath.checkpoint.directory import CRITIC, REFERENCE, Progress
 from rlmath.checkpoint.hf.weights import load_hf_weights
 from rlmath.checkpoint.sharded_state import SavedModel
-from rlmath.config import length_curriculum as curriculum
+from rlmath.config import length_curriculum
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, critic_epochs, most_critic_updates, most_updates
@@ -111,7 +111,7 @@ class PolicyTrainer(Trainer):
             teacher=self.teacher,
             teacher_in_update=in_update,
         )
-        self.length_stages = curriculum.length_stages(config, total_steps)
+        self.length_stages = length_curriculum.length_stages(config, total_steps)
         self.updaters = [
             PolicyUpdater(
                 stage.config,

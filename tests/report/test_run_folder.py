@@ -9,7 +9,7 @@ import pytest
 
 from rlmath.report.panels import markers
 from rlmath.report.run_events import events_of
-from rlmath.report.run_folder import NoRunError, Rollback, labels_of, read_runs, require_run
+from rlmath.report.run_folder import NoRunError, ShownRollback, labels_of, read_runs, require_run
 from rlmath.report.settings import changed, differing
 from tests.report.folders import make_run, write_event, write_json
 
@@ -63,7 +63,7 @@ def test_restarts_and_rollbacks_are_marked(tmp_path: Path) -> None:
         '{"step": 1, "a": 1}\n{"step": 2, "a": 1}\n{"st'
     )
     (run,) = read_runs([folder])
-    assert run.rollbacks == [Rollback(6, 4, "the loss is NaN")]
+    assert run.rollbacks == [ShownRollback(6, 4, "the loss is NaN")]
     assert markers(run) == [{"x": 4, "kind": "rollback"}, {"x": 2, "kind": "restart"}]
     assert [(one.name, one.last_step, one.ended) for one in run.earlier] == [
         ("001", 2, "it left no exit status")

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import torch
 
-from rlmath.config import length_curriculum as curriculum
+from rlmath.config import length_curriculum
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs
@@ -120,7 +120,7 @@ class ColocatedEngines(Engines):
         self.engine = Engine(
             config.model.path,
             config.rollout,
-            max_sequence=curriculum.engine_length(config),
+            max_sequence=length_curriculum.engine_length(config),
             mesh=mesh,
             device=context.device,
             weight_shapes=engine_shapes(shape, mesh.engine_size),
@@ -265,7 +265,7 @@ class SeparateEngines(Engines):
 
 def validation_scorer(config: Config, mesh: Mesh) -> VerifierPool | None:
     """The workers of `validation.scorer`, on the first rank of every engine of a run that validates."""
-    hook = scorer_hook(config) if curriculum.validates(config) and mesh.is_engine_leader else None
+    hook = scorer_hook(config) if length_curriculum.validates(config) and mesh.is_engine_leader else None
     return None if hook is None else open_scorer(hook, config.reward)
 
 
@@ -289,5 +289,5 @@ def itemsize_of(dtype: torch.dtype) -> int:
 def probe_length(config: Config) -> int:
     """Most tokens of a probe's sequence: the first length stage's, and without validation, since they are the same in
     all and with any."""
-    first = curriculum.without_validation(curriculum.length_stages(config, None)[0].config)
-    return curriculum.engine_length(first)
+    first = length_curriculum.without_validation(length_curriculum.length_stages(config, None)[0].config)
+    return length_curriculum.engine_length(first)
