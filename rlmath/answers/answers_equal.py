@@ -96,9 +96,10 @@ def answers_equal(answer: str, gold: str, rules: Rules) -> bool:
     labelled = split_parts(theirs.key), split_parts(ours.key)
     if labelled != (None, None):
         count = len(labelled[0] or labelled[1] or ())
-        parts = labelled[0] or bare_parts(theirs.key, count), labelled[1] or bare_parts(ours.key, count)
-        if parts[0] is not None and parts[1] is not None and len(parts[0]) == len(parts[1]):
-            same = all(answers_equal(one, other, rules) for other, one in zip(*parts, strict=True))
+        golds = labelled[0] or bare_parts(theirs.key, count)
+        answers = labelled[1] or bare_parts(ours.key, count)
+        if golds is not None and answers is not None and len(golds) == len(answers):
+            same = all(answers_equal(one, other, rules) for other, one in zip(golds, answers, strict=True))
             if same or labelled[0] is not None:  # (1)/(2) has no labels
                 return same
     has_index = "\\sum" in gold or "\\prod" in gold

@@ -246,9 +246,10 @@ def _residue(expr: Expr, prime: int) -> int | None:
     first = _residue(expr.args[0], prime)
     if expr.name == "pow":
         exponent = value_of(expr.args[1])
-        times = exponent.value if exponent is not None else None
-        is_small = is_whole(times) and int(times).bit_length() <= _MOST_EXPONENT_BITS
-        return pow(first, int(times), prime) if first and is_small else None
+        if not first or exponent is None or exponent.value is None or not is_whole(exponent.value):
+            return None
+        times = int(exponent.value)
+        return pow(first, times, prime) if times.bit_length() <= _MOST_EXPONENT_BITS else None
     second = _residue(expr.args[-1], prime)
     if first is None or second is None or (expr.name == "div" and second == 0):
         return None

@@ -170,7 +170,8 @@ def _in_words(text: str) -> _Described | None:
 def _whole_numbers(text: str) -> list[int]:
     """The numbers of a list such as `1 , - 3 and four`."""
     words = re.findall(r"(- )?([0-9]+|[a-z]+)", re.sub(r"\b(?:and|or)\b", "", text.lower()))
-    return [(-1 if sign else 1) * int(NUMBER_WORDS.get(word, word)) for sign, word in words]
+    numbers = [(sign, NUMBER_WORDS.get(word), word) for sign, word in words]
+    return [(-1 if sign else 1) * int(word if known is None else known) for sign, known, word in numbers]
 
 
 def _take_domain(found: _Described, match: re.Match[str], negated: bool) -> bool:

@@ -68,7 +68,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
             options |= {"revision": folder.name, "allow_patterns": WEIGHT_PATTERNS}
             with suppress(DryRunError):  # without a network, where the cache has no listing
                 found = snapshot_download(request["name"], dry_run=True, **options)
-                left = [one.file_size for one in found if one.will_download]
+                left = [one.file_size or 0 for one in found if one.will_download]
         return {"commit": folder.name, "left": len(left), "left_bytes": sum(left)}
     except HubError as error:
         told = error

@@ -109,8 +109,8 @@ class Draw(NamedTuple):
     """One prompt of all that a run draws."""
 
     step: int
-    index: int
-    """Which prompt it is."""
+    prompt: int
+    """Its index among the prompts."""
     times: int
     """How often the same prompt comes before it in that step."""
 
@@ -223,7 +223,7 @@ class PromptOrder:
         """A place of all steps' prompts, counted from 0 over the whole run.
 
         >>> PromptOrder(n_prompts=5, prompts_per_step=2, seed=1, shuffle=False).drawn(7)
-        Draw(step=3, index=3, times=0)
+        Draw(step=3, prompt=3, times=0)
         """
         step, place = divmod(draw, self.prompts_per_step)
         indices = self.batch(step)[1]

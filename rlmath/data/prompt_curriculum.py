@@ -338,8 +338,8 @@ class PromptCurriculum:
         if any(not 0 <= index < self._order.n_prompts for index in prompts):
             raise ValueError("the state of the draws names other prompts")
         return DrawState(
-            **row
-            | {
+            **{
+                **row,
                 "queue": dict.fromkeys(row["queue"]),
                 "in_flight": {draw: (index, times) for draw, index, times in row["in_flight"]},
                 "reseeds": [Reseed(place, number) for place, number in row["reseeds"]],
