@@ -92,7 +92,7 @@ def test_formats_and_sizes_are_those_asked_for(source: Path, tmp_path: Path):
     ("change", "told"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
-        ({"num_hidden_layers": 5}, "tensors are missing: model.layers.4."),
+        ({"num_hidden_layers": 5}, "tensors are not in the weights: model.layers.4."),
         ({"num_hidden_layers": 3}, "tensors are unknown to Qwen2ForCausalLM: model.layers.3."),
         ({"intermediate_size": 100}, "has shape (192, 128), config.json makes it (100, 128)"),
     ],
