@@ -59,6 +59,11 @@ class OffloadSets:
         return tuple(name for name, one in self._sets.items() if one.offloaded)
 
     @property
+    def nbytes(self) -> dict[str, int]:
+        """What each set holds on the device now (bytes)."""
+        return {name: one.nbytes for name, one in self._sets.items()}
+
+    @property
     def freed_bytes(self) -> dict[str, int]:
         """What an offload of each set would free of the rank's memory now (bytes)."""
         return {name: one.freed_bytes for name, one in self._sets.items()}
