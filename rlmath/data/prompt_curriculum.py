@@ -30,8 +30,7 @@ import json
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rlmath.algorithms.prompt_history import BUCKETS, Counts, CurriculumRules, PromptHistory, Verdict
@@ -89,6 +88,16 @@ class DrawState:
     reseeds: list[Reseed] = field(default_factory=list)
     """Places from which on the base order is another one."""
 
+    def copy(self) -> DrawState:
+        """Containers of its own; what they hold does not change."""
+        return replace(
+            self,
+            batch=list(self.batch),
+            queue=dict(self.queue),
+            in_flight=dict(self.in_flight),
+            reseeds=list(self.reseeds),
+        )
+
 
 class PromptCurriculum:
     """Draws prompts, and counts how often they are solved. All ranks call it alike.
@@ -138,7 +147,7 @@ class PromptCurriculum:
 
     def begin(self, step: int) -> PromptCurriculum:
         """Step `step` begins. What it draws is forgotten if it fails before `commit`."""
-        self._after = deepcopy(self._state)
+        self._after = self._state.copy()
         known = max((one.rollback for one in self._after.reseeds), default=0)
         for rollback in self._order.rollbacks:
             if rollback.step <= step and rollback.number > known:
