@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.checkpoint.flight import FLIGHT
+from rlmath.checkpoint.unfinished_groups import UNFINISHED
 from rlmath.config.run_files import LOG_FILE
 from rlmath.distributed.fault_tolerance.exit_codes import SAVED_AND_STOPPED, read_exit_status
 from tests.programs import ENVIRONMENT, REPOSITORY, TRAIN, end_family, family, small_run, torchrun_command
@@ -96,7 +96,7 @@ def test_a_killed_engine_is_named_and_every_prompt_is_learned_once_by_whichever_
     assert read_exit_status(output).status == SAVED_AND_STOPPED, told(output, 2, 7)
     assert "SIGTERM: the run saves after this step and stops" in told(output, 2, 7)
     checkpoint = max((output / "checkpoints").iterdir())
-    assert (checkpoint / FLIGHT).stat().st_size > 4000, "nothing was in flight"
+    assert (checkpoint / UNFINISHED).stat().st_size > 4000, "nothing was in flight"
     with running(arithmetic, output, 1, STEPS) as process:
         assert process.wait(END_SECONDS) == 0, told(output, 1, STEPS)
     assert f"Resuming from {checkpoint}" in told(output, 1, STEPS)

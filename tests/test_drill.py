@@ -17,11 +17,11 @@ from tools.drill_faults import (
     assign_kinds,
     differences,
     ending_problems,
-    in_flight_problems,
     lost_too_much,
     model_differences,
     plan_starts,
     possible,
+    unfinished_problems,
 )
 from tools.drill_kinds import KINDS
 
@@ -107,13 +107,13 @@ def test_a_drill_in_which_hardly_anything_is_in_flight_proves_nothing() -> None:
         return [{**ROW, "rollout/sequences_in_flight": one} for one in left]
 
     def found(*left: float) -> list[str]:
-        return in_flight_problems("rollout/sequences_in_flight", steps(*left))
+        return unfinished_problems("rollout/sequences_in_flight", steps(*left))
 
     assert found(3, 0, 4, 0) == [], "the last step always leaves nothing"
     (told,) = found(3, 0, 4, 0, 9)
     assert "above 0 after 2 of the undisturbed run's first 4 steps" in told
     assert "lower rollout.slice_tokens or rollout.group_size" in told
-    assert len(in_flight_problems("rollout/deferred_groups", steps(3, 4, 0))) == 1, "it has no such metric"
+    assert len(unfinished_problems("rollout/deferred_groups", steps(3, 4, 0))) == 1, "it has no such metric"
     chains = {name for name, chain in CHAINS.items() if chain.in_flight is not None}
     assert chains == {name for name, chain in CHAINS.items() if "rollout.tail" in str(chain.more)}
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from rlmath.algorithms.partial_rollouts import Flight
+from rlmath.algorithms.partial_rollouts import UnfinishedGroups
 from rlmath.checkpoint.directory import read_progress
-from rlmath.checkpoint.flight import FLIGHT, read_flight
+from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished
 from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, read_exit_status
 from rlmath.replay.capture import read_capture
 from rlmath.telemetry.metrics_writer import without_times
@@ -176,10 +176,10 @@ def groups_of(folder: Path, step: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def flight_of(folder: Path, step: int) -> Flight:
+def unfinished_of(folder: Path, step: int) -> UnfinishedGroups:
     """What was in flight when so many steps were done."""
-    content = (folder / "checkpoints" / f"step-{step:06d}" / FLIGHT).read_bytes()
-    return read_flight(content, GROUP, 1000, lambda tokens: "")
+    content = (folder / "checkpoints" / f"step-{step:06d}" / UNFINISHED).read_bytes()
+    return read_unfinished(content, GROUP, 1000, lambda tokens: "")
 
 
 def updates_before(step: int) -> int:
@@ -212,12 +212,12 @@ def test_what_is_in_flight_knows_the_step_and_the_weights_that_sampled_it(whole:
     """Every token of a step was sampled with the version of all updates before it, and no checkpoint lacks a group."""
     drawn: Counter[str] = Counter()
     for step in range(1, STEPS + 1):
-        flight, row = flight_of(whole, step), rows_of(whole)[step - 1]
-        assert len(flight.groups) == row["rollout/groups_in_flight"]
-        assert (len(flight.groups) > 0) == (step not in (STAGES[0], STEPS)), (
+        unfinished, row = unfinished_of(whole, step), rows_of(whole)[step - 1]
+        assert len(unfinished.groups) == row["rollout/groups_in_flight"]
+        assert (len(unfinished.groups) > 0) == (step not in (STAGES[0], STEPS)), (
             "none is in flight at a stage's end"
         )
-        for segment in (one for group in flight.groups for part in group.parts for one in part.segments):
+        for segment in (one for group in unfinished.groups for part in group.parts for one in part.segments):
             assert segment.policy_version == updates_before(segment.step + 1)
         drawn.update(group["prompt_id"] for group in groups_of(whole, step))
         assert row["rollout/staleness_max"] <= 2

@@ -470,7 +470,7 @@ def row_differences(undisturbed: list[dict[str, float]], disturbed: list[dict[st
     return found[:5]
 
 
-def in_flight_problems(metric: str, undisturbed: list[dict[str, float]]) -> list[str]:
+def unfinished_problems(metric: str, undisturbed: list[dict[str, float]]) -> list[str]:
     """What is wrong where a run leaves nothing in flight, by this metric, after half of its steps or more. Its last
     step does not count: it always leaves nothing."""
     steps = undisturbed[:-1]
@@ -551,7 +551,7 @@ def run_chain(drill: Drill, names: list[str], rng: random.Random) -> tuple[list[
             undisturbed = run_undisturbed(drill, disturbed.steps)
             if drill.chain.in_flight is not None:
                 rows = [json.loads(line) for line in metric_lines(undisturbed)]
-                problems += in_flight_problems(drill.chain.in_flight, rows)
+                problems += unfinished_problems(drill.chain.in_flight, rows)
             if drill.chain.goes_back and not read_rollbacks(undisturbed):
                 problems.append("the undisturbed run made no rollback: raise --kills, so that it is longer")
             problems += run_differences(undisturbed, disturbed.folder / "run") + lost_too_much(

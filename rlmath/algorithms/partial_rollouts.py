@@ -40,7 +40,7 @@ from rlmath.algorithms.types import (
 
 
 @dataclass(frozen=True)
-class GroupInFlight:
+class UnfinishedGroup:
     """A prompt that was drawn, and what is sampled of its completions."""
 
     draw: int
@@ -66,7 +66,7 @@ class GroupInFlight:
     def is_complete(self) -> bool:
         return PartialCompletion not in map(type, self.samples)  # often asked: faster than isinstance of each
 
-    def nothing_sampled(self, deferred: bool) -> GroupInFlight:
+    def nothing_sampled(self, deferred: bool) -> UnfinishedGroup:
         """The group without what is sampled of it."""
         if deferred == self.deferred and all(sample is NOTHING_SAMPLED for sample in self.samples):
             return self
@@ -78,7 +78,7 @@ class GroupInFlight:
 
 
 @dataclass(frozen=True)
-class FlightRules:
+class UnfinishedRules:
     """How many groups are in flight, and for how long."""
 
     groups_per_step: int
@@ -92,10 +92,10 @@ class FlightRules:
 
 
 @dataclass
-class Flight:
+class UnfinishedGroups:
     """The groups in flight: the state that partial rollouts carry from step to step."""
 
-    groups: list[GroupInFlight] = field(default_factory=list)
+    groups: list[UnfinishedGroup] = field(default_factory=list)
     """In the order of their draws."""
     next_draw: int = 0
     short_share: float = 0.5
@@ -104,9 +104,9 @@ class Flight:
 
 @dataclass(frozen=True)
 class Leaving:
-    """What leaves the flight in a step."""
+    """What leaves the unfinished groups in a step."""
 
-    groups: list[GroupInFlight]
+    groups: list[UnfinishedGroup]
     """Complete, in the order of their draws."""
     chosen: list[Chosen]
     """What is learned from of each."""
@@ -121,17 +121,17 @@ class Leaving:
 
 
 def advance_carry(
-    flight: Flight,
-    rules: FlightRules,
+    unfinished: UnfinishedGroups,
+    rules: UnfinishedRules,
     step: int,
     steps_left: int,
     samples: int,
-    sample_round: Callable[[list[GroupInFlight]], list[GroupInFlight]],
-    choose: Callable[[GroupInFlight], Chosen],
+    sample_round: Callable[[list[UnfinishedGroup]], list[UnfinishedGroup]],
+    choose: Callable[[UnfinishedGroup], Chosen],
 ) -> Leaving:
     """Make step `step`, counted from 0, of a run that has `steps_left` steps more, this one among them: draw groups of
-    so many `samples`, make rounds, and take out of flight what the step learns from. Where enough groups are complete
-    already, nothing is drawn and no round is made.
+    so many `samples`, make rounds, and take out of the unfinished groups what the step learns from. Where enough
+    groups are complete already, nothing is drawn and no round is made.
 
     `sample_round` gets all groups in flight and returns them after a round; `choose` says what is learned from of a
     complete group. The last steps finish what is in flight, so that at the end of `steps_left` steps nothing is; but
@@ -141,26 +141,28 @@ def advance_carry(
     Rounds are made, too, while the step would leave a group behind that could not be learned within `max_staleness`
     steps of its first token, each of the next steps taking the oldest.
     """
-    found, rounds, waits = leaving(flight, rules, choose), 0, 0
-    while not (enough := is_enough(found, rules)) or too_old(left_behind(flight, found), rules, step, choose):
-        draw(flight, room(flight, found, rules, steps_left), step, samples)
-        if not any(group.unfinished for group in flight.groups):
+    found, rounds, waits = leaving(unfinished, rules, choose), 0, 0
+    while not (enough := is_enough(found, rules)) or too_old(
+        left_behind(unfinished, found), rules, step, choose
+    ):
+        draw(unfinished, room(unfinished, found, rules, steps_left), step, samples)
+        if not any(group.unfinished for group in unfinished.groups):
             break
-        flight.groups = sample_round(flight.groups)
+        unfinished.groups = sample_round(unfinished.groups)
         rounds, waits = rounds + 1, waits + enough
-        found = leaving(flight, rules, choose)
-    flight.groups = left_behind(flight, found)
+        found = leaving(unfinished, rules, choose)
+    unfinished.groups = left_behind(unfinished, found)
     return replace(found, rounds=rounds, waits=waits)
 
 
 def advance_defer(
-    flight: Flight,
-    rules: FlightRules,
+    unfinished: UnfinishedGroups,
+    rules: UnfinishedRules,
     step: int,
     steps_left: int,
     samples: int,
-    sample_round: Callable[[list[GroupInFlight], bool], list[GroupInFlight]],
-    choose: Callable[[GroupInFlight], Chosen],
+    sample_round: Callable[[list[UnfinishedGroup], bool], list[UnfinishedGroup]],
+    choose: Callable[[UnfinishedGroup], Chosen],
 ) -> Leaving:
     """As `advance_carry`, but nothing that is sampled stays in flight: a group is learned from in the step that sampled
     all of it. `sample_round` gets groups of which nothing is sampled and whether to sample them whole, and returns them
@@ -174,26 +176,26 @@ def advance_defer(
     found, rounds = Leaving([], []), 0
     while not is_enough(found, rules):
         missing = rules.groups_per_step - found.kept
-        waiting = [group for group in flight.groups if not group.is_complete]
+        waiting = [group for group in unfinished.groups if not group.is_complete]
         deferred = [group for group in waiting if group.deferred]
         others = [group for group in waiting if not group.deferred]
-        new = room(flight, found, rules, steps_left)
+        new = room(unfinished, found, rules, steps_left)
         whole = len(deferred) >= rules.groups_per_step or len(others) + new < missing
-        wanted = missing if whole else with_reserve(missing, flight.short_share)
+        wanted = missing if whole else with_reserve(missing, unfinished.short_share)
         chosen = [*deferred, *others][:wanted] if whole else others[:wanted]
-        chosen += draw(flight, min(new, wanted - len(chosen)), step, samples)
+        chosen += draw(unfinished, min(new, wanted - len(chosen)), step, samples)
         if not chosen:
             break
         sampled = {group.draw: group for group in sample_round(chosen, whole)}
         if not whole:
             complete = sum(group.is_complete for group in sampled.values()) / len(sampled)
-            flight.short_share = (flight.short_share + complete) / 2
-        flight.groups = [
+            unfinished.short_share = (unfinished.short_share + complete) / 2
+        unfinished.groups = [
             one if one.is_complete else one.nothing_sampled(one.deferred or one.draw in sampled)
-            for one in (sampled.get(group.draw, group) for group in flight.groups)
+            for one in (sampled.get(group.draw, group) for group in unfinished.groups)
         ]
-        found, rounds = leaving(flight, rules, choose), rounds + 1
-    flight.groups = [group.nothing_sampled(group.deferred) for group in left_behind(flight, found)]
+        found, rounds = leaving(unfinished, rules, choose), rounds + 1
+    unfinished.groups = [group.nothing_sampled(group.deferred) for group in left_behind(unfinished, found)]
     return replace(found, rounds=rounds)
 
 
@@ -216,32 +218,34 @@ def with_reserve(missing: int, share: float) -> int:
     return math.ceil(root**2 - 1e-9)
 
 
-def draw(flight: Flight, count: int, step: int, samples: int) -> list[GroupInFlight]:
+def draw(unfinished: UnfinishedGroups, count: int, step: int, samples: int) -> list[UnfinishedGroup]:
     """The next groups, which are in flight from now on."""
-    first = flight.next_draw
-    drawn = [GroupInFlight(first + i, step, (NOTHING_SAMPLED,) * samples) for i in range(count)]
-    flight.groups += drawn
-    flight.next_draw += len(drawn)
+    first = unfinished.next_draw
+    drawn = [UnfinishedGroup(first + i, step, (NOTHING_SAMPLED,) * samples) for i in range(count)]
+    unfinished.groups += drawn
+    unfinished.next_draw += len(drawn)
     return drawn
 
 
-def room(flight: Flight, found: Leaving, rules: FlightRules, steps_left: int) -> int:
-    """How many groups to draw now. `found` are those that would leave the flight now, of which selection drops some:
-    others take the place of up to `max_dropped`.
+def room(unfinished: UnfinishedGroups, found: Leaving, rules: UnfinishedRules, steps_left: int) -> int:
+    """How many groups to draw now. `found` are those that would leave the unfinished groups now, of which selection
+    drops some: others take the place of up to `max_dropped`.
 
-    >>> room(Flight(), Leaving([], []), FlightRules(4, 8, max_staleness=1), steps_left=1)
+    >>> room(UnfinishedGroups(), Leaving([], []), UnfinishedRules(4, 8, max_staleness=1), steps_left=1)
     4
     """
     most = min(rules.max_groups, rules.groups_per_step * steps_left)
     replaced = min(len(found.groups) - found.kept, rules.max_dropped)
-    return max(0, most - (len(flight.groups) - replaced))
+    return max(0, most - (len(unfinished.groups) - replaced))
 
 
-def leaving(flight: Flight, rules: FlightRules, choose: Callable[[GroupInFlight], Chosen]) -> Leaving:
+def leaving(
+    unfinished: UnfinishedGroups, rules: UnfinishedRules, choose: Callable[[UnfinishedGroup], Chosen]
+) -> Leaving:
     """The complete groups that a step would take now, those drawn first: up to `groups_per_step` that selection keeps,
     and with the dropped ones among them at most `max_dropped` more."""
     taken, chosen, kept = [], [], 0
-    for group in flight.groups:
+    for group in unfinished.groups:
         if kept == rules.groups_per_step or len(taken) == rules.groups_per_step + rules.max_dropped:
             break
         if group.is_complete:
@@ -251,23 +255,23 @@ def leaving(flight: Flight, rules: FlightRules, choose: Callable[[GroupInFlight]
     return Leaving(taken, chosen)
 
 
-def is_enough(found: Leaving, rules: FlightRules) -> bool:
+def is_enough(found: Leaving, rules: UnfinishedRules) -> bool:
     """Whether a step may learn from `found`: it has its groups, or has dropped as many as it may."""
     whole = len(found.groups) == rules.groups_per_step + rules.max_dropped
     return whole or found.kept == rules.groups_per_step
 
 
-def left_behind(flight: Flight, found: Leaving) -> list[GroupInFlight]:
+def left_behind(unfinished: UnfinishedGroups, found: Leaving) -> list[UnfinishedGroup]:
     """The groups in flight without those that leave, in the order of their draws."""
     gone = {group.draw for group in found.groups}
-    return [group for group in flight.groups if group.draw not in gone]
+    return [group for group in unfinished.groups if group.draw not in gone]
 
 
 def too_old(
-    left: Sequence[GroupInFlight],
-    rules: FlightRules,
+    left: Sequence[UnfinishedGroup],
+    rules: UnfinishedRules,
     step: int,
-    choose: Callable[[GroupInFlight], Chosen],
+    choose: Callable[[UnfinishedGroup], Chosen],
 ) -> bool:
     """Whether one of the groups that step `step` leaves behind would be older than `max_staleness` when it is learned:
     of those, each of the next steps takes the oldest, as `leaving` does. What is not complete may all be kept."""

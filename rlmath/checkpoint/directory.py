@@ -5,7 +5,7 @@
     manifest.json         size and SHA-256 of every other file; written last
     progress.json         how far the run is (`Progress`), for people and programs
     config.yaml           the settings of the run
-    flight.safetensors    groups in flight (`flight`), where rollouts are partial
+    flight.safetensors    unfinished groups, where rollouts are partial
     critic_config.json    config.json of the critic, where there is one
     prompt_history.jsonl  how often prompts were solved, and what a curriculum draws next; of GRPO
     state/                Megatron's torch_dist form: model, optimizer, random states

@@ -77,7 +77,7 @@ class Saved:
 
 
 @dataclass
-class _InFlight:
+class _Unfinished:
     partial: Path
     step: int
     kept: bool
@@ -107,7 +107,7 @@ class CheckpointManager:
         self._models, self._device = models, device
         self._rank = dist.get_rank()
         self._writer: WriterProcess | None = None
-        self._in_flight: _InFlight | None = None
+        self._unfinished: _Unfinished | None = None
         self._removals: list[threading.Thread] = []
 
     def warm_up(self) -> None:
@@ -128,13 +128,13 @@ class CheckpointManager:
     @property
     def busy(self) -> bool:
         """A save was started and is not finished; the same on all ranks."""
-        return self._in_flight is not None
+        return self._unfinished is not None
 
     @property
     def written(self) -> bool:
         """This rank's part of the save in flight is on disk, or has failed. Not a collective."""
-        assert self._in_flight is not None
-        return not self._in_flight.writes or (self._writer is not None and self._writer.ready())
+        assert self._unfinished is not None
+        return not self._unfinished.writes or (self._writer is not None and self._writer.ready())
 
     def start(
         self, progress: Progress, kept: bool, settings_yaml: str, files: Mapping[str, bytes] | None = None
@@ -144,7 +144,7 @@ class CheckpointManager:
         assert not self.busy, "finish the save in flight first"
         state, progress = self._state(progress)
         partial = directory.partial_of(self._root, progress.step)
-        self._in_flight = save = _InFlight(partial, progress.step, kept, progress.sound_before)
+        self._unfinished = save = _Unfinished(partial, progress.step, kept, progress.sound_before)
         files = files or {}
         beside = sum(map(len, files.values()))
         error = self._room_for(state, beside) or self._open(progress, settings_yaml, files)
@@ -157,7 +157,7 @@ class CheckpointManager:
     def finish(self, waiting: Callable[[], None] = lambda: None) -> Saved:
         """Wait until all ranks' parts are on disk and complete the checkpoint, or remove its files. Calls `waiting`
         while the writer process advances."""
-        save = self._in_flight
+        save = self._unfinished
         assert save is not None
         mine = Written([], {}, None)
         if save.writes:
@@ -171,7 +171,7 @@ class CheckpointManager:
         outcome = collectives.broadcast_from_rank_zero(outcome)
         if isinstance(outcome, str):
             return self._give_up(outcome)
-        self._in_flight = None
+        self._unfinished = None
         return Saved(save.step, outcome, None)
 
     def close(self) -> None:
@@ -245,12 +245,14 @@ class CheckpointManager:
             except OSError as refused:
                 error = f"{self._root} cannot be written: {refused}"
         error = collectives.broadcast_from_rank_zero(error)
-        assert self._in_flight is not None
-        if error is None and not (self._in_flight.partial / STATE).is_dir():
-            error = f"rank {self._rank} does not see {self._in_flight.partial}: run.output_dir must be shared"
+        assert self._unfinished is not None
+        if error is None and not (self._unfinished.partial / STATE).is_dir():
+            error = (
+                f"rank {self._rank} does not see {self._unfinished.partial}: run.output_dir must be shared"
+            )
         return collectives.first_error(error)
 
-    def _plan(self, save: _InFlight, state: dict[str, Any]) -> list[Any]:
+    def _plan(self, save: _Unfinished, state: dict[str, Any]) -> list[Any]:
         """Let Megatron plan which rank writes what; returns what this rank writes. Not by its `save`, which writes on
         rank 0 between collectives: a full disk must not leave the other ranks waiting."""
         strategy = _Strategy("torch_dist", 1, thread_count=1)
@@ -261,7 +263,7 @@ class CheckpointManager:
         save.files, save.metadata = strategy.planned
         return request.async_fn_args[1] if request.async_fn is not None else []
 
-    def _submit(self, save: _InFlight, buckets: Sequence[Any]) -> str | None:
+    def _submit(self, save: _Unfinished, buckets: Sequence[Any]) -> str | None:
         """Pass this rank's part to the writer process; returns the error."""
         save.writes = bool(buckets)
         try:
@@ -273,7 +275,7 @@ class CheckpointManager:
             save.files.write_buckets = None  # Megatron's own copies
         return None
 
-    def _publish(self, save: _InFlight, written: Sequence[Written]) -> Checkpoint | str:
+    def _publish(self, save: _Unfinished, written: Sequence[Written]) -> Checkpoint | str:
         """On rank 0, without collectives: the others wait for the outcome, whatever the disk does."""
         known = {f"{STATE}/{name}": entry for one in written for name, entry in one.files.items()}
         state = save.partial / STATE
@@ -304,13 +306,13 @@ class CheckpointManager:
 
     def _give_up(self, error: str) -> Saved:
         """Abort the writers, and remove the files of the save."""
-        save = self._in_flight
+        save = self._unfinished
         assert save is not None
         self.close()
         dist.barrier()
         if self._rank == 0:
             directory.remove(save.partial)
-        self._in_flight = None
+        self._unfinished = None
         return Saved(save.step, None, error)
 
 

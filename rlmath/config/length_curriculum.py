@@ -181,7 +181,7 @@ def stage_list_problems(config: Config) -> Iterator[str]:
         )
 
 
-def in_flight_problem(config: Config, total_steps: int, steps_done: int, wanted: int) -> str | None:
+def unfinished_problem(config: Config, total_steps: int, steps_done: int, wanted: int) -> str | None:
     """What is wrong where a run resumes with more groups in flight than the rest of their stage learns from: the next
     stage has other lengths. `wanted` are those that selection does not drop; those of the last stage may be left."""
     stages = length_stages(config, total_steps)

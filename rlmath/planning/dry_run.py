@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlmath.checkpoint.flight import TOKEN_BYTES
 from rlmath.checkpoint.hf.weight_map import parameter_count
+from rlmath.checkpoint.unfinished_groups import TOKEN_BYTES
 from rlmath.config import length_curriculum
 from rlmath.config.help import raise_problems
 from rlmath.config.hub import HubFailedError
@@ -44,7 +44,7 @@ from rlmath.planning.memory_fit import GIB, planned_target, start_up_lines
 from rlmath.planning.parallelism import planned_ranks, roles
 from rlmath.planning.prepare import RunData, dropped_warning, read_inputs, tokenizer_problem, try_data
 from rlmath.planning.reward_checks import hook_lines
-from rlmath.rollout.flight_rules import flight_rules, flight_size, slice_tokens
+from rlmath.rollout.unfinished_rules import slice_tokens, unfinished_rules, unfinished_size
 from rlmath.run.recovery import save_schedule
 from rlmath.run.recovery.hub_inputs import plan_inputs
 from rlmath.run.recovery.resume import Recovery, find_recovery
@@ -254,13 +254,13 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
     slices = ", ".join(dict.fromkeys(f"{slice_tokens(stage.config.rollout):,}" for stage in stages))
     if config.rollout.tail == "carry":
         yield (
-            f"  partial rollouts: slices of {slices} tokens, at most {flight_rules(config).max_groups:,} "
+            f"  partial rollouts: slices of {slices} tokens, at most {unfinished_rules(config).max_groups:,} "
             f"groups in flight, learned from within {config.rollout.max_staleness} steps of their first token"
         )
-        yield _flight_size_line(config)
+        yield _unfinished_size_line(config)
     if config.rollout.ranks:
         yield from _asynchronous_lines(config)
-        yield _flight_size_line(config)
+        yield _unfinished_size_line(config)
     if config.rollout.tail == "defer":
         yield (
             f"  tail batching: groups with a completion of more than {slices} tokens are sampled anew, with the same "
@@ -281,8 +281,8 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
         )
 
 
-def _flight_size_line(config: Config) -> str:
-    size = flight_size(config)
+def _unfinished_size_line(config: Config) -> str:
+    size = unfinished_size(config)
     return (
         f"    groups in flight take at most {_gib(size.during_step)} GiB of host memory on every rank that trains, and "
         f"{_gib(size.after_step)} between steps: {TOKEN_BYTES} bytes a token, if every completion were as long as any "
@@ -360,7 +360,7 @@ def kept_checkpoints(config: Config, total_steps: int, steps_per_epoch: int) -> 
 def needed_disk(plan: RunPlan) -> int:
     """What the run leaves at most, with the checkpoint that is being written (bytes)."""
     config, save = plan.config, plan.config.save
-    checkpoint = save_schedule.checkpoint_bytes(config, plan.shape) + flight_size(config).after_step
+    checkpoint = save_schedule.checkpoint_bytes(config, plan.shape) + unfinished_size(config).after_step
     model = save_schedule.export_bytes(config, plan.shape)
     kept = kept_checkpoints(config, plan.total_steps, plan.data.inputs.order.steps_per_epoch)
     never = save_schedule.recovery_frequency(save).never and save_schedule.kept_frequency(save).never
@@ -376,7 +376,7 @@ def _disk_lines(plan: RunPlan) -> Iterator[str]:
         f"Disk: a checkpoint is {_gib(save_schedule.checkpoint_bytes(config, plan.shape))} GiB, the exported model "
         f"{_gib(save_schedule.export_bytes(config, plan.shape))}"
     )
-    if in_flight := flight_size(config).after_step:
+    if in_flight := unfinished_size(config).after_step:
         yield f"  with the groups in flight a checkpoint has at most {_gib(in_flight)} GiB more"
     what = []
     if not save_schedule.recovery_frequency(save).never:

@@ -32,7 +32,7 @@ from safetensors.numpy import load, save
 from rlmath.algorithms.dynamic_sampling import Chosen
 from rlmath.algorithms.types import Completion, FinishReason, Prompt, ScoredGroup
 from rlmath.checkpoint.directory import PARTIAL
-from rlmath.checkpoint.flight import TokenReader, read_count, read_score, read_segments
+from rlmath.checkpoint.unfinished_groups import TokenReader, read_count, read_score, read_segments
 from rlmath.config.files import open_regular, parse_json, read_json_object, read_regular
 from rlmath.config.run_files import CAPTURES_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE
 from rlmath.telemetry.metrics_writer import json_number

@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from rlmath.algorithms.partial_rollouts import GroupInFlight
+from rlmath.algorithms.partial_rollouts import UnfinishedGroup
 from rlmath.algorithms.types import (
     NOTHING_SAMPLED,
     Completion,
@@ -88,7 +88,7 @@ class Admit:
 class Continue:
     """Groups that an earlier start left in flight, which this engine goes on with. Before the first `Admit`."""
 
-    groups: list[GroupInFlight]
+    groups: list[UnfinishedGroup]
     length_stage: int
 
 
@@ -294,7 +294,7 @@ class GenerationLoop:
         self._rewards: RewardManager | None = None
         self._groups: dict[int, _Group] = {}
         """By draw; on ranks that lead no engine those that are being sampled."""
-        self._unfinished: list[GroupInFlight] = []
+        self._unfinished: list[UnfinishedGroup] = []
         """Of an earlier start; begun before any other."""
         self._draws = _Draws(mesh.num_engines)
         self._all_drawn = True

@@ -44,7 +44,7 @@ STEP_LINE_METRICS = {
     "rollout/staleness": ("stale", ".2f"),
     "rollout/trainer_busy_share": ("trainers busy", ".2f"),
     "rollout/engine_busy_share": ("engines busy", ".2f"),
-    "rollout/groups_in_flight": ("flight", ".0f"),
+    "rollout/groups_in_flight": ("in flight", ".0f"),
     "rollout/deferred_groups": ("deferred", ".0f"),
 }
 """Metrics of a step's line, where the step has them and the line has room; their names there, and formats."""

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from rlmath.algorithms.dynamic_sampling import Chosen
 from rlmath.algorithms.partial_rollouts import (
-    Flight,
-    FlightRules,
-    GroupInFlight,
     Leaving,
+    UnfinishedGroup,
+    UnfinishedGroups,
+    UnfinishedRules,
     advance_carry,
     advance_defer,
     room,
@@ -23,7 +23,7 @@ from rlmath.algorithms.partial_rollouts import (
     with_reserve,
 )
 from rlmath.algorithms.types import Completion, PartialCompletion, Score, ScoredCompletion, Segment
-from rlmath.checkpoint.flight import read_flight, write_flight
+from rlmath.checkpoint.unfinished_groups import read_unfinished, write_unfinished
 
 RIGHT = Score(1.0, True, "", "string")
 
@@ -38,7 +38,7 @@ class Engines:
     rounds: list[int] = field(default_factory=list)
     """By round: the longest slice that was sampled in it."""
 
-    def sample_round(self, groups: list[GroupInFlight]) -> list[GroupInFlight]:
+    def sample_round(self, groups: list[UnfinishedGroup]) -> list[UnfinishedGroup]:
         longest = 0
         after = []
         for group in groups:
@@ -61,52 +61,54 @@ def finished(g: int, part: PartialCompletion) -> ScoredCompletion:
     return ScoredCompletion(Completion(g, part.token_ids, part.logprobs, "", "stop", 0, part.segments), RIGHT)
 
 
-def keep(group: GroupInFlight) -> Chosen:
+def keep(group: UnfinishedGroup) -> Chosen:
     return Chosen(tuple(range(len(group.samples))))
 
 
 def run(
     engines: Engines,
-    rules: FlightRules,
+    rules: UnfinishedRules,
     steps: int,
     samples: int,
-    choose: Callable[[GroupInFlight], Chosen] = keep,
-) -> tuple[list[Leaving], Flight]:
-    flight, found = Flight(), []
+    choose: Callable[[UnfinishedGroup], Chosen] = keep,
+) -> tuple[list[Leaving], UnfinishedGroups]:
+    unfinished, found = UnfinishedGroups(), []
     for step in range(steps):
         engines.step = step
-        found.append(advance_carry(flight, rules, step, steps - step, samples, engines.sample_round, choose))
-    return found, flight
+        found.append(
+            advance_carry(unfinished, rules, step, steps - step, samples, engines.sample_round, choose)
+        )
+    return found, unfinished
 
 
 def draws(found: Leaving) -> list[int]:
     return [group.draw for group in found.groups]
 
 
-def check_all_left(found: list[Leaving], flight: Flight, replaced: int) -> int:
+def check_all_left(found: list[Leaving], unfinished: UnfinishedGroups, replaced: int) -> int:
     """Every group of a run that was drawn left once, and how many did. So many may be in flight still: others took
     their place when they were dropped, and older ones that were complete only then left before them."""
     left = sorted(d for one in found for d in draws(one))
-    assert sorted([*left, *(group.draw for group in flight.groups)]) == list(range(flight.next_draw))
-    assert len(flight.groups) <= replaced
+    assert sorted([*left, *(group.draw for group in unfinished.groups)]) == list(range(unfinished.next_draw))
+    assert len(unfinished.groups) <= replaced
     return len(left)
 
 
 def test_short_groups_overtake_long_ones_and_long_ones_are_carried() -> None:
     # Draws 0 and 3 have 8 tokens, the others 2. A step learns from 2 of at most 4 groups, by slices of 4 tokens.
-    rules = FlightRules(groups_per_step=2, max_groups=4, max_staleness=1)
+    rules = UnfinishedRules(groups_per_step=2, max_groups=4, max_staleness=1)
     engines = Engines(lambda draw, g: 8 if draw in (0, 3) else 2, slice_tokens=4)
-    found, flight = run(engines, rules, steps=3, samples=1)
+    found, unfinished = run(engines, rules, steps=3, samples=1)
     # Step 0 draws 0-3 and learns 1 and 2; step 1 draws 4 and 5, finishes 0 and 3, which are older; step 2 has 4 and 5.
     assert [draws(one) for one in found] == [[1, 2], [0, 3], [4, 5]]
-    assert flight == Flight([], 6)
+    assert unfinished == UnfinishedGroups([], 6)
     assert found[1].groups[0].samples[0].completion.segments == (Segment(4, 0, 0), Segment(4, 1, 1))
     assert [one.rounds for one in found] == [1, 1, 0], "all groups of the last step were complete"
 
 
 def test_a_step_waits_for_groups_that_are_about_to_be_too_old() -> None:
     # Only draw 0 is long: it has 4 of 12 tokens after step 0, which learns from draw 1.
-    rules = FlightRules(groups_per_step=1, max_groups=2, max_staleness=1)
+    rules = UnfinishedRules(groups_per_step=1, max_groups=2, max_staleness=1)
     engines = Engines(lambda draw, g: 12 if draw == 0 else 2, slice_tokens=4)
     found, _ = run(engines, rules, steps=4, samples=1)
     # Step 1 must learn from it: it has 8 tokens after the round that completes draw 2, and 12 after one more.
@@ -115,8 +117,8 @@ def test_a_step_waits_for_groups_that_are_about_to_be_too_old() -> None:
 
 
 def test_room_by_hand() -> None:
-    rules = FlightRules(groups_per_step=4, max_groups=10, max_staleness=2, max_dropped=1)
-    three = Flight([GroupInFlight(d, 0, (PartialCompletion(),)) for d in range(3)], 3)
+    rules = UnfinishedRules(groups_per_step=4, max_groups=10, max_staleness=2, max_dropped=1)
+    three = UnfinishedGroups([UnfinishedGroup(d, 0, (PartialCompletion(),)) for d in range(3)], 3)
     assert room(three, Leaving([], []), rules, steps_left=9) == 7
     assert room(three, Leaving([], []), rules, steps_left=2) == 5, "8 groups are left to learn from"
     dropped = Leaving(three.groups[:2], [Chosen((), dropped="right"), Chosen((0,))])
@@ -127,10 +129,10 @@ def test_room_by_hand() -> None:
 
 
 def test_age_by_hand() -> None:
-    rules = FlightRules(groups_per_step=2, max_groups=6, max_staleness=2)
-    old = [GroupInFlight(d, 3, (PartialCompletion(),)) for d in range(4)]
+    rules = UnfinishedRules(groups_per_step=2, max_groups=6, max_staleness=2)
+    old = [UnfinishedGroup(d, 3, (PartialCompletion(),)) for d in range(4)]
     # Of step 3, two are learned in step 4 and two in step 5, two steps later: as old as may be.
-    one_more = GroupInFlight(4, 3, (PartialCompletion(),))
+    one_more = UnfinishedGroup(4, 3, (PartialCompletion(),))
     assert not too_old(old, rules, 3, keep)
     assert too_old([*old, one_more], rules, 3, keep)
     assert too_old(old, rules, 4, keep)
@@ -138,15 +140,18 @@ def test_age_by_hand() -> None:
 
 def test_a_group_that_is_known_to_be_dropped_takes_no_place_of_one_that_is_learned() -> None:
     done = (finished(0, PartialCompletion().extended((7,), (-1.0,), 3, 3)),)
-    left = [GroupInFlight(0, 3, done), *(GroupInFlight(d, 3, (PartialCompletion(),)) for d in range(1, 5))]
+    left = [
+        UnfinishedGroup(0, 3, done),
+        *(UnfinishedGroup(d, 3, (PartialCompletion(),)) for d in range(1, 5)),
+    ]
 
-    def drop_first(group: GroupInFlight) -> Chosen:
+    def drop_first(group: UnfinishedGroup) -> Chosen:
         return Chosen((), dropped="right") if group.draw == 0 else keep(group)
 
     # With the first dropped, step 4 takes it and two more, if it may take three; step 5 the last two.
-    assert not too_old(left, FlightRules(2, 6, 2, max_dropped=1), 3, drop_first)
-    assert too_old(left, FlightRules(2, 6, 2, max_dropped=0), 3, drop_first)
-    assert too_old(left, FlightRules(2, 6, 2, max_dropped=1), 3, keep)
+    assert not too_old(left, UnfinishedRules(2, 6, 2, max_dropped=1), 3, drop_first)
+    assert too_old(left, UnfinishedRules(2, 6, 2, max_dropped=0), 3, drop_first)
+    assert too_old(left, UnfinishedRules(2, 6, 2, max_dropped=1), 3, keep)
 
 
 @settings(deadline=None, max_examples=150)
@@ -173,18 +178,18 @@ def test_every_group_leaves_once_whole_and_in_time(
     max_dropped: int,
 ) -> None:
     most = round(per_step * (1 + share * staleness))
-    rules = FlightRules(per_step, most, staleness, max_dropped)
+    rules = UnfinishedRules(per_step, most, staleness, max_dropped)
 
     def length(draw: int, g: int) -> int:
         return min(40, 1 + int(random.Random(f"{seed}/{draw}/{g}").expovariate(0.08)))
 
-    def choose(group: GroupInFlight) -> Chosen:
+    def choose(group: UnfinishedGroup) -> Chosen:
         dropped = drop_every and random.Random(f"{seed}/{group.draw}").random() < 1 / drop_every
         return Chosen((), dropped="uniform") if dropped else keep(group)
 
     engines = Engines(length, slice_tokens)
-    found, flight = run(engines, rules, steps, samples, choose)
-    left = check_all_left(found, flight, max_dropped if drop_every else 0)
+    found, unfinished = run(engines, rules, steps, samples, choose)
+    left = check_all_left(found, unfinished, max_dropped if drop_every else 0)
     assert drop_every or left == per_step * steps
     assert max(engines.rounds) <= slice_tokens
     for step, one in enumerate(found):
@@ -204,27 +209,29 @@ def test_every_group_leaves_once_whole_and_in_time(
 @pytest.mark.parametrize("parts", [1, 2, 5])
 def test_a_flight_that_is_written_down_goes_on_as_if_it_had_not_been(parts: int) -> None:
     lengths = {(d, g): 1 + (d * 7 + g * 11) % 23 for d in range(40) for g in range(2)}
-    rules = FlightRules(4, 8, 2)
+    rules = UnfinishedRules(4, 8, 2)
     whole, _ = run(Engines(lambda d, g: lengths[d, g], 6), rules, steps=10, samples=2)
-    engines, flight, found = Engines(lambda d, g: lengths[d, g], 6), Flight(), []
+    engines, unfinished, found = Engines(lambda d, g: lengths[d, g], 6), UnfinishedGroups(), []
     for step in range(10):
         if step % parts == 0:
-            flight = read_flight(write_flight(flight), 2, 8, lambda token_ids: "")
+            unfinished = read_unfinished(write_unfinished(unfinished), 2, 8, lambda token_ids: "")
         engines.step = step
-        found.append(advance_carry(flight, rules, step, 10 - step, 2, engines.sample_round, keep))
+        found.append(advance_carry(unfinished, rules, step, 10 - step, 2, engines.sample_round, keep))
     assert [draws(one) for one in found] == [draws(one) for one in whole]
 
 
 def test_a_step_replaces_what_was_complete_and_is_dropped() -> None:
     """The last step finds two complete groups, of which selection drops one: it draws another."""
     done = finished(0, PartialCompletion().extended((7,), (-1.0,), 0, 0))
-    flight = Flight([GroupInFlight(d, 0, (done,)) for d in (4, 5)], 6)
+    unfinished = UnfinishedGroups([UnfinishedGroup(d, 0, (done,)) for d in (4, 5)], 6)
     engines = Engines(lambda draw, g: 3, 3)
 
-    def choose(group: GroupInFlight) -> Chosen:
+    def choose(group: UnfinishedGroup) -> Chosen:
         return Chosen((), dropped="right") if group.draw == 4 else keep(group)
 
-    found = advance_carry(flight, FlightRules(2, 4, 2, max_dropped=2), 1, 1, 1, engines.sample_round, choose)
+    found = advance_carry(
+        unfinished, UnfinishedRules(2, 4, 2, max_dropped=2), 1, 1, 1, engines.sample_round, choose
+    )
     assert draws(found) == [4, 5, 6] and found.kept == 2 and found.rounds == 1
 
 
@@ -241,7 +248,7 @@ class DeferringEngines:
     rounds: list[tuple[bool, list[int]]] = field(default_factory=list)
     """By round: whether it was a whole one, and its draws."""
 
-    def sample_round(self, groups: list[GroupInFlight], whole: bool) -> list[GroupInFlight]:
+    def sample_round(self, groups: list[UnfinishedGroup], whole: bool) -> list[UnfinishedGroup]:
         assert groups and not any(one.token_ids for group in groups for one in group.samples)
         self.rounds.append((whole, [group.draw for group in groups]))
         engines = Engines(self.length, 10**6 if whole else self.slice_tokens, self.step)
@@ -250,25 +257,27 @@ class DeferringEngines:
 
 def run_deferring(
     engines: DeferringEngines,
-    rules: FlightRules,
+    rules: UnfinishedRules,
     steps: int,
     samples: int = 1,
-    choose: Callable[[GroupInFlight], Chosen] = keep,
-    flight: Flight | None = None,
+    choose: Callable[[UnfinishedGroup], Chosen] = keep,
+    unfinished: UnfinishedGroups | None = None,
     first: int = 0,
-) -> tuple[list[Leaving], Flight]:
-    flight, found = flight or Flight(), []
+) -> tuple[list[Leaving], UnfinishedGroups]:
+    unfinished, found = unfinished or UnfinishedGroups(), []
     for step in range(first, steps):
         engines.step = step
-        found.append(advance_defer(flight, rules, step, steps - step, samples, engines.sample_round, choose))
-    return found, flight
+        found.append(
+            advance_defer(unfinished, rules, step, steps - step, samples, engines.sample_round, choose)
+        )
+    return found, unfinished
 
 
 def test_long_groups_are_sampled_anew_in_a_step_of_their_own() -> None:
     # Every third group is long. Half of them are expected to be short at first: 9 are sampled for the first 2.
     assert with_reserve(2, 0.5) == 9
     engines = DeferringEngines(lambda draw, g: 9 if draw % 3 == 2 else 3, slice_tokens=4)
-    found, flight = run_deferring(engines, FlightRules(2, 10**6, 0), steps=5)
+    found, unfinished = run_deferring(engines, UnfinishedRules(2, 10**6, 0), steps=5)
     assert [draws(one) for one in found] == [[0, 1], [2, 5], [3, 4], [6, 7], [8, 9]]
     assert engines.rounds == [
         (False, [0, 1, 2, 3, 4, 5, 6, 7, 8]),
@@ -277,7 +286,7 @@ def test_long_groups_are_sampled_anew_in_a_step_of_their_own() -> None:
         (False, [6, 7, 9]),
         (True, [8, 9]),
     ]
-    assert flight.groups == [] and flight.next_draw == 10
+    assert unfinished.groups == [] and unfinished.next_draw == 10
     assert [segment.step for one in found for g in one.groups for segment in g.parts[0].segments] == [
         step for step in range(5) for _ in range(2)
     ], "every token is of the step that learns from it"
@@ -285,14 +294,19 @@ def test_long_groups_are_sampled_anew_in_a_step_of_their_own() -> None:
 
 def test_what_is_learned_from_was_short_in_every_short_round_or_is_sampled_whole() -> None:
     """While the weights change, and with them what is long: docs/algorithm.md derives the estimator from this."""
-    rules, flight, steps, seen = FlightRules(4, 10**6, 0), Flight(), 40, {"anew": 0, "surplus": 0}
+    rules, unfinished, steps, seen = (
+        UnfinishedRules(4, 10**6, 0),
+        UnfinishedGroups(),
+        40,
+        {"anew": 0, "surplus": 0},
+    )
     engines = DeferringEngines(
         lambda draw, g: random.Random(f"{draw}/{engines.step // 2}").choice([3, 3, 3, 9]), slice_tokens=4
     )
     was_short: dict[int, list[bool]] = {}
     """By draw: whether it fitted, of all its short rounds."""
 
-    def sample_round(groups: list[GroupInFlight], whole: bool) -> list[GroupInFlight]:
+    def sample_round(groups: list[UnfinishedGroup], whole: bool) -> list[UnfinishedGroup]:
         sampled = engines.sample_round(groups, whole)
         for group in sampled if not whole else []:
             was_short.setdefault(group.draw, []).append(group.is_complete)
@@ -300,7 +314,7 @@ def test_what_is_learned_from_was_short_in_every_short_round_or_is_sampled_whole
 
     for step in range(steps):
         engines.step, before = step, len(engines.rounds)
-        found = advance_defer(flight, rules, step, steps - step, 1, sample_round, keep)
+        found = advance_defer(unfinished, rules, step, steps - step, 1, sample_round, keep)
         sampled = {draw: whole for whole, round_ in engines.rounds[before:] for draw in round_}
         for group in found.groups:
             fitted = was_short.get(group.draw, [])
@@ -313,9 +327,9 @@ def test_what_is_learned_from_was_short_in_every_short_round_or_is_sampled_whole
 
 def test_the_last_steps_sample_what_is_in_flight() -> None:
     engines = DeferringEngines(lambda draw, g: 9 if draw == 0 else 3, slice_tokens=4)
-    found, flight = run_deferring(engines, FlightRules(2, 10**6, 0), steps=2)
+    found, unfinished = run_deferring(engines, UnfinishedRules(2, 10**6, 0), steps=2)
     assert [draws(one) for one in found] == [[1, 2], [0, 3]]
-    assert engines.rounds == [(False, [0, 1, 2, 3]), (True, [0, 3])] and flight.groups == []
+    assert engines.rounds == [(False, [0, 1, 2, 3]), (True, [0, 3])] and unfinished.groups == []
 
 
 @settings(deadline=None, max_examples=150)
@@ -342,18 +356,18 @@ def test_every_deferred_group_leaves_once_and_whole(
     max_dropped: int,
     resumed_at: int,
 ) -> None:
-    rules = FlightRules(per_step, 10**6, 0, max_dropped)
+    rules = UnfinishedRules(per_step, 10**6, 0, max_dropped)
 
     def length(draw: int, g: int) -> int:
         return min(40, 1 + int(random.Random(f"{seed}/{draw}/{g}").expovariate(0.08)))
 
-    def choose(group: GroupInFlight) -> Chosen:
+    def choose(group: UnfinishedGroup) -> Chosen:
         dropped = drop_every and random.Random(f"{seed}/{group.draw}").random() < 1 / drop_every
         return Chosen((), dropped="uniform") if dropped else keep(group)
 
     engines = DeferringEngines(length, slice_tokens)
-    found, flight = run_deferring(engines, rules, steps, samples, choose)
-    left = check_all_left(found, flight, max_dropped if drop_every else 0)
+    found, unfinished = run_deferring(engines, rules, steps, samples, choose)
+    left = check_all_left(found, unfinished, max_dropped if drop_every else 0)
     assert drop_every or left == per_step * steps
     for step, one in enumerate(found):
         assert one.kept == per_step or (drop_every and len(one.groups) == per_step + max_dropped)
@@ -365,12 +379,14 @@ def test_every_deferred_group_leaves_once_and_whole(
                 assert group.deferred or one.rounds or len(sample.completion.token_ids) <= slice_tokens
     # A checkpoint in between changes nothing.
     middle = min(resumed_at, steps)
-    engines, flight, again = DeferringEngines(length, slice_tokens), Flight(), []
+    engines, unfinished, again = DeferringEngines(length, slice_tokens), UnfinishedGroups(), []
     for step in range(steps):
         if step == middle:
-            flight = read_flight(write_flight(flight), samples, 8, lambda token_ids: "")
+            unfinished = read_unfinished(write_unfinished(unfinished), samples, 8, lambda token_ids: "")
         engines.step = step
-        again.append(advance_defer(flight, rules, step, steps - step, samples, engines.sample_round, choose))
+        again.append(
+            advance_defer(unfinished, rules, step, steps - step, samples, engines.sample_round, choose)
+        )
     assert [draws(one) for one in again] == [draws(one) for one in found]
 
 

@@ -141,8 +141,8 @@ def _train(
             found.groups.append(list(record.groups))
             found.metrics.append(record.metrics)
             found.validated.append({} if record.validation is None else record.validation.metrics)
-            flight = getattr(trainer.rollouts, "_flight", None)
-            found.in_flight.append([] if flight is None else [group.draw for group in flight.groups])
+            unfinished = getattr(trainer.rollouts, "_unfinished", None)
+            found.in_flight.append([] if unfinished is None else [group.draw for group in unfinished.groups])
             if more.get("snapshots") and rank == 0:
                 found.left.append(_unfinished_in(trainer.rollouts.files(), prepared))
         trainer.close(7)
@@ -159,11 +159,13 @@ def _copy_of(trainer: Any) -> list[dict[str, torch.Tensor]]:
 
 
 def _unfinished_in(files: dict[str, bytes], prepared: PreparedRun[Any]) -> int:
-    from rlmath.checkpoint.flight import FLIGHT, read_flight
+    from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished
 
     config, shape = prepared.config, prepared.shape
-    flight = read_flight(files[FLIGHT], config.rollout.group_size, shape.vocab_size, lambda tokens: "")
-    return sum(bool(group.parts[g].token_ids) for group in flight.groups for g in group.unfinished)
+    unfinished = read_unfinished(
+        files[UNFINISHED], config.rollout.group_size, shape.vocab_size, lambda tokens: ""
+    )
+    return sum(bool(group.parts[g].token_ids) for group in unfinished.groups for g in group.unfinished)
 
 
 @torch.no_grad()

@@ -150,8 +150,8 @@ def run(folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Map
             found.metrics.append(record.metrics)
             found.validated.append({} if record.validation is None else record.validation.metrics)
             rollouts = trainer.rollouts
-            flight = rollouts._flight.groups if isinstance(rollouts, PartialRollouts) else []
-            found.in_flight.append([group.draw for group in flight])
+            unfinished = rollouts._unfinished.groups if isinstance(rollouts, PartialRollouts) else []
+            found.in_flight.append([group.draw for group in unfinished])
         trainer.close(0)
     return found
 

@@ -23,7 +23,7 @@ from rlmath.planning.checks import (
 )
 from rlmath.planning.memory_fit import GIB
 from rlmath.planning.reward_checks import reward_problems
-from rlmath.rollout.flight_rules import flight_rules
+from rlmath.rollout.unfinished_rules import unfinished_rules
 
 PATHS = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
 
@@ -317,7 +317,7 @@ def test_settings_without_effect_beside_or_without_ranks_of_the_engines_are_told
         "rollout.on_new_weights, rollout.max_concurrent_sequences: no effect with rollout.ranks=0."
     ]
     few = load_config([], [*PATHS, *OWN_RANKS, "rollout.max_groups_in_flight=1", "data.prompts_per_step=4"])
-    assert flight_rules(few).max_groups == 8, "or the run would wait for ever"
+    assert unfinished_rules(few).max_groups == 8, "or the run would wait for ever"
     assert told(*OWN_RANKS, "rollout.slice_tokens=100", "rollout.max_groups_in_flight=300") == [
         'rollout.slice_tokens, rollout.max_groups_in_flight: no effect with rollout.tail="wait".'
     ]

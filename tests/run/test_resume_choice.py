@@ -12,7 +12,7 @@ from types import MappingProxyType
 import pytest
 import torch.distributed as dist
 
-from rlmath.algorithms.partial_rollouts import Flight, GroupInFlight
+from rlmath.algorithms.partial_rollouts import UnfinishedGroup, UnfinishedGroups
 from rlmath.algorithms.types import (
     Completion,
     PartialCompletion,
@@ -22,7 +22,7 @@ from rlmath.algorithms.types import (
     Segment,
 )
 from rlmath.checkpoint.directory import Progress, open_partial, publish, write_progress
-from rlmath.checkpoint.flight import FLIGHT, write_flight
+from rlmath.checkpoint.unfinished_groups import UNFINISHED, write_unfinished
 from rlmath.config.help import setting_values
 from rlmath.config.load import config_as_yaml, load_config
 from rlmath.config.schema import Config, RewardConfig
@@ -438,13 +438,13 @@ def test_a_run_may_get_stages_when_the_first_is_what_it_was(tmp_path: Path) -> N
     ]
 
 
-def with_flight(folder: Path, config: Config, groups: list[GroupInFlight], reward: str) -> None:
+def with_unfinished(folder: Path, config: Config, groups: list[UnfinishedGroup], reward: str) -> None:
     """A checkpoint of step 3 with these groups in flight."""
     partial = open_partial(folder / "checkpoints", 3)
     write_progress(partial, replace(PROGRESS, step=3, reward_fingerprint=reward))
     (partial / "config.yaml").write_text(config_as_yaml(config))
     (partial / "state" / ".metadata").write_text("index")
-    (partial / FLIGHT).write_bytes(write_flight(Flight(groups, next_draw=20)))
+    (partial / UNFINISHED).write_bytes(write_unfinished(UnfinishedGroups(groups, next_draw=20)))
     publish(partial, 3, False, {})
 
 
@@ -463,9 +463,9 @@ def test_a_stage_that_is_too_short_for_the_groups_in_flight_is_refused_before_th
 
     samples = [(open_, open_), (done(True), open_), (open_, open_)]
     samples += [(done(True), done(False)), (done(True), done(True))]
-    groups = [GroupInFlight(draw, 1, both) for draw, both in enumerate(samples)]
-    with_flight(tmp_path / "dynamic", make_config(tmp_path / "dynamic", *dynamic), groups, "code-1")
-    with_flight(tmp_path / "all", make_config(tmp_path / "all", *settings), groups, "code-1")
+    groups = [UnfinishedGroup(draw, 1, both) for draw, both in enumerate(samples)]
+    with_unfinished(tmp_path / "dynamic", make_config(tmp_path / "dynamic", *dynamic), groups, "code-1")
+    with_unfinished(tmp_path / "all", make_config(tmp_path / "all", *settings), groups, "code-1")
 
     def steps(name: str, given: tuple[str, ...], ends: str, reward: str = "code-1") -> list[int]:
         lengths = "[8,16]" if "," in ends else "[8]"

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from rlmath.algorithms.types import Completion, PartialCompletion, Score, ScoredCompletion, Segment
-from rlmath.checkpoint.flight import FLIGHT, read_flight
+from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished
 from rlmath.config.length_curriculum import length_stages
 from rlmath.config.schema import Config, DataConfig, ModelConfig, RolloutConfig, RunConfig, StagesConfig
 from rlmath.data.dataset import load_inputs
@@ -138,10 +138,10 @@ def asynchronous(tmp_path: Path, model: Path, connection: EngineConnection) -> A
 
 def drawn(files: dict[str, bytes]) -> dict[int, list[tuple[int, int]]]:
     """What a checkpoint has: tokens and steps of the last segment of every sample, by draw; steps -1 where none is."""
-    flight = read_flight(files[FLIGHT], GROUP, 101, lambda tokens: "")
+    unfinished = read_unfinished(files[UNFINISHED], GROUP, 101, lambda tokens: "")
     return {
         group.draw: [(len(part.token_ids), *(s.step for s in part.segments[-1:])) for part in group.parts]
-        for group in flight.groups
+        for group in unfinished.groups
     }
 
 

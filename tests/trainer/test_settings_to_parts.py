@@ -19,7 +19,7 @@ from rlmath.algorithms.dynamic_sampling import SelectionRules
 from rlmath.algorithms.early_stop import EarlyStop
 from rlmath.algorithms.importance_sampling import Correction
 from rlmath.algorithms.losses import LossSettings, Normalisation
-from rlmath.algorithms.partial_rollouts import FlightRules
+from rlmath.algorithms.partial_rollouts import UnfinishedRules
 from rlmath.algorithms.prompt_history import CurriculumRules
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 from rlmath.answers.verifier import Rules
@@ -61,8 +61,8 @@ from rlmath.rewards.reward_manager import (
 from rlmath.rewards.schemes import Scheme
 from rlmath.rewards.several_rewards import NamedReward, RewardPools, compared_rewards, named_rewards
 from rlmath.rollout.engine import _device_arguments
-from rlmath.rollout.flight_rules import flight_rules, slice_tokens
 from rlmath.rollout.sampling import SamplingSettings, training_sampling
+from rlmath.rollout.unfinished_rules import slice_tokens, unfinished_rules
 from rlmath.run.recovery.resume import origin_of
 from rlmath.run.recovery.save_schedule import Frequency, kept_frequency, recovery_frequency
 from rlmath.trainer.policy_update import PolicyUpdater
@@ -102,10 +102,10 @@ def test_no_two_settings_of_these_tests_are_alike() -> None:
 
 
 def test_what_is_in_flight() -> None:
-    own_ranks = flight_rules(DISTINCT)
+    own_ranks = unfinished_rules(DISTINCT)
     assert own_ranks.max_groups == 109 * 2704, "what max_staleness allows"
     colocated = replace(DISTINCT, rollout=replace(DISTINCT.rollout, ranks=0))
-    assert flight_rules(colocated) == FlightRules(
+    assert unfinished_rules(colocated) == UnfinishedRules(
         groups_per_step=109,
         max_groups=2702,
         max_staleness=2703,
@@ -113,13 +113,13 @@ def test_what_is_in_flight() -> None:
     )
     assert slice_tokens(DISTINCT.rollout) == 2701
     default = replace(DISTINCT, rollout=RolloutConfig(max_new_tokens=10), selection=SelectionConfig())
-    assert flight_rules(default) == FlightRules(109, 218, 1, 0)
+    assert unfinished_rules(default) == UnfinishedRules(109, 218, 1, 0)
     assert slice_tokens(default.rollout) == 5
     older = replace(default, rollout=replace(default.rollout, max_staleness=3))
-    assert flight_rules(older) == FlightRules(109, 436, 3, 0)
+    assert unfinished_rules(older) == UnfinishedRules(109, 436, 3, 0)
     assert slice_tokens(older.rollout) == 3, "a quarter, rounded up"
     deferring = replace(older, rollout=replace(older.rollout, tail="defer"))
-    assert flight_rules(deferring) == FlightRules(109, sys.maxsize, 0, 0)
+    assert unfinished_rules(deferring) == UnfinishedRules(109, sys.maxsize, 0, 0)
     assert slice_tokens(deferring.rollout) == 5, "half"
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from rlmath.algorithms.types import Prompt
 from rlmath.checkpoint import directory
 from rlmath.checkpoint.directory import Checkpoint, Progress
-from rlmath.checkpoint.flight import FLIGHT
+from rlmath.checkpoint.unfinished_groups import UNFINISHED
 from rlmath.config.help import as_yaml_word, is_among, setting_values
 from rlmath.config.hub import is_same
 from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stages, stage_list_problems
@@ -202,7 +202,7 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
             )
             continue
         problems = list(_other_run(then, config, progress, origin, total_steps))
-        problems = problems or _in_flight_problems(config, total_steps, checkpoint, progress, origin)
+        problems = problems or _unfinished_problems(config, total_steps, checkpoint, progress, origin)
         if problems:
             what = [*(f"  - {problem}" for problem in problems), f"{START_OVER.capitalize()}."]
             raise ValueError("\n".join([f"The run cannot resume from {checkpoint.folder}:", *what]))
@@ -301,11 +301,11 @@ def _other_run(
         )
 
 
-def _in_flight_problems(
+def _unfinished_problems(
     config: Config, total_steps: int, checkpoint: Checkpoint, progress: Progress, origin: Origin
 ) -> list[str]:
     """Groups in flight that the rest of their length stage is too short for."""
-    if not has_length_stages(config) or FLIGHT not in checkpoint.files:
+    if not has_length_stages(config) or UNFINISHED not in checkpoint.files:
         return []
     from rlmath.trainer.rollouts.synchronous import resume_problem  # it imports transformers
 

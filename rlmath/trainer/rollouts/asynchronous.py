@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 
 from rlmath.algorithms.dynamic_sampling import Selection
 from rlmath.algorithms.partial_rollouts import (
-    Flight,
     Leaving,
+    UnfinishedGroups,
     draw,
     is_enough,
     leaving,
@@ -31,7 +31,7 @@ from rlmath.algorithms.partial_rollouts import (
     too_old,
 )
 from rlmath.algorithms.types import PartialCompletion, Prompt, ScoredCompletion
-from rlmath.checkpoint.flight import FLIGHT, write_flight
+from rlmath.checkpoint.unfinished_groups import UNFINISHED, write_unfinished
 from rlmath.config.length_curriculum import LengthStage
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs
@@ -54,8 +54,8 @@ from rlmath.rollout.generation import (
 )
 from rlmath.rollout.sampling import RolloutSeed, SamplingSettings
 from rlmath.trainer.rollouts.synchronous import (
-    FlightRollouts,
     Keep,
+    PartialRollouts,
     StepRollout,
     staleness_metrics,
     tokens_of,
@@ -182,7 +182,7 @@ class EngineConnection:
         return wanted
 
 
-class AsynchronousRollouts(FlightRollouts):
+class AsynchronousRollouts(PartialRollouts):
     """Takes what the engines have sampled."""
 
     def __init__(
@@ -202,25 +202,25 @@ class AsynchronousRollouts(FlightRollouts):
     def step(self, number: int, stage: LengthStage) -> StepRollout:
         """Admit draws, and wait until enough groups are complete and none would be too old."""
         self.curriculum.begin(number)
-        before = self._flight
-        flight = self._after = replace(before, groups=list(before.groups))
+        before = self._unfinished
+        unfinished = self._after = replace(before, groups=list(before.groups))
         if not self._begun:
-            self._begin(flight, stage)
-        first = flight.next_draw
+            self._begin(unfinished, stage)
+        first = unfinished.next_draw
         started = time.perf_counter()
-        found = self._wait(flight, number, stage)
+        found = self._wait(unfinished, number, stage)
         waited = time.perf_counter() - started
         if number + 1 == self._total_steps:
-            self._warn_of_groups_left(flight)
+            self._warn_of_groups_left(unfinished)
         sampled = [self._scored(group) for group in found.groups]
         self._sampled = sampled
         selection = Selection(sampled, found.chosen, self._limits.groups_per_step)
         reports, seconds = self._connection.reports(), time.perf_counter() - self._since
         self._since = time.perf_counter()
         metrics = {
-            "rollout/groups_in_flight": float(len(flight.groups)),
-            "rollout/groups_complete": float(sum(group.is_complete for group in flight.groups)),
-            "rollout/groups_admitted": float(flight.next_draw - first),
+            "rollout/groups_in_flight": float(len(unfinished.groups)),
+            "rollout/groups_complete": float(sum(group.is_complete for group in unfinished.groups)),
+            "rollout/groups_admitted": float(unfinished.next_draw - first),
             "rollout/staleness_waits": float(found.waits),
             "rollout/trainer_busy_share": 1.0 - min(1.0, waited / seconds) if seconds else 1.0,
         }
@@ -239,53 +239,60 @@ class AsynchronousRollouts(FlightRollouts):
 
     def files(self) -> dict[str, bytes]:
         """With what the engines are sampling. On rank 0 only."""
-        flight = self._flight
+        unfinished = self._unfinished
         if self._begun:
             at = self._connection.snapshot()
-            groups = [replace(one, samples=at.get(one.draw, one.samples)) for one in flight.groups]
-            flight = replace(flight, groups=groups)
-        return {FLIGHT: write_flight(flight), HISTORY: self.curriculum.file()}
+            groups = [replace(one, samples=at.get(one.draw, one.samples)) for one in unfinished.groups]
+            unfinished = replace(unfinished, groups=groups)
+        return {UNFINISHED: write_unfinished(unfinished), HISTORY: self.curriculum.file()}
 
     # ------------------------------------------------------------ parts of a step
 
-    def _begin(self, flight: Flight, stage: LengthStage) -> None:
+    def _begin(self, unfinished: UnfinishedGroups, stage: LengthStage) -> None:
         """Let the engines go on with what an earlier start left unfinished, each with its share."""
-        unfinished = [group for group in flight.groups if not group.is_complete]
+        to_sample = [group for group in unfinished.groups if not group.is_complete]
         leaders = self._connection.leaders
         for place, leader in enumerate(leaders):
-            self._connection.send_to(leader, Continue(unfinished[place :: len(leaders)], stage.number))
-        self._first, self._begun = flight.next_draw, True
+            self._connection.send_to(leader, Continue(to_sample[place :: len(leaders)], stage.number))
+        self._first, self._begun = unfinished.next_draw, True
 
-    def _wait(self, flight: Flight, number: int, stage: LengthStage) -> Leaving:
-        """What step `number` takes out of flight."""
+    def _wait(self, unfinished: UnfinishedGroups, number: int, stage: LengthStage) -> Leaving:
+        """What step `number` takes out of the unfinished groups."""
         rules, steps_left = self._limits, stage.end - number
-        found, waits = leaving(flight, rules, self._choose), 0
+        found, waits = leaving(unfinished, rules, self._choose), 0
         admitted = -1
         while True:
-            draw(flight, room(flight, found, rules, steps_left), number, stage.config.rollout.group_size)
-            if flight.next_draw != admitted:
-                admitted = flight.next_draw
+            draw(
+                unfinished,
+                room(unfinished, found, rules, steps_left),
+                number,
+                stage.config.rollout.group_size,
+            )
+            if unfinished.next_draw != admitted:
+                admitted = unfinished.next_draw
                 self._connection.send(Admit(self._first, admitted, stage.number))
             enough = is_enough(found, rules)
-            if enough and not too_old(left_behind(flight, found), rules, number, self._choose):
+            if enough and not too_old(left_behind(unfinished, found), rules, number, self._choose):
                 break
-            if not any(group.unfinished for group in flight.groups):
+            if not any(group.unfinished for group in unfinished.groups):
                 break
-            self._keep(flight, self._connection.groups())
+            self._keep(unfinished, self._connection.groups())
             waits += enough
-            found = leaving(flight, rules, self._choose)
-        flight.groups = left_behind(flight, found)
+            found = leaving(unfinished, rules, self._choose)
+        unfinished.groups = left_behind(unfinished, found)
         return replace(found, waits=waits)
 
-    def _keep(self, flight: Flight, arrived: Sequence[GroupDone]) -> None:
+    def _keep(self, unfinished: UnfinishedGroups, arrived: Sequence[GroupDone]) -> None:
         """Groups that engines have done. RuntimeError for one that none of them should have sampled."""
         done = {one.draw: one.samples for one in arrived}
-        expected = {group.draw for group in flight.groups if not group.is_complete}
+        expected = {group.draw for group in unfinished.groups if not group.is_complete}
         if len(done) < len(arrived) or not done.keys() <= expected:
             raise RuntimeError(
                 f"engines sampled draws {sorted(done.keys() - expected) or sorted(done)} twice"
             )
-        flight.groups = [replace(one, samples=done.get(one.draw, one.samples)) for one in flight.groups]
+        unfinished.groups = [
+            replace(one, samples=done.get(one.draw, one.samples)) for one in unfinished.groups
+        ]
 
 
 def engine_report_metrics(reports: Sequence[EngineReport], engines: int) -> dict[str, float]:

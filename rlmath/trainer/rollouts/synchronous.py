@@ -21,27 +21,31 @@ from typing import Protocol
 
 from rlmath.algorithms.dynamic_sampling import Chosen, Selection, SelectionRules, choose, choose_all, select
 from rlmath.algorithms.partial_rollouts import (
-    Flight,
-    GroupInFlight,
     Leaving,
+    UnfinishedGroup,
+    UnfinishedGroups,
     advance_carry,
     advance_defer,
     too_old,
 )
 from rlmath.algorithms.types import PartialCompletion, Prompt, Score, ScoredGroup
-from rlmath.checkpoint.flight import FLIGHT, read_flight, read_flight_lengths, write_flight
+from rlmath.checkpoint.unfinished_groups import (
+    UNFINISHED,
+    read_unfinished,
+    read_unfinished_lengths,
+    write_unfinished,
+)
 from rlmath.config.length_curriculum import (
     LengthStage,
-    in_flight_problem,
     length_stage_at,
     length_stages,
+    unfinished_problem,
 )
 from rlmath.config.schema import Config, RewardConfig, RolloutConfig, SelectionConfig
 from rlmath.data.dataset import Inputs
 from rlmath.data.prompt_curriculum import HISTORY, PromptCurriculum, rules_of
 from rlmath.rewards.several_rewards import compared_rewards
 from rlmath.rollout.collector import Collector, Work, completion_text
-from rlmath.rollout.flight_rules import flight_rules, slice_tokens
 from rlmath.rollout.sampling import (
     Key,
     RolloutSeed,
@@ -50,6 +54,7 @@ from rlmath.rollout.sampling import (
     requests_of,
     training_sampling,
 )
+from rlmath.rollout.unfinished_rules import slice_tokens, unfinished_rules
 from rlmath.rollout.work_queue import EngineUsage
 
 logger = logging.getLogger(__name__)
@@ -223,7 +228,7 @@ class Rounds:
     """Sampled tokens that were prefilled again."""
 
 
-class FlightRollouts:
+class PartialRollouts:
     """The state of ways to sample that leave groups in flight between steps."""
 
     def __init__(
@@ -237,27 +242,27 @@ class FlightRollouts:
         self._config, self._inputs = config, inputs
         self._vocab_size, self._total_steps = vocab_size, total_steps
         self._rules = selection_rules(config.selection, config.reward, keep)
-        self._limits = flight_rules(config)
-        self._flight = self._after = Flight()
+        self._limits = unfinished_rules(config)
+        self._unfinished = self._after = UnfinishedGroups()
         """The state, and what the last step left."""
         self._choices: dict[int, Chosen] = {}
         """By draw: what is learned from of complete groups in flight."""
         self.curriculum = open_curriculum(config, inputs)
         self._sampled: list[ScoredGroup] = []
-        """What left the flight in the last step."""
+        """What left the unfinished groups in the last step."""
 
     @property
     def next_draw(self) -> int:
-        return self._flight.next_draw
+        return self._unfinished.next_draw
 
     def commit(self) -> dict[str, float]:
-        self._flight = self._after
-        complete = {group.draw for group in self._flight.groups if group.is_complete}
+        self._unfinished = self._after
+        complete = {group.draw for group in self._unfinished.groups if group.is_complete}
         self._choices = {draw: one for draw, one in self._choices.items() if draw in complete}
-        return self.curriculum.commit(self._sampled, {group.draw for group in self._flight.groups})
+        return self.curriculum.commit(self._sampled, {group.draw for group in self._unfinished.groups})
 
     def files(self) -> dict[str, bytes]:
-        return {FLIGHT: write_flight(self._flight), HISTORY: self.curriculum.file()}
+        return {UNFINISHED: write_unfinished(self._unfinished), HISTORY: self.curriculum.file()}
 
     def resume(self, folder: Path, steps_done: int, reward_changed: bool) -> None:
         resume_curriculum(self.curriculum, folder)
@@ -265,29 +270,31 @@ class FlightRollouts:
         stages = length_stages(self._config, self._total_steps)
         stage = length_stage_at(stages, steps_done - 1)
         try:
-            flight = self._read(folder, steps_done, stage.config.rollout)
+            unfinished = self._read(folder, steps_done, stage.config.rollout)
         except (OSError, ValueError) as error:
             raise ValueError(f"{folder}: the groups in flight cannot be read: {error}") from error
         if reward_changed:
-            flight.groups = [unscored(group, steps_done) for group in flight.groups]
-        wanted = sum(not group.is_complete or self._choose(group).dropped is None for group in flight.groups)
-        if problem := in_flight_problem(self._config, self._total_steps, steps_done, wanted):
+            unfinished.groups = [unscored(group, steps_done) for group in unfinished.groups]
+        wanted = sum(
+            not group.is_complete or self._choose(group).dropped is None for group in unfinished.groups
+        )
+        if problem := unfinished_problem(self._config, self._total_steps, steps_done, wanted):
             raise ValueError(problem)
-        self._flight = self._after = flight
+        self._unfinished = self._after = unfinished
 
-    def _read(self, folder: Path, steps_done: int, rollout: RolloutConfig) -> Flight:
+    def _read(self, folder: Path, steps_done: int, rollout: RolloutConfig) -> UnfinishedGroups:
         """The groups in flight of a checkpoint that this run can continue."""
         tokenizer = self._inputs.tokenizer
-        flight = read_flight(
-            (folder / FLIGHT).read_bytes(),
+        unfinished = read_unfinished(
+            (folder / UNFINISHED).read_bytes(),
             rollout.group_size,
             self._vocab_size,
             lambda token_ids: completion_text(tokenizer, token_ids),
         )
-        self.curriculum.require_draws(flight.next_draw, [group.draw for group in flight.groups])
+        self.curriculum.require_draws(unfinished.next_draw, [group.draw for group in unfinished.groups])
         # Engines on ranks of their own may have begun to sample with the weights of the checkpoint already.
         latest = steps_done if rollout.ranks > 0 else steps_done - 1
-        for group in flight.groups:
+        for group in unfinished.groups:
             steps = [group.first_step, *(segment.step for part in group.parts for segment in part.segments)]
             if min(steps) < group.first_step or max(steps) > latest:
                 raise ValueError(
@@ -295,30 +302,30 @@ class FlightRollouts:
                 )
             if any(len(group.parts[g].token_ids) >= rollout.max_new_tokens for g in group.unfinished):
                 raise ValueError(f"draw {group.draw} has an unfinished completion of the greatest length")
-        if rollout.tail != "defer" and too_old(flight.groups, self._limits, steps_done - 1, self._choose):
+        if rollout.tail != "defer" and too_old(unfinished.groups, self._limits, steps_done - 1, self._choose):
             raise ValueError(
                 f"groups are older than rollout.max_staleness, {rollout.max_staleness} steps, allows"
             )
-        return flight
+        return unfinished
 
-    def _scored(self, group: GroupInFlight) -> ScoredGroup:
+    def _scored(self, group: UnfinishedGroup) -> ScoredGroup:
         return group.scored(self._prompt(group))
 
-    def _prompt(self, group: GroupInFlight) -> Prompt:
+    def _prompt(self, group: UnfinishedGroup) -> Prompt:
         return self._inputs.prompts[self.curriculum.drawn(group.draw)[1]]
 
-    def _choose(self, group: GroupInFlight) -> Chosen:
+    def _choose(self, group: UnfinishedGroup) -> Chosen:
         if group.draw not in self._choices:
             self._choices[group.draw] = choose(self._scored(group), self._rules)
         return self._choices[group.draw]
 
-    def _warn_of_groups_left(self, flight: Flight) -> None:
-        if flight.groups:
+    def _warn_of_groups_left(self, unfinished: UnfinishedGroups) -> None:
+        if unfinished.groups:
             text = "%d groups that were drawn are not learned from: the run has fewer steps than when it drew them"
-            logger.warning(text, len(flight.groups))
+            logger.warning(text, len(unfinished.groups))
 
 
-class PartialRollouts(FlightRollouts):
+class PartialRollouts(PartialRollouts):
     """Groups that a step does not complete stay in flight: "carry" continues their completions in the next step, with
     the weights of that step; "defer" samples them anew, together with others like them."""
 
@@ -337,25 +344,25 @@ class PartialRollouts(FlightRollouts):
     def step(self, number: int, stage: LengthStage) -> StepRollout:
         """Rounds of a slice, until enough groups are complete and none must wait any longer."""
         self.curriculum.begin(number)
-        before, rounds = self._flight, Rounds()
-        flight = self._after = replace(before, groups=list(before.groups))
-        found = self._advance(flight, number, stage, rounds)
+        before, rounds = self._unfinished, Rounds()
+        unfinished = self._after = replace(before, groups=list(before.groups))
+        found = self._advance(unfinished, number, stage, rounds)
         sampled = [self._scored(group) for group in found.groups]
         self._sampled = sampled
         selection = Selection(sampled, found.chosen, self._limits.groups_per_step)
         metrics = {
-            "rollout/groups_in_flight": float(len(flight.groups)),
+            "rollout/groups_in_flight": float(len(unfinished.groups)),
             "rollout/rounds": float(found.rounds),
         }
         if self._config.rollout.tail == "carry":
-            metrics |= carry_metrics(flight, selection.learned, number, self._limits.max_staleness)
+            metrics |= carry_metrics(unfinished, selection.learned, number, self._limits.max_staleness)
             metrics["rollout/staleness_waits"] = float(found.waits)
             metrics["rollout/prefilled_again_tokens"] = float(rounds.prefilled_again)
         else:
             longest = slice_tokens(stage.config.rollout)
-            metrics |= defer_metrics(flight, found.groups, rounds.new_tokens, longest)
+            metrics |= defer_metrics(unfinished, found.groups, rounds.new_tokens, longest)
         if number + 1 == self._total_steps:
-            self._warn_of_groups_left(flight)
+            self._warn_of_groups_left(unfinished)
         epoch = number // self._inputs.order.steps_per_epoch
         scores = [score for group in sampled for score in group.scores]
         return StepRollout(
@@ -367,30 +374,32 @@ class PartialRollouts(FlightRollouts):
             metrics=metrics,
         )
 
-    def _advance(self, flight: Flight, number: int, stage: LengthStage, rounds: Rounds) -> Leaving:
-        """Make the rounds of step `number`; what it learns from leaves `flight`."""
+    def _advance(
+        self, unfinished: UnfinishedGroups, number: int, stage: LengthStage, rounds: Rounds
+    ) -> Leaving:
+        """Make the rounds of step `number`; what it learns from leaves `unfinished`."""
         rollout, steps_left = stage.config.rollout, stage.end - number
         length = slice_tokens(rollout)
         step = number, steps_left, rollout.group_size
         if rollout.tail == "carry":
             return advance_carry(
-                flight,
+                unfinished,
                 self._limits,
                 *step,
                 lambda groups: self._round(groups, length, number, stage, rounds),
                 self._choose,
             )
 
-        def sample_round(groups: list[GroupInFlight], whole: bool) -> list[GroupInFlight]:
+        def sample_round(groups: list[UnfinishedGroup], whole: bool) -> list[UnfinishedGroup]:
             return self._round(groups, rollout.max_new_tokens if whole else length, number, stage, rounds)
 
-        return advance_defer(flight, self._limits, *step, sample_round, self._choose)
+        return advance_defer(unfinished, self._limits, *step, sample_round, self._choose)
 
     # ------------------------------------------------------------ parts of a step
 
     def _round(
-        self, groups: list[GroupInFlight], length: int, number: int, stage: LengthStage, rounds: Rounds
-    ) -> list[GroupInFlight]:
+        self, groups: list[UnfinishedGroup], length: int, number: int, stage: LengthStage, rounds: Rounds
+    ) -> list[UnfinishedGroup]:
         """The groups after at most `length` new tokens of every completion that is not finished, those begun earlier
         first."""
         sampling = training_sampling(stage.config.rollout)
@@ -419,7 +428,7 @@ class PartialRollouts(FlightRollouts):
         return after
 
     def _rows(
-        self, group: GroupInFlight, sampling: SamplingSettings, length: int, first: int
+        self, group: UnfinishedGroup, sampling: SamplingSettings, length: int, first: int
     ) -> list[list[Work]]:
         """A group's requests of a round, the first row's number being `first`: one row where nothing is sampled yet,
         as the completions share their prompt, else a row for each completion."""
@@ -441,10 +450,10 @@ class PartialRollouts(FlightRollouts):
 def resume_problem(
     config: Config, total_steps: int, folder: Path, steps_done: int, reward_changed: bool
 ) -> str | None:
-    """What `FlightRollouts.resume` will refuse of a checkpoint's groups in flight, as far as lengths and scores show,
+    """What `PartialRollouts.resume` will refuse of a checkpoint's groups in flight, as far as lengths and scores show,
     before anything is started. A file that is damaged is no problem here, as its checkpoint is skipped."""
     try:
-        groups = read_flight_lengths(folder / FLIGHT)
+        groups = read_unfinished_lengths(folder / UNFINISHED)
     except (OSError, ValueError):
         return None
     if reward_changed:
@@ -454,28 +463,28 @@ def resume_problem(
     wanted = len(groups) - len(complete)
     if rules.dynamic != "function":  # which of them it keeps is known when its worker is there
         wanted += sum(one.dropped is None for one in choose_all(complete, rules))
-    return in_flight_problem(config, total_steps, steps_done, wanted)
+    return unfinished_problem(config, total_steps, steps_done, wanted)
 
 
-def unscored(group: GroupInFlight, steps_done: int) -> GroupInFlight:
+def unscored(group: UnfinishedGroup, steps_done: int) -> UnfinishedGroup:
     """The group, of which nothing is sampled where another reward function has scored a part of it."""
     if len(group.unfinished) == len(group.samples):
         return group
     return replace(group.nothing_sampled(group.deferred), first_step=steps_done)
 
 
-def tokens_of(group: GroupInFlight) -> int:
+def tokens_of(group: UnfinishedGroup) -> int:
     """Tokens that are sampled of it."""
     return sum(len(part.token_ids) for part in group.parts)
 
 
 def carry_metrics(
-    flight: Flight, learned: Sequence[ScoredGroup], number: int, max_staleness: int
+    unfinished: UnfinishedGroups, learned: Sequence[ScoredGroup], number: int, max_staleness: int
 ) -> dict[str, float]:
     """`staleness_metrics`, and tokens and unfinished sequences in flight behind the step."""
     metrics = {
-        "rollout/carried_tokens": float(sum(map(tokens_of, flight.groups))),
-        "rollout/sequences_in_flight": float(sum(len(group.unfinished) for group in flight.groups)),
+        "rollout/carried_tokens": float(sum(map(tokens_of, unfinished.groups))),
+        "rollout/sequences_in_flight": float(sum(len(group.unfinished) for group in unfinished.groups)),
     }
     return metrics | staleness_metrics(learned, number, max_staleness)
 
@@ -497,15 +506,15 @@ def staleness_metrics(learned: Sequence[ScoredGroup], number: int, max_staleness
 
 
 def defer_metrics(
-    flight: Flight, found: Sequence[GroupInFlight], new_tokens: int, slice_length: int
+    unfinished: UnfinishedGroups, found: Sequence[UnfinishedGroup], new_tokens: int, slice_length: int
 ) -> dict[str, float]:
     """Groups that wait for a whole round, what was sampled in vain, and, of the deferred groups that a step has sampled
     whole, the share that would have fitted a short round after all: by the change of the weights, since the noise is
     the same."""
     metrics = {
-        "rollout/deferred_groups": float(sum(group.deferred for group in flight.groups)),
+        "rollout/deferred_groups": float(sum(group.deferred for group in unfinished.groups)),
         "rollout/discarded_tokens": float(new_tokens - sum(map(tokens_of, found))),
-        "rollout/short_share": flight.short_share,
+        "rollout/short_share": unfinished.short_share,
     }
     whole = [group for group in found if group.deferred]
     if whole:

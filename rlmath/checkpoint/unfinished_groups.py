@@ -1,4 +1,4 @@
-"""The groups in flight of partial rollouts, as a file of a checkpoint: safetensors, with the rest as JSON beside.
+"""The unfinished groups of partial rollouts, as a file of a checkpoint: safetensors, with the rest as JSON beside.
 
     tokens, logprobs   of all completions, one behind the other, in the order of groups and samples
     header             {"version", "next_draw", "short_share", "groups": [...]}, of every group {"draw", "first_step",
@@ -23,7 +23,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 
-from rlmath.algorithms.partial_rollouts import Flight, GroupInFlight
+from rlmath.algorithms.partial_rollouts import UnfinishedGroup, UnfinishedGroups
 from rlmath.algorithms.types import (
     NOTHING_SAMPLED,
     Completion,
@@ -34,18 +34,19 @@ from rlmath.algorithms.types import (
     Segment,
 )
 
-FLIGHT = "flight.safetensors"
+UNFINISHED = "flight.safetensors"
+"""Checkpoints keep the name that earlier versions gave the file."""
 VERSION = 1
 """Of the form of the file."""
 TOKEN_BYTES = 8
 """Of a sampled token, in the file and in memory: its number (int32) and its log-prob (float32)."""
 
 
-def write_flight(flight: Flight) -> bytes:
+def write_unfinished(unfinished: UnfinishedGroups) -> bytes:
     """The file's contents."""
     token_ids, logprobs = array("i"), array("f")
     groups = []
-    for group in flight.groups:
+    for group in unfinished.groups:
         samples: list[dict[str, Any]] = []
         for sample, part in zip(group.samples, group.parts, strict=True):
             token_ids.extend(part.token_ids)
@@ -56,7 +57,7 @@ def write_flight(flight: Flight) -> bytes:
             samples.append(row)
         row = {"draw": group.draw, "first_step": group.first_step, "deferred": group.deferred}
         groups.append(row | {"samples": samples})
-    numbers = {"version": VERSION, "next_draw": flight.next_draw, "short_share": flight.short_share}
+    numbers = {"version": VERSION, "next_draw": unfinished.next_draw, "short_share": unfinished.short_share}
     header = json.dumps(numbers | {"groups": groups}).encode()
     return save(
         {
@@ -67,9 +68,9 @@ def write_flight(flight: Flight) -> bytes:
     )
 
 
-def read_flight(
+def read_unfinished(
     content: bytes, group_size: int, vocab_size: int, text_of: Callable[[Sequence[int]], str]
-) -> Flight:
+) -> UnfinishedGroups:
     """The groups in flight, of `group_size` completions of tokens below `vocab_size`; `text_of` decodes those of a
     completion. ValueError where the file is none of ours."""
     try:
@@ -86,12 +87,12 @@ def read_flight(
         if wrong:
             raise ValueError(f"a group has {wrong[0]} completions, and not {group_size}")
         reader.check_end()
-        return Flight(groups, read_count(header["next_draw"]), float(header["short_share"]))
+        return UnfinishedGroups(groups, read_count(header["next_draw"]), float(header["short_share"]))
     except (SafetensorError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{FLIGHT} is damaged ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{UNFINISHED} is damaged ({type(error).__name__}: {error})") from error
 
 
-def read_flight_lengths(file: Path) -> list[GroupInFlight]:
+def read_unfinished_lengths(file: Path) -> list[UnfinishedGroup]:
     """The groups of such a file by its header alone: completions are as long as they are and have their scores, but
     their tokens are 0, 1, 2, ..., without log-probs and text. ValueError where the header is none of ours, OSError
     where the file cannot be read. Nothing else of the file is read or checked."""
@@ -102,7 +103,7 @@ def read_flight_lengths(file: Path) -> list[GroupInFlight]:
             _read_group(row, lambda count: (range(count), ()), lambda ids: "") for row in header["groups"]
         ]
     except (SafetensorError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{FLIGHT} is damaged ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{UNFINISHED} is damaged ({type(error).__name__}: {error})") from error
 
 
 TokensAndLogprobs = tuple[Sequence[int], Sequence[float]]
@@ -112,7 +113,7 @@ def _read_group(
     row: dict[str, Any],
     read: Callable[[int], TokensAndLogprobs],
     text_of: Callable[[Sequence[int]], str],
-) -> GroupInFlight:
+) -> UnfinishedGroup:
     """A group of the header; `read` gives the next so many tokens and log-probs."""
     samples = []
     for index, one in enumerate(row["samples"]):
@@ -132,7 +133,7 @@ def _read_group(
             segments=segments,
         )
         samples.append(ScoredCompletion(completion, read_score(one["score"])))
-    return GroupInFlight(
+    return UnfinishedGroup(
         read_count(row["draw"]), read_count(row["first_step"]), tuple(samples), bool(row["deferred"])
     )
 

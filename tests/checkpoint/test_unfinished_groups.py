@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
-from rlmath.algorithms.partial_rollouts import Flight, GroupInFlight
+from rlmath.algorithms.partial_rollouts import UnfinishedGroup, UnfinishedGroups
 from rlmath.algorithms.types import (
     NOTHING_SAMPLED,
     Completion,
@@ -21,7 +21,12 @@ from rlmath.algorithms.types import (
     ScoredCompletion,
     Segment,
 )
-from rlmath.checkpoint.flight import TOKEN_BYTES, read_flight, read_flight_lengths, write_flight
+from rlmath.checkpoint.unfinished_groups import (
+    TOKEN_BYTES,
+    read_unfinished,
+    read_unfinished_lengths,
+    write_unfinished,
+)
 
 SEGMENTS = (Segment(2, 4, 1), Segment(1, 5, 2))
 
@@ -41,9 +46,9 @@ def finished(*token_ids: int, score: Score) -> ScoredCompletion:
     )
 
 
-FLIGHT = Flight(
+UNFINISHED = UnfinishedGroups(
     [
-        GroupInFlight(
+        UnfinishedGroup(
             7,
             1,
             (
@@ -51,7 +56,7 @@ FLIGHT = Flight(
                 finished(6, 7, 99, score=Score(-0.5, False, "\ud800x", "error", True, (("n", 2.5),), 0.25)),
             ),
         ),
-        GroupInFlight(9, 2, (NOTHING_SAMPLED, NOTHING_SAMPLED), deferred=True),
+        UnfinishedGroup(9, 2, (NOTHING_SAMPLED, NOTHING_SAMPLED), deferred=True),
     ],
     next_draw=12,
     short_share=1 / 3,
@@ -60,37 +65,37 @@ FLIGHT = Flight(
 
 def test_lengths_and_scores_are_read_from_the_header_alone(tmp_path: Path) -> None:
     file = tmp_path / "flight.safetensors"
-    file.write_bytes(write_flight(FLIGHT))
-    found, wanted = read_flight_lengths(file), FLIGHT.groups
+    file.write_bytes(write_unfinished(UNFINISHED))
+    found, wanted = read_unfinished_lengths(file), UNFINISHED.groups
     assert [(one.draw, one.first_step, one.deferred) for one in found] == [(7, 1, False), (9, 2, True)]
     assert [len(part.token_ids) for one in found for part in one.parts] == [3, 3, 0, 0]
     assert [one.unfinished for one in found] == [one.unfinished for one in wanted] == [[0], [0, 1]]
     ours, theirs = found[0].samples[1], wanted[0].samples[1]
     assert isinstance(ours, ScoredCompletion) and isinstance(theirs, ScoredCompletion)
     assert ours.score == theirs.score and ours.completion.finish_reason == "length"
-    whole, segments = write_flight(FLIGHT), b"[[2, 4, 1], [1, 5, 2]]"
+    whole, segments = write_unfinished(UNFINISHED), b"[[2, 4, 1], [1, 5, 2]]"
     nothing = whole.replace(segments, b"[]".ljust(len(segments)))
     for content in (b"", b"nothing", whole.replace(b'"draw"', b'"drow"'), nothing):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=r"flight\.safetensors is damaged"):
-            read_flight_lengths(file)
+            read_unfinished_lengths(file)
 
 
 def test_a_token_in_flight_takes_eight_bytes() -> None:
     more = [
-        GroupInFlight(d, 0, (PartialCompletion([5] * 1000, [-1.0] * 1000, (Segment(1000, 0, 0),)),) * 2)
+        UnfinishedGroup(d, 0, (PartialCompletion([5] * 1000, [-1.0] * 1000, (Segment(1000, 0, 0),)),) * 2)
         for d in (0, 1)
     ]
-    one, two = (len(write_flight(Flight(more[:count], 2))) for count in (1, 2))
+    one, two = (len(write_unfinished(UnfinishedGroups(more[:count], 2))) for count in (1, 2))
     assert 0 < two - one - 2 * 1000 * TOKEN_BYTES < 2 * 200, "beside the header's 200 bytes a completion"
 
 
 def test_what_is_read_is_what_was_written() -> None:
-    found = read_flight(write_flight(FLIGHT), 2, 100, text_of)
+    found = read_unfinished(write_unfinished(UNFINISHED), 2, 100, text_of)
     assert (found.next_draw, found.short_share) == (12, 1 / 3)
     assert [(g.draw, g.first_step, g.deferred) for g in found.groups] == [(7, 1, False), (9, 2, True)]
     first, second = found.groups
-    assert first.samples == FLIGHT.groups[0].samples
+    assert first.samples == UNFINISHED.groups[0].samples
     assert second.samples == (NOTHING_SAMPLED, NOTHING_SAMPLED) and second.unfinished == [0, 1]
     assert isinstance(first.samples[1], ScoredCompletion)
     assert first.samples[1].score.queue_seconds == 0.25
@@ -99,17 +104,19 @@ def test_what_is_read_is_what_was_written() -> None:
 def test_log_probs_that_are_not_finite_come_back() -> None:
     """A run discards the minibatch that they are in; its checkpoint stays loadable."""
     odd = PartialCompletion(array("i", [1]), array("f", [float("-inf")]), (Segment(1, 0, 0),))
-    flight = Flight([GroupInFlight(0, 0, (odd, NOTHING_SAMPLED))], 1)
-    assert read_flight(write_flight(flight), 2, 100, text_of) == flight
+    unfinished = UnfinishedGroups([UnfinishedGroup(0, 0, (odd, NOTHING_SAMPLED))], 1)
+    assert read_unfinished(write_unfinished(unfinished), 2, 100, text_of) == unfinished
 
 
 def test_an_empty_flight_keeps_its_place() -> None:
-    assert read_flight(write_flight(Flight([], 5)), 2, 100, text_of) == Flight([], 5)
+    assert read_unfinished(write_unfinished(UnfinishedGroups([], 5)), 2, 100, text_of) == UnfinishedGroups(
+        [], 5
+    )
 
 
 def damaged(**changes: object) -> bytes:
     """The file with other entries in its header."""
-    tensors = dict(load(write_flight(FLIGHT)))
+    tensors = dict(load(write_unfinished(UNFINISHED)))
     header = json.loads(tensors["header"].tobytes())
     header |= {name: value for name, value in changes.items() if name not in tensors}
     tensors["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
@@ -144,16 +151,16 @@ LOGPROBS = np.full(6, -1.0, np.float32)
 
 
 def test_the_file_of_these_tests_is_a_good_one() -> None:
-    found = read_flight(one(finish_reason="stop", score=SCORE), 2, 100, text_of)
+    found = read_unfinished(one(finish_reason="stop", score=SCORE), 2, 100, text_of)
     assert found.groups[0].unfinished == [0]
-    assert len(read_flight(damaged(tokens=TOKENS, logprobs=LOGPROBS), 2, 100, text_of).groups) == 2
+    assert len(read_unfinished(damaged(tokens=TOKENS, logprobs=LOGPROBS), 2, 100, text_of).groups) == 2
 
 
 @pytest.mark.parametrize(
     "content",
     [
         b"",
-        write_flight(FLIGHT)[:-20],
+        write_unfinished(UNFINISHED)[:-20],
         damaged(groups=5),
         damaged(next_draw="12"),
         damaged(version=2),
@@ -170,7 +177,7 @@ def test_the_file_of_these_tests_is_a_good_one() -> None:
 )
 def test_any_other_file_is_refused(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"flight.safetensors is damaged \("):
-        read_flight(content, 2, 100, text_of)
+        read_unfinished(content, 2, 100, text_of)
 
 
 SEVERAL = Score(
@@ -187,16 +194,18 @@ SEVERAL = Score(
 
 
 def test_several_rewards_are_kept_with_those_that_failed() -> None:
-    flight = Flight([GroupInFlight(7, 1, (partial(3, 4, 5), finished(6, 7, 99, score=SEVERAL)))], next_draw=8)
-    found = read_flight(write_flight(flight), 2, 100, text_of)
-    assert found == flight
+    unfinished = UnfinishedGroups(
+        [UnfinishedGroup(7, 1, (partial(3, 4, 5), finished(6, 7, 99, score=SEVERAL)))], next_draw=8
+    )
+    found = read_unfinished(write_unfinished(unfinished), 2, 100, text_of)
+    assert found == unfinished
     (sample,) = [one for one in found.groups[0].samples if isinstance(one, ScoredCompletion)]
     assert sample.score == SEVERAL
 
 
 def _edited(change: Callable[[dict], None]) -> bytes:
     """The file with another score."""
-    tensors = load(write_flight(FLIGHT))
+    tensors = load(write_unfinished(UNFINISHED))
     header = json.loads(tensors["header"].tobytes())
     change(header["groups"][0]["samples"][1]["score"])
     return save(tensors | {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)})
@@ -206,4 +215,4 @@ def test_a_file_of_before_there_were_several_rewards_is_read() -> None:
     def older(score: dict) -> None:
         del score["parts"], score["failures"]
 
-    assert read_flight(_edited(older), 2, 100, text_of) == FLIGHT
+    assert read_unfinished(_edited(older), 2, 100, text_of) == UNFINISHED
