@@ -55,7 +55,7 @@ from rlmath.rollout.generation import (
 from rlmath.rollout.sampling import RolloutSeed, SamplingSettings
 from rlmath.trainer.rollouts.synchronous import (
     Keep,
-    PartialRollouts,
+    RolloutsWithUnfinished,
     StepRollout,
     staleness_metrics,
     tokens_of,
@@ -182,7 +182,7 @@ class EngineConnection:
         return wanted
 
 
-class AsynchronousRollouts(PartialRollouts):
+class AsynchronousRollouts(RolloutsWithUnfinished):
     """Takes what the engines have sampled."""
 
     def __init__(

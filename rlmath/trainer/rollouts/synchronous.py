@@ -228,7 +228,7 @@ class Rounds:
     """Sampled tokens that were prefilled again."""
 
 
-class PartialRollouts:
+class RolloutsWithUnfinished:
     """The state of ways to sample that leave groups in flight between steps."""
 
     def __init__(
@@ -325,7 +325,7 @@ class PartialRollouts:
             logger.warning(text, len(unfinished.groups))
 
 
-class PartialRollouts(PartialRollouts):
+class PartialRollouts(RolloutsWithUnfinished):
     """Groups that a step does not complete stay in flight: "carry" continues their completions in the next step, with
     the weights of that step; "defer" samples them anew, together with others like them."""
 
@@ -450,7 +450,7 @@ class PartialRollouts(PartialRollouts):
 def resume_problem(
     config: Config, total_steps: int, folder: Path, steps_done: int, reward_changed: bool
 ) -> str | None:
-    """What `PartialRollouts.resume` will refuse of a checkpoint's groups in flight, as far as lengths and scores show,
+    """What `RolloutsWithUnfinished.resume` will refuse of a checkpoint's groups in flight, as far as lengths and scores show,
     before anything is started. A file that is damaged is no problem here, as its checkpoint is skipped."""
     try:
         groups = read_unfinished_lengths(folder / UNFINISHED)
