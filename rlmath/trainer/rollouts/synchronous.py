@@ -450,8 +450,8 @@ class PartialRollouts(RolloutsWithUnfinished):
 def resume_problem(
     config: Config, total_steps: int, folder: Path, steps_done: int, reward_changed: bool
 ) -> str | None:
-    """What `RolloutsWithUnfinished.resume` will refuse of a checkpoint's groups in flight, as far as lengths and scores show,
-    before anything is started. A file that is damaged is no problem here, as its checkpoint is skipped."""
+    """What `RolloutsWithUnfinished.resume` will refuse of a checkpoint's groups in flight, as far as lengths and
+    scores show, before anything is started. A file that is damaged is no problem here, as its checkpoint is skipped."""
     try:
         groups = read_unfinished_lengths(folder / UNFINISHED)
     except (OSError, ValueError):
