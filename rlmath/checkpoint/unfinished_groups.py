@@ -69,7 +69,7 @@ def write_unfinished(unfinished: UnfinishedGroups) -> bytes:
 
 
 def read_unfinished(
-    content: bytes, group_size: int, vocab_size: int, text_of: Callable[[Sequence[int]], str]
+    content: bytes, group_size: int, vocab_size: int, text_of: Callable[[Sequence[int], bool], str]
 ) -> UnfinishedGroups:
     """The groups in flight, of `group_size` completions of tokens below `vocab_size`; `text_of` decodes those of a
     completion. ValueError where the file is none of ours."""
@@ -99,9 +99,7 @@ def read_unfinished_lengths(file: Path) -> list[UnfinishedGroup]:
     try:
         with safe_open(file, "numpy") as tensors:
             header = json.loads(tensors.get_tensor("header").tobytes())
-        return [
-            _read_group(row, lambda count: (range(count), ()), lambda ids: "") for row in header["groups"]
-        ]
+        return [_read_group(row, lambda count: (range(count), ()), lambda *_: "") for row in header["groups"]]
     except (SafetensorError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{UNFINISHED} is damaged ({type(error).__name__}: {error})") from error
 
@@ -112,7 +110,7 @@ TokensAndLogprobs = tuple[Sequence[int], Sequence[float]]
 def _read_group(
     row: dict[str, Any],
     read: Callable[[int], TokensAndLogprobs],
-    text_of: Callable[[Sequence[int]], str],
+    text_of: Callable[[Sequence[int], bool], str],
 ) -> UnfinishedGroup:
     """A group of the header; `read` gives the next so many tokens and log-probs."""
     samples = []
@@ -127,7 +125,7 @@ def _read_group(
             index,
             token_ids,
             logprobs,
-            text=text_of(token_ids),
+            text=text_of(token_ids, one["finish_reason"] == "stop"),
             finish_reason=one["finish_reason"],
             policy_version=segments[-1].policy_version,
             segments=segments,
