@@ -49,8 +49,8 @@ class Piece:
 def render(messages: Messages, tokenizer: PreTrainedTokenizerFast, name: str, prompt: bool = True) -> str:
     """The messages in the tokenizer's chat template; a `prompt` ends where the assistant's answer begins.
 
-    ValueError where the template cannot take them, takes too long or too much memory, or leaves the last one out;
-    `name` says there what they are.
+    ValueError where the template cannot take them, takes too long or too much memory, or leaves a prompt's last one
+    out; `name` says there what they are.
     """
     chat = [{"role": role, "content": content} for role, content in messages]
     try:
@@ -63,12 +63,16 @@ def render(messages: Messages, tokenizer: PreTrainedTokenizerFast, name: str, pr
     except Exception as error:  # whatever the template's own code raises, such as for an unknown role
         reason = f"more than {CHAT_BYTES / 2**30:g} GiB" if isinstance(error, MemoryError) else error
         raise ValueError(f"the tokenizer's chat template cannot take {name}: {reason}; {CHANGE}") from error
-    if "".join(messages[-1][1].split()) not in "".join(text.split()):
-        raise ValueError(
-            f"the tokenizer's chat template leaves out the {'problem' if prompt else 'answer'} of {name}: it makes "
-            f"{text[:60]!r} of it; {CHANGE}"
-        )
+    if prompt:
+        _require(messages[-1][1], text, f"the problem of {name}")
     return text
+
+
+def _require(content: str, text: str, name: str) -> None:
+    if "".join(content.split()) not in "".join(text.split()):
+        raise ValueError(
+            f"the tokenizer's chat template leaves out {name}: it makes {text[:60]!r} of it; {CHANGE}"
+        )
 
 
 def conversation(messages: Messages, tokenizer: PreTrainedTokenizerFast, name: str) -> list[Piece]:
@@ -96,6 +100,8 @@ def conversation(messages: Messages, tokenizer: PreTrainedTokenizerFast, name: s
         stop = written.rfind(end, len(start)) + len(end)
         if not end or stop < len(start):
             stop = len(written)
+        if is_last:
+            _require(messages[turn][1], whole, f"a part of the answer of {name}")
         if whole.startswith(written[:stop]) and written.startswith(start):
             pieces += [Piece(whole[done : len(start)], False), Piece(whole[len(start) : stop], True)]
             done = stop
