@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import GenerationConfig
 
 from rlmath.algorithms.losses import Normalisation
 from rlmath.answers.verifier import verify
+from rlmath.checkpoint.hf.weights import with_stop_tokens
 from rlmath.data.chat import chat_end
 from rlmath.data.packing import pack
 from rlmath.data.sft_sequences import WrittenSequence, load_sequences
@@ -138,3 +140,13 @@ def test_the_judge_sees_thinking_marks(special_thinking: bool, prompt: str, said
     assert text == said
     assert verify(text_to_verify(prompt, text), ["2"]).verdict == verdict
     assert completion_text(tokenizer, token_ids[:-1], stopped=False) == said, "cut where it is longest"
+
+
+def test_an_export_stops_where_the_run_did(tmp_path: Path) -> None:
+    said = {"generation_config.json": b'{"eos_token_id": 0, "top_p": 0.9}', "config.json": b"{}"}
+    for files, top_p in ((said, 0.9), ({}, None)):
+        for name, content in with_stop_tokens(files, (5, 0)).items():
+            (tmp_path / name).write_bytes(content)
+        found = GenerationConfig.from_pretrained(tmp_path)
+        assert (found.eos_token_id, found.top_p) == ([0, 5], top_p)
+    assert with_stop_tokens(said, (0,)) == said, "the same bytes"
