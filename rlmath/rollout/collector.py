@@ -46,6 +46,8 @@ PUBLISH_SECONDS = 1.0
 """Interval at which an engine publishes how much it has sampled."""
 PROGRESS_SECONDS = 20.0
 """Interval of the log lines on the progress, where there is no terminal for a bar."""
+LEAST_DONE = 0.1
+"""Share of the completions after which the time that is left is told."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +251,7 @@ class SamplingProgress:
         self._started = self._published = self._logged = time.monotonic()
         # None: shown on a terminal, not in a log file.
         hide_bar = None if self._shown else True
-        form = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} completions, {remaining} left"
+        form = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} completions{postfix}"
         self._bar = tqdm(total=total, desc=title, disable=hide_bar, leave=False, bar_format=form)
 
     def add_one(self) -> None:
@@ -270,6 +272,8 @@ class SamplingProgress:
         )
         done = sum(count for count in self._by_engine.values() if isinstance(count, int))
         if not self._bar.disable:
+            left = left_text(done, self._total, now - self._started)
+            self._bar.set_postfix_str(left.removeprefix(", "), refresh=False)
             self._bar.update(done - self._bar.n)
         elif now - self._logged >= PROGRESS_SECONDS:
             self._logged = now
@@ -293,6 +297,16 @@ def progress_line(title: str, done: int, total: int, seconds: float) -> str:
     >>> progress_line("step 7/20", 500, 2000, 60.0)
     'step 7/20: sampled 500 of 2,000 completions (25%) in 01:00, about 03:00 left'
     """
-    left = f", about {tqdm.format_interval(seconds / done * (total - done))} left" if done else ""
-    passed = tqdm.format_interval(seconds)
+    passed, left = tqdm.format_interval(seconds), left_text(done, total, seconds)
     return f"{title}: sampled {done:,} of {total:,} completions ({done / total:.0%}) in {passed}{left}"
+
+
+def left_text(done: int, total: int, seconds: float) -> str:
+    """The time that is left, once LEAST_DONE of the completions tell how long one takes.
+
+    >>> left_text(50, 512, 60.0), left_text(128, 512, 60.0)
+    ('', ', about 03:00 left')
+    """
+    if done < LEAST_DONE * total:
+        return ""
+    return f", about {tqdm.format_interval(seconds / done * (total - done))} left"
