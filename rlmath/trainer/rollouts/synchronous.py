@@ -19,7 +19,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Protocol
 
-from rlmath.algorithms.dynamic_sampling import Chosen, Selection, SelectionRules, choose, choose_all, select
+from rlmath.algorithms.dynamic_sampling import Chosen, Selection, SelectionRules, choose, select
 from rlmath.algorithms.partial_rollouts import (
     Leaving,
     UnfinishedGroup,
@@ -32,7 +32,6 @@ from rlmath.algorithms.types import PartialCompletion, Prompt, Score, ScoredGrou
 from rlmath.checkpoint.unfinished_groups import (
     UNFINISHED,
     read_unfinished,
-    read_unfinished_lengths,
     write_unfinished,
 )
 from rlmath.config.length_curriculum import (
@@ -445,25 +444,6 @@ class PartialRollouts(RolloutsWithUnfinished):
             row = first + len(work) if begun else first
             work.append(Work(prompt, continued(requests[g], (row, g), so_far, length), so_far))
         return [[one] for one in work] if begun else [work]
-
-
-def resume_problem(
-    config: Config, total_steps: int, folder: Path, steps_done: int, reward_changed: bool
-) -> str | None:
-    """What `RolloutsWithUnfinished.resume` will refuse of a checkpoint's groups in flight, as far as lengths and
-    scores show, before anything is started. A file that is damaged is no problem here, as its checkpoint is skipped."""
-    try:
-        groups = read_unfinished_lengths(folder / UNFINISHED)
-    except (OSError, ValueError):
-        return None
-    if reward_changed:
-        groups = [unscored(group, steps_done) for group in groups]
-    rules, prompt = selection_rules(config.selection, config.reward), Prompt("", "", (), (), "")
-    complete = [group.scored(prompt) for group in groups if group.is_complete]
-    wanted = len(groups) - len(complete)
-    if rules.dynamic != "function":  # which of them it keeps is known when its worker is there
-        wanted += sum(one.dropped is None for one in choose_all(complete, rules))
-    return unfinished_problem(config, total_steps, steps_done, wanted)
 
 
 def unscored(group: UnfinishedGroup, steps_done: int) -> UnfinishedGroup:
