@@ -208,11 +208,11 @@ def _watch(trainer: Any) -> dict[str, list[Any]]:
     collect, add, run = trainer.engines.collector.collect, core.add_request, transfer.run
     ask, learn = probe._policy.logprobs, learner.learn
 
-    def collecting(prompts: Any, how: Any, seed: Any, title: str, validates: bool = False) -> Any:
-        assert validates == title.startswith("validation")
-        ids = [prompt.prompt_id for prompt in prompts]
-        asked["collected"].append((ids, asdict(how), asdict(seed), title))
-        return collect(prompts, how, seed, title, validates)
+    def collecting(what: Any) -> Any:
+        assert what.validates == what.title.startswith("validation")
+        ids = [prompt.prompt_id for prompt in what.prompts]
+        asked["collected"].append((ids, asdict(what.sampling), asdict(what.seed), what.title))
+        return collect(what)
 
     def adding(request: Any) -> Any:
         params = request.sampling_params

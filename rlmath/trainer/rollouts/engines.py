@@ -41,7 +41,7 @@ from rlmath.rollout.weight_sync.shard_layouts import TrainingLayout, engine_shap
 from rlmath.rollout.weight_sync.weight_sync import SyncReport, WeightTransfer
 from rlmath.trainer.context import RankContext
 from rlmath.trainer.rollouts.asynchronous import AsynchronousRollouts, EngineConnection
-from rlmath.trainer.rollouts.synchronous import Keep, StepRollouts, step_rollouts
+from rlmath.trainer.rollouts.synchronous import Keep, PartialRollouts, StepRollouts, WholeRollouts
 from rlmath.trainer.validation import GroupCollector
 from rlmath.workers.user_functions import UserFunctionError, scorer_hook
 from rlmath.workers.worker_pool import VerifierPool
@@ -139,14 +139,11 @@ class ColocatedEngines(Engines):
             pool=context.workers,
             scorer=self._scorer,
         )
-        self.rollouts = step_rollouts(
-            config,
-            inputs,
-            collector=self.collector,
-            vocab_size=shape.vocab_size,
-            total_steps=inputs.total_steps,
-            keep=keep,
-        )
+        common = config, inputs, inputs.total_steps, self.collector
+        if config.rollout.tail == "wait":
+            self.rollouts = WholeRollouts(*common, keep)
+        else:
+            self.rollouts = PartialRollouts(*common, shape.vocab_size, keep=keep)
 
     def connect(self, actor: Actor, offload: OffloadSets) -> None:
         config, mesh, device = self._config, self._mesh, self._device
@@ -217,9 +214,9 @@ class SeparateEngines(Engines):
         self.rollouts = AsynchronousRollouts(
             config,
             inputs,
+            inputs.total_steps,
             connection=self._connection,
             vocab_size=context.shape.vocab_size,
-            total_steps=inputs.total_steps,
             keep=keep,
         )
         self._step = 0
