@@ -226,7 +226,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     names = sorted(path.stem for path in ALGORITHMS.glob("*.yaml"))
     parser.add_argument(
-        "--algorithm", choices=names, default="grpo", help="one of configs/algorithms (default: grpo)"
+        "--algorithm",
+        choices=names,
+        default="grpo",
+        metavar="NAME",
+        help=f"one of {', '.join(names)} (default: grpo)",
     )
     parser.add_argument(
         "--output", type=Path, default=Path("outputs/demo"), help="folder (default: outputs/demo)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from rlmath.cli.main import COMMANDS, main
 from rlmath.config.shipped_files import shipped
 from rlmath.distributed.fault_tolerance import exit_codes
 from tests.programs import ENVIRONMENT, REPOSITORY
-from tests.selection import keeping
 
 WITHOUT = """import sys
 for name in ("torch", "vllm", "megatron", "transformers", "tokenizers", "huggingface_hub", "jaxtyping", "pyarrow"):
@@ -58,17 +56,19 @@ def test_a_word_that_is_no_command_is_a_mistake(capsys: pytest.CaptureFixture[st
     assert main([]) == 2
 
 
-@pytest.mark.parametrize(
-    "name", keeping([one.name for one in COMMANDS], "train", "submit", "report", others=1)
-)
-def test_the_help_of_a_command_names_it(
-    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    command = [sys.executable, "-m", "rlmath.cli.main", name, "--help"]
-    environment = ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert re.match(rf"usage: rlmath {name}\b", done.stdout), done.stdout[:200]
+def test_the_first_screen_of_every_command_is_the_written_one() -> None:
+    """Also of plain mistakes; no heavy library is imported for any. `tests.cli.screens` writes the file anew."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.cli.screens"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == (REPOSITORY / "tests/cli/screens.txt").read_text(encoding="utf-8")
+    assert "[imports" not in done.stdout and done.stdout.count("[status 0]") == len(COMMANDS) + 1
+    helps = done.stdout.partition("$ rlmath tarin")[0]
+    assert max(map(len, helps.splitlines())) <= 80
 
 
 def test_what_is_missing_is_named_and_the_rest_works_without_torch(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from rlmath.distributed.device_kind import CUDA_DEFAULTS
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE, read_exit_status
 from rlmath.distributed.ranks import RankReport, check_launcher_numbers
 from rlmath.distributed.rendezvous import Route, prefer_for_gloo, route_to
-from rlmath.run import startup
+from rlmath.run import command_line
+from rlmath.run.command_line import record_exit
 from rlmath.run.nodes import (
     CLOCK_SECONDS,
     _compare_nodes,
@@ -24,7 +25,7 @@ from rlmath.run.nodes import (
     labelled,
     node_lines,
 )
-from rlmath.run.startup import prepare_grpo, prepare_sft, record_exit
+from rlmath.run.startup import prepare_grpo, prepare_sft
 from tests.programs import run
 
 
@@ -218,9 +219,10 @@ def test_every_number_of_the_launcher_is_checked(
 @pytest.mark.parametrize(
     ("words", "status", "printed"),
     [
-        (["--help"], 0, ["Train with GRPO.", "--config FILE", "algorithm.clip_ratio"]),
+        (["--help"], 0, ["Train with GRPO.", "--config FILE", "algorithm   Advantages"]),
+        (["--help", "algorithm"], 0, ["algorithm.clip_ratio"]),
         (["--seed", "3"], 2, ["unrecognized arguments: --seed"]),
-        (["--ranks", "8"], 2, ["--ranks is for --dry-run"]),
+        (["--ranks", "8"], 2, ["--ranks is for rlmath train and --dry-run"]),
     ],
 )
 def test_only_rank_0_prints_help_and_a_mistake_of_the_command_line(
@@ -230,11 +232,11 @@ def test_only_rank_0_prints_help_and_a_mistake_of_the_command_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(startup, "OTHER_RANKS_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(command_line, "OTHER_RANKS_WAIT_SECONDS", 0.0)
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as ended:
-            startup.read_command_line("Train with GRPO.", words)
+            command_line.read_command_line("Train with GRPO.", words)
         assert ended.value.code == status
         console = "".join(capsys.readouterr())
         assert console == "" if rank == "1" else all(text in console for text in printed)
