@@ -10,6 +10,7 @@ import pytest
 
 from rlmath.data import tables
 from rlmath.data.formats import read_prompts
+from rlmath.data.loader import load_prompts
 
 QWEN = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{}\nPlease reason step by step, "
@@ -173,6 +174,16 @@ def test_a_downloaded_folder_gives_its_training_split_in_the_order_of_its_shards
     assert [row.query_id for row in file.rows] == ["0", "1", "2", "3", "4", "5"]
     (tmp_path / "data" / "train-00001-of-00003.parquet").unlink()
     assert "2 of 3 files train-...; download all of them" in refused(tmp_path)
+
+
+def test_which_files_of_a_folder_are_read_is_said(tmp_path):
+    for name in ("train-00000-of-00001.parquet", *(f"other_{number}.parquet" for number in range(8))):
+        write(tmp_path / name, [simplerl(0)])
+    others = ", ".join(f"other_{number}.parquet" for number in range(5))
+    said = f"{tmp_path} is a folder; read: train-00000-of-00001.parquet. Not read: {others} and 3 more."
+    _, report = load_prompts(str(tmp_path), None, 100)
+    assert report.lines()[0] == said
+    assert load_prompts(str(tmp_path / "other_0.parquet"), None, 100)[1].files == ""
 
 
 def test_a_folder_with_several_files_asks_for_one(tmp_path):

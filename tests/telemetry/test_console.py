@@ -221,7 +221,8 @@ import os, sys, time
 from pathlib import Path
 from tqdm import tqdm
 from rlmath.evals.command import stop_on_signal
-from rlmath.run.startup import end_broken, set_up_rank_logging
+from rlmath.run.command_line import set_up_rank_logging
+from rlmath.run.startup import end_broken
 sys.argv = ["", {str(tmp_path)!r}]
 set_up_rank_logging()
 bar = tqdm(total=10, desc="evaluation", leave=False)
