@@ -137,7 +137,7 @@ def train(config: Config, ranks: int | None = None, program: str = "grpo") -> Ru
     with tempfile.TemporaryDirectory(prefix="rlmath-") as place:
         file = Path(place) / "config.yaml"
         file.write_text(config_as_yaml(config), encoding="utf-8")
-        command = [sys.executable, "-m", "rlmath.cli.main", name, "--config", str(file)]
+        command = [sys.executable, "-P", "-m", "rlmath.cli.main", name, "--config", str(file)]
         status, printed = _run(command + ([] if ranks is None else ["--ranks", str(ranks)]))
     if status == FINISHED:
         return Run(Path(config.run.output_dir))

@@ -51,6 +51,18 @@ LEAST_DONE = 0.1
 
 
 @dataclass(frozen=True)
+class CollectGroups:
+    """Prompts to sample and score now."""
+
+    prompts: Sequence[Prompt]
+    sampling: SamplingSettings
+    seed: RolloutSeed
+    title: str
+    """For the console."""
+    validates: bool = False
+
+
+@dataclass(frozen=True)
 class Rollout:
     """The scored completions of some prompts."""
 
@@ -100,20 +112,16 @@ class Collector:
         self._scorer = scorer
         self._rollouts = 0
 
-    def collect(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingSettings,
-        seed: RolloutSeed,
-        title: str,
-        validates: bool = False,
-    ) -> Rollout:
-        """G scored completions of each of the P prompts, the same on every rank; `title` is for the console."""
+    def collect(self, what: CollectGroups) -> Rollout:
+        """G scored completions of each of the P prompts, the same on every rank."""
+        prompts, sampling = what.prompts, what.sampling
         rows = [
             [Work(prompt, request) for request in requests]
-            for prompt, requests in zip(prompts, group_requests(prompts, sampling, seed), strict=True)
+            for prompt, requests in zip(prompts, group_requests(prompts, sampling, what.seed), strict=True)
         ]
-        sampled, engines = self.sample(rows, sampling.max_new_tokens, seed.step, title, validates)
+        sampled, engines = self.sample(
+            rows, sampling.max_new_tokens, what.seed.step, what.title, what.validates
+        )
         groups = [
             scored_group(prompt, [sampled[p, g] for g in range(sampling.samples)])
             for p, prompt in enumerate(prompts)

@@ -9,7 +9,6 @@ import argparse
 import io
 import logging
 import os
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 from rlmath.config.load import make_parser
 from rlmath.config.terminal import visible
 from rlmath.distributed.fault_tolerance import exit_codes
-from rlmath.distributed.ranks import check_launcher_numbers, environment_rank
+from rlmath.distributed.ranks import environment_rank
 from rlmath.run.run_dir import sole_user
 from rlmath.telemetry.console import setup_logging
 
@@ -35,7 +34,6 @@ def read_command_line(
 ) -> argparse.Namespace:
     """The words of a training program: `config`, `overrides`, `dry_run` and `ranks`. `--help` lists all settings, or
     those of `keys`."""
-    exit_without_launcher_numbers()
     parser = make_parser(description, keys)
     dry_run_help = "check the settings and print the plan; nothing is started or written"
     parser.add_argument("--dry-run", action="store_true", help=dry_run_help)
@@ -67,19 +65,7 @@ def mistakes_end_all_ranks() -> Iterator[None]:
 
 def set_up_rank_logging() -> None:
     """`setup_logging` for this process's rank."""
-    exit_without_launcher_numbers()
     setup_logging(environment_rank())
-
-
-def exit_without_launcher_numbers() -> None:
-    """Where the launcher's variables are no numbers, log it and end this process with MISTAKE: its rank is not
-    known."""
-    try:
-        check_launcher_numbers()
-    except ValueError as error:
-        setup_logging(0)
-        logger.error("%s", error)
-        sys.exit(exit_codes.MISTAKE)
 
 
 # ---------------------------------------------------------------- how a program ends

@@ -13,7 +13,7 @@ from rlmath.config.load import load_config
 from rlmath.distributed import process
 from rlmath.distributed.device_kind import CUDA_DEFAULTS
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE, read_exit_status
-from rlmath.distributed.ranks import RankReport, check_launcher_numbers
+from rlmath.distributed.ranks import RankReport
 from rlmath.distributed.rendezvous import Route, prefer_for_gloo, route_to
 from rlmath.run import command_line
 from rlmath.run.command_line import record_exit
@@ -176,44 +176,6 @@ def test_a_start_without_torchrun_is_refused(made_arithmetic: Path, tmp_path: Pa
         assert console.count("started without torchrun: RANK, WORLD_SIZE") == 1
         assert f"N launch/{program}" in console and console.count("does not divide the 1 ranks") == mistakes
         assert "Traceback" not in console and not (tmp_path / "o").exists()
-
-
-@pytest.mark.parametrize(
-    ("program", "name", "value"),
-    [
-        ("train_grpo.py --dry-run", "RANK", "x"),
-        ("evaluate.py", "RANK", "-1"),
-    ],
-)
-def test_a_launcher_variable_that_is_no_number_is_named(
-    tmp_path: Path, program: str, name: str, value: str
-) -> None:
-    words = (f"run.output_dir={tmp_path}/o", "model.path=m", "data.train_path=t")
-    if program == "evaluate.py":
-        words = ("--model", "m", "--benchmarks", "b", "--data-dir", "d", "--output", f"{tmp_path}/o")
-    launcher = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    file, *options = program.split()
-    told = run(f"launch/{file}", *options, *words, expect=2, variables=launcher | {name: value}).stderr
-    assert f'the environment variable {name} is "{value}"; needed: a whole number' in told
-    assert "Traceback" not in told and not (tmp_path / "o").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "least"),
-    [
-        ("RANK", "1.5", 0),
-        ("LOCAL_WORLD_SIZE", "0", 1),
-        ("MASTER_PORT", "29500/tcp", 0),
-    ],
-)
-def test_every_number_of_the_launcher_is_checked(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, least: int
-) -> None:
-    monkeypatch.setenv(name, value)
-    with pytest.raises(
-        ValueError, match=f'variable {name} is "{value}"; needed: a whole number from {least}'
-    ):
-        check_launcher_numbers()
 
 
 @pytest.mark.parametrize(
