@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -111,8 +112,14 @@ def conversation(messages: Messages, tokenizer: PreTrainedTokenizerFast, name: s
 def chat_end(tokenizer: PreTrainedTokenizerFast) -> int | None:
     """The token that ends the assistant's turn in the chat template: what stands behind an answer, where that is one of
     the tokenizer's added tokens. A tokenizer without a template, whose prompts are Qwen's, has `<|im_end|>` or none."""
+    return _chat_end(tokenizer, str(tokenizer.chat_template or ""))
+
+
+@lru_cache(maxsize=4)
+def _chat_end(tokenizer: PreTrainedTokenizerFast, template: str) -> int | None:
+    """`template` is the tokenizer's, which may be given another."""
     added = tokenizer.added_tokens_encoder
-    if not tokenizer.chat_template:
+    if not template:
         return added.get(CHATML_END)
     answer = "forty-two"
     try:
