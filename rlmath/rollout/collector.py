@@ -39,7 +39,6 @@ from rlmath.rewards.reward_manager import RewardManager, RewardWorkers, scorer_s
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import Key, Request, RolloutSeed, SamplingSettings, group_requests
 from rlmath.rollout.work_queue import EngineUsage, WorkQueue
-from rlmath.workers.worker_pool import VerifierPool
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +96,7 @@ class Collector:
         rollout: RolloutConfig,
         reward: RewardConfig,
         pool: RewardWorkers | None,
-        scorer: VerifierPool | None = None,
+        scorer: RewardWorkers | None = None,
     ) -> None:
         """Every rank makes one, and one at a time: the number of a rollout names its keys in the store. `scorer` says
         what is right in validation, where that is another than the `pool`."""
