@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from rlmath.answers.string_match import Rules
 from rlmath.config import hub
 from rlmath.config.schema import RewardConfig, RolloutConfig, RunConfig
 from rlmath.data.tokenizer import load_tokenizer
@@ -89,7 +90,9 @@ def evaluate(
         pool = scorer = None
         if mesh.is_engine_leader:
             # Started before process groups and engines, so that the workers do not inherit their threads.
-            pool = stack.enter_context(VerifierPool(reward_workers, reward_timeout))
+            pool = stack.enter_context(
+                VerifierPool(reward_workers, reward_timeout, rules=Rules(plan.answer_from))
+            )
             if (hook := plan.scorer_hook) is not None:
                 scorer = stack.enter_context(VerifierPool(reward_workers, reward_timeout, function=hook))
         plan, store = _plan_after_rendezvous(plan)
@@ -176,6 +179,7 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: VerifierPool, device: Dev
         "about_model": hub.as_hub_ids(str(plan.model)),
         "model": model.fingerprint,
         "template": plan.template,
+        "answer_from": plan.answer_from,
         "max_new_tokens": plan.max_new_tokens,
         "cuda_graphs": rollout.cuda_graphs,
         "scorer": None if plan.scorer_hook is None else hooks_fingerprint([plan.scorer_hook]),
