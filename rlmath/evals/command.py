@@ -149,6 +149,9 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         max_new_tokens=arguments.max_new_tokens,
         max_prompt_tokens=arguments.max_prompt_tokens,
         template=arguments.template or run_template(run, arguments.model),
+        chat_template_kwargs=tuple(
+            arguments.chat_template_kwarg or (run.data.chat_template_kwargs if run else ())
+        ),
         answer_from=arguments.answer_from or (run.reward.answer_from if run else "boxed"),
         scorer=arguments.scorer,
         plugins=tuple(arguments.plugin),
@@ -258,6 +261,10 @@ def _add_sampling_options(group: argparse._ArgumentGroup) -> None:
     add("--no-greedy", action="store_true", help="no completion at temperature 0")
     template_help = "as data.template, see docs/data.md (default: the run's of --model, else auto)"
     add("--template", help=template_help)
+    kwargs_help = (
+        "NAME=VALUE, as one of data.chat_template_kwargs; may be given again (default: the run's of --model)"
+    )
+    add("--chat-template-kwarg", action="append", help=kwargs_help)
     answer_help = "as reward.answer_from, see docs/rewards.md (default: the run's of --model, else boxed)"
     add("--answer-from", choices=all_settings()["reward.answer_from"].words, help=answer_help)
     scorer_help = "function of yours that says what is right, as validation.scorer, see docs/hooks.md"

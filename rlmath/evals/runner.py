@@ -161,7 +161,9 @@ def _prepare_on_rank_zero(
 def _prepare(plan: Plan, rollout: RolloutConfig, pool: VerifierPool, device: Device) -> _Prepared:
     paths = {name: find_benchmark(name, plan.data_dir) for name in plan.benchmarks}
     model = resolve_model(Path(plan.model), plan.output)
-    tokenizer = load_tokenizer(str(model.folder), "--model")
+    tokenizer = load_tokenizer(
+        str(model.folder), "--model", plan.chat_template_kwargs, "--chat-template-kwarg"
+    )
     verified = plan.scorer is None
     with word_or_function(plan.template_hook, plan.template) as template:
         benchmarks = tuple(
@@ -179,6 +181,7 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: VerifierPool, device: Dev
         "about_model": hub.as_hub_ids(str(plan.model)),
         "model": model.fingerprint,
         "template": plan.template,
+        "chat_template_kwargs": list(plan.chat_template_kwargs),
         "answer_from": plan.answer_from,
         "max_new_tokens": plan.max_new_tokens,
         "cuda_graphs": rollout.cuda_graphs,
