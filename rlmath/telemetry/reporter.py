@@ -22,7 +22,6 @@ from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, SftInputs
 from rlmath.models.learner import MinibatchResult
 from rlmath.planning.memory_estimate import Kind
-from rlmath.report.write import NoPlotlyError, write_report
 from rlmath.rewards.reward_manager import first_function_failure
 from rlmath.rewards.several_rewards import functions_of, named_rewards
 from rlmath.telemetry.alerts import Alerts, dropped_alert
@@ -223,23 +222,6 @@ class Reporter:
         if number in self._first_steps:
             self._alerts.reset()
         return self._alerts.check(metrics)
-
-
-def write_run_report(config: Config) -> None:
-    """Write `report.html` into the run's folder, if `telemetry.report` says so. What fails is logged in one line: the
-    run has done its work by then."""
-    if not config.telemetry.report:
-        return
-    started = time.perf_counter()
-    try:
-        path = write_report([config.run.output_dir])
-    except NoPlotlyError as error:
-        logger.info("No report: %s", error)
-    except Exception as error:
-        logger.warning("The report could not be written: %s: %s", type(error).__name__, error)
-    else:
-        logger.info("The report is in %s", path)
-        logger.debug("The report took %.2f s", time.perf_counter() - started)
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
