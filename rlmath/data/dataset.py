@@ -108,6 +108,8 @@ class SftInputs:
     """For the console."""
     reports: tuple[SequenceReport, ...]
     """What became of the rows, file by file."""
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end what the model says."""
     audit: DataAudit = field(default_factory=DataAudit)
 
 
@@ -212,7 +214,14 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
     told = (line for report in reports for line in report.lines())
     lines = (*told, order.line(), f"Held out: {len(held_out)} sequences.")
     return SftInputs(
-        sequences, evaluated, order=order, total_steps=total_steps, lines=lines, reports=reports, audit=audit
+        sequences,
+        evaluated,
+        order=order,
+        total_steps=total_steps,
+        lines=lines,
+        reports=reports,
+        stop_token_ids=stop_token_ids(config.model.path, tokenizer, shape.vocab_size),
+        audit=audit,
     )
 
 

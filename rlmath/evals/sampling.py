@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from rlmath.answers.extraction import extract_answer, split_boxes
 from rlmath.answers.verifier import MAX_ANSWER_CHARS, Verdict
 from rlmath.config.schema import RolloutConfig
-from rlmath.data.tokenizer import load_tokenizer
+from rlmath.data.tokenizer import completion_text, load_tokenizer
 from rlmath.distributed import process
 from rlmath.distributed.collectives import shared_store
 from rlmath.distributed.device import Device
@@ -134,7 +134,7 @@ class Verification:
     def submit(self, request: Request, generated: RequestResult) -> None:
         """Queue a completion for the workers, and write the records that are done."""
         problem = self._problems[generated.key[0]]
-        text = str(self._tokenizer.decode(list(generated.token_ids), skip_special_tokens=True))
+        text = completion_text(self._tokenizer, generated.token_ids, generated.finish_reason == "stop")
         if self._scorer is None:
             future = self._pool.submit(text_to_verify(problem.prompt, text), problem.solutions, problem.task)
         else:
