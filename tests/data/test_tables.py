@@ -257,3 +257,16 @@ def test_arrow_files_are_read_and_damaged_ones_refused(tmp_path):
     assert "download it again" in refused(tmp_path / "cut.arrow")
     (tmp_path / "empty.arrow").write_bytes(b"")
     assert "download it again" in refused(tmp_path / "empty.arrow")
+
+
+def test_a_number_is_written_by_the_shortest_text_of_its_own_type(tmp_path):
+    for kind in (pa.float64(), pa.float32(), pa.float16()):
+        rows = {
+            "problem": ["1/10?"],
+            "answer": pa.array([0.1], kind),
+            "more": pa.array([{"rates": [0.3, None]}], pa.struct([("rates", pa.list_(kind))])),
+        }
+        pq.write_table(pa.table(rows), tmp_path / "rows.parquet")
+        (row,) = read_prompts(str(tmp_path / "rows.parquet")).rows
+        assert row.solutions == ("0.1",)
+        assert json.loads(row.more_json)["more"] == {"rates": [0.3, None]}
