@@ -158,7 +158,9 @@ class Checkpointer:
         with self._trainer.timers.phase("export"):
             self.export(folder)
         if self._trainer.mesh.rank == 0:
-            logger.info("The trained model is in %s", folder)
+            size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+            note = save_schedule.export_note(self._trainer.config, self._metadata_files["config.json"], size)
+            logger.info("The trained model is in %s%s", folder, note)
 
     def export_length_stage(self, step: int, even_if_there: bool) -> None:
         """Export the model to models/stage-N where a length stage ends with `step` steps done. A collective. If the
