@@ -177,7 +177,7 @@ def measure(case: Case, shape: ModelShape, engine: Engine, clock: PackingClock, 
     device = open_device("cpu")
     with laid_out(case, device) as mesh:
         chunks = build_policy(shape, mesh, device)
-        layout = training_layout(shape.num_layers, mesh, None, None)
+        layout = training_layout(shape.num_layers, mesh)
         sync = WeightTransfer(
             chunks,
             shape,

@@ -244,7 +244,7 @@ def open_partial(root: Path, step: int) -> Path:
     return partial
 
 
-def publish(partial: Path, step: int, kept: bool, known: dict[str, FileEntry]) -> Checkpoint:
+def finish_partial(partial: Path, step: int, kept: bool, known: dict[str, FileEntry]) -> Checkpoint:
     """Write the manifest and rename the folder to its final name. `known` are the entries that were computed where the
     files were written; the others are read now. OSError on a disk error, ValueError where a file has changed.
     """

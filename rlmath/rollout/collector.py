@@ -42,8 +42,8 @@ from rlmath.workers.worker_pool import VerifierPool
 
 logger = logging.getLogger(__name__)
 
-PUBLISH_SECONDS = 1.0
-"""Interval at which an engine publishes how much it has sampled."""
+COUNT_SECONDS = 1.0
+"""Interval at which an engine tells how much it has sampled."""
 PROGRESS_SECONDS = 20.0
 """Interval of the log lines on the progress, where there is no terminal for a bar."""
 
@@ -254,7 +254,7 @@ class SamplingProgress:
         self._shown = shown and mesh.rank == 0
         self._done = 0
         self._by_engine: dict[str, Any] = {}
-        self._started = self._published = self._logged = time.monotonic()
+        self._started = self._told = self._logged = time.monotonic()
         # None: shown on a terminal, not in a log file.
         hide_bar = None if self._shown else True
         form = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} completions, {remaining} left"
@@ -265,11 +265,11 @@ class SamplingProgress:
         self._done += 1
 
     def tick(self) -> None:
-        """Call it regularly. Publishes this engine's count at most once in PUBLISH_SECONDS; rank 0 shows the sum."""
+        """Call it regularly. Tells this engine's count at most once in COUNT_SECONDS; rank 0 shows the sum."""
         now = time.monotonic()
-        if not self._mesh.is_engine_leader or now - self._published < PUBLISH_SECONDS:
+        if not self._mesh.is_engine_leader or now - self._told < COUNT_SECONDS:
             return
-        self._published = now
+        self._told = now
         self._store.set(_count_key(self._mesh.engine_index), self._done)
         if not self._shown:
             return

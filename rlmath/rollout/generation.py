@@ -56,7 +56,7 @@ from rlmath.rollout.sampling import (
     continued,
     requests_of,
 )
-from rlmath.rollout.weight_sync.publish import WeightReceiver
+from rlmath.rollout.weight_sync.offer import WeightReceiver
 from rlmath.rollout.work_queue import share_in_engine
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class Continue:
 
 @dataclass(frozen=True)
 class NewWeights:
-    """A version is published."""
+    """A version is offered."""
 
     version: int
     """Optimizer steps."""

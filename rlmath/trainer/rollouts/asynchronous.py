@@ -126,7 +126,7 @@ class EngineConnection:
         return found | {one.draw: one.samples for one in self._done}
 
     def collect(self, what: CollectGroups) -> Rollout:
-        """As `Collector.collect`, by the engines, with the weights that were published last. A collective."""
+        """As `Collector.collect`, by the engines, with the weights that were offered last. A collective."""
         self.send(what)
         return self._shared_answers(Collected, 1)[0].rollout
 
