@@ -155,7 +155,6 @@ class Collector:
             self._sample(by_key, work_queue, max_new_tokens, step=step, progress=progress, rewards=rewards)
         )
         progress.close()
-        progress.forget()
         work_queue.close()
         of_engines = [results for results in gathered if results is not None]
         version, sampled = self._engine.version, {}
@@ -270,12 +269,11 @@ class SamplingProgress:
         if not self._mesh.is_engine_leader or now - self._told < COUNT_SECONDS:
             return
         self._told = now
-        self._store.set(_count_key(self._mesh.engine_index), self._done)
+        self._store.set(f"sampled/{self._mesh.engine_index}", self._done)
         if not self._shown:
             return
-        self._by_engine |= self._store.get_all(
-            [_count_key(engine) for engine in range(self._mesh.num_engines)]
-        )
+        engines = range(self._mesh.num_engines)
+        self._by_engine |= self._store.get_all([f"sampled/{engine}" for engine in engines])
         done = sum(count for count in self._by_engine.values() if isinstance(count, int))
         if not self._bar.disable:
             self._bar.update(done - self._bar.n)
@@ -284,16 +282,10 @@ class SamplingProgress:
             logger.info("%s", progress_line(self._title, done, self._total, now - self._started))
 
     def close(self) -> None:
+        """Call it when all engines are done. Deletes this engine's count from the store."""
         self._bar.close()
-
-    def forget(self) -> None:
-        """Delete this engine's count from the store. Call it when all engines are done."""
         if self._mesh.is_engine_leader:
-            self._store.delete(_count_key(self._mesh.engine_index))
-
-
-def _count_key(engine: int) -> str:
-    return f"sampled/{engine}"
+            self._store.delete(f"sampled/{self._mesh.engine_index}")
 
 
 def progress_line(title: str, done: int, total: int, seconds: float) -> str:

@@ -58,11 +58,6 @@ class StepHooks:
             self._selection, [(group_for_hooks(group),) for group in groups] if not self._rank else []
         )
 
-    @property
-    def gives_advantages(self) -> bool:
-        """Whether a function does."""
-        return self._advantage is not None
-
     def advantages(
         self, rewards: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]]
     ) -> list[list[float]] | None:

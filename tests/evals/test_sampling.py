@@ -109,7 +109,7 @@ def test_the_log_has_how_much_all_engines_have_sampled(
         second.add_one()
     second.tick()
     first.tick()
-    second.forget()
+    second.close()
     first.tick()
     for line in caplog.messages[1:]:  # also when the other engine's count is deleted
         assert re.fullmatch(
