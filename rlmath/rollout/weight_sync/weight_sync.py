@@ -29,7 +29,7 @@ from rlmath.rollout.engine_weights import EngineWeights
 from rlmath.rollout.weight_sync.checksums import SyncChecksums
 from rlmath.rollout.weight_sync.reshard_plan import Copy, RankRound, cells, plan_sync, rank_rounds
 from rlmath.rollout.weight_sync.shard_layouts import TIED_HEAD, TrainingLayout, parameter_key
-from rlmath.rollout.weight_sync.transport import Messages, SharedBuckets, Transport, run_rounds, share_memory
+from rlmath.rollout.weight_sync.transport import Messages, SharedBuckets, run_rounds, share_memory
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class WeightTransfer:
             bytes_received=self._bytes_received,
         )
 
-    def _open_transport(self) -> Transport:
+    def _open_transport(self) -> Messages | SharedBuckets:
         dtype = self._weights.dtype
         if self._memory is None:
             return Messages(self._rounds, self._pack, dtype, self._device.torch_device)
