@@ -25,7 +25,6 @@ from safetensors.numpy import load, save
 from rlmath.algorithms.partial_rollouts import UnfinishedGroup, UnfinishedGroups
 from rlmath.algorithms.types import (
     NOTHING_SAMPLED,
-    Completion,
     PartialCompletion,
     RewardFailure,
     Score,
@@ -99,20 +98,12 @@ def _read_group(
     for index, one in enumerate(row["samples"]):
         segments = read_segments(one)
         token_ids, logprobs = reader.read(sum(segment.tokens for segment in segments))
+        part = PartialCompletion(token_ids, logprobs, segments) if segments else NOTHING_SAMPLED
         if one.get("score") is None:
-            part = PartialCompletion(token_ids, logprobs, segments) if segments else NOTHING_SAMPLED
             samples.append(part)
-            continue
-        completion = Completion(
-            index,
-            token_ids,
-            logprobs,
-            text=text_of(token_ids),
-            finish_reason=one["finish_reason"],
-            policy_version=segments[-1].policy_version,
-            segments=segments,
-        )
-        samples.append(ScoredCompletion(completion, read_score(one["score"])))
+        else:
+            completion = part.finished(index, text_of(token_ids), one["finish_reason"])
+            samples.append(ScoredCompletion(completion, read_score(one["score"])))
     return UnfinishedGroup(
         read_count(row["draw"]), read_count(row["first_step"]), tuple(samples), bool(row["deferred"])
     )

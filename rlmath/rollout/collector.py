@@ -226,15 +226,7 @@ class _Slice:
         """The whole completion; it must be finished."""
         assert self.text is not None
         whole = work.so_far.extended(self.token_ids, self.logprobs, policy_version, step)
-        return Completion(
-            sample_index=work.request.key[1],
-            token_ids=whole.token_ids,
-            logprobs=whole.logprobs,
-            text=self.text,
-            finish_reason="stop" if self.stopped else "length",
-            policy_version=policy_version,
-            segments=whole.segments,
-        )
+        return whole.finished(work.request.key[1], self.text, "stop" if self.stopped else "length")
 
 
 def completion_text(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> str:

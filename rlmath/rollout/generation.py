@@ -538,17 +538,7 @@ class GenerationLoop:
         group, whole = self._groups[draw], self._extended(result)
         reason: FinishReason = "stop" if result.finish_reason == "stop" else "length"
         text = "" if self._leader is None else completion_text(self._collector.tokenizer, whole.token_ids)
-        version = whole.segments[-1].policy_version
-        completion = Completion(
-            g,
-            whole.token_ids,
-            whole.logprobs,
-            text=text,
-            finish_reason=reason,
-            policy_version=version,
-            segments=whole.segments,
-        )
-        group.samples[g] = completion
+        group.samples[g] = completion = whole.finished(g, text, reason)
         if self._rewards is not None:
             self._rewards.submit(group.prompt, completion, key=(draw, g))
         elif group.is_sampled:
