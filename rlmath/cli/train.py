@@ -18,6 +18,7 @@ from rlmath.config.help import raise_problems
 from rlmath.config.load import load_config, make_parser
 from rlmath.config.run_files import EXIT_STATUS_FILE
 from rlmath.config.schema import RunConfig
+from rlmath.config.shipped_files import PACKAGE
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE, read_exit_status
 from rlmath.distributed.fault_tolerance.preemption import WANTED_SIGNALS
 from rlmath.planning.checks import only_used
@@ -139,8 +140,9 @@ def gpu_count(device: str) -> int:
 
 
 def launch(ranks: int, command: Sequence[str], output: Path | None, grace_seconds: float) -> int:
-    """Run a program under torchrun, which leaves its ranks `grace_seconds` to save after a signal. The exit status that
-    the program has left in its folder `output`, else that of the rank that failed first."""
+    """Run Python with the words of a program under torchrun, which leaves its ranks `grace_seconds` to save after a
+    signal. The exit status that the program has left in its folder `output`, else that of the rank that failed
+    first."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
@@ -152,9 +154,15 @@ def launch(ranks: int, command: Sequence[str], output: Path | None, grace_second
         logging.getLogger(name).setLevel(logging.CRITICAL)  # ranks say themselves why they end
     # torchrun reads it as its option, and ranks inherit it: they need to know how long they may save.
     os.environ["PET_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_seconds))
+    if Path.cwd() == PACKAGE.parent:  # a checkout that is not installed
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")])
+        )
     before = _written(output)
     try:
-        run(parse_args(["--standalone", f"--nproc-per-node={ranks}", SIGNALS, *command]))
+        # -P: `python -m` would put the current folder first, where random.py takes the place of Python's.
+        python = ["--no-python", sys.executable, "-P", "-u"]
+        run(parse_args(["--standalone", f"--nproc-per-node={ranks}", SIGNALS, *python, *command]))
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         status = failure.exitcode if failure.exitcode > 0 else FAILURE

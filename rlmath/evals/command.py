@@ -14,6 +14,8 @@ from pathlib import Path
 
 from rlmath.config.help import all_settings, raise_problems
 from rlmath.config.hub import HubFailedError, is_hub_id, parse_hub_id
+from rlmath.config.load import load_config
+from rlmath.config.run_files import BEST_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE, EXPORT_FOLDER, MODELS_FOLDER
 from rlmath.config.schema import RolloutConfig
 from rlmath.distributed.device_kind import resolve_kind
 from rlmath.distributed.fault_tolerance.exit_codes import (
@@ -145,12 +147,34 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         top_p=arguments.top_p,
         max_new_tokens=arguments.max_new_tokens,
         max_prompt_tokens=arguments.max_prompt_tokens,
-        template=arguments.template,
+        template=arguments.template or run_template(arguments.model),
         scorer=arguments.scorer,
         plugins=tuple(arguments.plugin),
         seed=arguments.seed,
         limit=arguments.limit,
     )
+
+
+def run_template(model: Path | str) -> str:
+    """The template of the run whose folder, export or checkpoint the model is; "auto" where it is none of a run's.
+    ValueError where it is a function, which is imported only where the command names it."""
+    folder = model
+    if isinstance(model, Path) and model.name in (EXPORT_FOLDER, BEST_FOLDER):
+        folder = model.parent
+    elif isinstance(model, Path) and model.parent.name in (CHECKPOINTS_FOLDER, MODELS_FOLDER):
+        folder = model.parent.parent
+    if isinstance(folder, str) or not (folder / CONFIG_FILE).is_file():
+        return "auto"
+    config = load_config([folder / CONFIG_FILE], [], saved=True)
+    template = config.validation.template or config.data.template
+    if template not in all_settings()["data.template"].words:
+        plugins = "".join(f" --plugin {one}" for one in config.run.plugins)
+        raise ValueError(
+            f'--template is not given, and the run of --model "{model}" has a function of yours: give '
+            f"--template {template}{plugins}"
+        )
+    logger.info("Template: %s, as in %s", template, folder / CONFIG_FILE)
+    return template
 
 
 def output_problem(arguments: argparse.Namespace) -> str:
@@ -224,8 +248,8 @@ def _add_sampling_options(group: argparse._ArgumentGroup) -> None:
     prompt_help = "longer prompts count as wrong; default: all must fit the model"
     add("--max-prompt-tokens", type=int, help=prompt_help)
     add("--no-greedy", action="store_true", help="no completion at temperature 0")
-    template_help = "as data.template, see docs/data.md (default auto)"
-    add("--template", default="auto", help=template_help)
+    template_help = "as data.template, see docs/data.md (default: the run's of --model, else auto)"
+    add("--template", help=template_help)
     scorer_help = "function of yours that says what is right, as validation.scorer, see docs/hooks.md"
     add("--scorer", help=scorer_help)
     plugins_help = "module or file of yours that registers functions, as run.plugins; may be given again"

@@ -38,7 +38,6 @@ from rlmath.rewards.reward_manager import RewardManager, RewardWorkers, scorer_s
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import Key, Request, RolloutSeed, SamplingSettings, group_requests
 from rlmath.rollout.work_queue import EngineUsage, WorkQueue
-from rlmath.workers.worker_pool import VerifierPool
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +45,8 @@ COUNT_SECONDS = 1.0
 """Interval at which an engine tells how much it has sampled."""
 PROGRESS_SECONDS = 20.0
 """Interval of the log lines on the progress, where there is no terminal for a bar."""
+LEAST_DONE = 0.1
+"""Share of the completions after which the time that is left is told."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Collector:
         rollout: RolloutConfig,
         reward: RewardConfig,
         pool: RewardWorkers | None,
-        scorer: VerifierPool | None = None,
+        scorer: RewardWorkers | None = None,
     ) -> None:
         """Every rank makes one, and one at a time: the number of a rollout names its keys in the store. `scorer` says
         what is right in validation, where that is another than the `pool`."""
@@ -248,7 +249,7 @@ class SamplingProgress:
         self._started = self._told = self._logged = time.monotonic()
         # None: shown on a terminal, not in a log file.
         hide_bar = None if self._shown else True
-        form = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} completions, {remaining} left"
+        form = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} completions{postfix}"
         self._bar = tqdm(total=total, desc=title, disable=hide_bar, leave=False, bar_format=form)
 
     def add_one(self) -> None:
@@ -268,6 +269,8 @@ class SamplingProgress:
         self._by_engine |= self._store.get_all([f"sampled/{engine}" for engine in engines])
         done = sum(count for count in self._by_engine.values() if isinstance(count, int))
         if not self._bar.disable:
+            left = left_text(done, self._total, now - self._started)
+            self._bar.set_postfix_str(left.removeprefix(", "), refresh=False)
             self._bar.update(done - self._bar.n)
         elif now - self._logged >= PROGRESS_SECONDS:
             self._logged = now
@@ -285,6 +288,16 @@ def progress_line(title: str, done: int, total: int, seconds: float) -> str:
     >>> progress_line("step 7/20", 500, 2000, 60.0)
     'step 7/20: sampled 500 of 2,000 completions (25%) in 01:00, about 03:00 left'
     """
-    left = f", about {tqdm.format_interval(seconds / done * (total - done))} left" if done else ""
-    passed = tqdm.format_interval(seconds)
+    passed, left = tqdm.format_interval(seconds), left_text(done, total, seconds)
     return f"{title}: sampled {done:,} of {total:,} completions ({done / total:.0%}) in {passed}{left}"
+
+
+def left_text(done: int, total: int, seconds: float) -> str:
+    """The time that is left, once LEAST_DONE of the completions tell how long one takes.
+
+    >>> left_text(50, 512, 60.0), left_text(128, 512, 60.0)
+    ('', ', about 03:00 left')
+    """
+    if done < LEAST_DONE * total:
+        return ""
+    return f", about {tqdm.format_interval(seconds / done * (total - done))} left"

@@ -113,6 +113,7 @@ def _open_llm(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         logprobs_mode="processed_logprobs",
+        use_tqdm_on_load=False,
         **arguments,
     )
     if device_kind == "cpu":
