@@ -247,8 +247,8 @@ _MEGATRON = "megatron."
 
 
 def random_states(device: Device) -> dict[str, Tensor]:
-    """By generator, in one dimension, on the CPU. Those of Python and numpy are not among them: whatever a step draws
-    with them has a generator of its own, with a seed of the step."""
+    """By generator, in one dimension, on the CPU. The generators of Python and numpy are not among them: whatever a
+    step draws with them has a generator of its own, with a seed of the step."""
     states = {"torch": torch.get_rng_state()}
     if device.kind == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device.torch_device)

@@ -35,9 +35,9 @@ from rlmath.algorithms.types import (
 UNFINISHED = "flight.safetensors"
 """Checkpoints keep the name that earlier versions gave the file."""
 VERSION = 1
-"""Of the form of the file."""
+"""Version of the file's form."""
 TOKEN_BYTES = 8
-"""Of a sampled token, in the file and in memory: its number (int32) and its log-prob (float32)."""
+"""Size of a sampled token in the file and in memory: its number (int32) and its log-prob (float32)."""
 
 
 def write_unfinished(unfinished: UnfinishedGroups) -> bytes:
@@ -135,7 +135,7 @@ class TokenReader:
 
 
 def read_segments(row: dict[str, Any]) -> tuple[Segment, ...]:
-    """Those of a completion's row; each has tokens."""
+    """The segments of a completion's row; each has tokens."""
     segments = tuple(Segment(*map(read_count, segment)) for segment in row["segments"])
     if any(segment.tokens == 0 for segment in segments):
         raise ValueError("tokens are missing")
@@ -143,7 +143,7 @@ def read_segments(row: dict[str, Any]) -> tuple[Segment, ...]:
 
 
 def read_score(row: dict[str, Any]) -> Score:
-    """Of the JSON that `asdict` made of one. ValueError, KeyError or TypeError where it is none."""
+    """A score from the JSON that `asdict` made of it. ValueError, KeyError or TypeError where it is none."""
     row = {"parts": [], "failures": []} | row  # those of before there were several rewards
     metrics = tuple((str(name), float(value)) for name, value in row["metrics"])
     failures = tuple(RewardFailure(**one) for one in row["failures"])

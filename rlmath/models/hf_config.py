@@ -161,7 +161,7 @@ class _Fields:
         return 1
 
     def positive(self, key: str, values: dict[str, Any] | None = None) -> float:
-        """Of `values`, the file's own without them."""
+        """A number above 0 in `values`, in the file's own without them."""
         value = (self.values if values is None else values).get(key)
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max:
             return float(value)

@@ -214,7 +214,7 @@ class _Slice:
     logprobs: Sequence[float]
     stopped: bool
     text: str | None
-    """Of the whole completion, where it is finished."""
+    """Text of the whole completion, where it is finished."""
     score: Score | None = None
 
     def joined(self, work: Work, policy_version: int, step: int) -> Sampled:

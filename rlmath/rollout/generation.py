@@ -145,12 +145,12 @@ class WeightsTaken:
     seconds: float
     """Since it took those of the report before."""
     busy_seconds: float
-    """Of these, in steps of vLLM's."""
+    """The part of `seconds` that it spent in steps of vLLM's."""
     new_tokens: int
     interrupted: int
     """Completions that were being sampled when it took the version."""
     prefilled_again_tokens: int
-    """Of these, tokens whose KV cache is computed again."""
+    """Tokens of the interrupted completions, whose KV cache is computed again."""
     running: float
     """Completions that it decoded, mean over its steps."""
     queued_scores: int
@@ -188,7 +188,7 @@ class _Group:
 
     prompt: Prompt
     requests: list[Request]
-    """Of whole completions, by sample index."""
+    """The requests of whole completions, by sample index."""
     samples: list[PartialCompletion | Completion | ScoredCompletion]
     """A completion that is finished waits for its score."""
 
@@ -259,7 +259,7 @@ class Leader:
 
 
 class GenerationLoop:
-    """Of one rank of an engine on ranks of its own."""
+    """The loop of one rank of an engine on ranks of its own."""
 
     def __init__(
         self,
@@ -284,7 +284,7 @@ class GenerationLoop:
         self._groups: dict[int, _Group] = {}
         """By draw; on ranks that lead no engine those that are being sampled."""
         self._unfinished: list[UnfinishedGroup] = []
-        """Of an earlier start; begun before any other."""
+        """Groups of an earlier start, begun before any other."""
         self._draws = _Draws(mesh.num_engines)
         self._all_drawn = True
         """Nothing more is admitted; the same on all ranks of the engine."""

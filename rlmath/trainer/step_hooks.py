@@ -61,8 +61,8 @@ class StepHooks:
     def advantages(
         self, rewards: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]]
     ) -> list[list[float]] | None:
-        """Of every completion by group and sample, as `algorithms.advantages.advantages`; None where no function gives
-        them. A collective. UserFunctionError where the function fails."""
+        """Advantages of every completion by group and sample, as `algorithms.advantages.advantages`; None where no
+        function gives them. A collective. UserFunctionError where the function fails."""
         if self._advantage is None or not rewards:
             return None
         return self._shared(self._advantage, [(rewards, tokens)])[0]

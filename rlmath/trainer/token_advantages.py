@@ -42,7 +42,7 @@ class ScoredStep:
     """What a step learns from."""
 
     number: int
-    """Of the step, from 0 over the whole run."""
+    """Number of the step, from 0 over the whole run."""
     groups: Sequence[ScoredGroup]
     rewards_PG: list[list[float]]
     tokens_PG: list[list[int]]
@@ -58,7 +58,7 @@ class PackedStep:
     minibatch_slices: tuple[slice, ...]
     """The micro-batches of each minibatch, in `batches`."""
     seed: int
-    """Of everything that the step shuffles."""
+    """Seed of everything that the step shuffles."""
 
     def orders(self, epochs: int, shuffle: bool) -> list[list[int]]:
         """The order of the minibatches in every epoch."""
@@ -265,7 +265,7 @@ class TeacherInAdvantages:
     actor: Actor
     coef: float
     vocab_size: int
-    """Of the policy."""
+    """Size of the policy's vocabulary."""
     offload: OffloadSets
     timers: PhaseTimers
     mesh: Mesh

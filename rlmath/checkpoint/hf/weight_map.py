@@ -163,7 +163,7 @@ MODEL_TYPES = {
 
 
 def rules_of(architecture: str) -> tuple[Rule, ...]:
-    """Of a policy or a critic."""
+    """The rules of a policy or a critic."""
     return TABLES[architecture] if architecture in TABLES else VALUE_TABLES[architecture]
 
 

@@ -375,7 +375,7 @@ class SafetensorsWriter:
         self._files: list[list[str]] = []
         self._open: _File | None = None
         self.bytes = 0
-        """Of the numbers written so far."""
+        """Size of the numbers written so far."""
 
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
         """Append one tensor as `dtype` (float32, bfloat16 or float16); it may be on any device."""

@@ -48,7 +48,7 @@ class WeightsWanted:
 
 
 class WeightSender:
-    """Of one training rank: holds the offered weights, and sends them to the engines that ask for them."""
+    """A training rank's side: holds the offered weights, and sends them to the engines that ask for them."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """Of one rank of an engine: writes offered weights into the engine's."""
+    """The side of one rank of an engine: writes offered weights into the engine's."""
 
     def __init__(
         self,

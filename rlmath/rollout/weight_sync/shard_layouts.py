@@ -73,7 +73,7 @@ class Coordinates(NamedTuple):
 
 
 def coordinates(mesh: Mesh) -> Coordinates:
-    """Of the mesh's rank."""
+    """Where the mesh's rank is."""
     return Coordinates(mesh.tensor_rank, mesh.pipeline_rank, mesh.expert_rank, mesh.expert_tensor_rank)
 
 

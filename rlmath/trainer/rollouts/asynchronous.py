@@ -71,7 +71,7 @@ class EngineReport:
 
     taken: WeightsTaken
     latency_seconds: float
-    """From the end of the step that made the weights to an engine's first token with them, as rank 0 sees it."""
+    """Time from the end of the step that made the weights to an engine's first token with them, as rank 0 sees it."""
 
 
 Samples = tuple[PartialCompletion | ScoredCompletion, ...]
