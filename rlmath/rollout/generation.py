@@ -2,7 +2,7 @@
 come.
 
     trainers -> Admit, NewWeights, TakeSnapshot, CollectGroups, ScoreTokens, End -> engines
-    engines  -> GroupDone, WeightsTaken, Snapshot, Collected, Scored             -> trainers
+    engines  -> GroupDone, WeightsTaken, Snapshot, Rollout, Scored               -> trainers
 
 An engine draws a group when it has a free place and the trainers admit the draw: all engines draw from one counter, so
 that each prompt is drawn once. The completions of a group are sampled by one engine and scored beside, by its worker
@@ -46,7 +46,7 @@ from rlmath.distributed.bridge import Mailbox
 from rlmath.distributed.collectives import shared_store
 from rlmath.distributed.mesh import Mesh
 from rlmath.rewards.reward_manager import RewardManager, RewardWorkers
-from rlmath.rollout.collector import CollectGroups, Collector, Rollout, completion_text
+from rlmath.rollout.collector import CollectGroups, Collector, completion_text
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import (
     Request,
@@ -162,13 +162,6 @@ class Snapshot:
     """What is in flight in an engine, by draw."""
 
     samples: dict[int, tuple[PartialCompletion | ScoredCompletion, ...]]
-
-
-@dataclass(frozen=True)
-class Collected:
-    """What `CollectGroups` asked for; from the first engine."""
-
-    rollout: Rollout
 
 
 @dataclass(frozen=True)
@@ -428,7 +421,7 @@ class GenerationLoop:
         self._engine.reset_prefix_cache()
         rollout = self._collector.collect(message)  # over all engines; what is in flight waits
         if self._mesh.engine_index == 0:
-            self._send(Collected(rollout))
+            self._send(rollout)
         self._engine.reset_prefix_cache()
         self._go_on(interrupted)
 
