@@ -67,7 +67,7 @@ def write_unfinished(unfinished: UnfinishedGroups) -> bytes:
 
 
 def read_unfinished(
-    content: bytes, group_size: int, vocab_size: int, text_of: Callable[[Sequence[int]], str]
+    content: bytes, group_size: int, vocab_size: int, text_of: Callable[[Sequence[int], bool], str]
 ) -> UnfinishedGroups:
     """The groups in flight, of `group_size` completions of tokens below `vocab_size`; `text_of` decodes those of a
     completion. ValueError where the file is none of ours."""
@@ -91,7 +91,7 @@ def read_unfinished(
 
 
 def _read_group(
-    row: dict[str, Any], reader: TokenReader, text_of: Callable[[Sequence[int]], str]
+    row: dict[str, Any], reader: TokenReader, text_of: Callable[[Sequence[int], bool], str]
 ) -> UnfinishedGroup:
     """A group of the header; `reader` has its tokens."""
     samples = []
@@ -102,7 +102,8 @@ def _read_group(
         if one.get("score") is None:
             samples.append(part)
         else:
-            completion = part.finished(index, text_of(token_ids), one["finish_reason"])
+            text = text_of(token_ids, one["finish_reason"] == "stop")
+            completion = part.finished(index, text, one["finish_reason"])
             samples.append(ScoredCompletion(completion, read_score(one["score"])))
     return UnfinishedGroup(
         read_count(row["draw"]), read_count(row["first_step"]), tuple(samples), bool(row["deferred"])

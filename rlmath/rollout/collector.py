@@ -31,6 +31,7 @@ from rlmath.algorithms.types import (
     scored_group,
 )
 from rlmath.config.schema import RewardConfig, RolloutConfig
+from rlmath.data.tokenizer import completion_text
 from rlmath.distributed.collectives import all_gather_objects, shared_store
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.run_store import RunStore
@@ -193,7 +194,7 @@ class Collector:
             before, stopped = work.so_far.token_ids, result.finish_reason == "stop"
             finished, text = stopped or len(before) + len(result.token_ids) >= max_new_tokens, None
             if finished:
-                text = completion_text(self.tokenizer, [*before, *result.token_ids])
+                text = completion_text(self.tokenizer, [*before, *result.token_ids], stopped)
             slices[result.key] = one = _Slice(result.token_ids, result.logprobs, stopped, text)
             if finished:
                 rewards.submit(work.prompt, one.completion(work, self._engine.version, step))
@@ -228,11 +229,6 @@ class _Slice:
         assert self.text is not None
         whole = work.so_far.extended(self.token_ids, self.logprobs, policy_version, step)
         return whole.finished(work.request.key[1], self.text, "stop" if self.stopped else "length")
-
-
-def completion_text(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> str:
-    """The text of a completion, as it is judged."""
-    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
 class SamplingProgress:

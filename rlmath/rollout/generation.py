@@ -42,11 +42,12 @@ from rlmath.algorithms.types import (
 )
 from rlmath.config.schema import RewardConfig, RolloutConfig
 from rlmath.data.dataset import Inputs
+from rlmath.data.tokenizer import completion_text
 from rlmath.distributed.bridge import Mailbox
 from rlmath.distributed.collectives import shared_store
 from rlmath.distributed.mesh import Mesh
 from rlmath.rewards.reward_manager import RewardManager, RewardWorkers
-from rlmath.rollout.collector import CollectGroups, Collector, completion_text
+from rlmath.rollout.collector import CollectGroups, Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import (
     Request,
@@ -530,7 +531,8 @@ class GenerationLoop:
         draw, g = result.key
         group, whole = self._groups[draw], self._extended(result)
         reason: FinishReason = "stop" if result.finish_reason == "stop" else "length"
-        text = "" if self._leader is None else completion_text(self._collector.tokenizer, whole.token_ids)
+        tokenizer, stopped = self._collector.tokenizer, reason == "stop"
+        text = "" if self._leader is None else completion_text(tokenizer, whole.token_ids, stopped)
         group.samples[g] = completion = whole.finished(g, text, reason)
         if self._rewards is not None:
             self._rewards.submit(group.prompt, completion, key=(draw, g))
