@@ -179,7 +179,7 @@ def load_hf_weights(
     try:
         reader = HFReader(folder)
         _fill_all(chunks, reader, shape, mesh, problems)
-        if mesh.rank == 0 and (others := unexpected_tensors(shape, reader.names)):
+        if mesh.rank == 0 and (others := unexpected_tensors(shape, reader.files)):
             text = "%s: %d tensors are no part of the model that config.json describes and are left out: %s"
             logger.warning(text, option, len(others), ", ".join(others[:3]))
     except (OSError, ValueError) as error:
