@@ -68,7 +68,7 @@ def write_unfinished(unfinished: UnfinishedGroups) -> bytes:
 
 
 def read_unfinished(
-    content: bytes, group_size: int, vocab_size: int, text_of: Callable[[Sequence[int]], str]
+    content: bytes, group_size: int, vocab_size: int, text_of: Callable[[Sequence[int], bool], str]
 ) -> UnfinishedGroups:
     """The groups in flight, of `group_size` completions of tokens below `vocab_size`; `text_of` decodes those of a
     completion. ValueError where the file is none of ours."""
@@ -92,7 +92,7 @@ def read_unfinished(
 
 
 def _read_group(
-    row: dict[str, Any], reader: TokenReader, text_of: Callable[[Sequence[int]], str]
+    row: dict[str, Any], reader: TokenReader, text_of: Callable[[Sequence[int], bool], str]
 ) -> UnfinishedGroup:
     """A group of the header; `reader` has its tokens."""
     samples = []
@@ -107,7 +107,7 @@ def _read_group(
             index,
             token_ids,
             logprobs,
-            text=text_of(token_ids),
+            text=text_of(token_ids, one["finish_reason"] == "stop"),
             finish_reason=one["finish_reason"],
             policy_version=segments[-1].policy_version,
             segments=segments,

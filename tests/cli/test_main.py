@@ -156,6 +156,9 @@ def test_mistakes_in_settings_are_told_together() -> None:
     assert "model.path" in str(caught.value)
     with pytest.raises(ValueError, match="model='m'; needed: a mapping"):
         rlmath.load_config(model="m")  # pyright: ignore[reportArgumentType]
+    for answer, reference in (("3", 3), (3, "3"), ("3", ["3", 3]), ("3", None)):
+        with pytest.raises(ValueError, match="needed: a text, and a text or a list of texts"):
+            rlmath.verify(answer, reference)  # pyright: ignore[reportArgumentType]
 
 
 def test_what_a_run_wrote_is_read_as_rows(tmp_path: Path) -> None:

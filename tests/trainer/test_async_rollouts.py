@@ -136,7 +136,7 @@ def asynchronous(tmp_path: Path, model: Path, connection: EngineConnection) -> A
 
 def drawn(files: dict[str, bytes]) -> dict[int, list[tuple[int, int]]]:
     """What a checkpoint has: tokens and steps of the last segment of every sample, by draw; steps -1 where none is."""
-    unfinished = read_unfinished(files[UNFINISHED], GROUP, 101, lambda tokens: "")
+    unfinished = read_unfinished(files[UNFINISHED], GROUP, 101, lambda *_: "")
     return {
         group.draw: [(len(part.token_ids), *(s.step for s in part.segments[-1:])) for part in group.parts]
         for group in unfinished.groups

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlmath.checkpoint.directory import Checkpoint, Progress, complete_checkpoints, remove, sound_checkpoints
-from rlmath.checkpoint.hf.weights import read_metadata_files, write_hf_folder
+from rlmath.checkpoint.hf.weights import read_metadata_files, with_stop_tokens, write_hf_folder
 from rlmath.checkpoint.manager import CheckpointManager, Retention, Saved
 from rlmath.config.length_curriculum import has_length_stages, length_stages
 from rlmath.config.load import config_as_yaml
@@ -48,7 +48,8 @@ class Checkpointer:
         points = save_schedule.recovery_frequency(config.save)
         models = save_schedule.kept_frequency(config.save)
         self._trainer = trainer
-        self._metadata_files = read_metadata_files(config.model.path)
+        files = read_metadata_files(config.model.path)
+        self._metadata_files = with_stop_tokens(files, trainer.stop_token_ids)
         self._store = CheckpointManager(
             Path(config.run.output_dir) / CHECKPOINTS_FOLDER,
             trainer.saved_models,

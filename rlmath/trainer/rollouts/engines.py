@@ -28,7 +28,7 @@ from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.distributed.ranks import local_world_size
 from rlmath.models.build import Actor
 from rlmath.models.offload import RESTING, OffloadSets
-from rlmath.rewards.reward_manager import open_scorer
+from rlmath.rewards.reward_manager import RewardWorkers, open_scorer
 from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.generation import End, NewWeights
@@ -44,7 +44,6 @@ from rlmath.trainer.rollouts.asynchronous import AsynchronousRollouts, EngineCon
 from rlmath.trainer.rollouts.synchronous import Keep, PartialRollouts, StepRollouts, WholeRollouts
 from rlmath.trainer.validation import GroupCollector
 from rlmath.workers.user_functions import UserFunctionError, scorer_hook
-from rlmath.workers.worker_pool import VerifierPool
 
 logger = logging.getLogger(__name__)
 
@@ -268,7 +267,7 @@ class SeparateEngines(Engines):
 # ---------------------------------------------------------------- what both sides derive from the settings
 
 
-def validation_scorer(config: Config, mesh: Mesh) -> VerifierPool | None:
+def validation_scorer(config: Config, mesh: Mesh) -> RewardWorkers | None:
     """The workers of `validation.scorer`, on the first rank of every engine of a run that validates."""
     hook = scorer_hook(config) if length_curriculum.validates(config) and mesh.is_engine_leader else None
     return None if hook is None else open_scorer(hook, config.reward)
