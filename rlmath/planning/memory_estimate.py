@@ -21,16 +21,15 @@ With teacher.loss="full" the teacher's last hidden states of all micro-batches a
 is over. They are not counted: how many there are is known when the completions are.
 
 Where engines have ranks of their own (`rollout.ranks`), nothing takes turns. A training rank has the phases of training
-alone, and in each a copy of its parameters in the engines' number format, from which a thread sends them while training
-goes on. A rank of an engine has one phase, "generate", in which it also receives. That copy and the buckets are in the
-host's memory (`weight_sync.publish`): of a GPU's they take nothing.
+alone, a rank of an engine has one phase, "generate". The copy of the parameters that a thread sends to the engines, and
+its buckets, are in the host's memory (`weight_sync.publish`), and are not counted.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from rlmath.checkpoint.hf.weight_map import rules_of, shard_shape
@@ -60,7 +59,6 @@ PARTS = (
     "working",
     "gather_buffer",
     "dummy_gradients",
-    "published_weights",
     "engine_weights",
     "engine_workspace",
     "kv_cache",
@@ -105,9 +103,6 @@ class MemoryPlan:
     """Bytes by part, by phase, in the order of a step; parts that are not held are left out."""
     is_engine: bool = False
     """Of a rank that an engine has for itself, with stage 0; all such ranks hold the same."""
-    host: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by part that a rank with a GPU holds beside, in the host's memory, in all phases. What is offloaded there
-    is not counted."""
 
     @property
     def name(self) -> str:
@@ -165,8 +160,7 @@ def plan_engine_rank(config: Config, shape: ModelShape, rank: int, target: Targe
         "engine_workspace": engine.workspace,
         "kv_cache": max(0, engine.kv_cache),
     }
-    on_host = {"sync_buffers": _own_sync_bytes(config, target, engine.weights)}
-    return _with_host(MemoryPlan(rank, 0, {"generate": held}, is_engine=True), on_host, target)
+    return MemoryPlan(rank, 0, {"generate": _in_order(held)}, is_engine=True)
 
 
 def largest(plans: list[MemoryPlan], phases: tuple[str, ...] | None = None) -> tuple[MemoryPlan, str]:
@@ -256,20 +250,14 @@ def plan_rank(
         name: _while_training(resident, memory, model) | asleep | asdict(size)
         for name, (model, size) in passes.items()
     }
-    if mesh.engine_ranks:
-        published = sum(sum(sizes) for sizes, _ in buffers) * target.itemsize
-        on_host = {
-            "published_weights": published,
-            "sync_buffers": _own_sync_bytes(config, target, published),
-        }
-        return _with_host(MemoryPlan(mesh.rank, mesh.pipeline_rank, phases), on_host, target)
-    weights = {"engine_weights": engine.weights}
-    awake = weights | {"engine_workspace": engine.workspace, "kv_cache": max(0, engine.kv_cache)}
-    to_sync = weights | asleep | {"sync_buffers": _sync_bytes(config, mesh, target, engine.weights)}
-    phases = {
-        "sync": _while_generating(resident, memory, with_parameters=True) | to_sync,
-        "generate": _while_generating(resident, memory, not memory.offload_parameters) | awake,
-    } | phases
+    if not mesh.engine_ranks:
+        weights = {"engine_weights": engine.weights}
+        awake = weights | {"engine_workspace": engine.workspace, "kv_cache": max(0, engine.kv_cache)}
+        to_sync = weights | asleep | {"sync_buffers": _sync_bytes(config, mesh, target, engine.weights)}
+        phases = {
+            "sync": _while_generating(resident, memory, with_parameters=True) | to_sync,
+            "generate": _while_generating(resident, memory, not memory.offload_parameters) | awake,
+        } | phases
     return MemoryPlan(mesh.rank, mesh.pipeline_rank, {name: _in_order(held) for name, held in phases.items()})
 
 
@@ -502,20 +490,6 @@ def _sync_bytes(config: Config, mesh: Mesh, target: Target, weights: int) -> int
         return 0
     bucket = bucket_bytes(config.sync.bucket_mib, target.kind, mesh.world_size)
     return (4 if target.kind == "cuda" else 2) * min(bucket, weights)
-
-
-def _with_host(plan: MemoryPlan, on_host: Mapping[str, int], target: Target) -> MemoryPlan:
-    """With parts that are in the host's memory all the time, which on CPU is the same memory."""
-    on_cpu = target.kind == "cpu"
-    phases = {name: _in_order({**held, **(on_host if on_cpu else {})}) for name, held in plan.phases.items()}
-    return replace(plan, phases=phases, host={} if on_cpu else _in_order(on_host))
-
-
-def _own_sync_bytes(config: Config, target: Target, weights: int) -> int:
-    """Of a rank that sends to engines on ranks of their own, or receives there: one bucket is filled while the other
-    travels."""
-    at_least_two_ranks = 2
-    return 2 * min(bucket_bytes(config.sync.bucket_mib, target.kind, at_least_two_ranks), weights)
 
 
 def _in_order(held: Mapping[str, int]) -> dict[str, int]:

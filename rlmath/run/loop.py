@@ -38,7 +38,6 @@ from rlmath.planning.memory_fit import measured_line
 from rlmath.run.divergence import DivergedError, DivergenceCheck, RewardRule
 from rlmath.run.endings import END, Ending, conclude
 from rlmath.run.join import OnError, claim_folder, join_run
-from rlmath.run.nodes import compare_clocks
 from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.checkpoint_choice import choose_checkpoint
 from rlmath.run.recovery.checkpointing import Checkpointer
@@ -74,7 +73,6 @@ def run_training(
         bridge, heartbeat = join_run(
             stack, config, device=device, rendezvous=rendezvous, stop=stop, on_error=on_error
         )
-        compare_clocks()
         heartbeat.enter_phase("check checkpoint")
         resumed = choose_checkpoint(prepared.recovery, heartbeat.report_progress)
         claim_folder(prepared, mesh, resumed, trainer_class.kind)

@@ -1,7 +1,8 @@
 """A step of a run on a cluster, predicted: its work and its seconds, phase by phase, on one layout or on every one.
 
 A step switches from training to sampling and back, syncs weights, samples, and trains; where engines have ranks of
-their own (`rollout.ranks`), they sample while the others train. Weights move as the plan of a sync says
+their own (`rollout.ranks`), they sample while the others train; what it
+takes to send them weights is left out. Weights move as the plan of a sync says
 (`weight_sync.reshard_plan`); here their bytes follow from the two layouts as if the model were one even row of numbers,
 which costs nothing for a thousand ranks.
 """
@@ -33,35 +34,26 @@ from rlmath.planning.planner.sampling import (
     Rollout,
     engine_of,
     rollout_of,
-    transfer_work,
 )
 from rlmath.planning.planner.training import (
     StepInputs,
     critic_work,
     head_flops,
     logprobs_work,
-    publish_work,
     update_work,
 )
 from rlmath.planning.planner.work import Cluster, Coefficients, Work, seconds_by_coefficient, seconds_of
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 
-PHASES = (
-    *("switch", "sync", "rollout", "transfer"),
-    *("records", "logprobs", "reference", "critic", "teacher", "update", "publish", "other"),
-)
+PHASES = ("switch", "sync", "rollout", "logprobs", "reference", "critic", "teacher", "update", "other")
 """In the order of a step; the switch is both ways. Where engines have no ranks of their own, phases take turns on the
 same memory, none runs beside another."""
-ENGINE_PHASES = ("rollout", "transfer")
-"""Those of engines with ranks of their own, beside the others."""
 TYPICAL_SHARE = 0.3
 """Mean completion as a share of the longest, where not given: 0.29 to 0.31 for R1 models and 27,648 tokens."""
 TYPICAL_PROMPT = 128
 """Mean prompt (tokens) where not given; AReaL's step log has 108."""
 JUDGED_PER_SECOND = 3500.0
 """Answers that one reward worker checks (docs/benchmarks.md, on two server cores)."""
-ENGINE_SHARES = (1 / 4, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
-"""Of all ranks, that layouts of an asynchronous run give to engines."""
 
 
 # ---------------------------------------------------------------- the step
@@ -99,7 +91,7 @@ class StepPlan:
 
     @property
     def engine_seconds(self) -> float:
-        return sum(self.seconds.get(phase, 0.0) for phase in ENGINE_PHASES)
+        return self.seconds["rollout"]
 
     @property
     def trainer_seconds(self) -> float:
@@ -147,21 +139,18 @@ def step_inputs(
 
 
 def plan_step(inputs: StepInputs, coefficients: Coefficients) -> StepPlan:
-    """A step and its seconds. With engines on ranks of their own trainers are the first ranks; nothing is switched or
-    offloaded for engines, every trainer gets what is sampled ("records"), and copies its parameters to the host, from
-    where they are sent ("publish")."""
+    """A step and its seconds. With engines on ranks of their own trainers are the first ranks, and nothing is switched
+    or offloaded for engines."""
     config, cluster, machine = inputs.config, inputs.cluster, inputs.cluster.machine
     own, rollout = config.rollout.ranks, rollout_of(inputs)
     training = replace(inputs, cluster=cluster.first(cluster.ranks - own))
     memory, _ = largest(plan_ranks(config, inputs.shape, cluster.ranks, inputs.target))
-    if own:
-        work = {"records": Work(tokens=inputs.batch.tokens)}
-        work |= _training_phases(training, memory) | {"publish": publish_work(training)}
-        work |= {"rollout": rollout.work, "transfer": transfer_work(inputs, rollout.weights)}
-    else:
-        work = {"switch": switch_work(config, memory, inputs.target), "sync": sync_work(inputs)}
-        work |= {"rollout": rollout.work} | _training_phases(training, memory)
-    work["other"] = Work(steps=1, tokens=inputs.batch.tokens / training.parts)
+    work = {"rollout": rollout.work} | _training_phases(training, memory)
+    if not own:
+        work = {"switch": switch_work(config, memory, inputs.target), "sync": sync_work(inputs)} | work
+    # Every trainer gets all that engines on ranks of their own sample.
+    handled = inputs.batch.tokens * (1 / training.parts + bool(own))
+    work["other"] = Work(steps=1, tokens=handled)
     return StepPlan(
         config,
         inputs.mesh,
@@ -340,18 +329,14 @@ def with_layout(config: Config, tensor: int, pipeline: int, engine: int) -> Conf
 
 
 def layouts_of(config: Config, shape: ModelShape, cluster: Cluster) -> Iterator[Config]:
-    """TP x PP x engine TP that no check refuses, of an asynchronous run with several numbers of ranks for engines;
-    tensor-parallel ranks stay within a node."""
-    inside, own = _divisors(cluster.ranks_per_node), config.rollout.ranks
+    """TP x PP x engine TP that no check refuses; tensor-parallel ranks stay within a node."""
+    inside = _divisors(cluster.ranks_per_node)
     for engine in inside:
-        shares = {own, *(round(share * cluster.ranks / engine) * engine for share in ENGINE_SHARES)}
-        for ranks in sorted(shares) if own else [0]:
-            split = replace(config, rollout=replace(config.rollout, ranks=ranks))
-            for tensor in inside:
-                for pipeline in _divisors(shape.num_layers):
-                    found = with_layout(split, tensor, pipeline, engine)
-                    if (ranks or not own) and not problems_of(found, shape, cluster):
-                        yield found
+        for tensor in inside:
+            for pipeline in _divisors(shape.num_layers):
+                found = with_layout(config, tensor, pipeline, engine)
+                if not problems_of(found, shape, cluster):
+                    yield found
 
 
 def problems_of(config: Config, shape: ModelShape, cluster: Cluster) -> list[str]:
