@@ -184,7 +184,8 @@ def update_metrics(
     }
     if not results:
         return counts
-    mean = partial(_mean, kept or results)
+    counted = kept or results
+    mean = partial(_mean, counted)
     reference_kl = mean("reference_kl") if record.reward_kl is None else record.reward_kl.per_token
     kl_reward = -settings.kl_coef * reference_kl
     final_reward = task_reward + kl_reward
@@ -204,7 +205,7 @@ def update_metrics(
         "train/entropy_loss": mean("entropy"),
         "train/proximal_kl": mean("proximal_kl"),
         "train/reference_kl": reference_kl,
-        "train/grad_norm": sum(result.grad_norm for result in kept) / len(kept) if kept else 0.0,
+        "train/grad_norm": sum(result.grad_norm for result in counted) / len(counted),
         "train/learning_rate": results[-1].learning_rate,
     }
     if settings.importance_correction is not None or settings.masks_alone:

@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 import pytest
@@ -185,9 +186,10 @@ def test_the_correction_is_told_where_there_is_one():
     assert metrics["train/importance_masked_binary_kl"] == pytest.approx(7 * 12 / 30)
 
 
-def test_a_step_whose_minibatches_were_all_discarded_has_no_gradient_norm():
-    metrics = update_metrics(UpdateRecord([RESULTS[1]], ADVANTAGES, None), GROUPS, 2.0, AlgorithmConfig())
-    assert metrics["train/grad_norm"] == 0.0
+def test_a_step_whose_minibatches_were_all_discarded_has_their_gradient_norm():
+    discarded = replace(RESULTS[1], grad_norm=math.inf)
+    metrics = update_metrics(UpdateRecord([discarded], ADVANTAGES, None), GROUPS, 2.0, AlgorithmConfig())
+    assert metrics["train/grad_norm"] == math.inf
     assert metrics["train/early_stopped_minibatches"] == metrics["train/minibatches"] == 1.0
 
 

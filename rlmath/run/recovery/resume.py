@@ -220,6 +220,17 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
     return None
 
 
+def changes_since_newest(config: Config) -> list[str] | None:
+    """What the newest whole checkpoint in the run's folder refuses of the settings, but for what it compares by
+    contents, as `find_recovery` does; None where the run would start from the beginning. Reads manifests and small
+    files only. ValueError where it cannot be known what there is."""
+    if config.run.recover_mode == "disabled":
+        return None
+    for _, progress, then in _readable_checkpoints(config, []):
+        return _changed_settings(then, config, progress)
+    return None
+
+
 def newest_settings(config: Config) -> Config | None:
     """The settings of the newest whole checkpoint in the run's folder that can be read; None where there is none, or
     it cannot be known. Reads manifests and small files only."""
