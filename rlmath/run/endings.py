@@ -1,6 +1,6 @@
 """How a run can end: one table of exit statuses and of what is said.
 
-ending = Ending(END["stopped"], step=7, reason="SIGTERM")
+ending = Ending(END["stopped"], saved=7, step=7, reason="SIGTERM")
 status = conclude(ending, config, stop, rank)           # alike on all ranks
 """
 
