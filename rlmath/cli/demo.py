@@ -98,7 +98,7 @@ def set_aside(folder: Path) -> None:
 
 def accuracy(title: str, model: Path, data: Path, output: Path, seed: int) -> float:
     """Share of correct answers on held-out prompts, one sample each at temperature 1."""
-    command = [sys.executable, "-m", "rlmath.evals", "--model", str(model), "--seed", str(seed)]
+    command = [sys.executable, "-P", "-m", "rlmath.evals", "--model", str(model), "--seed", str(seed)]
     command += ["--benchmarks", "heldout", "--data-dir", str(data), "--output", str(output)]
     command += ["--samples", "1", "--no-greedy", "--temperature", "1", "--top-p", "1"]
     command += ["--max-prompt-tokens", str(MAX_PROMPT_TOKENS), "--max-new-tokens", str(MAX_NEW_TOKENS)]
@@ -117,7 +117,7 @@ def command_name() -> str:
 
 def torchrun(ranks: int) -> list[str]:
     """The start of a command that runs so many ranks on this machine."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
 
 
 def one_thread() -> dict[str, str]:
@@ -226,7 +226,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     names = sorted(path.stem for path in ALGORITHMS.glob("*.yaml"))
     parser.add_argument(
-        "--algorithm", choices=names, default="grpo", help="one of configs/algorithms (default: grpo)"
+        "--algorithm",
+        choices=names,
+        default="grpo",
+        metavar="NAME",
+        help=f"one of {', '.join(names)} (default: grpo)",
     )
     parser.add_argument(
         "--output", type=Path, default=Path("outputs/demo"), help="folder (default: outputs/demo)"

@@ -12,7 +12,7 @@ No problem is in both files; `47+85` and `85+47` are two problems. The worked so
 
 one step per column, lowest first, the carry as a third term.
 
-worked.jsonl has such solutions of training problems, drawn with repetition, for launch/train_sft.py:
+worked.jsonl has such solutions of training problems, drawn with repetition, for `rlmath sft`:
 
     {"prompt": "47+85=", "completion": "7+5=12 4+8+1=13 \\boxed{132}"}
 

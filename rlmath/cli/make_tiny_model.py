@@ -2,7 +2,7 @@
 
     python -m rlmath.cli.make_tiny_model --output models/tiny --seed 1
 
-`launch/train_sft.py` then teaches it to add, from the worked solutions that `rlmath/cli/make_arithmetic.py` writes.
+`rlmath sft` then teaches it to add, from the worked solutions that `rlmath/cli/make_arithmetic.py` writes.
 
 Prints one JSON line: parameters, seconds, output.
 """

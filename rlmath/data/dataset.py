@@ -21,7 +21,7 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, DataConfig
 from rlmath.data import loader
 from rlmath.data.audit import DataAudit, audit_prompts, audit_sequences, prompt_lines, sequence_lines
-from rlmath.data.files import CHARACTERS_PER_TOKEN
+from rlmath.data.files import CHARACTERS_PER_TOKEN, folder_line
 from rlmath.data.formats import read_prompts
 from rlmath.data.order import PromptOrder, shares_of
 from rlmath.data.prompt_curriculum import read_history
@@ -327,7 +327,8 @@ class ValidationFile:
             text += f", {self.too_long} of them too long for the context, which count as wrong"
         if self.unusable:
             text += f"; {len(self.unusable)} rows cannot be used:"
-        return (text, *(f"    {line}" for line in unusable_lines(self.path, self.unusable)))
+        folder = filter(None, [folder_line(self.path)])
+        return (*folder, text, *(f"    {line}" for line in unusable_lines(self.path, self.unusable)))
 
 
 def load_validation(

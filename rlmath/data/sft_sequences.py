@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Sample
-from rlmath.data.files import CHARACTERS_PER_TOKEN, raw_rows
+from rlmath.data.files import CHARACTERS_PER_TOKEN, folder_line, raw_rows
 from rlmath.data.formats import check_length, checked_text, messages_of
 from rlmath.data.loader import FilterReport
 from rlmath.data.order import permutation
@@ -104,6 +104,7 @@ def load_sequences(
         longest_dropped_tokens=longest,
         most_tokens=limit,
         path=path,
+        files=folder_line(path),
         unusable=tuple(unusable),
         setting="sft.max_sequence_tokens",
         example=example,

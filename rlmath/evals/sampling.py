@@ -28,7 +28,7 @@ from rlmath.rollout.collector import SamplingProgress
 from rlmath.rollout.engine import end_engine, open_standalone
 from rlmath.rollout.sampling import Request, RequestResult, sample
 from rlmath.rollout.work_queue import WorkQueue
-from rlmath.workers.custom_function import FunctionResult
+from rlmath.workers.function_calls import FunctionResult
 from rlmath.workers.worker_pool import VerifierPool
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from rlmath.rewards.several_rewards import (
     reward_hooks,
     several_score,
 )
-from rlmath.workers.custom_function import FunctionResult
+from rlmath.workers.function_calls import FunctionResult
 from rlmath.workers.hooks import Hook
 from rlmath.workers.user_functions import UserFunctionError
 from rlmath.workers.worker_pool import VerifierPool

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rlmath.algorithms.types import Score
 from rlmath.answers.verifier import FAILURES, Verdict
 from rlmath.config.schema import RewardConfig
-from rlmath.workers.custom_function import FunctionResult
+from rlmath.workers.function_calls import FunctionResult
 
 
 @dataclass(frozen=True)

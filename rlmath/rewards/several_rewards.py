@@ -27,7 +27,7 @@ from rlmath.algorithms.types import Completion, Prompt, RewardFailure, Score, Sc
 from rlmath.answers.verifier import FAILURES, Rules, Verdict
 from rlmath.config.schema import RewardConfig
 from rlmath.rewards.schemes import Scheme, raw_reward
-from rlmath.workers.custom_function import FunctionResult
+from rlmath.workers.function_calls import FunctionResult
 from rlmath.workers.hooks import REWARD_WORDS, Hook
 from rlmath.workers.worker_pool import VerifierPool
 

@@ -46,6 +46,20 @@ PUBLISH_SECONDS = 1.0
 """Interval at which an engine publishes how much it has sampled."""
 PROGRESS_SECONDS = 20.0
 """Interval of the log lines on the progress, where there is no terminal for a bar."""
+LEAST_DONE = 0.1
+"""Share of the completions after which the time that is left is told."""
+
+
+@dataclass(frozen=True)
+class CollectGroups:
+    """Prompts to sample and score now."""
+
+    prompts: Sequence[Prompt]
+    sampling: SamplingSettings
+    seed: RolloutSeed
+    title: str
+    """For the console."""
+    validates: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,20 +112,16 @@ class Collector:
         self._scorer = scorer
         self._rollouts = 0
 
-    def collect(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingSettings,
-        seed: RolloutSeed,
-        title: str,
-        validates: bool = False,
-    ) -> Rollout:
-        """G scored completions of each of the P prompts, the same on every rank; `title` is for the console."""
+    def collect(self, what: CollectGroups) -> Rollout:
+        """G scored completions of each of the P prompts, the same on every rank."""
+        prompts, sampling = what.prompts, what.sampling
         rows = [
             [Work(prompt, request) for request in requests]
-            for prompt, requests in zip(prompts, group_requests(prompts, sampling, seed), strict=True)
+            for prompt, requests in zip(prompts, group_requests(prompts, sampling, what.seed), strict=True)
         ]
-        sampled, engines = self.sample(rows, sampling.max_new_tokens, seed.step, title, validates)
+        sampled, engines = self.sample(
+            rows, sampling.max_new_tokens, what.seed.step, what.title, what.validates
+        )
         groups = [
             scored_group(prompt, [sampled[p, g] for g in range(sampling.samples)])
             for p, prompt in enumerate(prompts)
@@ -249,7 +259,7 @@ class SamplingProgress:
         self._started = self._published = self._logged = time.monotonic()
         # None: shown on a terminal, not in a log file.
         hide_bar = None if self._shown else True
-        form = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} completions, {remaining} left"
+        form = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} completions{postfix}"
         self._bar = tqdm(total=total, desc=title, disable=hide_bar, leave=False, bar_format=form)
 
     def add_one(self) -> None:
@@ -270,6 +280,8 @@ class SamplingProgress:
         )
         done = sum(count for count in self._by_engine.values() if isinstance(count, int))
         if not self._bar.disable:
+            left = left_text(done, self._total, now - self._started)
+            self._bar.set_postfix_str(left.removeprefix(", "), refresh=False)
             self._bar.update(done - self._bar.n)
         elif now - self._logged >= PROGRESS_SECONDS:
             self._logged = now
@@ -293,6 +305,16 @@ def progress_line(title: str, done: int, total: int, seconds: float) -> str:
     >>> progress_line("step 7/20", 500, 2000, 60.0)
     'step 7/20: sampled 500 of 2,000 completions (25%) in 01:00, about 03:00 left'
     """
-    left = f", about {tqdm.format_interval(seconds / done * (total - done))} left" if done else ""
-    passed = tqdm.format_interval(seconds)
+    passed, left = tqdm.format_interval(seconds), left_text(done, total, seconds)
     return f"{title}: sampled {done:,} of {total:,} completions ({done / total:.0%}) in {passed}{left}"
+
+
+def left_text(done: int, total: int, seconds: float) -> str:
+    """The time that is left, once LEAST_DONE of the completions tell how long one takes.
+
+    >>> left_text(50, 512, 60.0), left_text(128, 512, 60.0)
+    ('', ', about 03:00 left')
+    """
+    if done < LEAST_DONE * total:
+        return ""
+    return f", about {tqdm.format_interval(seconds / done * (total - done))} left"

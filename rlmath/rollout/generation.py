@@ -46,7 +46,7 @@ from rlmath.distributed.bridge import Mailbox
 from rlmath.distributed.collectives import shared_store
 from rlmath.distributed.mesh import Mesh
 from rlmath.rewards.reward_manager import RewardManager, RewardWorkers
-from rlmath.rollout.collector import Collector, Rollout, completion_text
+from rlmath.rollout.collector import CollectGroups, Collector, Rollout, completion_text
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import (
     Request,
@@ -107,17 +107,6 @@ class NewWeights:
 @dataclass(frozen=True)
 class TakeSnapshot:
     """Report what is in flight."""
-
-
-@dataclass(frozen=True)
-class CollectGroups:
-    """Sample and score these prompts now, over all engines; what is in flight waits."""
-
-    prompts: Sequence[Prompt]
-    sampling: SamplingSettings
-    seed: RolloutSeed
-    title: str
-    validates: bool = False
 
 
 @dataclass(frozen=True)
@@ -437,9 +426,7 @@ class GenerationLoop:
         interrupted = self._interrupt()
         self._keep_tokens(interrupted)
         self._engine.reset_prefix_cache()
-        rollout = self._collector.collect(
-            message.prompts, message.sampling, message.seed, message.title, message.validates
-        )
+        rollout = self._collector.collect(message)  # over all engines; what is in flight waits
         if self._mesh.engine_index == 0:
             self._send(Collected(rollout))
         self._engine.reset_prefix_cache()

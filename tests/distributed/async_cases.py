@@ -183,7 +183,7 @@ def _score_segments(
                     for name, tensor in chunk.named_parameters():
                         tensor.copy_(saved[name])
                 (result,) = trainer.actor.forward_backward.logprobs([batch])
-                row = result.logprobs_T.tolist()[len(group.prompt.token_ids) :]
+                row = result.tolist()[len(group.prompt.token_ids) :]
                 end = start + segment.tokens
                 found.append((list(one.logprobs[start:end]), row[start:end]))
                 start = end

@@ -5,7 +5,7 @@ import pytest
 from rlmath.algorithms.types import Score
 from rlmath.answers.verifier import Verdict
 from rlmath.rewards.schemes import Scheme, function_score, overlong_share, score
-from rlmath.workers.custom_function import FunctionResult
+from rlmath.workers.function_calls import FunctionResult
 
 RIGHT = Verdict(True, "1/2", "symbolic")
 WRONG = Verdict(False, "1/3", "number")

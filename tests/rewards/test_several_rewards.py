@@ -26,7 +26,7 @@ from rlmath.rewards.several_rewards import (
     several_score,
     summed_rewards,
 )
-from rlmath.workers.custom_function import FunctionResult
+from rlmath.workers.function_calls import FunctionResult
 
 LIMIT = 100
 PROMPT = Prompt("q1", "1+1=", (1,), ("\\boxed{2}",), "math")

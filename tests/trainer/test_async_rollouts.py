@@ -7,7 +7,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,10 @@ from rlmath.config.schema import Config, DataConfig, ModelConfig, RolloutConfig,
 from rlmath.data.dataset import load_inputs
 from rlmath.distributed.bridge import Bridge, Mailbox
 from rlmath.distributed.mesh import Mesh
-from rlmath.rollout.collector import Rollout
+from rlmath.rollout.collector import CollectGroups, Rollout
 from rlmath.rollout.generation import (
     Admit,
     Collected,
-    CollectGroups,
     Continue,
     GroupDone,
     Snapshot,
@@ -133,7 +131,7 @@ def asynchronous(tmp_path: Path, model: Path, connection: EngineConnection) -> A
     shape = shape_of(model)
     inputs = load_inputs(config, shape)
     assert inputs.total_steps == 5
-    return AsynchronousRollouts(config, inputs, connection, shape.vocab_size, inputs.total_steps)
+    return AsynchronousRollouts(config, inputs, inputs.total_steps, connection, shape.vocab_size)
 
 
 def drawn(files: dict[str, bytes]) -> dict[int, list[tuple[int, int]]]:
@@ -206,10 +204,5 @@ def test_what_is_asked_of_the_engines_for_validation_is_what_they_are_sent(
     wanted = Rollout([], [])
     engine.send(done(4, 0))
     engine.send(Collected(wanted))
-    found = connection.collect(asked.prompts, asked.sampling, asked.seed, asked.title, validates=True)
-    assert found == wanted and engine.next() == asked
+    assert connection.collect(asked) == wanted and engine.next() == asked
     assert connection.groups() == [done(4, 0)], "what came meanwhile is kept"
-    plain = replace(asked, validates=False)
-    engine.send(Collected(wanted))
-    connection.collect(plain.prompts, plain.sampling, plain.seed, plain.title)
-    assert engine.next() == plain

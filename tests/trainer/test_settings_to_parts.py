@@ -561,8 +561,8 @@ def test_what_the_updates_take_from_the_settings(tied_model: Path) -> None:
     one = PolicyUpdater(
         gae, shape_of(tied_model), Mesh(0, 1, 1, 1, 1), any_part, any_part, any_part, PhaseTimers(), any_part
     )
-    of_critic = one.critic_updater
-    assert of_critic is not None and one.penalty is not None and of_critic.penalty is one.penalty
+    (of_critic,) = one.parts(0)
+    assert one.penalty is not None and of_critic.penalty is one.penalty
     assert (of_critic.critic, of_critic.settings, of_critic.eps) == (any_part, DISTINCT.critic, 0.00163)
     assert one.penalty == KLPenalty(coef=0.0172, kind="k2", advantage="ppo", eps=0.00163)
     parallel = replace(DISTINCT.parallel, sequence=True)

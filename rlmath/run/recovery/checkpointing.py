@@ -17,7 +17,7 @@ from rlmath.checkpoint.manager import CheckpointManager, Retention, Saved
 from rlmath.config.length_curriculum import has_length_stages, length_stages
 from rlmath.config.load import config_as_yaml
 from rlmath.config.run_files import CHECKPOINTS_FOLDER, EXPORT_FOLDER, MODELS_FOLDER
-from rlmath.distributed.collectives import broadcast_from_rank_zero, max_over_ranks
+from rlmath.distributed.collectives import broadcast_from_rank_zero, reduce_over_ranks
 from rlmath.distributed.fault_tolerance.preemption import REASONS, StopRequest
 from rlmath.distributed.process import library_versions
 from rlmath.models.megatron import hf_stream
@@ -141,7 +141,7 @@ class Checkpointer:
             "point": float(point and is_clock),
             "writing": float(self._store.busy and not self._store.written),
         }
-        return max_over_ranks(mine)
+        return reduce_over_ranks({}, mine)[1]
 
     def export(self, folder: Path, more: Mapping[str, bytes] | None = None) -> None:
         """Write the model as it is now in Hugging Face form, with some files `more`. A collective. OSError on rank 0
