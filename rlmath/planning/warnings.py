@@ -141,6 +141,21 @@ UNUSED: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
 """Settings or whole sections; in which runs they have no effect; and why, behind "no effect"."""
 
 
+SENSIBLE = (
+    ("optimizer.lr", 0.0, 1.0),
+    ("optimizer.weight_decay", 0.0, 10.0),
+    ("critic.lr", 0.0, 1.0),
+    ("rollout.temperature", 0.05, 10.0),
+    ("rollout.max_new_tokens", 8, math.inf),
+    ("validation.temperature", 0.0, 10.0),
+    ("reward.timeout_seconds", 0.01, math.inf),
+    ("save.ckpt_freq_secs", 1.0, math.inf),
+    ("save.save_freq_secs", 1.0, math.inf),
+)
+"""Values that a run may have and that mean something: fewer tokens hold no \\boxed{...}, and a checkpoint takes longer
+than less seconds."""
+
+
 def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
     """Settings that change nothing in this run, or less than one may think. `unused` are those of `only_used`."""
     found = [f"Without effect in supervised training: {', '.join(unused)}."] if unused else []
@@ -149,6 +164,10 @@ def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
     for keys, applies, why in UNUSED:
         if (given := [key for key in changed if is_among(key, keys.split())]) and applies(config):
             found.append(f"{', '.join(given)}: no effect {why}.")
+    for key, low, high in SENSIBLE:
+        if values[key] is not None and not low <= values[key] <= high:
+            wanted = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
+            found.append(f"{key}={values[key]:g} is legal, and hardly what you mean: sensible is {wanted}.")
     for find in (_rollout_warnings, _rollback_warnings, _algorithm_warnings, _selection_warnings):
         found += find(config)
     return found

@@ -172,7 +172,7 @@ class DivergenceCheck:
         text = Sample(tokens[:1], tokens[1:], [0.0] * 8, advantage=0.0)
         batch = pack([text], [0], mesh.tensor if trainer.config.parallel.sequence else 1)
         found = trainer.actor.forward_backward.logprobs([batch] * mesh.microbatch_multiple)
-        finite = all(bool(one.logprobs_T.isfinite().all()) for one in found)
+        finite = all(bool(one.isfinite().all()) for one in found)
         if first_error(None if finite else "not finite") is not None:
             raise DivergedError("the model gives log-probs that are not finite")
 
