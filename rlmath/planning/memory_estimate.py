@@ -209,20 +209,14 @@ def plan_rank(
     layers = _own_layers(config, shape, mesh)
     buffers = _buffers(shape, mesh, layers)
     work = stage_work(config, shape, mesh, target, layers)
-    teacher = plan_teacher(config, shape, mesh, target) if kind == "grpo" else None
-    in_loss = 0 if teacher is None else teacher.in_loss
-    update = formulas.backward_bytes(shape, work, config.policy, in_loss)
+    critic = teacher = NO_MODEL
+    if kind == "grpo":
+        critic, teacher = (plan(config, shape, mesh, target) for plan in (plan_critic, plan_teacher))
+    update = formulas.backward_bytes(shape, work, config.policy, teacher.in_loss)
     forward = formulas.forward_bytes(shape, work)
     gather, dummies = formulas.gather_bytes(shape, work), _dummy_gradient_bytes(shape, mesh, target)
-    if teacher is not None:
-        gather = max(gather, teacher.gather)
-    critic = _Critic({}, formulas.PassBytes(0, 0, 0), 0)
-    if kind == "grpo" and (critic_shape := critic_shape_of(config, shape)) is not None:
-        critic = _plan_critic(config, critic_shape, mesh, target)
-    resident = _resident(config, target, buffers, max(gather, critic.gather), dummies)
-    resident |= critic.resident
-    if teacher is not None:
-        resident |= teacher.resident
+    gather = max(gather, critic.gather, teacher.gather)
+    resident = _resident(config, target, buffers, gather, dummies) | critic.resident | teacher.resident
     memory = config.memory
     if target.kind != "cuda":  # on CPU only dropping gradients frees memory
         memory = replace(
@@ -242,9 +236,9 @@ def plan_rank(
     if "reference" in resident:
         passes["reference"] = ("reference", forward)
     if critic.resident:
-        passes["critic"] = ("critic", critic.update)
-    if teacher is not None:
-        passes["teacher"] = ("teacher", teacher.forward)
+        passes["critic"] = ("critic", critic.largest_pass)
+    if teacher.resident:
+        passes["teacher"] = ("teacher", teacher.largest_pass)
     passes["update"] = ("teacher_head", update)
     phases = {
         name: _while_training(resident, memory, model) | asleep | asdict(size)
@@ -262,25 +256,34 @@ def plan_rank(
 
 
 @dataclass(frozen=True)
-class _Critic:
-    """What a critic adds to a rank's plan."""
+class ModelBytes:
+    """What one rank holds of a critic or a teacher, and for it."""
 
     resident: dict[str, int]
-    """Empty without a critic."""
-    update: formulas.PassBytes
-    gather: int
-    """Of Megatron's buffer of gathered hidden states."""
+    """By part; empty without such a model."""
+    largest_pass: formulas.PassBytes
+    gather: int = 0
+    """As `formulas.gather_bytes`."""
+    in_loss: int = 0
+    """Beside the policy's logits in the update: a teacher's hidden states and blocks of logits."""
 
 
-def _plan_critic(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> _Critic:
-    layers = _own_layers(config, shape, mesh)
-    held = _resident(config, target, _buffers(shape, mesh, layers), 0, 0)
+NO_MODEL = ModelBytes({}, formulas.PassBytes(0, 0, 0))
+
+
+def plan_critic(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> ModelBytes:
+    """The critic of a policy of this shape."""
+    critic = critic_shape_of(config, shape)
+    if critic is None:
+        return NO_MODEL
+    layers = _own_layers(config, critic, mesh)
+    held = _resident(config, target, _buffers(critic, mesh, layers), 0, 0)
     names = ("parameters", "gradients", "optimizer")
-    work = stage_work(config, shape, mesh, target, layers)
-    return _Critic(
+    work = stage_work(config, critic, mesh, target, layers)
+    return ModelBytes(
         {f"critic_{name}": held[name] for name in names},
-        formulas.backward_bytes(shape, work, config.policy),
-        formulas.gather_bytes(shape, work),
+        formulas.backward_bytes(critic, work, config.policy),
+        formulas.gather_bytes(critic, work),
     )
 
 
@@ -298,26 +301,11 @@ def _buffers(shape: ModelShape, mesh: Mesh, layers: int) -> list[tuple[list[int]
     return buffers + [(sizes, mesh.expert_data) for sizes in expert_sizes(shape, mesh, layers)]
 
 
-@dataclass(frozen=True)
-class TeacherBytes:
-    """What one rank holds of a teacher, and for it."""
-
-    resident: dict[str, int]
-    """Its parameters, by part."""
-    forward: formulas.PassBytes
-    """Its pass over a micro-batch."""
-    in_loss: int
-    """Beside the policy's logits in the update: hidden states and blocks of logits."""
-    gather: int
-    """As `formulas.gather_bytes`."""
-
-
-def plan_teacher(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> TeacherBytes | None:
-    """Of a rank's teacher, which has the layout of a policy of this shape, and as many rows in its embedding; None
-    without a teacher."""
+def plan_teacher(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> ModelBytes:
+    """Of a rank's teacher, which has the layout of a policy of this shape, and as many rows in its embedding."""
     own = teacher_shape_of(config)
     if own is None:
-        return None
+        return NO_MODEL
     own, full = replace(own, vocab_size=shape.vocab_size), config.teacher.loss == "full"
     layers = _own_layers(config, own, mesh)
     sizes = [*parameter_sizes(own, mesh, layers), *expert_sizes(own, mesh, layers)]
@@ -327,9 +315,8 @@ def plan_teacher(config: Config, shape: ModelShape, mesh: Mesh, target: Target) 
     in_loss = formulas.teacher_loss_bytes(own, work) if full else 0
     # For hidden states alone the pass ends before the output layer.
     pass_work = replace(work, has_head=work.has_head and not full)
-    return TeacherBytes(
-        resident, formulas.forward_bytes(own, pass_work), in_loss, formulas.gather_bytes(own, pass_work)
-    )
+    gather = formulas.gather_bytes(own, pass_work)
+    return ModelBytes(resident, formulas.forward_bytes(own, pass_work), gather, in_loss)
 
 
 def stage_work(

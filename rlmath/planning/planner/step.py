@@ -38,7 +38,6 @@ from rlmath.planning.planner.sampling import (
 from rlmath.planning.planner.training import (
     StepInputs,
     critic_work,
-    head_flops,
     logprobs_work,
     update_work,
 )
@@ -145,7 +144,7 @@ def plan_step(inputs: StepInputs, coefficients: Coefficients) -> StepPlan:
     own, rollout = config.rollout.ranks, rollout_of(inputs)
     training = replace(inputs, cluster=cluster.first(cluster.ranks - own))
     memory, _ = largest(plan_ranks(config, inputs.shape, cluster.ranks, inputs.target))
-    work = {"rollout": rollout.work} | _training_phases(training, memory)
+    work = {"rollout": rollout.work} | _training_phases(training)
     if not own:
         work = {"switch": switch_work(config, memory, inputs.target), "sync": sync_work(inputs)} | work
     # Every trainer gets all that engines on ranks of their own sample.
@@ -168,16 +167,20 @@ def plan_step(inputs: StepInputs, coefficients: Coefficients) -> StepPlan:
     )
 
 
-def _training_phases(training: StepInputs, memory: MemoryPlan) -> dict[str, Work]:
-    """From log-probs to the update; those that the run has."""
+def _training_phases(training: StepInputs) -> dict[str, Work]:
+    """From log-probs to the update; those that the run has. What it takes to bring an offloaded reference, critic or
+    teacher is left out, and the output layer that a loss on the whole vocabulary computes again."""
     config, work = training.config, {}
     if recomputes_logprobs(config):
         work["logprobs"] = logprobs_work(training)
     if config.algorithm.kl_coef > 0:
-        work["reference"] = logprobs_work(training) + reference_switch_work(config, memory, training.target)
-    work |= critic_phase(training, memory)
-    if (teacher := teacher_inputs(training)) is not None:
-        work["teacher"] = teacher_work(teacher, memory)
+        work["reference"] = logprobs_work(training)
+    if (critic := critic_shape_of(config, training.shape)) is not None:
+        as_critic = replace(config, algorithm=replace(config.algorithm, epochs=critic_epochs(config)))
+        work["critic"] = critic_work(replace(training, config=as_critic, shape=critic))
+    if (teacher := teacher_shape_of(config)) is not None:
+        rows = training.shape.vocab_size  # of its embedding, as the policy's
+        work["teacher"] = logprobs_work(replace(training, shape=replace(teacher, vocab_size=rows)))
     return work | {"update": update_work(training)}
 
 
@@ -189,28 +192,6 @@ def recomputes_logprobs(config: Config) -> bool:
     in_reward = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
     in_advantages = in_reward or (teacher.path is not None and teacher.loss == "advantage")
     return algorithm.recompute_logprobs and (in_advantages or not only_one)
-
-
-def teacher_inputs(training: StepInputs) -> StepInputs | None:
-    """The same ranks and sequences with the teacher for a model, which has as many rows in its embedding as the policy;
-    None without a teacher."""
-    shape = teacher_shape_of(training.config)
-    if shape is None:
-        return None
-    return replace(training, shape=replace(shape, vocab_size=training.shape.vocab_size))
-
-
-def teacher_work(teacher: StepInputs, plan: MemoryPlan) -> Work:
-    """A pass of all sequences. For a loss on the whole vocabulary the output layer is computed twice in every epoch,
-    inside of the policy's update. An offloaded teacher comes for its pass, and leaves after it; its output layer comes
-    twice then."""
-    config, size = teacher.config, 0
-    full, epochs = config.teacher.loss == "full", config.algorithm.epochs
-    if config.memory.offload_teacher:
-        size = plan.part("teacher") + (1 + full) * plan.part("teacher_head")
-    parts = teacher.parts * teacher.mesh.tensor
-    again = (2 * epochs - 1) * full * teacher.batch.tokens * head_flops(teacher.shape)
-    return logprobs_work(teacher) + Work(flops=again / parts) + _there_and_back(size, teacher.target)
 
 
 def tail_seconds(rollout: Rollout, cluster: Cluster, coefficients: Coefficients) -> float:
@@ -276,33 +257,9 @@ def switch_work(config: Config, plan: MemoryPlan, target: Target) -> Work:
     memory = config.memory
     offloaded = {"optimizer": memory.offload_optimizer, "parameters": memory.offload_parameters}
     moved = sum(plan.part(name) for name, leaves in offloaded.items() if leaves)
-    return Work(switches=1) + _there_and_back(moved, target)
-
-
-def reference_switch_work(config: Config, plan: MemoryPlan, target: Target) -> Work:
-    """An offloaded reference model comes for its log-probs only, and leaves after them."""
-    return _there_and_back(plan.part("reference") if config.memory.offload_reference else 0, target)
-
-
-def critic_phase(training: StepInputs, plan: MemoryPlan) -> dict[str, Work]:
-    """The critic's part of a step, with its way to the device and back where it is offloaded; nothing without one."""
-    config = training.config
-    shape = critic_shape_of(config, training.shape)
-    if shape is None:
-        return {}
-    moved = 0
-    if config.memory.offload_critic:
-        moved = plan.part("critic_parameters") + plan.part("critic_optimizer")
-    as_critic = replace(config, algorithm=replace(config.algorithm, epochs=critic_epochs(config)))
-    work = critic_work(replace(training, config=as_critic, shape=shape))
-    return {"critic": work + _there_and_back(moved, training.target)}
-
-
-def _there_and_back(size: int, target: Target) -> Work:
-    """On CPU, host and device are the same memory."""
-    if target.kind == "cpu":
-        return Work(memory=2.0 * 2.0 * size)
-    return Work(host=2.0 * size)
+    if target.kind == "cpu":  # the host's memory is the device's
+        return Work(switches=1, memory=2.0 * 2.0 * moved)
+    return Work(switches=1, host=2.0 * moved)
 
 
 # ---------------------------------------------------------------- layouts
