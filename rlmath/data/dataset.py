@@ -17,6 +17,7 @@ from rlmath.algorithms.prompt_history import PromptHistory
 from rlmath.algorithms.types import Prompt
 from rlmath.answers.verifier import check_tasks
 from rlmath.config import length_curriculum
+from rlmath.config.help import counted
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, DataConfig
 from rlmath.data import loader
@@ -108,6 +109,8 @@ class SftInputs:
     """For the console."""
     reports: tuple[SequenceReport, ...]
     """What became of the rows, file by file."""
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end what the model says."""
     audit: DataAudit = field(default_factory=DataAudit)
 
 
@@ -116,7 +119,7 @@ class SftInputs:
 
 def load_inputs(config: Config, shape: ModelShape) -> Inputs:
     """ValueError for unreadable data, too few prompts for one step, or tokens that the model does not know."""
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, chat_template_kwargs=config.data.chat_template_kwargs)
     found = load_prompt_files(config, tokenizer)
     sequences = [*(prompt.token_ids for prompt in found.prompts), (tokenizer.eos_token_id,)]
     check_vocabulary(sequences, tokenizer, shape.vocab_size, "data.train_path")
@@ -183,7 +186,7 @@ def _prompt_steps(config: Config, counts: Sequence[int]) -> tuple[PromptOrder, i
 
 def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
     """ValueError for unreadable data, too few sequences for one step, or tokens that the model does not know."""
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, chat_template_kwargs=config.data.chat_template_kwargs)
     data, sft, paths = config.data, config.sft, train_paths(config.data)
     held_out_paths = [] if sft.held_out_path is None else [sft.held_out_path]
     with word_or_function(template_hook(config), data.template) as template:
@@ -212,7 +215,14 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
     told = (line for report in reports for line in report.lines())
     lines = (*told, order.line(), f"Held out: {len(held_out)} sequences.")
     return SftInputs(
-        sequences, evaluated, order=order, total_steps=total_steps, lines=lines, reports=reports, audit=audit
+        sequences,
+        evaluated,
+        order=order,
+        total_steps=total_steps,
+        lines=lines,
+        reports=reports,
+        stop_token_ids=stop_token_ids(config.model.path, tokenizer, shape.vocab_size),
+        audit=audit,
     )
 
 
@@ -326,7 +336,7 @@ class ValidationFile:
         if self.too_long:
             text += f", {self.too_long} of them too long for the context, which count as wrong"
         if self.unusable:
-            text += f"; {len(self.unusable)} rows cannot be used:"
+            text += f"; {counted(len(self.unusable), 'row')} cannot be used:"
         folder = filter(None, [folder_line(self.path)])
         return (*folder, text, *(f"    {line}" for line in unusable_lines(self.path, self.unusable)))
 

@@ -22,7 +22,7 @@ is over. They are not counted: how many there are is known when the completions 
 
 Where engines have ranks of their own (`rollout.ranks`), nothing takes turns. A training rank has the phases of training
 alone, a rank of an engine has one phase, "generate". The copy of the parameters that a thread sends to the engines, and
-its buckets, are in the host's memory (`weight_sync.publish`), and are not counted.
+its buckets, are in the host's memory (`weight_sync.offer`), and are not counted.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlmath.config.schema import RolloutConfig
+from rlmath.data.tokenizer import stop_token_ids
 from rlmath.distributed import process
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.device import Device, prepare_imports
@@ -113,8 +114,13 @@ def _open_llm(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         logprobs_mode="processed_logprobs",
+        use_tqdm_on_load=False,
         **arguments,
     )
+    model, tokenizer = llm.llm_engine.vllm_config.model_config, llm.get_tokenizer()
+    stops = stop_token_ids(model_path, tokenizer, model.get_vocab_size())
+    # All requests take them from here; vLLM reads the folder's generation_config.json, and not its chat template.
+    llm.llm_engine.input_processor.generation_config_fields["eos_token_id"] = list(stops)
     if device_kind == "cpu":
         from rlmath.rollout.cpu_worker import skip_needless_allocations
 
@@ -196,7 +202,22 @@ class Engine:
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of every token but the first of each sequence, given those before it, at temperature 1 (nats)."""
-        return score(self._llm, sequences)
+        from vllm import SamplingParams
+
+        # vLLM returns the log-probs of prompts only with completions.
+        parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        engine, index_of = self._llm.llm_engine, {}
+        for index, token_ids in enumerate(sequences):
+            name = f"score-{next(_REQUEST_NAMES)}"
+            index_of[name] = index
+            engine.add_request(name, {"prompt_token_ids": list(token_ids)}, parameters)
+        found: dict[int, list[float]] = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+                    found[index_of[output.request_id]] = [row[token].logprob for token, row in rows]
+        return [found[index] for index in range(len(sequences))]
 
     def close(self) -> None:
         """End vLLM's part in this process. It takes the process's own process group with it: close it last.
@@ -239,26 +260,3 @@ def open_standalone(
     if mesh is not None:
         arguments |= _mesh_arguments(mesh, device_kind)
     return _open_llm(model_path, settings, max_sequence, device_kind, arguments)
-
-
-# ---------------------------------------------------------------- log-probs of given tokens
-
-
-def score(llm: Any, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Log-probs of every token but the first of each sequence, given those before it, at temperature 1 (nats)."""
-    from vllm import SamplingParams
-
-    # vLLM returns the log-probs of prompts only with completions.
-    parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-    engine, index_of = llm.llm_engine, {}
-    for index, token_ids in enumerate(sequences):
-        name = f"score-{next(_REQUEST_NAMES)}"
-        index_of[name] = index
-        engine.add_request(name, {"prompt_token_ids": list(token_ids)}, parameters)
-    found: dict[int, list[float]] = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            if output.finished:
-                rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
-                found[index_of[output.request_id]] = [row[token].logprob for token, row in rows]
-    return [found[index] for index in range(len(sequences))]

@@ -235,7 +235,7 @@ def critic_metrics(results: Sequence[MinibatchResult]) -> dict[str, float]:
     return {
         "critic/loss": mean("loss", "denominator"),
         "critic/clip_share": mean("clipped", "tokens"),
-        "critic/grad_norm": sum(result.grad_norm for result in counted) / max(1, len(counted)),
+        "critic/grad_norm": sum(result.grad_norm for result in counted) / len(counted),
         "critic/learning_rate": results[-1].learning_rate,
         "critic/discarded_minibatches": float(len(results) - len(kept)),
     }

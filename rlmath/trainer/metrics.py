@@ -117,7 +117,7 @@ def reward_metrics(scores: Sequence[Score], truncated: Sequence[bool]) -> dict[s
 
 
 def part_metrics(groups: Sequence[ScoredGroup], reward: RewardConfig) -> dict[str, float]:
-    """Of each of several rewards: the mean of what it gave, where it gave anything, and the share of completions on
+    """For each of several rewards: the mean of what it gave, where it gave anything, and the share of completions on
     which it failed. Where each is normalised for itself, a group has contrast where any of them has."""
     scores = [score for group in groups for score in group.scores]
     metrics = {}
@@ -304,7 +304,7 @@ def mfu_metrics(
 
 
 def _sampling_flops(groups: Sequence[ScoredGroup], cost: Cost) -> float:
-    """Of the forward passes for all completions; a prompt is read once for its group."""
+    """FLOPs of the forward passes for all completions; a prompt is read once for its group."""
     flops = 0.0
     for group in groups:
         prompt = len(group.prompt.token_ids)

@@ -29,8 +29,8 @@ from rlmath.checkpoint.unfinished_groups import (
 SEGMENTS = (Segment(2, 4, 1), Segment(1, 5, 2))
 
 
-def text_of(token_ids: Sequence[int]) -> str:
-    return " ".join(map(str, token_ids))
+def text_of(token_ids: Sequence[int], stopped: bool = False) -> str:
+    return " ".join(map(str, token_ids[:-1] if stopped else token_ids))
 
 
 def partial(*token_ids: int) -> PartialCompletion:

@@ -163,7 +163,7 @@ def _unfinished_in(files: dict[str, bytes], prepared: PreparedRun[Any]) -> int:
 
     config, shape = prepared.config, prepared.shape
     unfinished = read_unfinished(
-        files[UNFINISHED], config.rollout.group_size, shape.vocab_size, lambda tokens: ""
+        files[UNFINISHED], config.rollout.group_size, shape.vocab_size, lambda *_: ""
     )
     return sum(bool(group.parts[g].token_ids) for group in unfinished.groups for g in group.unfinished)
 

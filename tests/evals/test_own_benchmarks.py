@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlmath.answers.verifier import verify
+from rlmath.config.load import load_config, save_config
 from rlmath.evals.benchmarks import LengthLimits, Problem
 from rlmath.evals.command import parse, plan_of, rollout_of
 from rlmath.evals.plan import GREEDY_INDEX, Plan, completion_seed
@@ -166,3 +167,28 @@ def test_every_problem_has_its_greedy_answer_and_its_samples(plan: Plan, ranks: 
         row = tables[name]["row"]
         assert (row["num_questions"], row["too_long"]) == (problems + (name == "second"), name == "second")
     assert len(texts) > SAMPLES
+
+
+@pytest.mark.parametrize("place", ["", "hf_model", "checkpoints/step-000010", "best_model"])
+def test_a_runs_model_has_the_runs_template(tmp_path: Path, place: str) -> None:
+    run = tmp_path / "run"
+    (run / place).mkdir(parents=True)
+    given = [f"run.output_dir={run}", "model.path=m", "data.train_path=t.jsonl"]
+    words = f"--model {run / place} --benchmarks a --data-dir d --output {tmp_path / 'out'}".split()
+    for settings, template in (
+        ([], "auto"),
+        (["data.template=raw"], "raw"),
+        (["data.template=raw", "validation.template=orz"], "orz"),
+    ):
+        save_config(load_config([], [*given, *settings]), run / "config.yaml")
+        assert plan_of(parse(words)).template == template
+        assert plan_of(parse(words)).answer_from == "boxed"
+    assert plan_of(parse([*words, "--template", "raw"])).template == "raw"
+    more = ["reward.answer_from=phrase", "data.chat_template_kwargs=[a=1]"]
+    save_config(load_config([], [*given, *more]), run / "config.yaml")
+    assert plan_of(parse(words)).chat_template_kwargs == ("a=1",)
+    assert plan_of(parse(words)).answer_from == "phrase"
+    assert plan_of(parse([*words, "--answer-from", "number"])).answer_from == "number"
+    save_config(load_config([], [*given, "data.template=brief", "run.plugins=[own.py]"]), run / "config.yaml")
+    with pytest.raises(ValueError, match=r"give --template brief --plugin own\.py"):
+        plan_of(parse(words))

@@ -23,7 +23,6 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.collector import CollectGroups, Rollout
 from rlmath.rollout.generation import (
     Admit,
-    Collected,
     Continue,
     GroupDone,
     Snapshot,
@@ -136,7 +135,7 @@ def asynchronous(tmp_path: Path, model: Path, connection: EngineConnection) -> A
 
 def drawn(files: dict[str, bytes]) -> dict[int, list[tuple[int, int]]]:
     """What a checkpoint has: tokens and steps of the last segment of every sample, by draw; steps -1 where none is."""
-    unfinished = read_unfinished(files[UNFINISHED], GROUP, 101, lambda tokens: "")
+    unfinished = read_unfinished(files[UNFINISHED], GROUP, 101, lambda *_: "")
     return {
         group.draw: [(len(part.token_ids), *(s.step for s in part.segments[-1:])) for part in group.parts]
         for group in unfinished.groups
@@ -203,6 +202,6 @@ def test_what_is_asked_of_the_engines_for_validation_is_what_they_are_sent(
     asked = CollectGroups([], SamplingSettings(2, 0.5, 0.9, 3, 7), RolloutSeed(8, -1), "validation own", True)
     wanted = Rollout([], [])
     engine.send(done(4, 0))
-    engine.send(Collected(wanted))
+    engine.send(wanted)
     assert connection.collect(asked) == wanted and engine.next() == asked
     assert connection.groups() == [done(4, 0)], "what came meanwhile is kept"

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from rlmath.checkpoint.directory import Checkpoint, Progress, complete_checkpoints, remove, sound_checkpoints
-from rlmath.checkpoint.hf.weights import read_metadata_files, write_hf_folder
+from rlmath.checkpoint.hf.weights import (
+    read_metadata_files,
+    stream_hf_tensors,
+    with_stop_tokens,
+    write_hf_folder,
+)
 from rlmath.checkpoint.manager import CheckpointManager, Retention, Saved
 from rlmath.config.length_curriculum import has_length_stages, length_stages
 from rlmath.config.load import config_as_yaml
@@ -20,7 +25,6 @@ from rlmath.config.run_files import CHECKPOINTS_FOLDER, EXPORT_FOLDER, MODELS_FO
 from rlmath.distributed.collectives import broadcast_from_rank_zero, reduce_over_ranks
 from rlmath.distributed.fault_tolerance.preemption import REASONS, StopRequest
 from rlmath.distributed.process import library_versions
-from rlmath.models.megatron import hf_stream
 from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.run.divergence import DivergenceCheck
 from rlmath.run.recovery import save_schedule
@@ -49,7 +53,8 @@ class Checkpointer:
         points = save_schedule.recovery_frequency(config.save)
         models = save_schedule.kept_frequency(config.save)
         self._trainer = trainer
-        self._metadata_files = read_metadata_files(config.model.path)
+        files = read_metadata_files(config.model.path)
+        self._metadata_files = with_stop_tokens(files, trainer.stop_token_ids)
         self._store = CheckpointManager(
             Path(config.run.output_dir) / CHECKPOINTS_FOLDER,
             trainer.saved_models,
@@ -148,7 +153,7 @@ class Checkpointer:
         where the disk refuses, DivergedError where it is not finite."""
         self._divergence.raise_if_not_finite()
         trainer = self._trainer
-        stream = self._with_progress(hf_stream(trainer.actor.chunks, trainer.shape, trainer.mesh))
+        stream = self._with_progress(stream_hf_tensors(trainer.actor.chunks, trainer.shape, trainer.mesh))
         dtype, writes = getattr(torch, save_schedule.export_format(trainer.config)), trainer.mesh.rank == 0
         write_hf_folder(stream, {**self._metadata_files, **(more or {})}, folder, dtype, writes)
 
@@ -165,7 +170,9 @@ class Checkpointer:
             refused = f"{error} ({free / 2**30:.3f} GiB free, {needed / 2**30:.3f} needed)"
         refused = broadcast_from_rank_zero(refused)
         if trainer.mesh.rank == 0 and refused is None:
-            logger.info("The trained model is in %s", folder)
+            size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+            note = save_schedule.export_note(trainer.config, self._metadata_files["config.json"], size)
+            logger.info("The trained model is in %s%s", folder, note)
         return refused
 
     def export_length_stage(self, step: int, even_if_there: bool) -> None:

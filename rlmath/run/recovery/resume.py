@@ -8,6 +8,7 @@ share of them. What a run is made of (model, data) is compared by fingerprint, n
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -118,6 +119,7 @@ BY_CONTENT = (
     "data.more_train_paths",
     "data.format",
     "data.template",
+    "data.chat_template_kwargs",
     "data.max_unusable_share",
     "sft.held_out_path",
 )
@@ -174,9 +176,12 @@ def reward_fingerprint(reward: RewardConfig, plugins: Sequence[str] = ()) -> str
 
 
 def sft_origin_of(config: Config, inputs: SftInputs, has_weights: bool = True) -> Origin:
-    """Of a supervised run; what is held out is no part of it, but decides what is left."""
+    """Of a supervised run; what is held out is no part of it, but decides what is left. With weights it matters where
+    a file ends and the next begins."""
     model = model_fingerprint(config.model.path) if has_weights else ""
-    return Origin(model, sequences_fingerprint(inputs.sequences))
+    sequences = iter(inputs.sequences)
+    files = [list(itertools.islice(sequences, share.n_prompts)) for share in inputs.order.shares]
+    return Origin(model, sequences_fingerprint(*(files or [inputs.sequences])))
 
 
 def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery | None:

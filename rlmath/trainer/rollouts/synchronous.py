@@ -43,8 +43,9 @@ from rlmath.config.length_curriculum import (
 from rlmath.config.schema import Config, RewardConfig, RolloutConfig, SelectionConfig
 from rlmath.data.dataset import Inputs
 from rlmath.data.prompt_curriculum import HISTORY, PromptCurriculum, rules_of
+from rlmath.data.tokenizer import completion_text
 from rlmath.rewards.several_rewards import compared_rewards
-from rlmath.rollout.collector import CollectGroups, Collector, Work, completion_text
+from rlmath.rollout.collector import CollectGroups, Collector, Work
 from rlmath.rollout.sampling import (
     Key,
     RolloutSeed,
@@ -68,11 +69,11 @@ class StepRollout:
     rounds: list[list[EngineUsage]]
     """What every engine did, by rollout of the step."""
     scores: list[Score]
-    """Of all that was sampled and leaves."""
+    """Scores of all that was sampled and leaves."""
     sampled_tokens: int
     """New tokens of the step; those of `selection` where every completion is sampled to its end."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of what is in flight."""
+    """Metrics of what is in flight."""
 
 
 Keep = Callable[[Sequence[ScoredGroup]], list[bool]]
@@ -190,7 +191,7 @@ class Rounds:
     """What the rounds of a step did."""
 
     usages: list[list[EngineUsage]] = field(default_factory=list)
-    """Of every engine, by round."""
+    """What every engine did, by round."""
     new_tokens: int = 0
     prefilled_again: int = 0
     """Sampled tokens that were prefilled again."""
@@ -252,7 +253,7 @@ class RolloutsWithUnfinished(StepRollouts):
             (folder / UNFINISHED).read_bytes(),
             rollout.group_size,
             self._vocab_size,
-            lambda token_ids: completion_text(tokenizer, token_ids),
+            lambda token_ids, stopped: completion_text(tokenizer, token_ids, stopped),
         )
         self.curriculum.require_draws(unfinished.next_draw, [group.draw for group in unfinished.groups])
         # Engines on ranks of their own may have begun to sample with the weights of the checkpoint already.

@@ -48,7 +48,7 @@ def test_bytes_received_are_those_of_the_exact_plan(tensor: int, pipeline: int, 
     config = with_ranks(CONFIG, tensor=tensor, pipeline=pipeline)
     config = replace(config, rollout=replace(config.rollout, tensor_parallel=engine))
     mesh = mesh_of(config, 4, 0)
-    exact = plan_of_all(LARGER, training_layout(4, mesh, None, None), mesh, 2, 2**20)
+    exact = plan_of_all(LARGER, training_layout(4, mesh), mesh, 2, 2**20)
     found = sync_work(replace(inputs(config, 4), shape=LARGER))
     # The first stage has the embedding, the last the head: shares of the model are not quite even.
     assert found.node == pytest.approx(exact.lower_bound / 4, rel=0.12, abs=1)
