@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+from rlmath.checkpoint.directory import Progress
 from rlmath.config.schema import Config, RunConfig, SaveConfig, StagesConfig, ValidationConfig
+from rlmath.data.order import PromptOrder, Rollback
+from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.process import library_versions
+from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
+from rlmath.run.recovery.checkpointing import Checkpointer
+from rlmath.run.recovery.resume import Origin
 from rlmath.run.recovery.save_schedule import (
     FIRST_POINT,
     Frequency,
@@ -40,6 +48,47 @@ def test_a_first_one_is_due_whatever_the_frequency() -> None:
 def test_never_is_never() -> None:
     assert NEVER.never
     assert due(SaveTimes(NEVER, 3, 0.0, FIRST_POINT), 100, 1e6) == []
+
+
+def test_a_checkpoint_says_where_the_run_stands() -> None:
+    """Every number is another one: none is taken for another."""
+    trainer = SimpleNamespace(
+        order=PromptOrder(20, 4, seed=1, shuffle=False),
+        actor=SimpleNamespace(learner=SimpleNamespace(updates=31)),
+        weight_syncs_per_step=1,
+        mesh=Mesh(3, 8, 2, 2, 1),
+        critic_updates=32,
+        rollbacks=(Rollback(1, 33, 34), Rollback(2, 35, 36)),
+    )
+    divergence = SimpleNamespace(discarded_steps=37, learned_step=38, good_step=39, rewards=[0.4, 0.5])
+    checkpointer = object.__new__(Checkpointer)
+    vars(checkpointer).update(
+        _trainer=trainer, _divergence=divergence, _origin=Origin("model", "data", "reward", "hooks")
+    )
+    assert checkpointer._progress(13) == Progress(
+        step=13,
+        epoch=2,
+        position=3 * 4,
+        updates=31,
+        syncs=13,
+        layout="TP2 x PP2 x DP2",
+        world_size=8,
+        optimizer_tensors=(),
+        random_states=(),
+        model_fingerprint="model",
+        data_fingerprint="data",
+        reward_fingerprint="reward",
+        hooks_fingerprint="hooks",
+        versions=library_versions(),
+        discarded_steps=37,
+        learned_step=38,
+        critic_updates=32,
+        cpu_sampler=CPU_SAMPLER_VERSION,
+        good_step=39,
+        rewards=(0.4, 0.5),
+        rollback_steps=(33, 35),
+        rollback_draw_steps=(34, 36),
+    )
 
 
 def test_models_of_stages_and_the_best_one_count_until_they_are_there(

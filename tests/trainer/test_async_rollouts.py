@@ -14,11 +14,20 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from rlmath.algorithms.types import Completion, PartialCompletion, Score, ScoredCompletion, Segment
+from rlmath.algorithms.partial_rollouts import UnfinishedGroup
+from rlmath.algorithms.types import (
+    NOTHING_SAMPLED,
+    Completion,
+    PartialCompletion,
+    Score,
+    ScoredCompletion,
+    Segment,
+)
 from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished
 from rlmath.config.length_curriculum import length_stages
 from rlmath.config.schema import Config, DataConfig, ModelConfig, RolloutConfig, RunConfig, StagesConfig
-from rlmath.data.dataset import load_inputs
+from rlmath.data.dataset import Inputs, load_inputs
+from rlmath.data.order import Rollback, seed_after
 from rlmath.distributed.bridge import Bridge, Mailbox
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.collector import Rollout
@@ -32,13 +41,14 @@ from rlmath.rollout.generation import (
     TakeSnapshot,
     WeightsTaken,
 )
-from rlmath.rollout.sampling import RolloutSeed, SamplingSettings
+from rlmath.rollout.sampling import RolloutSeed, SamplingSettings, request_seed, training_sampling
 from rlmath.trainer.rollouts.asynchronous import (
     AsynchronousRollouts,
     EngineConnection,
     EngineReport,
     engine_report_metrics,
 )
+from rlmath.trainer.rollouts.synchronous import PartialRollouts
 from tests.tiny_models import shape_of
 
 
@@ -119,7 +129,8 @@ class Engine:
         return self._messages.popleft()
 
 
-def asynchronous(tmp_path: Path, model: Path, connection: EngineConnection) -> AsynchronousRollouts:
+def parts_of_a_run(tmp_path: Path, model: Path) -> tuple[Config, Inputs, int]:
+    """Settings, inputs and the size of the vocabulary."""
     rows = [{"question": f"{n}+1", "answer": n + 1, "id": f"q{n}"} for n in range(20)]
     file = tmp_path / "train.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -133,7 +144,30 @@ def asynchronous(tmp_path: Path, model: Path, connection: EngineConnection) -> A
     shape = shape_of(model)
     inputs = load_inputs(config, shape)
     assert inputs.total_steps == 5
-    return AsynchronousRollouts(config, inputs, connection, shape.vocab_size, inputs.total_steps)
+    return config, inputs, shape.vocab_size
+
+
+def asynchronous(tmp_path: Path, model: Path, connection: EngineConnection) -> AsynchronousRollouts:
+    config, inputs, vocab_size = parts_of_a_run(tmp_path, model)
+    return AsynchronousRollouts(config, inputs, connection, vocab_size, inputs.total_steps)
+
+
+def test_a_group_that_is_carried_keeps_the_seed_of_the_step_that_drew_it(
+    tmp_path: Path, tied_model: Path
+) -> None:
+    """The run went back to step 1, and has other seeds from step 2 on: draws 3 to 5 are of step 1."""
+    config, inputs, vocab_size = parts_of_a_run(tmp_path, tied_model)
+    no_collector: Any = None
+    rollouts = PartialRollouts(config, inputs, no_collector, vocab_size, inputs.total_steps)
+    inputs.order.roll_back([Rollback(1, 1, 2)])
+    rollouts.curriculum.begin(2)
+    for draw, seed, step in ((5, 7, 1), (6, seed_after(7, 1), 2)):
+        group = UnfinishedGroup(draw, step, (NOTHING_SAMPLED,) * GROUP)
+        (row,) = rollouts._rows(group, training_sampling(config.rollout), 9, first=4)
+        assert [work.request.seed for work in row] == [
+            request_seed(seed, step, f"q{draw}", g) for g in range(GROUP)
+        ]
+        assert [work.request.key for work in row] == [(4, g) for g in range(GROUP)]
 
 
 def drawn(files: dict[str, bytes]) -> dict[int, list[tuple[int, int]]]:
