@@ -6,9 +6,11 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from rlmath.config.hub import HubFailedError
 from rlmath.config.load import load_config
 from rlmath.distributed import process
 from rlmath.distributed.device_kind import CUDA_DEFAULTS
@@ -24,6 +26,7 @@ from rlmath.run.nodes import (
     labelled,
     node_lines,
 )
+from rlmath.run.program import load_grpo
 from rlmath.run.startup import prepare_grpo, prepare_sft, record_exit
 from tests.programs import run
 
@@ -155,6 +158,22 @@ def test_the_exit_status_keeps_the_list_of_mistakes(tmp_path: Path) -> None:
     assert read_exit_status(tmp_path).message == "x" * 2000 + " [...]"
     record_exit(tmp_path, FAILURE, "lost\nits stack")
     assert read_exit_status(tmp_path).message == "lost"
+
+
+@pytest.mark.parametrize(("error", "status"), [(ValueError, MISTAKE), (HubFailedError, FAILURE)])
+def test_a_network_that_fails_is_no_mistake_of_the_users(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception], status: int
+) -> None:
+    """Who starts runs again tells the two apart by the exit status."""
+
+    def fails() -> NoReturn:
+        raise error("no answer")
+
+    monkeypatch.setattr(startup, "set_up_rank_logging", lambda: None)
+    monkeypatch.setattr(startup, "end_at_interrupt", lambda rank: None)
+    for name in startup.LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert startup.start(fails, prepare_grpo, load_grpo) == status
 
 
 @pytest.mark.parametrize("program", ["train_grpo.py", "train_sft.py"])
