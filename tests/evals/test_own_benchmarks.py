@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from rlmath.answers.verifier import verify
+from rlmath.config.schema import RolloutConfig
+from rlmath.distributed.device import Device
 from rlmath.evals.benchmarks import LengthLimits, Problem
 from rlmath.evals.command import parse, plan_of, rollout_of
+from rlmath.evals.model_source import resolve_model
 from rlmath.evals.plan import GREEDY_INDEX, Plan, completion_seed
+from rlmath.evals.runner import _prepare
 from rlmath.evals.sampling import Missing, _requests
+from rlmath.workers.worker_pool import VerifierPool
 from tests.distributed.rank_pool import RankPool
 from tests.evals.guessing_model import make_guessing_model
 from tests.evals.test_evaluation import evaluate_in_pool
@@ -87,6 +92,43 @@ def test_every_option_reaches_the_plan_and_the_engines(tmp_path: Path) -> None:
     engines = rollout_of(arguments)
     assert (engines.tensor_parallel, engines.cpu_kv_cache_gib) == (2, 0.3)
     assert (engines.memory_share, engines.max_num_seqs) == (0.45, 137)
+
+
+def test_an_output_knows_the_settings_of_its_completions_and_takes_no_others(
+    tied_model: Path, tmp_path: Path
+) -> None:
+    row = {"prompt": "1+1=", "solutions": ["2"], "query_id": "q", "task": "math"}
+    (tmp_path / "quiz.jsonl").write_text(json.dumps(row) + "\n")
+    output, no_pool = tmp_path / "out", cast(VerifierPool, None)
+    plan = Plan(
+        tied_model,
+        ("quiz",),
+        tmp_path,
+        output,
+        samples=2,
+        temperature=0.7,
+        top_p=0.9,
+        max_new_tokens=NEW_TOKENS,
+        template="raw",
+        seed=SEED,
+    )
+    device, rollout = (
+        Device("cpu", torch.device("cpu"), "gloo", torch.float32),
+        RolloutConfig(cuda_graphs=True),
+    )
+    (missing,) = _prepare(plan, rollout, no_pool, device).missing
+    assert missing.indices == (GREEDY_INDEX, 0, 1)
+    common = {
+        "about_model": str(tied_model),
+        "model": resolve_model(tied_model, output).fingerprint,
+        "template": "raw",
+        "max_new_tokens": NEW_TOKENS,
+        "cuda_graphs": True,
+        "scorer": None,
+        "about_scorer": None,
+    }
+    sampled = {"temperature": 0.7, "top_p": 0.9, "seed": SEED}
+    assert json.loads((output / "settings.json").read_text()) == {"common": common, "sampled": sampled}
 
 
 @pytest.fixture(scope="module")
