@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from rlmath.checkpoint.directory import Progress
+from rlmath.checkpoint.manager import CheckpointManager
 from rlmath.config.schema import Config, RunConfig, SaveConfig, StagesConfig, ValidationConfig
 from rlmath.data.order import PromptOrder, Rollback
 from rlmath.distributed.mesh import Mesh
@@ -88,6 +90,28 @@ def test_a_checkpoint_says_where_the_run_stands() -> None:
         rewards=(0.4, 0.5),
         rollback_steps=(33, 35),
         rollback_draw_steps=(34, 36),
+    )
+
+
+def test_what_a_save_keeps_follows_from_the_best_rewards_too(tmp_path: Path) -> None:
+    """The policy learned in step 9, and its best rewards were those up to step 4: checkpoints before 5 are sound."""
+    progress = Progress(
+        13, 0, 0, 31, 13, "", 1, (), (), "", "", {}, discarded_steps=2, learned_step=9, good_step=4
+    )
+    manager = object.__new__(CheckpointManager)
+    vars(manager).update(
+        _root=tmp_path,
+        _unfinished=None,
+        _state=lambda progress: ({}, progress),
+        _room_for=lambda state, beside: "no room",
+        _give_up=lambda error: manager._unfinished,
+    )
+    save: Any = manager.start(progress, True, "")
+    assert (save.partial.name, save.step, save.kept, save.learned_step) == (
+        "step-000013.partial",
+        13,
+        True,
+        5,
     )
 
 
