@@ -10,8 +10,9 @@ import torch
 
 from rlmath.config.load import load_config
 from rlmath.planning.checks import used_keys
+from rlmath.run.command_line import read_command_line
 from rlmath.run.loop import run_training
-from rlmath.run.startup import prepare_sft, read_command_line, start
+from rlmath.run.startup import prepare_sft, start
 from rlmath.telemetry.reporter import StepRecord
 from rlmath.trainer.sft import SftTrainer
 

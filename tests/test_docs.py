@@ -161,8 +161,9 @@ def test_pages_for_a_first_look_are_short(name: str, most: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/rewards.md"])
-def test_the_reward_function_that_a_page_shows_compares_whole_answers(name: str) -> None:
-    """As a user copies it: the solution 5 is not paid with 15 or 50, whether the file has it in a box or not."""
+def test_the_reward_function_that_a_page_shows_pays_right_answers(name: str) -> None:
+    """As a user copies it: the solution 5 is not paid with 15, 50 or a box that is taken back, whether the file has it
+    in a box or not, and a right answer is worth more than a wrong one at any length."""
     source = next(
         token.content
         for token in tokens_of(REPOSITORY / name)
@@ -177,6 +178,7 @@ def test_the_reward_function_that_a_page_shows_compares_whole_answers(name: str)
         return found[0] if isinstance(found, tuple) else found
 
     for solution in ("5", r"\boxed{5}"):
-        right = reward("2+3\n" r"so \boxed{5}", solution)
-        for wrong in (r"2+3\boxed{15}", r"2+3\boxed{50}", "it is 5", r"\boxed{5}, no: \boxed{6}", ""):
+        right = reward("2+3\n" * 1000 + r"so \boxed{\frac{10}{2}}", solution)
+        answers = (r"2+3\boxed{15}", r"2+3\boxed{50}", "it is 5", r"\boxed{5}, no: \boxed{6}", "")
+        for wrong in (*answers, r"\boxed{5}, no: \boxed{\frac{1}{5}}"):
             assert reward(wrong, solution) < right

@@ -180,7 +180,7 @@ def groups_of(folder: Path, step: int) -> list[dict[str, Any]]:
 def unfinished_of(folder: Path, step: int) -> UnfinishedGroups:
     """What was in flight when so many steps were done."""
     content = (folder / "checkpoints" / f"step-{step:06d}" / UNFINISHED).read_bytes()
-    return read_unfinished(content, GROUP, 1000, lambda tokens: "")
+    return read_unfinished(content, GROUP, 1000, lambda *_: "")
 
 
 def updates_before(step: int) -> int:

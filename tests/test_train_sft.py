@@ -227,7 +227,7 @@ def test_an_unknown_key_ends_the_program_with_2(arithmetic: Path, tmp_path: Path
 
 
 def test_help_shows_what_matters_only() -> None:
-    shown = help_text(keys=used_keys())
+    shown = help_text("all", keys=used_keys())
     assert "sft.held_out_share" in shown and "optimizer.lr" in shown and "data.train_path" in shown
     assert "rollout: " not in shown and "critic." not in shown and "data.max_prompt_tokens" not in shown
     assert "algorithm.rollback" in shown and "algorithm.advantage" not in shown

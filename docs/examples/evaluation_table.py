@@ -26,6 +26,7 @@ def main() -> None:
         run={"output_dir": FOLDER / "sft"},
         model={"path": FOLDER / "random"},
         data={"train_path": FOLDER / "data" / "worked.jsonl"},
+        sft={"held_out_path": FOLDER / "data" / "worked_heldout.jsonl"},
     )
     taught = train(supervised, ranks=2, program="sft").model
     lengths = ["--max-prompt-tokens", "32", "--max-new-tokens", "32", "--samples", "4"]

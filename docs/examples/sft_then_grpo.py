@@ -22,6 +22,7 @@ def main() -> None:
         run={"output_dir": FOLDER / "sft", "total_epochs": 2},
         model={"path": FOLDER / "model"},
         data={"train_path": FOLDER / "data" / "worked.jsonl"},
+        sft={"held_out_path": FOLDER / "data" / "worked_heldout.jsonl"},
     )
     first = train(supervised, ranks=2, program="sft")
     config = load_config(

@@ -8,22 +8,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlmath.config.help import nearest_path
-from rlmath.config.hub import hub_ids, is_hub_id
+from rlmath.config.hub import is_hub_id
 from rlmath.config.load import load_config
-from rlmath.config.schema import Config
 from rlmath.config.shipped_files import shipped_config
 from rlmath.evals import command as evaluate
-from rlmath.evals.benchmarks import find_benchmark
-from rlmath.models.hf_config import planned_shape
-from rlmath.planning.checks import device_problems, file_problems, only_used, run_problems
+from rlmath.planning.checks import only_used
+from rlmath.planning.early_checks import early_problems
 from rlmath.planning.memory_estimate import Kind
-from rlmath.run.recovery.resume import changes_since_newest
-from rlmath.run.run_dir import folder_problems
 
 EVALUATION_GRACE_SECONDS = 60
 """An evaluation has everything on the disk and ends at once."""
@@ -70,7 +65,6 @@ def training(kind: Kind, config_files: Sequence[Path], overrides: Sequence[str],
     reads = [*config_files, config.model.path, data.train_path, *data.more_train_paths]
     more = (config.sft.held_out_path, data.history_path, config.critic.path, config.teacher.path)
     reads += [*config.validation.paths, *filter(None, more)]
-    problems = _problems(config, ranks, kind)
     # Rank 0 uploads the model when the others have ended.
     upload = 0.0 if config.save.push_to_hub is None else config.run.hub_timeout_seconds
     return Program(
@@ -82,46 +76,10 @@ def training(kind: Kind, config_files: Sequence[Path], overrides: Sequence[str],
         math.ceil(config.run.stop_grace_seconds),
         math.ceil(config.run.heartbeat_timeout_seconds) + END_SECONDS + math.ceil(upload),
         config.run.recover_mode != "disabled",
-        (*problems, *_folder_problems(config)),
+        tuple(early_problems(config, ranks, kind)),
         config.rollout.ranks,
         config.rollout.tensor_parallel,
     )
-
-
-def _problems(config: Config, ranks: int, kind: Kind) -> Iterator[str]:
-    """What is wrong with settings, model and files. Nothing is asked of the hub: a model there has no shape yet."""
-    shape = None
-    if is_hub_id(config.model.path):
-        hub_ids(config)
-    elif missing := list(_missing("model.path", config.model.path)):
-        yield from missing
-    else:
-        found = planned_shape(config.model.path)
-        shape = found.shape
-        yield from found.problems
-    yield from run_problems(config, ranks, shape, kind)
-    yield from file_problems(config, kind)
-    if config.run.device == "cpu" and shape is not None:
-        yield from device_problems(config, shape, on_gpu=False, kind=kind)
-
-
-def _missing(setting: str, path: str) -> Iterator[str]:
-    if not os.path.exists(path):
-        yield f'{setting}: there is no "{path}".{nearest_path(Path(path))}'
-
-
-def _folder_problems(config: Config) -> Iterator[str]:
-    """What a checkpoint compares by its contents, model and data, is left to the run's start."""
-    folder, changes = config.run.output_dir, None
-    try:
-        changes = changes_since_newest(config)
-    except ValueError as error:
-        yield f'run.output_dir "{folder}": {error}'
-        return
-    for change in changes or []:
-        yield f'the run in "{folder}" cannot go on with other settings: {change}. Give another run.output_dir.'
-    for problem in folder_problems(folder, config, 0, resumes=changes is not None):
-        yield f'run.output_dir "{folder}": {problem}'
 
 
 def evaluation(arguments: Sequence[str], ranks: int) -> Program:
@@ -130,13 +88,7 @@ def evaluation(arguments: Sequence[str], ranks: int) -> Program:
     plan = evaluate.plan_of(given)
     engine = evaluate.rollout_of(given).tensor_parallel
     given_model = [plan.model] if isinstance(plan.model, Path) else []
-    problems = [one for path in given_model for one in _missing("--model", str(path))]
-    problems += _missing("--data-dir", str(plan.data_dir))
-    for name in plan.benchmarks if plan.data_dir.is_dir() else ():
-        try:
-            find_benchmark(name, plan.data_dir)
-        except ValueError as error:
-            problems.append(str(error))
+    problems = evaluate.input_problems(plan)
     if ranks % engine:
         problems.append(
             f"--tensor-parallel is {engine}, which does not divide the {ranks} ranks; change one."

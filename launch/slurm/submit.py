@@ -1,11 +1,12 @@
 """Submit a run to Slurm: check it, write its script, put it into the queue.
 
-rlmath submit --config configs/my.yaml --nodes 16 --partition gpu --requeue parallel.tensor=4
-rlmath submit --program sft --config configs/my_sft.yaml --nodes 2
-rlmath submit --program evaluate --nodes 2 -- --model outputs/first --benchmarks aime24 \\
-    --data-dir data/benchmarks --output outputs/eval
+rlmath submit --config my.yaml --nodes 16 --partition gpu parallel.tensor=4
+rlmath submit --program sft --config my_sft.yaml --nodes 2
+rlmath submit --program evaluate --nodes 2 -- --model outputs/first \\
+    --benchmarks aime24 --data-dir data/benchmarks --output outputs/eval
 
-Paths begin at the folder it is called from. --dry-run prints the script; docs/clusters.md says what a job does.
+Paths begin at the folder it is called from. --dry-run prints the script;
+docs/clusters.md says what a job does.
 """
 
 from __future__ import annotations

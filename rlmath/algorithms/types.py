@@ -188,6 +188,8 @@ class Sample:
     """One per completion token (nats)."""
     advantage: float
     """Shared by all tokens of the completion."""
+    learned: Sequence[bool] | None = None
+    """By token of the completion, whether it has weight in the loss; None: all have."""
 
     @property
     def length(self) -> int:

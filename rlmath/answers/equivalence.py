@@ -28,6 +28,7 @@ from rlmath.answers.families import (
     substituted,
     with_letter_i,
 )
+from rlmath.answers.numbers import to_mp
 from rlmath.answers.real_sets import Cases, RealSet, same_cases, whole_line
 from rlmath.answers.syntax_tree import Call, Expr, MatrixOf, Num, Scalar, Sym
 from rlmath.answers.units import DEGREE, PERCENT, RADIAN, Unit, compatible
@@ -177,8 +178,8 @@ class Equivalence:
             in_degrees = with_unit.unit.dimensions == DEGREE.dimensions and not with_unit.unit.nouns
             if in_degrees and same_expression(bare.expr, Call("deg", (with_unit.expr,))):
                 return True
-            if with_unit.unit == PERCENT and self._same_expr(bare.expr, Call("percent", (with_unit.expr,))):
-                return True
+            if with_unit.unit.dimensions == PERCENT.dimensions:
+                return self._same_percentage(gold, answer, bare is gold)
             return self._same_expr(gold.expr, answer.expr)
         if (gold.unit, answer.unit) in ((DEGREE, RADIAN), (RADIAN, DEGREE)):
             angles = [Call("deg", (a.expr,)) if a.unit == DEGREE else a.expr for a in (gold, answer)]
@@ -188,6 +189,16 @@ class Equivalence:
         if not compatible(gold.unit, answer.unit):
             return False
         return self._same_expr(_converted(gold, answer.unit), _converted(answer, gold.unit))
+
+    def _same_percentage(self, gold: Scalar, answer: Scalar, is_bare: bool) -> bool:
+        """Whether a percentage is a number without the sign. That is hundredths up to 1, so that `50\\%` is 0.5 and
+        `0.5\\%` is not, and percent above; but 1.5 is `150\\%`, as well as 150, where the reference has the sign."""
+        size = None if symbols(gold.expr) else value_of(gold.expr)
+        is_large = size is None or not abs(to_mp(size.value)) <= 1
+        if is_large and self._same_expr(gold.expr, answer.expr):
+            return True
+        sides = [side.expr if side.unit is None else Call("percent", (side.expr,)) for side in (gold, answer)]
+        return not (is_large and is_bare) and self._same_expr(*sides)
 
     def _same_expr(self, gold: Expr, answer: Expr) -> bool:
         if symbols(gold) or symbols(answer):

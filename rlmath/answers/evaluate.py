@@ -6,8 +6,10 @@ points if they have symbols. So no simplification is needed, which could hang. S
 
 from __future__ import annotations
 
+import itertools
+import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -38,6 +40,7 @@ from rlmath.answers.syntax_tree import Call, Expr, Num, Sym
 RELATIVE_TOLERANCE = mpf(1) / 10**11
 """Tolerance between a decimal of at least `MIN_DIGITS` significant digits and the exact value that it represents."""
 MIN_DIGITS = 12
+_SPARE_DIGITS = 3
 PROTOCOL_TOLERANCE = 1e-4
 """The relative tolerance of the Qwen2.5-Math evaluation."""
 
@@ -54,6 +57,9 @@ _REAL_POINTS = 12
 _WHOLE_POINTS = 14
 _POSITIVE_POINTS = 4
 """At the first of the real points all letters are positive."""
+_FAR_POINTS = (4, 5, 6, 8)
+"""Of the real points, those that are looked at once more, far out: every letter has both signs there."""
+_MOST_REACH = 10**40
 _SIZES = (Fraction(7, 10), Fraction(23, 11), Fraction(13, 3), Fraction(1, 7), Fraction(97, 9), Fraction(3, 2))
 _WHOLE_SIZES = (5, 6, 7, 8, 9, 10, 11, 12, 17, 18, 13, 14)
 _SMALL_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 1, 3, 9, 12)
@@ -103,16 +109,18 @@ def value_of(
     whole: bool | frozenset[str] = False,
     complex_numbers: bool = False,
     series_terms: int = 0,
+    scale: int = 1,
 ) -> ApproximateValue | None:
     """The value at one of the fixed points, None if it is undefined. Raises NotMathematics for a constant beyond our
     limits, or one that is unknown because too many digits cancel.
 
     Letters have whole values if `whole`, or if they are in it. Roots and logarithms of negative numbers are defined
-    only with `complex_numbers`, or if i occurs, infinite sums only by their first `series_terms`.
+    only with `complex_numbers`, or if i occurs, infinite sums only by their first `series_terms`. The letters' values
+    are multiplied by `scale`.
     """
     names = symbols(expr)
     values = {
-        name: _letter_value(name, point, whole if isinstance(whole, bool) else name in whole)
+        name: scale * _letter_value(name, point, whole if isinstance(whole, bool) else name in whole)
         for name in names
     }
     context = Context(values, complex_numbers or mentions(expr, _IMAGINARY), series_terms)
@@ -178,7 +186,28 @@ def same_expression(one: Expr, other: Expr) -> bool:
         (value_of(one, point, at_whole, about_i), value_of(other, point, at_whole, about_i))
         for point, at_whole in places
     )
-    return _agree_wherever_defined(pairs, least=2)
+    far = _far_values(one, other, whole, about_i)
+    return _agree_wherever_defined(pairs, least=2) and all(_agree(a, b) for a, b in far)
+
+
+def _far_values(
+    one: Expr, other: Expr, whole: bool = False, complex_numbers: bool = False
+) -> Iterator[tuple[ApproximateValue, ApproximateValue]]:
+    """Values of both beyond all numbers in them, where `\\max(x, -1000)` is not x; only where both are defined."""
+    scale = 10 * min(_reach(one) * _reach(other), _MOST_REACH)
+    for point in _FAR_POINTS:
+        a, b = (value_of(expr, point, whole, complex_numbers, scale=scale) for expr in (one, other))
+        if a is not None and b is not None:
+            yield a, b
+
+
+@lru_cache(maxsize=4096)
+def _reach(expr: Expr) -> int:
+    """The product of the sizes of all numbers in an expression, rounded up."""
+    if isinstance(expr, Call) and symbols(expr):
+        return min(math.prod(map(_reach, expr.args)), _MOST_REACH)
+    found = None if isinstance(expr, Sym) else value_of(expr, complex_numbers=True)
+    return 1 if found is None or not is_finite(found.value) else min(int(abs(found.value)) + 1, _MOST_REACH)
 
 
 def _agree_wherever_defined(
@@ -273,14 +302,15 @@ def _whole_only(expr: Expr) -> bool:
 def is_constant(expr: Expr) -> bool:
     """Whether an expression has the same value at all fixed points where it is defined."""
     found = [seen for point in range(_REAL_POINTS) if (seen := value_of(expr, point)) is not None]
+    found += [far for far, _ in _far_values(expr, expr)]
     return len(found) >= 2 and all(_agree(found[0], other) for other in found[1:])
 
 
 def proportion(one: Expr, other: Expr) -> Any:
     """The constant real number c with one = c * other, or None if there is none (or it is zero)."""
     ratios: list[Any] = []
-    for point in range(_REAL_POINTS):
-        a, b = value_of(one, point), value_of(other, point)
+    near = ((value_of(one, point), value_of(other, point)) for point in range(_REAL_POINTS))
+    for a, b in itertools.chain(near, _far_values(one, other)):
         if a is None or b is None or a.value == 0 or b.value == 0:
             continue
         if not (is_finite(a.value) and is_finite(b.value)):
@@ -295,10 +325,10 @@ def same_number(gold: Expr, answer: Expr, protocol: bool = False) -> bool:
     """Whether two constants are equal.
 
     A reference written as a decimal of at least `MIN_DIGITS` significant digits also equals the exact value, if that is
-    not a finite decimal, within `RELATIVE_TOLERANCE`, and longer or shorter decimals of at least as many digits; if the
-    reference is exact, the answer must be. With `protocol`, as in the Qwen2.5-Math evaluation, any two real numbers
-    within `PROTOCOL_TOLERANCE` are equal, and a decimal of two or more places equals a number that rounds to it (3.14
-    and pi).
+    no finite decimal or a short one, within `RELATIVE_TOLERANCE`, and longer or shorter decimals of at least as many
+    digits; if the reference is exact, the answer must be. With `protocol`, as in the Qwen2.5-Math evaluation, any two
+    real numbers within `PROTOCOL_TOLERANCE` are equal, and a decimal of two or more places equals a number that rounds
+    to it (3.14 and pi).
     """
     if same_expression(gold, answer):
         return True
@@ -317,8 +347,9 @@ def same_number(gold: Expr, answer: Expr, protocol: bool = False) -> bool:
         return any(d is not None and _places(d) >= 2 and rounds_to(d, value) for d, value in pairs)
     if one is None:
         return False
-    if other is None:
-        return _represents(one, b.value)
+    represented = _represents(one, b.value)
+    if represented or other is None:
+        return represented
     if _rounded_reference(one) and _places(other) > _places(one):
         return abs(one.value - other.value) < Fraction(1, 2 * 10 ** _places(one))
     short, long = sorted((one, other), key=lambda decimal: decimal.digits or 0)
@@ -354,7 +385,7 @@ def _rounded_reference(decimal: Num) -> bool:
 
 
 def _represents(decimal: Num, value: Value, exact: bool = True) -> bool:
-    if exact and isinstance(value, Fraction) and _finite(value):
+    if exact and isinstance(value, Fraction) and _finite(value) and not _is_short(value, decimal):
         return False
     number, target = to_mp(decimal.value), to_mp(value)
     if (decimal.digits or 0) < MIN_DIGITS:
@@ -362,6 +393,12 @@ def _represents(decimal: Num, value: Value, exact: bool = True) -> bool:
     if not exact:
         return abs(number - target) < mpf(10) ** -_places(decimal)
     return abs(number - target) <= RELATIVE_TOLERANCE * abs(target) * (1 + AGREE)
+
+
+def _is_short(value: Fraction, decimal: Num) -> bool:
+    """Whether a finite decimal, 0.3, has so few digits that the rounding of a computer explains 0.30000000000000004."""
+    digits = str(abs(value) * 10 ** _places(Num(value))).strip("0")
+    return len(digits) + _SPARE_DIGITS <= (decimal.digits or 0)
 
 
 def _finite(value: Fraction) -> bool:

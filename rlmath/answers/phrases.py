@@ -12,6 +12,7 @@ from fractions import Fraction
 from rlmath.answers.lexer import RELATIONS, Token
 from rlmath.answers.normalize import GREEK, word_list, word_set
 from rlmath.answers.syntax_tree import NamedSet, Relation, Scalar, Sym
+from rlmath.answers.units import TURNING_WORDS
 
 # ---------------------------------------------------------------- number words
 _SMALL = word_list(
@@ -371,8 +372,9 @@ _CHANGES = word_set(
     "impossible reject rejected extraneous discarded unless except excluding instead rather approximately "
     "approx about around nearly almost over under more less fewer greater above below base binary octal "
     "hexadecimal mod modulo am pm squared cubed square cube twice half third quarter times minus plus "
-    "negative per cannot undefined unknown unclear if vs versus dozen"
+    "negative per cannot undefined unknown unclear if vs versus dozen gross score lakh crore"
 )
+_CHANGES |= TURNING_WORDS
 """Words that make another answer of it, or take it back."""
 _REASONS = word_set("since because")
 _CIRCUMSTANCES = word_set("attained achieved reached when at where for with occurs since because as")

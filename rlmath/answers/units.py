@@ -207,6 +207,10 @@ _MULTIPLIERS = {
     "billion": 10**9,
     "trillion": 10**12,
     "dozen": 12,
+    "gross": 144,
+    "score": 20,
+    "lakh": 10**5,
+    "crore": 10**7,
 }
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
 _SINGLE_LETTERS = word_set("m s g h L J N V W K")
@@ -227,6 +231,13 @@ _NO_NOUNS |= word_set(
     "twelfth twelfths tens ones pair pairs double doubled triple tripled fewer ago divided unknown cannot "
     "tell unclear impossible"
 )
+TURNING_WORDS = word_set(
+    "decrease decreased reduction reduced loss lost debt owed deficit shortfall drop dropped decline declined "
+    "fall fell fold bc bce down downward downwards backward backwards reciprocal inverse opposite deducted withdrawn "
+    "overdrawn"
+)
+"""What makes another value of the number before it: they are no units, which may be left out."""
+_NO_NOUNS |= TURNING_WORDS
 _FILLERS = word_set("of the a an in total per each way")
 _ORDINALS = frozenset(("th", "st", "nd", "rd"))
 
@@ -287,8 +298,8 @@ def read_unit(tokens: Sequence[Token]) -> Unit | None:
             sign, pending = (sign if grouped else 1), 1
         elif text == "k" and tokens[position].prose and position == 0:
             multiplier *= 1000
-        elif lower.removesuffix("s") in _MULTIPLIERS:
-            multiplier *= _MULTIPLIERS[lower.removesuffix("s")]
+        elif (times := _MULTIPLIERS.get(lower) or _MULTIPLIERS.get(lower.removesuffix("s"))) is not None:
+            multiplier *= times
         elif _is_noun(tokens[position]) and sign == 1:
             nouns.append(lower.removesuffix("s") if len(lower) > 3 else lower)
         elif not (lower in _FILLERS or (lower in _ORDINALS and position == 0 and not tokens[0].space)):

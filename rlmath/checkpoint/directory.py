@@ -38,6 +38,8 @@ MANIFEST = "manifest.json"
 SETTINGS = "config.yaml"
 PROGRESS = "progress.json"
 STATE = "state"
+INDEX = ".metadata"
+"""The index of a torch_dist folder."""
 METADATA_FILES = "hf"
 CRITIC = "critic"
 """Name of the critic among a checkpoint's models."""
@@ -47,7 +49,7 @@ CRITIC_CONFIG = "critic_config.json"
 """The critic's config.json, beside the state."""
 PARTIAL = ".partial"
 DAMAGED = ".damaged"
-NEEDED = (PROGRESS, SETTINGS, f"{STATE}/.metadata")
+NEEDED = (PROGRESS, SETTINGS, f"{STATE}/{INDEX}")
 """Files that every checkpoint has."""
 FORMAT = 1
 """Version of this layout, in every manifest."""

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.planner import SavePlan
 
+from rlmath.checkpoint.directory import INDEX
 from rlmath.config.files import read_regular
 
-INDEX = ".metadata"
 MAX_INDEX_BYTES = 256 * 2**20
 """A larger index is refused; one entry takes some 200 bytes."""
 

@@ -16,11 +16,10 @@ import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from rlmath.algorithms.partial_rollouts import UnfinishedGroup, UnfinishedGroups
@@ -69,7 +68,7 @@ def write_unfinished(unfinished: UnfinishedGroups) -> bytes:
 
 
 def read_unfinished(
-    content: bytes, group_size: int, vocab_size: int, text_of: Callable[[Sequence[int]], str]
+    content: bytes, group_size: int, vocab_size: int, text_of: Callable[[Sequence[int], bool], str]
 ) -> UnfinishedGroups:
     """The groups in flight, of `group_size` completions of tokens below `vocab_size`; `text_of` decodes those of a
     completion. ValueError where the file is none of ours."""
@@ -82,7 +81,7 @@ def read_unfinished(
         reader = TokenReader(tokens, tensors["logprobs"])
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             raise ValueError(f"tokens are not below {vocab_size}")
-        groups = [_read_group(row, reader.read, text_of) for row in header["groups"]]
+        groups = [_read_group(row, reader, text_of) for row in header["groups"]]
         wrong = [len(group.samples) for group in groups if len(group.samples) != group_size]
         if wrong:
             raise ValueError(f"a group has {wrong[0]} completions, and not {group_size}")
@@ -92,33 +91,14 @@ def read_unfinished(
         raise ValueError(f"{UNFINISHED} is damaged ({type(error).__name__}: {error})") from error
 
 
-def read_unfinished_lengths(file: Path) -> list[UnfinishedGroup]:
-    """The groups of such a file by its header alone: completions are as long as they are and have their scores, but
-    their tokens are 0, 1, 2, ..., without log-probs and text. ValueError where the header is none of ours, OSError
-    where the file cannot be read. Nothing else of the file is read or checked."""
-    try:
-        with safe_open(file, "numpy") as tensors:
-            header = json.loads(tensors.get_tensor("header").tobytes())
-        return [
-            _read_group(row, lambda count: (range(count), ()), lambda ids: "") for row in header["groups"]
-        ]
-    except (SafetensorError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{UNFINISHED} is damaged ({type(error).__name__}: {error})") from error
-
-
-TokensAndLogprobs = tuple[Sequence[int], Sequence[float]]
-
-
 def _read_group(
-    row: dict[str, Any],
-    read: Callable[[int], TokensAndLogprobs],
-    text_of: Callable[[Sequence[int]], str],
+    row: dict[str, Any], reader: TokenReader, text_of: Callable[[Sequence[int], bool], str]
 ) -> UnfinishedGroup:
-    """A group of the header; `read` gives the next so many tokens and log-probs."""
+    """A group of the header; `reader` has its tokens."""
     samples = []
     for index, one in enumerate(row["samples"]):
         segments = read_segments(one)
-        token_ids, logprobs = read(sum(segment.tokens for segment in segments))
+        token_ids, logprobs = reader.read(sum(segment.tokens for segment in segments))
         if one.get("score") is None:
             part = PartialCompletion(token_ids, logprobs, segments) if segments else NOTHING_SAMPLED
             samples.append(part)
@@ -127,7 +107,7 @@ def _read_group(
             index,
             token_ids,
             logprobs,
-            text=text_of(token_ids),
+            text=text_of(token_ids, one["finish_reason"] == "stop"),
             finish_reason=one["finish_reason"],
             policy_version=segments[-1].policy_version,
             segments=segments,

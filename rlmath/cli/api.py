@@ -47,11 +47,16 @@ def verify(
 
     `reference` is one answer or several of which each is right, with or without a box. The comparison runs in a worker
     process with a time limit of VERIFY_SECONDS, as in training: hostile text costs no more than that. `answer_from` is
-    as `reward.answer_from`. Raises ValueError for an unknown `task` or `answer_from`.
+    as `reward.answer_from`. Raises ValueError for an unknown `task` or `answer_from`, and for what is no text.
     """
+    references = (reference,) if isinstance(reference, str) else reference
+    if not isinstance(references, Sequence) or not all(isinstance(one, str) for one in (answer, *references)):
+        raise ValueError(
+            f"verify({answer!r:.60}, {reference!r:.60}); needed: a text, and a text or a list of texts, such as "
+            'verify("3", "3")'
+        )
     if answer_from == "boxed" and "\\boxed" not in answer and "\\fbox" not in answer:
         answer = f"\\boxed{{{answer}}}"
-    references = (reference,) if isinstance(reference, str) else tuple(reference)
     boxed = tuple(one if "\\boxed" in one else f"\\boxed{{{one}}}" for one in references)
     return _pool(answer_from).submit(answer, boxed, task).result()
 
@@ -132,7 +137,7 @@ def train(config: Config, ranks: int | None = None, program: str = "grpo") -> Ru
     with tempfile.TemporaryDirectory(prefix="rlmath-") as place:
         file = Path(place) / "config.yaml"
         file.write_text(config_as_yaml(config), encoding="utf-8")
-        command = [sys.executable, "-m", "rlmath.cli.main", name, "--config", str(file)]
+        command = [sys.executable, "-P", "-m", "rlmath.cli.main", name, "--config", str(file)]
         status, printed = _run(command + ([] if ranks is None else ["--ranks", str(ranks)]))
     if status == FINISHED:
         return Run(Path(config.run.output_dir))

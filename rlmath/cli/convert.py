@@ -14,17 +14,20 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rlmath.checkpoint.convert.convert import DTYPES, Converted, check_output, hf_to_megatron, megatron_to_hf
-from rlmath.checkpoint.convert.sources import MegatronSource, find_megatron
+from rlmath.checkpoint.convert.sources import MegatronSource, check_output, find_megatron
 from rlmath.checkpoint.directory import CRITIC, CRITIC_CONFIG
-from rlmath.checkpoint.hf.weights import read_metadata_files
 from rlmath.config.hub import HubFailedError, local_folder
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.terminal import escape_terminal
 from rlmath.models.hf_config import read_critic_shape, read_model_shape
 
+if TYPE_CHECKING:
+    from rlmath.checkpoint.convert.convert import Converted
+
 FAILED, MISTAKE = 1, 2
+FORMATS = ("auto", "bfloat16", "float32")
 CONFIG = "config.json"
 TO_MEGATRON = """Convert a Hugging Face model to a Megatron-Core torch_dist checkpoint.
 
@@ -79,6 +82,8 @@ def to_megatron(given: argparse.Namespace) -> Converted:
         raise ValueError(f"--tensor-parallel and --pipeline-parallel are {sizes}; needed: at least 1.")
     source = local_folder(given.hf, "--hf")
     shape = read_model_shape(source, "--hf")
+    from rlmath.checkpoint.convert.convert import DTYPES, hf_to_megatron  # torch, when nothing is wrong
+
     return hf_to_megatron(source, shape, given.output, *sizes, DTYPES[given.dtype])
 
 
@@ -87,6 +92,9 @@ def to_hf(given: argparse.Namespace) -> Converted:
     if not 0 < given.shard_gib < float("inf"):
         raise ValueError(f"--shard-gib is {given.shard_gib}; needed: a number above 0.")
     source = find_megatron(given.checkpoint)
+    from rlmath.checkpoint.convert.convert import DTYPES, megatron_to_hf  # torch, when there is a checkpoint
+    from rlmath.checkpoint.hf.weights import read_metadata_files
+
     folder, metadata_files = source.metadata_files, {}
     if folder is not None:
         metadata_files = read_metadata_files(folder)
@@ -143,7 +151,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--output", type=Path, required=True, help=output_help)
     add("--tensor-parallel", type=int, default=1, metavar="N", help="default 1")
     add("--pipeline-parallel", type=int, default=1, metavar="N", help="default 1")
-    add("--dtype", choices=sorted(DTYPES), default="auto", help="default auto: as in the source")
+    add("--dtype", choices=FORMATS, default="auto", help="default auto: as in the source")
 
     add = (way := ways.add_parser("to-hf", description=TO_HF, formatter_class=raw)).add_argument
     way.set_defaults(convert=to_hf)
@@ -154,7 +162,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="folder of the Hugging Face model, its config.json alone, or hf://org/name[@revision]",
     )
     add("--critic", action="store_true", help="convert the critic, not the policy")
-    add("--dtype", choices=sorted(DTYPES), default="auto", help="default auto: as in the checkpoint")
+    add("--dtype", choices=FORMATS, default="auto", help="default auto: as in the checkpoint")
     add("--shard-gib", type=float, default=4.0, help="most GiB of one file (default 4)")
     return parser.parse_args(argv)
 

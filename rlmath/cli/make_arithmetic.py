@@ -12,7 +12,8 @@ No problem is in both files; `47+85` and `85+47` are two problems. The worked so
 
 one step per column, lowest first, the carry as a third term.
 
-worked.jsonl has such solutions of training problems, drawn with repetition, for launch/train_sft.py:
+worked.jsonl has such solutions of training problems, drawn with repetition, for `rlmath sft`, and worked_heldout.jsonl
+of held-out problems (`sft.held_out_path`):
 
     {"prompt": "47+85=", "completion": "7+5=12 4+8+1=13 \\boxed{132}"}
 
@@ -156,7 +157,9 @@ def _write(path: Path, rows: list[dict[str, object]]) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Reads the command line and writes the files."""
-    parser = argparse.ArgumentParser(description="Writes train, heldout and worked.jsonl with additions.")
+    parser = argparse.ArgumentParser(
+        description="Writes additions: train, heldout, worked and worked_heldout.jsonl."
+    )
     parser.add_argument("--output", type=Path, required=True, help="new or empty folder")
     parser.add_argument("--seed", type=int, default=1, help="the same seed gives the same files (default 1)")
     parser.add_argument("--train", type=int, default=8000, help="rows of train.jsonl (default 8000)")
@@ -171,6 +174,7 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--worked is {args.worked}; it must be at least 0")
     train, heldout = make_problems(args.seed, args.train, args.heldout, args.digits)
     worked = worked_rows(train, args.worked, args.accuracy, args.seed)
+    worked_heldout = worked_rows(heldout, min(args.worked, len(heldout)), args.accuracy, args.seed)
     if args.output.exists() and not args.output.is_dir():
         raise ValueError(f"--output {args.output} is a file; name a folder")
     if args.output.exists() and any(args.output.iterdir()):
@@ -182,10 +186,10 @@ def main(argv: list[str] | None = None) -> None:
         ("train", [problem.row() for problem in train]),
         ("heldout", [problem.row() for problem in heldout]),
         ("worked", worked),
+        ("worked_heldout", worked_heldout),
     ):
         _write(args.output / f"{name}.jsonl", rows)
-    counts = {"train": len(train), "heldout": len(heldout), "worked": len(worked)}
-    print(json.dumps({"output": str(args.output), **counts}))
+    print(f"{args.output}: {len(train)} problems, {len(heldout)} held out, {len(worked)} worked solutions")
 
 
 if __name__ == "__main__":

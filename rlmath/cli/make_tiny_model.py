@@ -2,7 +2,7 @@
 
     python -m rlmath.cli.make_tiny_model --output models/tiny --seed 1
 
-`launch/train_sft.py` then teaches it to add, from the worked solutions that `rlmath/cli/make_arithmetic.py` writes.
+`rlmath sft` then teaches it to add, from the worked solutions that `rlmath/cli/make_arithmetic.py` writes.
 
 Prints one JSON line: parameters, seconds, output.
 """
@@ -10,9 +10,7 @@ Prints one JSON line: parameters, seconds, output.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -110,19 +108,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     """Reads the command line, makes the model, and writes it with its tokenizer."""
-    args, start = parse_args(argv), time.perf_counter()
+    args = parse_args(argv)
     torch.manual_seed(args.seed)
     tokenizer = make_tokenizer()
     shape = (args.hidden, args.layers, args.heads, args.kv_heads, args.intermediate, args.tied)
     model = make_model(tokenizer, *shape)
     model.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
-    result = {
-        "parameters": model.num_parameters(),
-        "seconds": round(time.perf_counter() - start, 1),
-        "output": str(args.output),
-    }
-    print(json.dumps(result))
+    print(f"{args.output}: a random model of {model.num_parameters()} parameters")
 
 
 if __name__ == "__main__":

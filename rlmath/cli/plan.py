@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rlmath.cli.plan_memory import MISTAKE, NOT_NEEDED
 from rlmath.config.gpu_specs import GPUS
+from rlmath.config.help import nearest_word
 from rlmath.config.load import load_config, make_parser
 from rlmath.config.terminal import escape_terminal
 from rlmath.planning.planner.report import run_data, run_lines
@@ -39,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     made = make_parser("Plan a run: memory, seconds of a step, hours of an epoch, the fastest layout.")
     cluster = made.add_argument_group("the cluster")
-    cluster.add_argument("--gpu", choices=[*GPUS, CPU], help="without it that of memory.gpu, or the CPU")
+    gpu_help = f"one of {', '.join([*GPUS, CPU])}; default: memory.gpu, or the CPU"
+    cluster.add_argument("--gpu", type=gpu_name, help=gpu_help)
     cluster.add_argument("--nodes", type=int, help="without it as many as the layout's ranks take")
     cluster.add_argument("--gpus-per-node", type=int, help="default: 8, or all ranks where they are fewer")
     cluster.add_argument("--network-gbps", type=float, help="Gbit/s between nodes for each GPU")
@@ -53,6 +55,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--layouts", type=int, default=5, help="fastest layouts to show; 0: none (default: 5)")
     made.add_argument("--json", action="store_true", help="print plain data")
     return made
+
+
+def gpu_name(word: str) -> str:
+    """A word of --gpu. ArgumentTypeError where it is none, with the nearest."""
+    if word not in (known := [*GPUS, CPU]):
+        needed = f"needed: one of {', '.join(known)}.{nearest_word(word, known)}"
+        raise argparse.ArgumentTypeError(f'there is no "{word}"; {needed}')
+    return word
 
 
 def plan(given: argparse.Namespace) -> int:

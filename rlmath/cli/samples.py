@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from rlmath.answers.extraction import extract_answer, split_boxes
+from rlmath.config.help import nearest_path
 from rlmath.config.run_files import SAMPLES_FOLDER
 from rlmath.config.terminal import escape_terminal, visible
 from rlmath.telemetry.samples import completion_facts, read_samples, sample_files, samples_file
@@ -61,7 +62,8 @@ def _choose_file(run_dir: str, step: str) -> Path:
     folder = Path(run_dir) / SAMPLES_FOLDER
     if not folder.is_dir():
         raise ValueError(
-            f"{folder}: no such folder; give the folder of a run with telemetry.sample_groups_per_step > 0"
+            f"{folder}: no such folder; give the folder of a run with telemetry.sample_groups_per_step > 0."
+            f"{nearest_path(Path(run_dir)) if not Path(run_dir).exists() else ''}"
         )
     steps = list(sample_files(run_dir))
     if not steps:

@@ -11,13 +11,22 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
+from rlmath.config.help import raise_problems
 from rlmath.config.load import load_config, make_parser
 from rlmath.config.run_files import EXIT_STATUS_FILE
 from rlmath.config.schema import RunConfig
+from rlmath.config.shipped_files import PACKAGE
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE, read_exit_status
 from rlmath.distributed.fault_tolerance.preemption import WANTED_SIGNALS
+from rlmath.planning.checks import only_used
+from rlmath.planning.early_checks import early_problems
+from rlmath.planning.memory_estimate import Kind
+from rlmath.planning.parallelism import least_ranks, ranks_or_least
+from rlmath.run.program import main as run_program
+from rlmath.run.run_dir import sole_user
 
 RANKS = "--ranks"
 CPU_RANKS = 8
@@ -38,27 +47,25 @@ def sft(argv: Sequence[str]) -> int:
     return _train("sft", argv)
 
 
-def _train(program: str, argv: Sequence[str]) -> int:
-    if any(word in ALONE for word in argv):
-        from rlmath.run.program import main as run_program
-
+def _train(program: Kind, argv: Sequence[str]) -> int:
+    if any(word.partition("=")[0] in ALONE for word in argv):
         return run_program([program, *argv])
-    from rlmath.planning.checks import only_used
-    from rlmath.planning.parallelism import least_ranks
-
     try:
         ranks, words = take_ranks(argv)
         given = make_parser("").parse_intermixed_args(words)
         config = load_config(given.config, given.overrides)
+        used = only_used(config)[0] if program == "sft" else config
+        raise_problems("this run", list(early_problems(used, ranks_or_least(used, ranks), program)))
+        output = Path(used.run.output_dir)
+        with sole_user(output) if output.is_dir() else nullcontext():
+            pass  # another run is not working there
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
-    if program == "sft":
-        config, _ = only_used(config)
     if ranks is None:
-        ranks = gpu_count(config.run.device) or least_ranks(config)
-    output, seconds = Path(config.run.output_dir), config.run.stop_grace_seconds
-    return launch(ranks, ["-m", "rlmath.trainer", program, *words], output, seconds)
+        ranks = gpu_count(used.run.device) or least_ranks(used)
+    command = ["-m", "rlmath.trainer", program, *words]
+    return launch(ranks, command, output, used.run.stop_grace_seconds)
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -67,12 +74,14 @@ def evaluate(argv: Sequence[str]) -> int:
 
     try:
         ranks, words = take_ranks(argv)
+        given = command.parse(words)
+        if given.compare:
+            return command.main(words)
+        plan, _ = command.plan_of(given), command.rollout_of(given)
+        raise_problems("this evaluation", command.input_problems(plan))
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
-    if any(word in (*ALONE, "--compare") for word in words):
-        return command.main(words)
-    given = command.parse(words)
     if ranks is None:
         ranks = gpu_count(given.device) or given.tensor_parallel
     return launch(ranks, ["-m", "rlmath.evals", *words], given.output, RunConfig().stop_grace_seconds)
@@ -131,8 +140,9 @@ def gpu_count(device: str) -> int:
 
 
 def launch(ranks: int, command: Sequence[str], output: Path | None, grace_seconds: float) -> int:
-    """Run a program under torchrun, which leaves its ranks `grace_seconds` to save after a signal. The exit status that
-    the program has left in its folder `output`, else that of the rank that failed first."""
+    """Run Python with the words of a program under torchrun, which leaves its ranks `grace_seconds` to save after a
+    signal. The exit status that the program has left in its folder `output`, else that of the rank that failed
+    first."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
@@ -144,9 +154,15 @@ def launch(ranks: int, command: Sequence[str], output: Path | None, grace_second
         logging.getLogger(name).setLevel(logging.CRITICAL)  # ranks say themselves why they end
     # torchrun reads it as its option, and ranks inherit it: they need to know how long they may save.
     os.environ["PET_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_seconds))
+    if Path.cwd() == PACKAGE.parent:  # a checkout that is not installed
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")])
+        )
     before = _written(output)
     try:
-        run(parse_args(["--standalone", f"--nproc-per-node={ranks}", SIGNALS, *command]))
+        # -P: `python -m` would put the current folder first, where random.py takes the place of Python's.
+        python = ["--no-python", sys.executable, "-P", "-u"]
+        run(parse_args(["--standalone", f"--nproc-per-node={ranks}", SIGNALS, *python, *command]))
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         status = failure.exitcode if failure.exitcode > 0 else FAILURE

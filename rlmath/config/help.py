@@ -188,8 +188,9 @@ def text_problems(config: Config) -> Iterator[str]:
                 yield f"{key} has a NUL character, at character {text.index(chr(0))}. Remove it."
 
 
-def help_text(width: int | None = None, keys: Collection[str] | None = None) -> str:
-    """Every setting, or those of `keys`, with what it may be, its default and its sentence, by section.
+def help_text(word: str = "", width: int | None = None, keys: Collection[str] | None = None) -> str:
+    """The sections in a line each; with a `word` the settings of that section, or that setting, or "all", each with
+    what it may be, its default and its sentence. Only those of `keys`. ValueError for another word.
 
     Wrapped to `width` characters, or the terminal's.
     """
@@ -199,14 +200,31 @@ def help_text(width: int | None = None, keys: Collection[str] | None = None) -> 
         wrapper = textwrap.TextWrapper(width, " " * first, " " * then, break_on_hyphens=False)
         return wrapper.wrap(text)
 
+    shown = [one for one in all_settings().values() if keys is None or one.key in keys]
+    sections = {one.section: inspect.getdoc(section_classes()[one.section]) or "" for one in shown}
+    if not word:
+        lines = wrapped(
+            "Settings, given in a YAML file or as key.sub=value. --help SECTION explains those of a section, --help "
+            "all every one:",
+            0,
+            0,
+        )
+        for section, doc in sections.items():
+            first = re.split(r"[:;(]|\.(?: |$)", " ".join(doc.split()), maxsplit=1)[0].strip()
+            lines += wrapped(f"{section:<11} {first}", 2, 14)
+        return "\n".join(lines)
+    chosen = [one for one in shown if word in ("all", one.section, one.key)]
+    if not chosen:
+        hint = nearest_word(word, [*sections, *(one.key for one in shown)])
+        raise ValueError(
+            f'there is no section and no setting "{word}".{hint} Sections: {", ".join(sections)}'
+        )
     lines = ["Settings, given in a YAML file or as key.sub=value (null: not set)"]
     section = ""
-    for setting in all_settings().values():
-        if keys is not None and setting.key not in keys:
-            continue
+    for setting in chosen:
         if setting.section != section:
             section = setting.section
-            lines += ["", *wrapped(f"{section}: {inspect.getdoc(section_classes()[section])}", 0, 2)]
+            lines += ["", *wrapped(f"{section}: {sections[section]}", 0, 2)]
         default = (
             "must be given" if setting.default == MISSING else f"default {as_yaml_word(setting.default)}"
         )

@@ -18,7 +18,7 @@ import functools
 import io
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -144,16 +144,44 @@ class _Parser(argparse.ArgumentParser):
             raise ended from ValueError(message)
 
 
+class _Help(argparse.Action):
+    """`--help`: the options and the sections of settings; `--help SECTION`: the settings of a section."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, const: Collection[str] | None) -> None:
+        text = "this; SECTION, a setting, or all: what the settings are"
+        super().__init__(
+            option_strings,
+            dest,
+            nargs="?",
+            const=const,
+            default=argparse.SUPPRESS,
+            metavar="SECTION",
+            help=text,
+        )
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        try:
+            if values is self.const:
+                parser.epilog = help_text(keys=self.const)
+                parser.print_help()
+            else:
+                print(help_text(values, keys=self.const))
+        except ValueError as error:
+            parser.error(str(error))
+        parser.exit()
+
+
 def make_parser(description: str, keys: Collection[str] | None = None) -> argparse.ArgumentParser:
-    """`--config FILE` (repeatable) and overrides; `--help` lists every setting, or those of `keys`. A script may add
+    """`--config FILE` (repeatable), overrides, and `--help` about all settings, or those of `keys`. A script may add
     its own options."""
     parser = _Parser(
         description=description,
-        epilog=help_text(keys=keys),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        add_help=False,
     )
     add = parser.add_argument
+    add("-h", "--help", action=_Help, const=keys)
     add("--config", metavar="FILE", type=Path, action="append", default=[], help="YAML file; later files win")
     add("overrides", metavar="key.sub=value", nargs="*", help="settings that win over the files'")
     return parser

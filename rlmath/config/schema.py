@@ -228,8 +228,8 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class SftConfig:
-    """launch/train_sft.py: cross-entropy on completions. It uses run, model, data (files of prompts with completions),
-    parallel, policy, optimizer, telemetry and save, too; the other sections have no effect there."""
+    """Supervised training, `rlmath sft`: cross-entropy on completions. It uses run, model, data (files of prompts with
+    completions), parallel, policy, optimizer, telemetry and save, too; the other sections have no effect there."""
 
     max_sequence_tokens: Annotated[int, Range(2)] = 4096
     """Longer sequences (prompt and completion) are dropped, and counted on the console."""
@@ -734,7 +734,7 @@ class SaveConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of launch/train_grpo.py and launch/train_sft.py."""
+    """All settings of `rlmath train` and `rlmath sft`."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()

@@ -104,12 +104,17 @@ def sequence_lines(report: SequenceReport, given: str, tokenizer: PreTrainedToke
         return ()
     prompt, one = report.example
     learned = tokenizer.decode(list(one.completion_ids), clean_up_tokenization_spaces=False)
+    turns = (
+        "the completion"
+        if one.learned is None
+        else f"the other {len(one.completion_ids)}, the assistant's turns,"
+    )
     return (
         f"A sequence as it is learned, of {report.path} (data.template={given}),",
         f"  {_tokens(prompt, one.prompt_ids + one.completion_ids, tokenizer)}; the {len(one.prompt_ids)} of the prompt "
         "are not learned:",
         *_shown(prompt),
-        f"  the {len(one.completion_ids)} of the completion are, its end of sequence among them:",
+        f"  {one.n_learned} of {turns} are, what ends it among them:",
         *_shown(str(learned)),
     )
 

@@ -21,7 +21,7 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, DataConfig
 from rlmath.data import loader
 from rlmath.data.audit import DataAudit, audit_prompts, audit_sequences, prompt_lines, sequence_lines
-from rlmath.data.files import CHARACTERS_PER_TOKEN
+from rlmath.data.files import CHARACTERS_PER_TOKEN, folder_line
 from rlmath.data.formats import read_prompts
 from rlmath.data.order import PromptOrder, shares_of
 from rlmath.data.prompt_curriculum import read_history
@@ -108,6 +108,8 @@ class SftInputs:
     """For the console."""
     reports: tuple[SequenceReport, ...]
     """What became of the rows, file by file."""
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end what the model says."""
     audit: DataAudit = field(default_factory=DataAudit)
 
 
@@ -212,7 +214,14 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
     told = (line for report in reports for line in report.lines())
     lines = (*told, order.line(), f"Held out: {len(held_out)} sequences.")
     return SftInputs(
-        sequences, evaluated, order=order, total_steps=total_steps, lines=lines, reports=reports, audit=audit
+        sequences,
+        evaluated,
+        order=order,
+        total_steps=total_steps,
+        lines=lines,
+        reports=reports,
+        stop_token_ids=stop_token_ids(config.model.path, tokenizer, shape.vocab_size),
+        audit=audit,
     )
 
 
@@ -327,7 +336,8 @@ class ValidationFile:
             text += f", {self.too_long} of them too long for the context, which count as wrong"
         if self.unusable:
             text += f"; {len(self.unusable)} rows cannot be used:"
-        return (text, *(f"    {line}" for line in unusable_lines(self.path, self.unusable)))
+        folder = filter(None, [folder_line(self.path)])
+        return (*folder, text, *(f"    {line}" for line in unusable_lines(self.path, self.unusable)))
 
 
 def load_validation(

@@ -94,6 +94,23 @@ def files_of_folder(folder: Path) -> list[Path]:
     )
 
 
+def folder_line(path: str) -> str:
+    """Which of a folder's files are read, and which are not, for the console; "" for a file."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return ""
+    used = files_of_folder(folder)
+    every = [*_files(folder), *_files(folder, "*/"), *_files(folder, "*/*/")]
+    others = [file for file in every if file not in used]
+    read = f"{path} is a folder; read: {_names(folder, used)}"
+    return f"{read}. Not read: {_names(folder, others)}." if others else f"{read}."
+
+
+def _names(folder: Path, files: list[Path]) -> str:
+    names = [str(file.relative_to(folder)) for file in files]
+    return f"{', '.join(names[:5])} and {len(names) - 5} more" if names[5:] else ", ".join(names)
+
+
 def _files(place: Path, below: str = "") -> list[Path]:
     """Files of rows in `place`, or in folders `below` it (a pattern), in the order of their names; no hidden ones."""
     found = (path for path in place.glob(f"{below}*") if path.suffix in _SUFFIXES and path.is_file())

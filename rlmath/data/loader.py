@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Prompt
 from rlmath.config.run_files import DATA_REPORT_FILE, UNUSABLE_ROWS_FILE, write_whole
-from rlmath.data.files import CHARACTERS_PER_TOKEN
+from rlmath.data.files import CHARACTERS_PER_TOKEN, folder_line
 from rlmath.data.formats import read_prompts
 from rlmath.data.rows import PromptRow, UnusableRow, unusable_lines
 from rlmath.data.tokenizer import (
@@ -67,6 +67,8 @@ class FilterReport:
     dropped_empty: int = 0
     """Prompts of which the tokenizer makes no token at all."""
     path: str = ""
+    files: str = ""
+    """Which files of a folder were read (`files.folder_line`)."""
     form: str = ""
     """A word of data.format, or a function of the user's."""
     repeated: int = 0
@@ -116,7 +118,7 @@ class FilterReport:
             f"  dropped, {one.reason} ({one.tokens} tokens): {one.prompt_id!r}, which begins {one.start!r}"
             for one in self.examples
         )
-        lines = [*form, self.line(), *shown]
+        lines = [*filter(None, [self.files]), *form, self.line(), *shown]
         if self.repeated:
             lines.append(f"  {self.repeated} further rows repeat earlier ones and are left out.")
         if self.unusable:
@@ -214,6 +216,7 @@ def load_prompts(
         most_tokens=None if tokenizer is None else max_prompt_tokens,
         dropped_empty=empty,
         path=path,
+        files=folder_line(path),
         form=file.form,
         repeated=file.repeated,
         unusable=tuple(file.unusable),

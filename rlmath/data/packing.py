@@ -103,11 +103,16 @@ def pack(
         tokens += sample.completion_ids
         positions += range(sample.length)
         completion_index += [-1] * n_prompt + list(range(n_completion))
-        weights += [0.0] * n_prompt + [normalisation.weight(n_completion)] * n_completion
+        if sample.learned is None:
+            n_learned = n_completion
+            weights += [0.0] * n_prompt + [normalisation.weight(n_completion)] * n_completion
+        else:
+            n_learned = sum(sample.learned)
+            weights += [0.0] * n_prompt + [normalisation.weight(n_learned) * one for one in sample.learned]
         advantages += [0.0] * n_prompt + [sample.advantage] * n_completion
         logprobs += [0.0] * n_prompt
         logprobs += sample.behaviour_logprobs
-        loss_count += normalisation.count(n_completion)
+        loss_count += normalisation.count(n_learned)
         bounds.append(len(tokens))
     padding = -len(tokens) % pad_to_multiple if tokens else pad_to_multiple
     if padding:

@@ -5,9 +5,11 @@ A row, of JSONL, parquet or a data set's folder, is one of
     {"prompt": "47+85=", "completion": "7+5=12 4+8+1=13 \\boxed{132}"}        the prompt as it stands
     {"question": "What is 47+85?", "solution": "... \\boxed{132}"}            the question in data.template
     {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}
-                                       all turns but the last in the tokenizer's chat template; the last is learned
+                                       the tokenizer's chat template of them; what the assistant's turns add is learned
 
-Prompt and completion are tokenized apart, so that no token is half of either, and the end of sequence is appended.
+Prompt and completion are tokenized apart, so that no token is half of either. In the chat template the completion is
+what the template makes of the assistant's turn, with its own end; behind another the end is that of the prompt's
+template, else the end of sequence, and what ends a completion already is not doubled.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Sample
-from rlmath.data.files import CHARACTERS_PER_TOKEN, raw_rows
+from rlmath.data.chat import Piece, chat_end, conversation
+from rlmath.data.files import CHARACTERS_PER_TOKEN, folder_line, raw_rows
 from rlmath.data.formats import check_length, checked_text, messages_of
 from rlmath.data.loader import FilterReport
 from rlmath.data.order import permutation
 from rlmath.data.rows import PromptRow, RawRow, RowError, UnusableRow, unusable_lines
-from rlmath.data.tokenizer import prompt_tokens, rendered, token_ids_of
+from rlmath.data.tokenizer import asked, prompt_tokens, rendered, template_of, token_ids_of
 from rlmath.workers.user_functions import UserFunction
 
 if TYPE_CHECKING:
@@ -47,16 +50,24 @@ class WrittenSequence:
     prompt_ids: tuple[int, ...]
     """At least one: the model predicts the first token of the completion from it."""
     completion_ids: tuple[int, ...]
-    """The end of sequence is the last."""
+    """What ends a turn or a sequence is the last."""
+    learned: tuple[bool, ...] | None = None
+    """By token of the completion; None: all of them. A conversation's other turns between the assistant's are not."""
 
     @property
     def length(self) -> int:
         """Tokens in all."""
         return len(self.prompt_ids) + len(self.completion_ids)
 
+    @property
+    def n_learned(self) -> int:
+        """Tokens that have weight in the loss."""
+        return len(self.completion_ids) if self.learned is None else sum(self.learned)
+
     def sample(self) -> Sample:
         """As it is packed; nobody sampled it, and it has no advantage."""
-        return Sample(self.prompt_ids, self.completion_ids, (0.0,) * len(self.completion_ids), advantage=0.0)
+        logprobs = (0.0,) * len(self.completion_ids)
+        return Sample(self.prompt_ids, self.completion_ids, logprobs, advantage=0.0, learned=self.learned)
 
 
 @dataclass(frozen=True)
@@ -96,7 +107,7 @@ def load_sequences(
             else:
                 kept.append(one)
                 example = example or (row.prompt, one)
-                characters.update(row.prompt, row.completion)
+                characters.update(*(piece.text for piece in row.pieces))
     report = SequenceReport(
         read=len(kept) + too_long,
         kept=len(kept),
@@ -104,6 +115,7 @@ def load_sequences(
         longest_dropped_tokens=longest,
         most_tokens=limit,
         path=path,
+        files=folder_line(path),
         unusable=tuple(unusable),
         setting="sft.max_sequence_tokens",
         example=example,
@@ -129,7 +141,8 @@ def sequences_fingerprint(*groups: Sequence[WrittenSequence]) -> str:
     digest = hashlib.sha256()
     for group in groups:
         for one in group:
-            digest.update(json.dumps((one.prompt_ids, one.completion_ids)).encode())
+            learned = () if one.learned is None else (one.learned,)
+            digest.update(json.dumps((one.prompt_ids, one.completion_ids, *learned)).encode())
         digest.update(b"end")
     return digest.hexdigest()[:16]
 
@@ -140,8 +153,12 @@ def sequences_fingerprint(*groups: Sequence[WrittenSequence]) -> str:
 @dataclass(frozen=True)
 class _Texts:
     where: str
-    prompt: str
-    completion: str
+    pieces: Sequence[Piece]
+    """In their order; the first is the prompt, the last is learned."""
+
+    @property
+    def prompt(self) -> str:
+        return self.pieces[0].text
 
 
 def _texts(
@@ -174,9 +191,25 @@ def _texts(
             )
         prompts.append(row)
         completions.append(completion)
-    texts = rendered(prompts, template, tokenizer)
-    places = [row.query_id for row in prompts]
-    return [_Texts(*one) for one in zip(places, texts, completions, strict=True)]
+    in_template = [_in_chat(row, template, tokenizer) for row in prompts]
+    others = iter(
+        rendered(
+            [row for row, chat in zip(prompts, in_template, strict=True) if not chat], template, tokenizer
+        )
+    )
+    found = []
+    for row, completion, chat in zip(prompts, completions, in_template, strict=True):
+        if chat:
+            turns = (*asked(row), ("assistant", completion))
+            pieces = conversation(turns, tokenizer, f"the sequence {row.query_id[:60]!r}")
+        else:
+            pieces = [Piece(next(others), False), Piece(completion, True)]
+        found.append(_Texts(row.query_id, pieces))
+    return found
+
+
+def _in_chat(row: PromptRow, template: str | UserFunction, tokenizer: PreTrainedTokenizerFast) -> bool:
+    return template_of(row, template, tokenizer) == "chat" and bool(tokenizer.chat_template)
 
 
 def _parse(columns: dict, where: str) -> tuple[PromptRow, str]:
@@ -196,16 +229,22 @@ def _parse(columns: dict, where: str) -> tuple[PromptRow, str]:
 
 
 def _tokenized(texts: Sequence[_Texts], tokenizer: PreTrainedTokenizerFast) -> Iterator[WrittenSequence]:
-    """The prompt with the special tokens that the tokenizer adds by itself, as GRPO has it; the completion without,
-    and with one end of sequence at its end."""
+    """The prompt with the special tokens that the tokenizer adds by itself, as GRPO has it; the rest without."""
     if not texts:
         return
     prompts = prompt_tokens([one.prompt for one in texts], tokenizer)
-    completions = token_ids_of([one.completion for one in texts], tokenizer, special_tokens=False)
-    end = tokenizer.eos_token_id
-    for prompt, completion in zip(prompts, completions, strict=True):
-        closed = completion if completion and completion[-1] == end else [*completion, end]
-        yield WrittenSequence(tuple(prompt), tuple(closed))
+    parts = [piece for one in texts for piece in one.pieces[1:]]
+    tokens = iter(token_ids_of([piece.text for piece in parts], tokenizer, special_tokens=False))
+    of_turn, of_sequence = chat_end(tokenizer), tokenizer.eos_token_id
+    for one, prompt in zip(texts, prompts, strict=True):
+        completion, learned = [], []
+        for piece, ids in zip(one.pieces[1:], tokens, strict=False):
+            completion += ids
+            learned += [piece.learned] * len(ids)
+        if not completion or completion[-1] not in (of_turn, of_sequence):
+            completion.append(of_turn if of_turn in prompt else of_sequence)
+            learned.append(True)
+        yield WrittenSequence(tuple(prompt), tuple(completion), None if all(learned) else tuple(learned))
 
 
 def _check(report: SequenceReport, max_unusable_share: float) -> None:

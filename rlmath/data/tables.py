@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.ipc
@@ -58,15 +59,31 @@ def _arrow_batches(file: Path) -> Iterator[pa.RecordBatch]:
 
 def _columns_of(batch: pa.RecordBatch, at_once: int = _BATCH_ROWS) -> Iterator[tuple[dict | None, str]]:
     """Row by row where a piece as a whole has a value that Python does not take, such as text that is not UTF-8."""
+    narrow = [field for field in batch.schema if "float" in str(field.type)]
     for start in range(0, batch.num_rows, at_once):
         piece = batch.slice(start, at_once)
         try:
-            yield from ((row, "") for row in piece.to_pylist())
+            for row in piece.to_pylist():
+                yield row | {one.name: _shortest(row[one.name], one.type) for one in narrow}, ""
         except (pa.ArrowException, ValueError, OverflowError) as error:
             if at_once == 1:
                 yield None, f"a value that cannot be read ({str(error)[:100]})"
             else:
                 yield from _columns_of(piece, at_once=1)
+
+
+def _shortest(value: Any, kind: pa.DataType) -> Any:
+    """The value with the numbers that its shortest text says: 0.1 of a column of float32, not 0.10000000149011612."""
+    if value is None:
+        return None
+    if pa.types.is_float32(kind) or pa.types.is_float16(kind):
+        return float(str(kind.to_pandas_dtype()(value)))
+    if pa.types.is_struct(kind):
+        return {one.name: _shortest(value[one.name], one.type) for one in kind}
+    is_list = any(
+        is_kind(kind) for is_kind in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    )
+    return [_shortest(one, kind.value_type) for one in value] if is_list else value
 
 
 def _start(columns: dict) -> str:

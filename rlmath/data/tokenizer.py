@@ -9,19 +9,15 @@ Each template is written as its source has it:
 from __future__ import annotations
 
 import json
-import os
 import re
-import resource
-import signal
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from rlmath.config.files import read_json_object
+from rlmath.data import chat
 from rlmath.data.files import MAX_LINE_BYTES
 from rlmath.data.rows import PromptFile, PromptRow, UnusableRow
 from rlmath.workers.user_functions import UserFunction
@@ -30,14 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _CHARACTERS_AT_ONCE = 2**21
-CHAT_SECONDS = 10.0
-"""Longest that a chat template may take for one prompt: it is a program of the model folder's."""
-CHAT_BYTES = 2**30
-"""Most memory that it may take meanwhile (bytes)."""
-TEMPLATE_DATE = date(2024, 7, 26)
-"""What a chat template takes for today, so that a run that is resumed on another day has the same prompts. Llama 3's
-template writes this date where it is told none."""
-
 _BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -147,8 +135,13 @@ def render(row: PromptRow, template: str, tokenizer: PreTrainedTokenizerFast) ->
             f"{row.prompt[:60]!r}. Use data.template {others}"
         )
     if template == "chat":
-        return _chat(row.messages or (("user", row.prompt + _BOXED),), row, tokenizer)
+        return _chat(asked(row), row, tokenizer)
     return FIXED[template].render(row.prompt)
+
+
+def asked(row: PromptRow) -> tuple[tuple[str, str], ...]:
+    """The turns that ask for an answer, as a chat template takes them."""
+    return row.messages or (("user", row.prompt + _BOXED),)
 
 
 def template_of(row: PromptRow, template: str | UserFunction, tokenizer: PreTrainedTokenizerFast) -> str:
@@ -182,48 +175,7 @@ def _chat(
             f"{given}, and the model's tokenizer has no chat template; "
             + ("return a text" if function_of else 'use "qwen_boxed", "r1_distill", "orz" or "raw"')
         )
-    chat = [{"role": role, "content": content} for role, content in messages]
-    try:
-        with _limits():
-            text = str(
-                tokenizer.apply_chat_template(
-                    chat, tokenize=False, add_generation_prompt=True, strftime_now=TEMPLATE_DATE.strftime
-                )
-            )
-    except Exception as error:  # whatever the template's own code raises, such as for an unknown role
-        reason = f"more than {CHAT_BYTES / 2**30:g} GiB" if isinstance(error, MemoryError) else error
-        raise ValueError(
-            f"the tokenizer's chat template cannot take the prompt {row.query_id[:60]!r}: {reason}; use another "
-            "data.template"
-        ) from error
-    if "".join(messages[-1][1].split()) not in "".join(text.split()):
-        raise ValueError(
-            f"the tokenizer's chat template leaves out the problem of the prompt {row.query_id[:60]!r}: it makes "
-            f"{text[:60]!r} of it; use another data.template"
-        )
-    return text
-
-
-@contextmanager
-def _limits() -> Iterator[None]:
-    """TimeoutError or MemoryError where the code inside takes more than CHAT_SECONDS, or CHAT_BYTES of address space:
-    the sandbox of transformers bounds neither. Main thread only."""
-
-    def too_late(_number: int, _frame: Any) -> NoReturn:
-        raise TimeoutError(f"it takes more than {CHAT_SECONDS:g} s")
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    held = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    handler = signal.signal(signal.SIGALRM, too_late)
-    try:
-        if soft == resource.RLIM_INFINITY:
-            resource.setrlimit(resource.RLIMIT_AS, (held + CHAT_BYTES, hard))
-        signal.setitimer(signal.ITIMER_REAL, CHAT_SECONDS)
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    return chat.render(messages, tokenizer, f"the prompt {row.query_id[:60]!r}")
 
 
 def drop_special_token_rows(
@@ -318,6 +270,13 @@ def token_ids_of(
     return found
 
 
+def completion_text(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int], stopped: bool) -> str:
+    """The text of a completion as it is judged and shown, without padding and, where it `stopped` by itself, without
+    the stop token that is its last. Other special tokens are part of what the model says: `<think>` is one for some."""
+    said = list(token_ids)[:-1] if stopped else token_ids
+    return str(tokenizer.decode([token for token in said if token != tokenizer.pad_token_id]))
+
+
 def unknown_token_ids(tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
     """The token for what the tokenizer does not know, by each of its names; none where it has no such token."""
     named = getattr(tokenizer.backend_tokenizer.model, "unk_token", None)
@@ -336,11 +295,12 @@ def characters_without_token(characters: Iterable[str], tokenizer: PreTrainedTok
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> tuple[int, ...]:
-    """Tokens that end a completion, as vLLM finds them: the tokenizer's end of sequence, and those that
-    generation_config.json names, or config.json where there is none. ValueError for what is no token of the model."""
-    end = tokenizer.eos_token_id
+    """Tokens that end a completion: the tokenizer's end of sequence, what ends a turn in its chat template, and those
+    that generation_config.json names, or config.json where there is none. ValueError for what is no token of the
+    model."""
+    end, of_turn = tokenizer.eos_token_id, chat.chat_end(tokenizer)
     assert isinstance(end, int), end  # `load_tokenizer` refuses others
-    found = {end}
+    found = {end} if of_turn is None else {end, of_turn}
     for name in ("generation_config.json", "config.json"):
         file = Path(path) / name
         if file.is_file():

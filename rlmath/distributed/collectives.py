@@ -95,13 +95,3 @@ def reduce_over_ranks(
     dist.all_gather_single(by_rank.view(-1), mine)
     summed, largest = by_rank[:, : len(sums)].sum(0), by_rank[:, len(sums) :].amax(0)
     return dict(zip(sums, summed.tolist(), strict=True)), dict(zip(maxima, largest.tolist(), strict=True))
-
-
-def sum_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
-    """`reduce_over_ranks` of sums alone."""
-    return reduce_over_ranks(values, {})[0]
-
-
-def max_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
-    """`reduce_over_ranks` of maxima alone."""
-    return reduce_over_ranks({}, values)[1]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from rlmath.config.gpu_specs import GPUS
 from rlmath.config.model_shape import ModelShape
-from rlmath.distributed.collectives import sum_over_ranks
+from rlmath.distributed.collectives import reduce_over_ranks
 from rlmath.distributed.cpu_matmul import linear
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
@@ -40,7 +40,7 @@ def peak_flops(shape: ModelShape, mesh: Mesh, device: Device) -> float | None:
     }
     dist.barrier()
     fastest = max(_measured_flops(*size) for size in sorted(sizes))
-    return sum_over_ranks({"flops": fastest})["flops"]
+    return reduce_over_ranks({"flops": fastest}, {})[0]["flops"]
 
 
 def gpu_peak(name: str) -> float | None:

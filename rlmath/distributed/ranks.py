@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 MOST_NAMED = 8
@@ -38,51 +37,20 @@ def hosts_text(hosts: Sequence[str]) -> str:
     return ", ".join(hosts[:MOST_NAMED]) + more
 
 
-LAUNCHER_NUMBERS = {
-    "RANK": 0,
-    "WORLD_SIZE": 1,
-    "LOCAL_RANK": 0,
-    "LOCAL_WORLD_SIZE": 1,
-    "GROUP_RANK": 0,
-    "MASTER_PORT": 0,
-}
-"""Variables of the launcher that hold a whole number, and the least that it may be."""
-
-
-def check_launcher_numbers() -> None:
-    """ValueError that names a variable of the launcher's that is no such number."""
-    for name in LAUNCHER_NUMBERS:
-        _launcher_number(name)
-
-
 def environment_world_size() -> int:
     """Ranks of this run from its launcher, 1 without one."""
-    return _launcher_number("WORLD_SIZE") or 1
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def environment_rank() -> int:
     """Rank of this process from its launcher, 0 without one."""
-    return _launcher_number("RANK") or 0
+    return int(os.environ.get("RANK", "0"))
 
 
 def local_world_size() -> int | None:
     """Ranks on each node, from the launcher; None where it does not say."""
-    return _launcher_number("LOCAL_WORLD_SIZE")
-
-
-def _launcher_number(name: str) -> int | None:
-    """None: not set. ValueError for what is no number, or below the least."""
-    text, number, least = os.environ.get(name), None, LAUNCHER_NUMBERS[name]
-    if text is None:
-        return None
-    with suppress(ValueError):
-        number = int(text)
-    if number is None or number < least:
-        raise ValueError(
-            f'the environment variable {name} is "{text:.40}"; needed: a whole number from {least}. torchrun sets it; '
-            "correct what sets it here, or unset it."
-        )
-    return number
+    size = os.environ.get("LOCAL_WORLD_SIZE")
+    return None if size is None else int(size)
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from rlmath.distributed import process
-
-if __name__ == "__main__":
-    process.begin_program()  # before torch is imported
-
 import sys
 
-from rlmath.evals.command import main
-
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        # `python -m` has put the current folder first, where random.py would take the place of Python's.
+        sys.path.append(sys.path.pop(0))
+
+    from rlmath.distributed import process
+
+    process.begin_program()  # before torch is imported
+
+    from rlmath.evals.command import main
+
     sys.exit(main())

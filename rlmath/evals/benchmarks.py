@@ -8,8 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerFast
+from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Prompt
 from rlmath.answers.verifier import check_tasks
@@ -20,6 +19,9 @@ from rlmath.data.audit import audit_references
 from rlmath.data.formats import read_prompts
 from rlmath.data.tokenizer import drop_special_token_rows, prompt_tokens, rendered
 from rlmath.workers.user_functions import UserFunction
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 SUFFIXES = (".jsonl", ".json", ".parquet", "")
 """Suffixes of a benchmark's file, in the order of the search; "" is a folder of a Hugging Face data set."""

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from rlmath.config.help import all_settings, raise_problems
 from rlmath.config.hub import HubFailedError, is_hub_id, parse_hub_id
+from rlmath.config.load import load_config
+from rlmath.config.run_files import BEST_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE, EXPORT_FOLDER, MODELS_FOLDER
 from rlmath.config.schema import RolloutConfig
-from rlmath.distributed import process
 from rlmath.distributed.device_kind import resolve_kind
 from rlmath.distributed.fault_tolerance.exit_codes import (
     FAILURE,
@@ -26,12 +27,12 @@ from rlmath.distributed.fault_tolerance.exit_codes import (
 )
 from rlmath.distributed.fault_tolerance.preemption import INTERRUPT, on_signals
 from rlmath.distributed.ranks import environment_rank
-from rlmath.distributed.rendezvous import MissingRanksError
+from rlmath.evals.benchmarks import find_benchmark
 from rlmath.evals.compare import comparison_text, read_results
 from rlmath.evals.plan import Plan
 from rlmath.planning.checks import cuda_problems
-from rlmath.run.startup import (
-    end_broken,
+from rlmath.planning.early_checks import missing_problems
+from rlmath.run.command_line import (
     log_mistake,
     mistakes_end_all_ranks,
     record_exit,
@@ -43,12 +44,13 @@ logger = logging.getLogger(__name__)
 
 DESCRIPTION = """Evaluate a model on benchmarks, and compare evaluations.
 
-rlmath eval --model PATH --benchmarks aime24,math_500 --data-dir DIR --output DIR
+rlmath eval --model PATH --benchmarks aime24,amc23 --data-dir DIR --output DIR
 torchrun --nproc-per-node=N -m rlmath.evals ... [--tensor-parallel T]
 rlmath eval --compare A B
 
-PATH is a Hugging Face folder, hf://org/name[@revision], a run's folder or a checkpoint. Completions are kept under
---output: the same command resumes a stopped evaluation. docs/evaluation.md explains columns, files and formulas.
+PATH is a Hugging Face folder, hf://org/name[@revision], a run's folder or a
+checkpoint. Completions are kept under --output: the same command resumes a
+stopped evaluation. docs/evaluation.md explains columns, files and formulas.
 """
 
 CUDA_GRAPHS_HELP = (
@@ -66,9 +68,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(comparison_text(*(read_results(path) for path in arguments.compare)))
             return 0
         plan, rollout = plan_of(arguments), rollout_of(arguments)
+        raise_problems("this evaluation", input_problems(plan))
         raise_problems("this machine", list(cuda_problems(arguments.device, "--device")))
+    except ValueError as error:
+        return _end_with_mistake(arguments, error)
+    # Imported after the checks: a mistake is reported before torch and vLLM are loaded.
+    from rlmath.distributed import process
+    from rlmath.distributed.rendezvous import MissingRanksError
+    from rlmath.run.startup import end_broken
+
+    try:
         stop_on_signal(plan.output)
-        # Imported after the checks: a mistake is reported before vLLM is loaded.
         logger.info("Importing vLLM")
         from rlmath.evals.runner import evaluate
 
@@ -77,9 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         record_exit(plan.output, FINISHED, "the tables are written")
         process.skip_collection_at_exit()
     except ValueError as error:
-        log_mistake(error)
-        record_exit(None if output_problem(arguments) else arguments.output, MISTAKE, str(error))
-        return MISTAKE
+        return _end_with_mistake(arguments, error)
     except (MissingRanksError, HubFailedError) as error:
         log_mistake(error)
         record_exit(arguments.output, FAILURE, str(error))
@@ -88,6 +96,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         record_exit(arguments.output, FAILURE, f"{type(error).__name__}: {error}")
         end_broken()
     return 0
+
+
+def _end_with_mistake(arguments: argparse.Namespace, error: ValueError) -> int:
+    log_mistake(error)
+    record_exit(None if output_problem(arguments) else arguments.output, MISTAKE, str(error))
+    return MISTAKE
 
 
 def stop_on_signal(output: Path) -> None:
@@ -133,12 +147,34 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         top_p=arguments.top_p,
         max_new_tokens=arguments.max_new_tokens,
         max_prompt_tokens=arguments.max_prompt_tokens,
-        template=arguments.template,
+        template=arguments.template or run_template(arguments.model),
         scorer=arguments.scorer,
         plugins=tuple(arguments.plugin),
         seed=arguments.seed,
         limit=arguments.limit,
     )
+
+
+def run_template(model: Path | str) -> str:
+    """The template of the run whose folder, export or checkpoint the model is; "auto" where it is none of a run's.
+    ValueError where it is a function, which is imported only where the command names it."""
+    folder = model
+    if isinstance(model, Path) and model.name in (EXPORT_FOLDER, BEST_FOLDER):
+        folder = model.parent
+    elif isinstance(model, Path) and model.parent.name in (CHECKPOINTS_FOLDER, MODELS_FOLDER):
+        folder = model.parent.parent
+    if isinstance(folder, str) or not (folder / CONFIG_FILE).is_file():
+        return "auto"
+    config = load_config([folder / CONFIG_FILE], [], saved=True)
+    template = config.validation.template or config.data.template
+    if template not in all_settings()["data.template"].words:
+        plugins = "".join(f" --plugin {one}" for one in config.run.plugins)
+        raise ValueError(
+            f'--template is not given, and the run of --model "{model}" has a function of yours: give '
+            f"--template {template}{plugins}"
+        )
+    logger.info("Template: %s, as in %s", template, folder / CONFIG_FILE)
+    return template
 
 
 def output_problem(arguments: argparse.Namespace) -> str:
@@ -151,6 +187,18 @@ def output_problem(arguments: argparse.Namespace) -> str:
     what = [option for option, path in paths.items() if path.resolve() == output.resolve()]
     what += [f"a folder with a {name}" for name in ("config.json", "config.yaml") if (output / name).exists()]
     return f'--output "{output}" is {" and ".join(what)}. Give a folder of its own.' if what else ""
+
+
+def input_problems(plan: Plan) -> list[str]:
+    """Folders and benchmarks that are not there; ids of the hub are none yet."""
+    problems = list(missing_problems("--model", str(plan.model))) if isinstance(plan.model, Path) else []
+    problems += missing_problems("--data-dir", str(plan.data_dir))
+    for name in plan.benchmarks if plan.data_dir.is_dir() else ():
+        try:
+            find_benchmark(name, plan.data_dir)
+        except ValueError as error:
+            problems.append(str(error))
+    return problems
 
 
 def model_place(text: str) -> Path | str:
@@ -200,8 +248,8 @@ def _add_sampling_options(group: argparse._ArgumentGroup) -> None:
     prompt_help = "longer prompts count as wrong; default: all must fit the model"
     add("--max-prompt-tokens", type=int, help=prompt_help)
     add("--no-greedy", action="store_true", help="no completion at temperature 0")
-    template_help = "as data.template, see docs/data.md (default auto)"
-    add("--template", default="auto", help=template_help)
+    template_help = "as data.template, see docs/data.md (default: the run's of --model, else auto)"
+    add("--template", help=template_help)
     scorer_help = "function of yours that says what is right, as validation.scorer, see docs/hooks.md"
     add("--scorer", help=scorer_help)
     plugins_help = "module or file of yours that registers functions, as run.plugins; may be given again"

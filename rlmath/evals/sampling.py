@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from rlmath.answers.extraction import extract_answer, split_boxes
 from rlmath.answers.verifier import MAX_ANSWER_CHARS, Verdict
 from rlmath.config.schema import RolloutConfig
-from rlmath.data.tokenizer import load_tokenizer
+from rlmath.data.tokenizer import completion_text, load_tokenizer
 from rlmath.distributed import process
 from rlmath.distributed.collectives import shared_store
 from rlmath.distributed.device import Device
@@ -28,7 +28,7 @@ from rlmath.rollout.collector import SamplingProgress
 from rlmath.rollout.engine import end_engine, open_standalone
 from rlmath.rollout.sampling import Request, RequestResult, sample
 from rlmath.rollout.work_queue import WorkQueue
-from rlmath.workers.custom_function import FunctionResult
+from rlmath.workers.function_calls import FunctionResult
 from rlmath.workers.worker_pool import VerifierPool
 
 logger = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class Verification:
     def submit(self, request: Request, generated: RequestResult) -> None:
         """Queue a completion for the workers, and write the records that are done."""
         problem = self._problems[generated.key[0]]
-        text = str(self._tokenizer.decode(list(generated.token_ids), skip_special_tokens=True))
+        text = completion_text(self._tokenizer, generated.token_ids, generated.finish_reason == "stop")
         if self._scorer is None:
             future = self._pool.submit(text_to_verify(problem.prompt, text), problem.solutions, problem.task)
         else:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rlmath.algorithms.early_stop import EarlyStop
 from rlmath.algorithms.importance_sampling import Correction
@@ -156,7 +155,8 @@ def _frozen_chunks(
 ) -> list[GPTModel]:
     """This rank's chunks of a model that is only read, with the weights of `path`, which the setting `option` names."""
     megatron = transformer_config(shape, mesh, device, config.parallel, Recompute())
-    chunks = load_chunks(path, shape, mesh, device=device, megatron=megatron, option=option)
+    chunks = build_chunks(shape, mesh, device, megatron)
+    load_hf_weights(chunks, path, shape, mesh, option)
     for chunk in chunks:
         chunk.requires_grad_(False).eval()
     return chunks
@@ -178,34 +178,16 @@ def _trained_chunks(
             "Gradients are added up in a pass of their own: apex's kernel fused_weight_gradient_mlp_cuda is not "
             "installed (the Dockerfile builds it)"
         )
-    megatron = actor_config(config, shape, mesh, device)
-    chunks = load_chunks(path, shape, mesh, device=device, megatron=megatron, option=option)
+    policy = config.policy
+    recompute = Recompute(policy.recompute_granularity, policy.recompute_method, policy.recompute_num_layers)
+    megatron = transformer_config(shape, mesh, device, config.parallel, recompute)
+    chunks = build_chunks(shape, mesh, device, megatron)
+    load_hf_weights(chunks, path, shape, mesh, option)
     overlap = optimizer.overlap_grad_reduce
     if overlap is None:
         overlap = device.kind == "cuda"
     wrapped = wrap_for_training(chunks, megatron, optimizer.distributed, overlap)
     return chunks, wrapped, build_optimizer(optimizer, wrapped, device)
-
-
-def actor_config(config: Config, shape: ModelShape, mesh: Mesh, device: Device) -> TransformerConfig:
-    """Megatron's description of the model that is trained, with what it recomputes."""
-    policy = config.policy
-    recompute = Recompute(policy.recompute_granularity, policy.recompute_method, policy.recompute_num_layers)
-    return transformer_config(shape, mesh, device, config.parallel, recompute)
-
-
-def load_chunks(
-    path: str,
-    shape: ModelShape,
-    mesh: Mesh,
-    device: Device,
-    megatron: TransformerConfig,
-    option: str = "model.path",
-) -> list[GPTModel]:
-    """This rank's model chunks with the weights in the folder `path`, which the setting `option` names."""
-    chunks = build_chunks(shape, mesh, device, megatron)
-    load_hf_weights(chunks, path, shape, mesh, option)
-    return chunks
 
 
 def loss_settings(algorithm: AlgorithmConfig, teacher: TeacherConfig = NO_TEACHER) -> LossSettings:

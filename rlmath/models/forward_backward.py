@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,13 +34,6 @@ from rlmath.models.context_parallel import ContextSplit, gather_and_shift, split
 from rlmath.models.logprobs import MinTokensMask, TeacherRows, is_argmax, next_logprobs, shift_to_tokens
 
 NO_MASK = MinTokensMask()
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probabilities of one micro-batch's tokens under a frozen policy; empty off the last pipeline stage."""
-
-    logprobs_T: Tensor
 
 
 class ForwardBackward:
@@ -242,15 +234,15 @@ class ForwardBackward:
         return gather_and_shift(of_next, self._split(batch), tokens, index, group)
 
     @torch.no_grad()
-    def logprobs(self, batches: Sequence[MicroBatch], vocab_size: int | None = None) -> list[TokenLogprobs]:
-        """Log-probabilities of every micro-batch's tokens under the present weights, without gradient; `vocab_size` as
-        in `logprobs_of`."""
+    def logprobs(self, batches: Sequence[MicroBatch], vocab_size: int | None = None) -> list[Tensor]:
+        """Log-probabilities of every micro-batch's tokens, [T], under the present weights, without gradient; empty off
+        the last pipeline stage. `vocab_size` as in `logprobs_of`."""
 
-        def keep(index: int, batch: MicroBatch, logits_TV: Tensor) -> TokenLogprobs:
-            return TokenLogprobs(self.logprobs_of(batch, logits_TV, vocab_size=vocab_size)[0])
+        def keep(index: int, batch: MicroBatch, logits_TV: Tensor) -> Tensor:
+            return self.logprobs_of(batch, logits_TV, vocab_size=vocab_size)[0]
 
         results = self.run(batches, keep, forward_only=True)
-        return results if self.mesh.is_last_stage else [TokenLogprobs(torch.empty(0))] * len(batches)
+        return results if self.mesh.is_last_stage else [torch.empty(0)] * len(batches)
 
     @torch.no_grad()
     def hidden_states(self, batches: Sequence[MicroBatch]) -> list[Tensor]:

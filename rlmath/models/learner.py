@@ -25,7 +25,7 @@ from rlmath.algorithms.early_stop import EarlyStop, MinibatchSums, discard_reaso
 from rlmath.algorithms.losses import LossSettings, TokenInputs, TokenLoss, token_loss
 from rlmath.data.packing import MicroBatch
 from rlmath.distributed.collectives import reduce_over_ranks
-from rlmath.models.forward_backward import ForwardBackward, TokenLogprobs
+from rlmath.models.forward_backward import ForwardBackward
 from rlmath.models.optimizer import learning_rate
 from rlmath.models.teacher import TeacherStates
 
@@ -149,8 +149,8 @@ class GrpoLearner(Learner):
     def learn(
         self,
         batches: Sequence[MicroBatch],
-        old: Sequence[TokenLogprobs] | None,
-        reference: Sequence[TokenLogprobs] | None,
+        old: Sequence[Tensor] | None,
+        reference: Sequence[Tensor] | None,
         on_policy: bool = False,
         teacher: TeacherStates | None = None,
     ) -> MinibatchResult:
@@ -170,8 +170,8 @@ class GrpoLearner(Learner):
 
     def _loss(
         self,
-        old: Sequence[TokenLogprobs] | None,
-        reference: Sequence[TokenLogprobs] | None,
+        old: Sequence[Tensor] | None,
+        reference: Sequence[Tensor] | None,
         on_policy: bool,
         index: int,
         batch: MicroBatch,
@@ -181,13 +181,13 @@ class GrpoLearner(Learner):
         rows = None if teacher is None else teacher.rows(index)
         logprobs_T, entropy_T, *teacher_kl = self.forward_backward.logprobs_of(batch, logits_TV, rows)
         behaviour_T, weights_T = batch.behaviour_logprobs_T, batch.loss_weights_T
-        recomputed_T = logprobs_T.detach() if old is None else old[index].logprobs_T
+        recomputed_T = logprobs_T.detach() if old is None else old[index]
         tokens = TokenInputs(
             logprobs_T=logprobs_T,
             entropy_T=entropy_T if self.settings.entropy_coef else entropy_T.detach(),
             proximal_logprobs_T=behaviour_T if old is None and not on_policy else recomputed_T,
             behaviour_logprobs_T=behaviour_T,
-            reference_logprobs_T=None if reference is None else reference[index].logprobs_T,
+            reference_logprobs_T=None if reference is None else reference[index],
             advantages_T=batch.advantages_T,
             weights_T=weights_T,
             segments_T=batch.segments_T,

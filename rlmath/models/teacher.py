@@ -21,7 +21,7 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from rlmath.data.packing import MicroBatch
-from rlmath.models.forward_backward import ForwardBackward, TokenLogprobs
+from rlmath.models.forward_backward import ForwardBackward
 from rlmath.models.logprobs import TeacherRows
 
 
@@ -40,7 +40,7 @@ class Teacher:
     def vocab_size(self) -> int:
         return self.forward_backward.vocab_size
 
-    def logprobs(self, batches: Sequence[MicroBatch]) -> list[TokenLogprobs]:
+    def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """The teacher's log-probs of every micro-batch's tokens, over the tokens that both know."""
         return self.forward_backward.logprobs(batches)
 

@@ -477,6 +477,11 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
             'algorithm.kl_estimator="k1" in the loss has an expected gradient of 0 and holds nothing back; "k2" has '
             "that of the KL."
         )
+    if algorithm.kl_coef != 0 and algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1":
+        yield (
+            f'algorithm.kl_estimator="{algorithm.kl_estimator}" in the reward has no gradient of first order near the '
+            'reference and holds little back; "k1" has that of the KL.'
+        )
     if algorithm.kl_coef != 0 and algorithm.kl_in == "reward" and algorithm.advantage == "grpo":
         yield (
             'algorithm.advantage="grpo" divides by the group\'s deviation: where all rewards of a group are equal, the '

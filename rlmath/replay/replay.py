@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlmath.algorithms.prompt_history import PromptHistory
 from rlmath.checkpoint.directory import complete_checkpoints, read_progress
@@ -42,9 +43,12 @@ from rlmath.replay.capture import (
     read_capture,
 )
 from rlmath.rewards.several_rewards import functions_of
-from rlmath.run.prepared import PreparedRun
+from rlmath.run.command_line import mistakes_end_all_ranks
 from rlmath.run.recovery.resume import CheckpointToResume, Origin, model_fingerprint
-from rlmath.run.startup import Program, mistakes_end_all_ranks, start
+
+if TYPE_CHECKING:
+    from rlmath.run.prepared import PreparedRun
+    from rlmath.run.startup import Program
 
 PARTS = ("update", "rollout")
 TOLERANCE = 1e-4
@@ -58,8 +62,10 @@ rlmath replay RUN --step 10
 rlmath replay RUN --step 10 --ranks 4 parallel.tensor=2 parallel.pipeline=2
 rlmath replay RUN --step 10 --part rollout
 
-RUN is a run's folder, or one of its captures (telemetry.capture_steps). Settings behind it, such as another layout or
-another place of the model, take the place of the run's. Exit status 0: the same within the tolerance; 1: it is not.
+RUN is a run's folder, or one of its captures (telemetry.capture_steps).
+Settings behind it, such as another layout or another place of the model, take
+the place of the run's. Exit status 0: the same within the tolerance; 1: it is
+not.
 """
 
 
@@ -68,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     escape_terminal()
     with mistakes_end_all_ranks():
         given = parse(argv)
+    from rlmath.run.startup import start  # only now: help and a mistake are answered before torch is loaded
+
     replay = Replay(given)
     return start(replay.load, replay.prepare, replay.program)
 
@@ -218,6 +226,8 @@ class Replay:
 
     def prepare(self, config: Config) -> PreparedRun[Inputs]:
         """ValueError for all that can be known to be wrong before the replay starts."""
+        from rlmath.run.prepared import PreparedRun
+
         world_size = environment_world_size()
         shape = check_replay(config, world_size, self.given.part == "rollout")
         stages = length_stages(config, self.capture.total_steps)

@@ -32,7 +32,7 @@ from rlmath.planning.memory_estimate import mesh_of
 from rlmath.replay.capture import Capture, CapturedMinibatch, CapturedUpdate, WeightSketch, distance
 from rlmath.replay.recorder import captured_update, sketch_of
 from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers
-from rlmath.rollout.collector import Collector
+from rlmath.rollout.collector import CollectGroups, Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import RolloutSeed, training_sampling
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
@@ -358,7 +358,7 @@ def _sample_again(
     )
     seed = RolloutSeed(capture.sampling_seed, capture.step)
     title = f"replay of step {capture.step + 1}"
-    return collector.collect(prepared.inputs.prompts, sampling, seed, title).groups
+    return collector.collect(CollectGroups(prepared.inputs.prompts, sampling, seed, title)).groups
 
 
 def compare_groups(captured: Sequence[ScoredGroup], replayed: Sequence[ScoredGroup]) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 from rlmath.config.terminal import excerpt
 from rlmath.telemetry.metrics_writer import parsed_lines
 
+MOST_BYTES = 2**26
+"""Of a file that are read: of a longer one every second, third, ... row, and the last."""
 MOST_VALUE = 1e30
 """Larger values are left out as those that are not finite: no axis could show the others beside them."""
 
@@ -37,7 +39,6 @@ class Metrics:
 
     curves: dict[str, Curve] = field(default_factory=dict)
     last_step: int = 0
-    rows: int = 0
 
     def curve(self, name: str) -> Curve:
         """Empty where the run has no such metric."""
@@ -58,12 +59,12 @@ def read_curves(path: Path, notes: list[str]) -> Metrics:
     """
     rows: dict[int, dict[str, float]] = {}
     damaged, odd = [], 0
-    for number, _, row in parsed_lines(path):
+    for number, _, row in parsed_lines(path, MOST_BYTES):
         if isinstance(row, Exception):
             damaged.append(f"line {number} ({type(row).__name__}: {excerpt(str(row), 80)})")
         else:
             rows[int(row.pop("step"))] = row
-    metrics = Metrics(last_step=max(rows, default=0), rows=len(rows))
+    metrics = Metrics(last_step=max(rows, default=0))
     for step in sorted(rows):
         for name, value in rows[step].items():
             if abs(value) <= MOST_VALUE:  # no NaN is
@@ -72,6 +73,8 @@ def read_curves(path: Path, notes: list[str]) -> Metrics:
                 values.append(value)
             else:
                 odd += 1
+    if (size := path.stat().st_size) > MOST_BYTES:
+        notes.append(f"{path.name}: of {size / 2**20:.0f} MiB {len(rows)} rows, spread evenly, were read.")
     if damaged:
         notes.append(
             f"{path.name}: {len(damaged)} lines are no rows of metrics and were left out; the first is {damaged[0]}."

@@ -33,14 +33,14 @@ def _facts(run: ShownRun) -> Iterator[Fact]:
     planned = number_of(run.summary.get("steps"))
     of = f"of {planned:.0f}" if planned is not None and planned > run.metrics.last_step else ""
     yield Fact("Steps", str(run.metrics.last_step), of)
-    yield from _from_to("Accuracy", run.metrics.curve("rollout/accuracy"), percent=True)
+    yield from _from_to("Accuracy", run.metrics.curve("rollout/accuracy"), of="of the completions; ")
     yield from _from_to("Reward", run.metrics.curve("task_reward"))
     yield from _from_to("Training loss", run.metrics.curve("train/loss"))
     validated = run.validation.curve("validation/accuracy")
     if validated.values:
         best = max(range(len(validated.values)), key=validated.values.__getitem__)
-        last, first = _percent(validated.values[-1]), _percent(validated.values[0])
-        more = f"best {_percent(validated.values[best])} after step {validated.steps[best]}, first {first}"
+        last, first, most = (_percent(validated.values[place]) for place in (-1, 0, best))
+        more = f"of the answers; best {most} after step {validated.steps[best]}, first {first}"
         yield Fact("Validation accuracy", last, more)
     held_out = run.metrics.curve("held_out/loss")
     if held_out.values:
@@ -51,7 +51,9 @@ def _facts(run: ShownRun) -> Iterator[Fact]:
     steps = run.metrics.curve("seconds/step").values
     if steps:
         yield Fact("Seconds of a step", f"{statistics.median(steps):.3g}", "median")
-    seconds = number_of(run.summary.get("seconds_total")) or sum(steps)
+    seconds = number_of(run.summary.get("seconds_total"))
+    if seconds is None and steps:
+        seconds = statistics.fmean(steps) * run.metrics.last_step
     if seconds:
         yield Fact(
             "Time", duration(seconds), "all starts" if "seconds_total" in run.summary else "of the steps"
@@ -59,13 +61,17 @@ def _facts(run: ShownRun) -> Iterator[Fact]:
     update = run.metrics.curve("train/mfu").values
     rollout = run.metrics.curve("rollout/mfu").values
     if update:
-        more = f"rollout {_percent(statistics.median(rollout))}; medians" if rollout else "median"
+        more = (
+            f"of the peak; rollout {_percent(statistics.median(rollout))}; medians"
+            if rollout
+            else "of the peak"
+        )
         yield Fact("MFU of the update", _percent(statistics.median(update)), more)
     waiting = run.metrics.curve("seconds/wait_for_groups").values
     if waiting:
         share = sum(waiting) / sum(steps) if sum(steps) else 0.0
-        more = f"{_percent(share)} of the time; {statistics.median(waiting):.3g} s a step, median"
-        yield Fact("Trainers waited for groups", duration(sum(waiting)), more)
+        more = f"of the time; {statistics.median(waiting):.3g} s a step, median"
+        yield Fact("Trainers waited for groups", _percent(share), more)
     staleness = run.metrics.curve("rollout/staleness").values
     if any(staleness):
         most = max(run.metrics.curve("rollout/staleness_max").values, default=0.0)
@@ -75,15 +81,17 @@ def _facts(run: ShownRun) -> Iterator[Fact]:
         yield Fact("Layout", layout)
 
 
-def _from_to(name: str, curve: Curve, percent: bool = False) -> Iterator[Fact]:
-    """The mean of the last steps, beside that of the first ones."""
+def _from_to(name: str, curve: Curve, of: str = "") -> Iterator[Fact]:
+    """The mean of the last steps, beside that of the first ones; `of` says what the values are shares of."""
     if not curve.values:
         return
     count = max(1, min(ENDS, len(curve.values) // 3))
-    form = _percent if percent else lambda value: f"{value:.4g}"
+    form = _percent if of else lambda value: f"{value:.4g}"
     last, first = statistics.fmean(curve.values[-count:]), statistics.fmean(curve.values[:count])
-    which = f"the {count} first steps" if count > 1 else "the first step"
-    yield Fact(name, form(last), f"{form(first)} in {which}" if len(curve.values) > 1 else "")
+    which = f"the first {count} steps" if count > 1 else "the first step"
+    yield Fact(
+        name, form(last), f"{of}{form(first)} in {which}" if len(curve.values) > 1 else of.rstrip("; ")
+    )
 
 
 def _percent(share: float) -> str:

@@ -17,16 +17,6 @@
   // ------------------------------------------------------------ figures
 
   function traces(figure) {
-    if (figure.kind === "heat") {
-      const scale = dark.matches
-        ? [[0, css("--card")], [0.15, "#1f4e79"], [0.5, "#3f8fd0"], [1, "#e8f4ff"]]
-        : [[0, css("--card")], [0.15, "#b9d9f2"], [0.5, "#3f8fd0"], [1, "#08306b"]];
-      return [{
-        type: "heatmap", x: figure.x, y: figure.y, z: figure.z, colorscale: scale, zmin: 0,
-        colorbar: { title: { text: figure.colorbar, side: "right" }, thickness: 10, outlinewidth: 0, tickformat: ".0%" },
-        hovertemplate: "step %{x}, about %{y} tokens: %{z:.1%}<extra></extra>",
-      }];
-    }
     const unknown = dark.matches ? "#3a4553" : "#d3d9e0";
     const value = figure.percent ? "%{y:.2%}" : "%{y:.5~g}";
     return figure.traces.map((one) => {
@@ -48,7 +38,7 @@
   }
 
   function yAxis(figure) {
-    const all = figure.kind === "heat" ? figure.y : figure.traces.flatMap((one) => one.y);
+    const all = figure.traces.flatMap((one) => one.y);
     const low = all.reduce((a, b) => Math.min(a, b)), high = all.reduce((a, b) => Math.max(a, b));
     const format = figure.percent ? ".3~%" : figure.log ? ".1e" : high >= 1000 ? ",.6~g" : undefined;
     return {
@@ -59,7 +49,7 @@
   }
 
   function layout(figure, width) {
-    const legend = figure.kind !== "heat" && figure.traces.length > 1;
+    const legend = figure.traces.length > 1;
     const axis = {
       gridcolor: css("--grid"), linecolor: css("--line"), zeroline: false, automargin: true,
       title: { font: { size: 12, color: css("--soft") }, standoff: 8 },
@@ -71,13 +61,13 @@
       showlegend: legend,
       legend: { orientation: "h", x: 0, y: -0.24, yanchor: "top", font: { size: 11 }, maxheight: 90 },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: css("--soft"), activecolor: css("--link") },
-      hovermode: figure.kind === "heat" || figure.traces.length > 12 ? "closest" : "x unified",
+      hovermode: figure.traces.length > 12 ? "closest" : "x unified",
       hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--text") }, namelength: 60 },
       xaxis: { ...axis, title: { ...axis.title, text: "step" }, nticks: width < 420 ? 6 : 10 },
       yaxis: {
         ...axis, ...yAxis(figure), title: { ...axis.title, text: plain(figure.unit) },
       },
-      shapes: figure.kind === "heat" ? [] : data.markers.map((one) => ({
+      shapes: data.markers.map((one) => ({
         type: "line", x0: one.x, x1: one.x, yref: "paper", y0: 0, y1: 1,
         line: { color: one.kind === "rollback" ? css("--error") : css("--soft"), width: 1, dash: "dot" },
       })),
@@ -160,6 +150,7 @@
   const withSamples = data.samples.filter((run) => run.groups.length);
   const [runLabel, runSelect] = choice("Run", withSamples.map((run) => run.label), () => fillSteps());
   const [kindLabel, kindSelect] = choice("Show", KINDS, () => fillSteps());
+  kindSelect.selectedIndex = data.samples.some((run) => run.groups.some((group) => isOfKind(group, 1))) ? 1 : 0;
   const [stepLabel, stepSelect] = choice("Step", [], () => show());
   const earlier = element("button", "", "Earlier");
   const later = element("button", "", "Later");

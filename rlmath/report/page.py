@@ -127,7 +127,7 @@ def _data(runs: Sequence[ShownRun], figures: Sequence[dict[str, Any]]) -> str:
             "x": list(lists),
             "figures": shared,
             "markers": markers(runs[0]) if len(runs) == 1 else [],
-            "samples": [{"label": run.label, "groups": run.samples.groups} for run in runs],
+            "samples": [{"label": run.label, "groups": run.samples} for run in runs],
         }
     )
 
@@ -140,7 +140,7 @@ def _subtitle(runs: Sequence[ShownRun]) -> str:
         return html_text(str(runs[0].folder))
     text = "The same colour is the same run in all figures; several metrics of a run differ by their dashes."
     if len(runs) > MOST_SINGLE:
-        text += f" Areas, lengths and memory are those of the first {MOST_SINGLE} runs."
+        text += f" Areas are those of the first {MOST_SINGLE} runs."
     return text
 
 
@@ -284,7 +284,7 @@ def _settings(runs: Sequence[ShownRun]) -> str:
 
 
 def _samples(runs: Sequence[ShownRun]) -> str:
-    if not any(run.samples.groups for run in runs):
+    if not any(run.samples for run in runs):
         return ""
     return (
         '<p class="soft">Groups that the run kept: the prompt, and what the model wrote, with rewards and advantages. '

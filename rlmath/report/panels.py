@@ -14,7 +14,6 @@ from rlmath.config.run_files import SWITCH_PHASES
 from rlmath.config.terminal import visible
 from rlmath.report.metrics import Curve, Metrics, means_on_common_steps, thinned
 from rlmath.report.run_folder import ShownRun
-from rlmath.report.samples import length_map
 
 MOST_TRACES = 48
 """Curves of a figure."""
@@ -78,7 +77,6 @@ LEARNING = (
         of_validation=True,
     ),
     Lines("Loss", "nats per token", (("train/loss", "training"), ("held_out/loss", "held out"))),
-    Lines("Held-out tokens predicted", "share", (("held_out/token_accuracy", "accuracy"),), percent=True),
     Lines(
         "Groups that teach",
         "share of groups",
@@ -138,13 +136,6 @@ POLICY = (
         ),
         percent=True,
     ),
-    Lines(
-        "Early stops",
-        "minibatches",
-        (("train/early_stopped_minibatches", "discarded"),),
-        "Minibatches from which nothing was learned",
-    ),
-    Lines("Policy loss", "", (("actor_loss", "loss"),)),
 )
 OPTIMIZER = (
     Lines("Gradient norm", "before clipping", (("train/grad_norm", "policy"),)),
@@ -159,10 +150,6 @@ MODELS_BESIDE = (
         "share, at most 1",
         (("critic/explained_variance", "explained"),),
     ),
-    Lines("Values and returns", "mean", (("critic/value", "value"), ("critic/return", "return"))),
-    Lines("Critic gradient norm", "before clipping", (("critic/grad_norm", "critic"),)),
-    Lines("Critic tokens clipped", "share of tokens", (("critic/clip_share", "clipped"),), percent=True),
-    Lines("Critic minibatches discarded", "minibatches", (("critic/discarded_minibatches", "discarded"),)),
 )
 PROMPTS = (
     Lines(
@@ -178,8 +165,6 @@ PROMPTS = (
         (("history/skipped_share", "skipped"), ("history/floor_share", "drawn beside the band")),
         percent=True,
     ),
-    Lines("Passes over the data", "epochs", (("history/passes", "passes"),)),
-    Lines("Drift of pass rates", "", (("history/drift", "drift"),)),
 )
 SPEED = (
     Lines(
@@ -218,32 +203,11 @@ SPEED = (
         "Of engines on ranks of their own",
     ),
     Lines(
-        "Waits for groups that would be too old",
-        "waits per step",
-        (("rollout/staleness_waits", "waits"),),
-    ),
-    Lines(
-        "Filling of the engines",
-        "share",
-        (("rollout/batch_fill", "batch fill"), ("rollout/tail_share", "steps of the tail")),
-        percent=True,
-    ),
-    Lines(
         "Staleness",
         "steps",
         (("rollout/staleness", "mean"), ("rollout/staleness_max", "largest")),
         "Steps between the weights that sampled and the step that learned",
     ),
-    Lines(
-        "Latency of new weights",
-        "seconds",
-        (
-            ("sync/latency_s", "mean"),
-            ("sync/latency_s_max", "largest"),
-            ("sync/transfer_s", "transfer"),
-        ),
-    ),
-    Lines("Groups in flight", "groups", (("rollout/groups_in_flight", "in flight"),)),
     Lines(
         "Waiting for a reward worker",
         "seconds",
@@ -256,15 +220,16 @@ def sections(runs: Sequence[ShownRun]) -> list[Section]:
     """All that has data, in the order of the page."""
     found = [
         _section("Learning", runs, (*LEARNING, *_validation_files(runs), *_reward_parts(runs))),
-        _section("Responses", runs, RESPONSES, [*_of_each(runs, _length_map), *_of_each(runs, _verdicts)]),
+        _section("Responses", runs, RESPONSES, _of_each(runs, _verdicts)),
         _section("Policy", runs, POLICY),
         _section("Optimizer", runs, OPTIMIZER),
         _section("Critic and teacher", runs, MODELS_BESIDE),
         _section("Prompts", runs, PROMPTS, _of_each(runs, _pass_rates)),
-        _section("Speed", runs, SPEED, [*_of_each(runs, _phases), *_of_each(runs, _ages)], before=True),
-        _section("Memory", runs, (), _of_each(runs, _memory)),
+        _section("Your metrics", runs, tuple(_own(runs))),
+        _section("Speed", runs, SPEED, _of_each(runs, _phases), before=True),
+        _section("Memory", runs, tuple(_memory(runs))),
     ]
-    return [section for section in found if section.figures]
+    return [section for section in found if section.figures or section.zero]
 
 
 def _section(
@@ -392,21 +357,6 @@ def _of_each(
     ]
 
 
-def _length_map(run: ShownRun) -> Iterator[dict[str, Any]]:
-    if (found := length_map(run.samples.lengths)) is not None:
-        completions = sum(map(len, run.samples.lengths.values()))
-        yield {
-            "kind": "heat",
-            "title": "Response lengths over time",
-            "unit": "tokens",
-            "note": f"Of the {completions} completions in {len(run.samples.lengths)} files of samples",
-            "colorbar": "share",
-            "x": found.steps,
-            "y": found.tokens,
-            "z": [[_rounded(value) for value in row] for row in found.shares],
-        }
-
-
 def _verdicts(run: ShownRun) -> Iterator[dict[str, Any]]:
     names = run.metrics.starting_with("reward/verdict/")
     parts = [(name.rpartition("/")[2].replace("_", " "), run.metrics.curve(name)) for name in names]
@@ -425,19 +375,6 @@ def _phases(run: ShownRun) -> Iterator[dict[str, Any]]:
     parts = [(name.replace("_", " "), curve) for name, curve in phase_curves(run.metrics)]
     note = "The step's phases, and the save that follows it"
     return _stack("Seconds by phase", "seconds per step", parts, note)
-
-
-def _ages(run: ShownRun) -> Iterable[dict[str, Any]]:
-    """Of runs that learn from tokens of earlier steps: how old these are."""
-    prefix = "rollout/staleness/"
-    names = sorted(run.metrics.starting_with(prefix), key=lambda name: (len(name), name))
-    parts = []
-    for name in names:
-        age = name.removeprefix(prefix)
-        parts.append((age if age == "0" else f"{age} step{'s' * (age != '1')}", run.metrics.curve(name)))
-    if len(parts) < 2:
-        return ()
-    return _stack("Tokens by their staleness", "share of tokens", parts, percent=True)
 
 
 def phase_curves(metrics: Metrics) -> list[tuple[str, Curve]]:
@@ -496,20 +433,21 @@ def _stack(
     }
 
 
-def _memory(run: ShownRun) -> Iterator[dict[str, Any]]:
-    """What rank 0 holds after each phase, and what is on the host meanwhile."""
-    for prefix, title, note in (
-        ("memory/after_", "Memory after each phase", "Of rank 0"),
-        ("memory/offloaded/", "Offloaded to the host", "Of rank 0, while the engine generates"),
-    ):
-        names = run.metrics.starting_with(prefix)
-        metrics = [(name, name.removeprefix(prefix).removesuffix("_gib").replace("_", " ")) for name in names]
-        if prefix == "memory/after_":
-            metrics.append(("memory_gib", "end of the step"))
-            title = title if names else "Memory at the end of a step"
-        figure, _ = _lines(Lines(title, "GiB", tuple(metrics), note), [run])
-        if figure is not None:
-            yield figure
+def _memory(runs: Sequence[ShownRun]) -> Iterator[Lines]:
+    """What rank 0 holds after each phase."""
+    prefix = "memory/after_"
+    names = dict.fromkeys(name for run in runs for name in run.metrics.starting_with(prefix))
+    metrics = [(name, name.removeprefix(prefix).removesuffix("_gib").replace("_", " ")) for name in names]
+    title = "Memory after each phase" if names else "Memory at the end of a step"
+    yield Lines(title, "GiB", (*metrics, ("memory_gib", "end of the step")), "Of rank 0")
+
+
+def _own(runs: Sequence[ShownRun]) -> Iterator[Lines]:
+    """What functions of the user's measure (`telemetry.metrics`): a figure for each function."""
+    names = dict.fromkeys(name for run in runs for name in run.metrics.starting_with("own/"))
+    for function in dict.fromkeys(name.split("/")[1] for name in names):
+        known = [name for name in names if name.split("/")[1] == function]
+        yield Lines(function, "", tuple((name, name.split("/", 2)[-1]) for name in known))
 
 
 # ---------------------------------------------------------------- what happened between steps

@@ -21,7 +21,7 @@ from rlmath.config.run_files import (
 from rlmath.config.terminal import visible
 from rlmath.report.metrics import Metrics, read_curves
 from rlmath.report.run_events import Events, events_of
-from rlmath.report.samples import SHOWN_CHARS, Samples, number_of, samples_of, text_of
+from rlmath.report.samples import SHOWN_CHARS, number_of, samples_of, text_of
 from rlmath.report.settings import Settings, read_settings
 from rlmath.telemetry.metrics_writer import last_step
 
@@ -64,7 +64,7 @@ class ShownRun:
     summary: dict[str, Any]
     exit_status: dict[str, Any]
     events: Events
-    samples: Samples
+    samples: list[dict[str, Any]]
     rollbacks: list[ShownRollback] = field(default_factory=list)
     earlier: list[EarlierRun] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

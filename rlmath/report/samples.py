@@ -1,4 +1,4 @@
-"""Sampled groups of a run: some to be read, and the lengths of their completions over time.
+"""Sampled groups of a run, some of which are read.
 
 The texts come from a model and the files may be damaged: whatever a field holds becomes a text without control
 characters, a number or nothing, and all of it is bounded.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from rlmath.config.run_files import SAMPLES_FOLDER
 from rlmath.config.terminal import visible
 from rlmath.telemetry.samples import read_samples, sample_files
 
-MOST_FILES = 300
-"""Read of a run, spread over its steps; of these the page has some in full."""
 MOST_FAILURE_FILES = 5
 
 SHOWN_STEPS, SHOWN_GROUPS, SHOWN_COMPLETIONS = 40, 4, 16
@@ -29,34 +26,15 @@ HEAD_CHARS, TAIL_CHARS = 2500, 1500
 SHORT_CHARS = 300
 
 
-@dataclass
-class Samples:
-    lengths: dict[int, list[int]] = field(default_factory=dict)
-    """Tokens of the completions by step, of the steps that were read."""
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    """To be shown, by rising step, as page.js reads them."""
-
-
-def samples_of(folder: Path, notes: list[str], most_chars: int = SHOWN_CHARS) -> Samples:
-    """The samples of the run in a folder; nothing where it has none. `most_chars` bounds the texts of `groups`. What
-    was left out is added to `notes`."""
+def samples_of(folder: Path, notes: list[str], most_chars: int = SHOWN_CHARS) -> list[dict[str, Any]]:
+    """Groups of the run in a folder, by rising step, as page.js reads them; none where it has none. `most_chars` bounds
+    their texts. What was left out is added to `notes`."""
     found, failures = sample_files(folder), sample_files(folder, "failure")
-    steps = _spread(list(found), MOST_FILES)
-    if len(steps) < len(found):
-        notes.append(
-            f"{SAMPLES_FOLDER}/: the files of {len(steps)} of {len(found)} steps, spread evenly, were read for the "
-            "response lengths and the samples."
-        )
-    samples, damaged = Samples(), 0
+    damaged = 0
     by_step: dict[int, list[dict[str, Any]]] = {}
-    for step in steps:
-        groups, broken = _read_groups(found[step], step, "step")
+    for step in _spread(list(found), SHOWN_STEPS):
+        by_step[step], broken = _read_groups(found[step], step, "step")
         damaged += broken
-        by_step[step] = groups
-        lengths = [one["length"] for group in groups for one in group["completions"]]
-        samples.lengths[step] = [
-            int(length) for length in lengths if length is not None and 0 <= length <= 10**9
-        ]
     failed: list[dict[str, Any]] = []
     for step in _spread(list(failures), MOST_FAILURE_FILES):
         groups, broken = _read_groups(failures[step], step, "failure")
@@ -64,12 +42,13 @@ def samples_of(folder: Path, notes: list[str], most_chars: int = SHOWN_CHARS) ->
         failed += groups[:1]
     if damaged:
         notes.append(f"{SAMPLES_FOLDER}/: {damaged} lines or files are no samples and were left out.")
-    samples.groups = _shown(by_step, failed, most_chars)
-    in_page = len({group["step"] for group in samples.groups if group["kind"] == "step"})
+    shown = _shown(by_step, failed, most_chars)
+    in_page = len({group["step"] for group in shown if group["kind"] == "step"})
     if 0 < in_page < len(found):
-        notes.append(f"The page has samples of {in_page} of the {len(found)} steps that have some.")
-    samples.lengths = {step: lengths for step, lengths in samples.lengths.items() if lengths}
-    return samples
+        notes.append(
+            f"The page has samples of {in_page} of the {len(found)} steps that have some, spread evenly."
+        )
+    return shown
 
 
 def _spread(items: Sequence[int], most: int) -> list[int]:
@@ -185,43 +164,3 @@ def _bounded(group: dict[str, Any]) -> dict[str, Any]:
 
 def _chars(group: dict[str, Any]) -> int:
     return len(group["prompt"]) + sum(len(one["text"]) + 300 for one in group["completions"])
-
-
-# ---------------------------------------------------------------- lengths over time
-
-
-@dataclass(frozen=True)
-class LengthMap:
-    """Shares of the completions (0 to 1) by columns of steps and bins of lengths."""
-
-    steps: list[int]
-    """The middle step of each column."""
-    tokens: list[float]
-    """The middle of each bin."""
-    shares: list[list[float]]
-    """By bin and column."""
-
-
-def length_map(lengths: dict[int, list[int]], columns: int = 60, bins: int = 24) -> LengthMap | None:
-    """None where there are less than two steps.
-
-    >>> length_map({1: [2, 9], 2: [9, 9]}, bins=2)
-    LengthMap(steps=[1, 2], tokens=[2.5, 7.5], shares=[[0.5, 0.0], [0.5, 1.0]])
-    """
-    steps = sorted(lengths)
-    if len(steps) < 2:
-        return None
-    longest = max(max(values) for values in lengths.values())
-    width = max(1, math.ceil((longest + 1) / bins))
-    used = longest // width + 1
-    count = min(columns, len(steps))
-    groups = [
-        steps[len(steps) * number // count : len(steps) * (number + 1) // count] for number in range(count)
-    ]
-    shares = [[0.0] * count for _ in range(used)]
-    for column, group in enumerate(groups):
-        values = [length for step in group for length in lengths[step]]
-        for length in values:
-            shares[length // width][column] += 1 / len(values)
-    middles = [group[len(group) // 2] for group in groups]
-    return LengthMap(middles, [(number + 0.5) * width for number in range(used)], shares)

@@ -9,39 +9,32 @@ from typing import Any
 
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 from rlmath.answers.extraction import has_box
-from rlmath.answers.verifier import Rules
 from rlmath.config.schema import RewardConfig
 from rlmath.config.terminal import visible
-from rlmath.rewards.schemes import Scheme, function_score, score
-from rlmath.rewards.several_rewards import (
-    RewardPools,
-    named_rewards,
-    reward_hooks,
-    several_score,
-)
-from rlmath.workers.custom_function import FunctionResult
+from rlmath.rewards.schemes import Scheme
+from rlmath.rewards.several_rewards import RewardWorkers, reward_hooks, rewards_of, score_of
+from rlmath.workers.function_calls import FunctionResult
 from rlmath.workers.hooks import Hook
 from rlmath.workers.user_functions import UserFunctionError
 from rlmath.workers.worker_pool import VerifierPool
-
-RewardWorkers = VerifierPool | RewardPools
 
 
 def open_reward_workers(reward: RewardConfig, plugins: Sequence[str] = ()) -> RewardWorkers:
     """The workers of one rank: of `reward.rewards`, of `reward.function` or of the verifier. Start them before process
     groups, CUDA and engines. `plugins` register functions of the user's by name."""
-    if reward.rewards:
-        return RewardPools(reward, plugins)
-    rules = Rules(reward.answer_from, protocol=not reward.strict)
-    hook = None
-    if reward.function is not None:
-        hook = Hook("reward", reward.function, "reward.function", tuple(plugins))
-    return VerifierPool(reward.workers, reward.timeout_seconds, rules=rules, function=hook)
+    hooks: dict[str, Hook | None] = {}
+    for one in rewards_of(reward):
+        if one.function is not None:
+            setting = f"reward.rewards: {one.name}" if one.name else "reward.function"
+            hooks[one.name] = Hook("reward", one.function, setting, tuple(plugins))
+        elif one.name == "correctness":
+            hooks[one.name] = None
+    return RewardWorkers(hooks, reward)
 
 
-def open_scorer(hook: Hook, reward: RewardConfig) -> VerifierPool:
+def open_scorer(hook: Hook, reward: RewardConfig) -> RewardWorkers:
     """The workers of a function that says what is right in validation, with the limits of rewards."""
-    return VerifierPool(reward.workers, reward.timeout_seconds, function=hook)
+    return RewardWorkers({"": hook}, reward)
 
 
 def scorer_settings(reward: RewardConfig) -> RewardConfig:
@@ -167,7 +160,7 @@ class _Submitted:
     completion: Completion
     boxed: bool
     futures: dict[str, Future[Any]]
-    """Results to come, by the name of the reward; "" where there is one reward."""
+    """Results to come, by the name of the reward."""
     was_known: frozenset[str]
     """Futures that were done at once: the answer waited for no worker."""
     key: Any
@@ -184,7 +177,7 @@ class RewardManager:
     def __init__(self, workers: RewardWorkers, reward: RewardConfig, max_new_tokens: int) -> None:
         self._workers = workers
         self._reward = reward
-        self._rewards = named_rewards(reward)
+        self._rewards = rewards_of(reward)
         self._scheme = Scheme.of(reward)
         self._limit = max_new_tokens
         self._submitted: list[_Submitted] = []
@@ -196,13 +189,7 @@ class RewardManager:
     def submit(self, prompt: Prompt, completion: Completion, key: Any = None) -> None:
         """Queue a completion for the workers; `key` is what `take_finished` calls it."""
         text = text_to_verify(prompt.text, completion.text)
-        futures: dict[str, Future[Any]]
-        if isinstance(self._workers, RewardPools):
-            futures = self._workers.submit(text, prompt, completion)
-        elif self._reward.function is None:
-            futures = {"": self._workers.submit(text, prompt.solutions, prompt.task)}
-        else:
-            futures = {"": self._workers.call(completion.text, prompt.solutions, prompt.row)}
+        futures = self._workers.submit(text, prompt, completion)
         known = frozenset(name for name, future in futures.items() if future.done())
         self._submitted.append(_Submitted(completion, has_box(text), futures, known, key))
 
@@ -229,14 +216,13 @@ class RewardManager:
             else future.result()
             for name, future in submitted.futures.items()
         }
-        known = {
-            "boxed": submitted.boxed,
-            "length": len(submitted.completion.token_ids),
-            "limit": self._limit,
-            "truncated": submitted.completion.finish_reason == "length",
-        }
-        if self._rewards:
-            return several_score(self._rewards, self._scheme, results, **known)
-        if self._reward.function is not None:
-            return function_score(self._scheme, results[""], self._reward.function_failure, **known)
-        return score(self._scheme, results[""], **known)
+        return score_of(
+            self._rewards,
+            self._scheme,
+            results,
+            boxed=submitted.boxed,
+            length=len(submitted.completion.token_ids),
+            limit=self._limit,
+            truncated=submitted.completion.finish_reason == "length",
+            worst=None if self._reward.rewards else self._reward.function_failure,
+        )

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlmath.algorithms.types import Score
-from rlmath.answers.verifier import FAILURES, Verdict
 from rlmath.config.schema import RewardConfig
-from rlmath.workers.custom_function import FunctionResult
 
 
 @dataclass(frozen=True)
@@ -88,47 +85,3 @@ def overlong_share(length: int, limit: int, buffer: int) -> float:
     if buffer <= 0:
         return 0.0
     return min(1.0, max(0.0, (length - (limit - buffer)) / buffer))
-
-
-def score(scheme: Scheme, verdict: Verdict, boxed: bool, length: int, limit: int, truncated: bool) -> Score:
-    """The score of a completion that the verifier checked."""
-    raw = raw_reward(scheme.name, verdict.correct, boxed, scheme.format_penalty)
-    reward = scheme.reward(raw, True, length, limit, truncated)
-    return Score(
-        reward,
-        verdict.correct,
-        verdict.extracted,
-        verdict.verdict,
-        boxed,
-        queue_seconds=verdict.queue_seconds,
-    )
-
-
-def function_score(
-    scheme: Scheme,
-    result: FunctionResult,
-    worst: float,
-    boxed: bool,
-    length: int,
-    limit: int,
-    truncated: bool,
-) -> Score:
-    """The score of a completion that the user's function was called on; `worst` replaces the reward where it failed.
-
-    It counts as correct where the function's metric "correct" is above 0, or without one where its reward is.
-    """
-    if result.failure in FAILURES:
-        reward = scheme.reward(worst, False, length, limit, truncated)
-        message, kind = result.message, str(result.failure)
-        return Score(reward, False, message, kind, boxed, queue_seconds=result.queue_seconds)
-    reward = scheme.reward(result.reward, False, length, limit, truncated)
-    correct = dict(result.metrics).get("correct", result.reward) > 0
-    return Score(
-        reward,
-        correct,
-        extracted="",
-        verdict="function",
-        boxed=boxed,
-        metrics=result.metrics,
-        queue_seconds=result.queue_seconds,
-    )

@@ -1,4 +1,4 @@
-"""Several named rewards of a completion: `reward.rewards` lists them, `reward.weights` weighs them.
+"""The rewards of a completion, and their workers: `reward.rewards` lists them, `reward.weights` weighs them.
 
     completion -> a value of every reward, None where it failed -> weighted sum | GDPO (algorithms.advantages)
 
@@ -27,7 +27,7 @@ from rlmath.algorithms.types import Completion, Prompt, RewardFailure, Score, Sc
 from rlmath.answers.verifier import FAILURES, Rules, Verdict
 from rlmath.config.schema import RewardConfig
 from rlmath.rewards.schemes import Scheme, raw_reward
-from rlmath.workers.custom_function import FunctionResult
+from rlmath.workers.function_calls import FunctionResult
 from rlmath.workers.hooks import REWARD_WORDS, Hook
 from rlmath.workers.worker_pool import VerifierPool
 
@@ -56,6 +56,12 @@ def named_rewards(reward: RewardConfig) -> tuple[NamedReward, ...]:
     return tuple(
         NamedReward(name, weight, functions.get(name)) for name, weight in zip(names, weights, strict=True)
     )
+
+
+def rewards_of(reward: RewardConfig) -> tuple[NamedReward, ...]:
+    """The list, or the one reward of a run without a list: "correctness", or a function without a name."""
+    alone = NamedReward("correctness" if reward.function is None else "", 1.0, reward.function)
+    return named_rewards(reward) or (alone,)
 
 
 def listed_functions(reward: RewardConfig) -> dict[str, str]:
@@ -89,21 +95,17 @@ def compared_rewards(reward: RewardConfig) -> tuple[int, ...]:
 # ---------------------------------------------------------------- workers
 
 
-class RewardPools:
-    """The workers of the verifier, where correctness is listed, and of every function of the user's."""
+class RewardWorkers:
+    """The workers of the verifier, where correctness counts, and of every function of the user's."""
 
-    def __init__(self, reward: RewardConfig, plugins: Sequence[str] = ()) -> None:
-        """Returns at once, as `VerifierPool`. `plugins` register functions of the user's by name."""
+    def __init__(self, hooks: Mapping[str, Hook | None], reward: RewardConfig) -> None:
+        """Returns at once, as `VerifierPool`. `hooks` are functions by the reward's name; None: the verifier."""
         rules = Rules(reward.answer_from, protocol=not reward.strict)
         self.by_name: dict[str, VerifierPool] = {}
         with contextlib.ExitStack() as stack:
-            for one in named_rewards(reward):
-                if one.name == "correctness" or one.function is not None:
-                    hook = None
-                    if one.function is not None:
-                        hook = Hook("reward", one.function, f"reward.rewards: {one.name}", tuple(plugins))
-                    pool = VerifierPool(reward.workers, reward.timeout_seconds, rules=rules, function=hook)
-                    self.by_name[one.name] = stack.enter_context(pool)
+            for name, hook in hooks.items():
+                pool = VerifierPool(reward.workers, reward.timeout_seconds, rules=rules, function=hook)
+                self.by_name[name] = stack.enter_context(pool)
             self._stack = stack.pop_all()
 
     def submit(self, text: str, prompt: Prompt, completion: Completion) -> dict[str, Future[Any]]:
@@ -115,27 +117,33 @@ class RewardPools:
             for name, pool in self.by_name.items()
         }
 
+    def close(self) -> None:
+        self._stack.close()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self.close()
 
 
 # ---------------------------------------------------------------- scores
 
 
-def several_score(
+def score_of(
     rewards: Sequence[NamedReward],
     scheme: Scheme,
     results: Mapping[str, Verdict | FunctionResult],
+    *,
     boxed: bool,
     length: int,
     limit: int,
     truncated: bool,
+    worst: float | None = None,
 ) -> Score:
     """The score of a completion from what verifier and functions found. Its reward is (weighted sum of the rewards that
-    did not fail - bias) * scaling, with the scheme's settings about length.
+    did not fail - bias) * scaling, with the scheme's settings about length. `worst`, of a run without a list, is what a
+    function counts as that failed; the score has no parts then.
 
     Right is what the verifier says; without it what the metric "correct" of the first function that has one says (above
     0), else whether the first function's reward is above 0.
@@ -149,11 +157,14 @@ def several_score(
         if _failed(result)
     )
     verdict = results.get("correctness")
-    number = sum(one.weight * value for one, value in zip(rewards, values, strict=True) if value is not None)
+    known = [worst or 0.0 if value is None else value for value in values]
+    number = sum(one.weight * value for one, value in zip(rewards, known, strict=True))
     reward = scheme.reward(number, verdict is not None, length, limit, truncated)
     called = {name: result for name, result in results.items() if isinstance(result, FunctionResult)}
     metrics = tuple(
-        (f"{name}/{metric}", value) for name, result in called.items() for metric, value in result.metrics
+        (f"{name}/{metric}" if name else metric, value)
+        for name, result in called.items()
+        for metric, value in result.metrics
     )
     if isinstance(verdict, Verdict):
         correct, extracted, kind = verdict.correct, verdict.extracted, verdict.verdict
@@ -170,8 +181,8 @@ def several_score(
         boxed=boxed,
         metrics=metrics,
         queue_seconds=waited,
-        parts=values,
-        failures=failures,
+        parts=values if worst is None else (),
+        failures=failures if worst is None else (),
     )
 
 

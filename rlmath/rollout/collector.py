@@ -31,6 +31,7 @@ from rlmath.algorithms.types import (
     scored_group,
 )
 from rlmath.config.schema import RewardConfig, RolloutConfig
+from rlmath.data.tokenizer import completion_text
 from rlmath.distributed.collectives import all_gather_objects, shared_store
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.run_store import RunStore
@@ -38,7 +39,6 @@ from rlmath.rewards.reward_manager import RewardManager, RewardWorkers, scorer_s
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import Key, Request, RolloutSeed, SamplingSettings, group_requests
 from rlmath.rollout.work_queue import EngineUsage, WorkQueue
-from rlmath.workers.worker_pool import VerifierPool
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,20 @@ PUBLISH_SECONDS = 1.0
 """Interval at which an engine publishes how much it has sampled."""
 PROGRESS_SECONDS = 20.0
 """Interval of the log lines on the progress, where there is no terminal for a bar."""
+LEAST_DONE = 0.1
+"""Share of the completions after which the time that is left is told."""
+
+
+@dataclass(frozen=True)
+class CollectGroups:
+    """Prompts to sample and score now."""
+
+    prompts: Sequence[Prompt]
+    sampling: SamplingSettings
+    seed: RolloutSeed
+    title: str
+    """For the console."""
+    validates: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,7 +96,7 @@ class Collector:
         rollout: RolloutConfig,
         reward: RewardConfig,
         pool: RewardWorkers | None,
-        scorer: VerifierPool | None = None,
+        scorer: RewardWorkers | None = None,
     ) -> None:
         """Every rank makes one, and one at a time: the number of a rollout names its keys in the store. `scorer` says
         what is right in validation, where that is another than the `pool`."""
@@ -98,20 +112,16 @@ class Collector:
         self._scorer = scorer
         self._rollouts = 0
 
-    def collect(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingSettings,
-        seed: RolloutSeed,
-        title: str,
-        validates: bool = False,
-    ) -> Rollout:
-        """G scored completions of each of the P prompts, the same on every rank; `title` is for the console."""
+    def collect(self, what: CollectGroups) -> Rollout:
+        """G scored completions of each of the P prompts, the same on every rank."""
+        prompts, sampling = what.prompts, what.sampling
         rows = [
             [Work(prompt, request) for request in requests]
-            for prompt, requests in zip(prompts, group_requests(prompts, sampling, seed), strict=True)
+            for prompt, requests in zip(prompts, group_requests(prompts, sampling, what.seed), strict=True)
         ]
-        sampled, engines = self.sample(rows, sampling.max_new_tokens, seed.step, title, validates)
+        sampled, engines = self.sample(
+            rows, sampling.max_new_tokens, what.seed.step, what.title, what.validates
+        )
         groups = [
             scored_group(prompt, [sampled[p, g] for g in range(sampling.samples)])
             for p, prompt in enumerate(prompts)
@@ -185,7 +195,7 @@ class Collector:
             before, stopped = work.so_far.token_ids, result.finish_reason == "stop"
             finished, text = stopped or len(before) + len(result.token_ids) >= max_new_tokens, None
             if finished:
-                text = completion_text(self.tokenizer, [*before, *result.token_ids])
+                text = completion_text(self.tokenizer, [*before, *result.token_ids], stopped)
             slices[result.key] = one = _Slice(result.token_ids, result.logprobs, stopped, text)
             if finished:
                 rewards.submit(work.prompt, one.completion(work, self._engine.version, step))
@@ -230,11 +240,6 @@ class _Slice:
         )
 
 
-def completion_text(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> str:
-    """The text of a completion, as it is judged."""
-    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-
 class SamplingProgress:
     """How many completions all engines have sampled: on rank 0 a bar where there is a terminal, else a log line every
     PROGRESS_SECONDS."""
@@ -249,7 +254,7 @@ class SamplingProgress:
         self._started = self._published = self._logged = time.monotonic()
         # None: shown on a terminal, not in a log file.
         hide_bar = None if self._shown else True
-        form = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} completions, {remaining} left"
+        form = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} completions{postfix}"
         self._bar = tqdm(total=total, desc=title, disable=hide_bar, leave=False, bar_format=form)
 
     def add_one(self) -> None:
@@ -270,6 +275,8 @@ class SamplingProgress:
         )
         done = sum(count for count in self._by_engine.values() if isinstance(count, int))
         if not self._bar.disable:
+            left = left_text(done, self._total, now - self._started)
+            self._bar.set_postfix_str(left.removeprefix(", "), refresh=False)
             self._bar.update(done - self._bar.n)
         elif now - self._logged >= PROGRESS_SECONDS:
             self._logged = now
@@ -293,6 +300,16 @@ def progress_line(title: str, done: int, total: int, seconds: float) -> str:
     >>> progress_line("step 7/20", 500, 2000, 60.0)
     'step 7/20: sampled 500 of 2,000 completions (25%) in 01:00, about 03:00 left'
     """
-    left = f", about {tqdm.format_interval(seconds / done * (total - done))} left" if done else ""
-    passed = tqdm.format_interval(seconds)
+    passed, left = tqdm.format_interval(seconds), left_text(done, total, seconds)
     return f"{title}: sampled {done:,} of {total:,} completions ({done / total:.0%}) in {passed}{left}"
+
+
+def left_text(done: int, total: int, seconds: float) -> str:
+    """The time that is left, once LEAST_DONE of the completions tell how long one takes.
+
+    >>> left_text(50, 512, 60.0), left_text(128, 512, 60.0)
+    ('', ', about 03:00 left')
+    """
+    if done < LEAST_DONE * total:
+        return ""
+    return f", about {tqdm.format_interval(seconds / done * (total - done))} left"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlmath.config.schema import RolloutConfig
+from rlmath.data.tokenizer import stop_token_ids
 from rlmath.distributed import process
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.device import Device, prepare_imports
@@ -113,8 +114,13 @@ def _open_llm(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         logprobs_mode="processed_logprobs",
+        use_tqdm_on_load=False,
         **arguments,
     )
+    model, tokenizer = llm.llm_engine.vllm_config.model_config, llm.get_tokenizer()
+    stops = stop_token_ids(model_path, tokenizer, model.get_vocab_size())
+    # All requests take them from here; vLLM reads the folder's generation_config.json, and not its chat template.
+    llm.llm_engine.input_processor.generation_config_fields["eos_token_id"] = list(stops)
     if device_kind == "cpu":
         from rlmath.rollout.cpu_worker import skip_needless_allocations
 

@@ -42,11 +42,12 @@ from rlmath.algorithms.types import (
 )
 from rlmath.config.schema import RewardConfig, RolloutConfig
 from rlmath.data.dataset import Inputs
+from rlmath.data.tokenizer import completion_text
 from rlmath.distributed.bridge import Mailbox
 from rlmath.distributed.collectives import shared_store
 from rlmath.distributed.mesh import Mesh
 from rlmath.rewards.reward_manager import RewardManager, RewardWorkers
-from rlmath.rollout.collector import Collector, Rollout, completion_text
+from rlmath.rollout.collector import CollectGroups, Collector, Rollout
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import (
     Request,
@@ -107,17 +108,6 @@ class NewWeights:
 @dataclass(frozen=True)
 class TakeSnapshot:
     """Report what is in flight."""
-
-
-@dataclass(frozen=True)
-class CollectGroups:
-    """Sample and score these prompts now, over all engines; what is in flight waits."""
-
-    prompts: Sequence[Prompt]
-    sampling: SamplingSettings
-    seed: RolloutSeed
-    title: str
-    validates: bool = False
 
 
 @dataclass(frozen=True)
@@ -437,9 +427,7 @@ class GenerationLoop:
         interrupted = self._interrupt()
         self._keep_tokens(interrupted)
         self._engine.reset_prefix_cache()
-        rollout = self._collector.collect(
-            message.prompts, message.sampling, message.seed, message.title, message.validates
-        )
+        rollout = self._collector.collect(message)  # over all engines; what is in flight waits
         if self._mesh.engine_index == 0:
             self._send(Collected(rollout))
         self._engine.reset_prefix_cache()
@@ -550,7 +538,8 @@ class GenerationLoop:
         draw, g = result.key
         group, whole = self._groups[draw], self._extended(result)
         reason: FinishReason = "stop" if result.finish_reason == "stop" else "length"
-        text = "" if self._leader is None else completion_text(self._collector.tokenizer, whole.token_ids)
+        tokenizer, stopped = self._collector.tokenizer, reason == "stop"
+        text = "" if self._leader is None else completion_text(tokenizer, whole.token_ids, stopped)
         version = whole.segments[-1].policy_version
         completion = Completion(
             g,

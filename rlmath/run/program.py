@@ -12,11 +12,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from rlmath.config.load import load_config
 from rlmath.config.terminal import escape_terminal
 from rlmath.planning.checks import used_keys
-from rlmath.run.startup import Program, prepare_grpo, prepare_sft, read_command_line, start
+from rlmath.run.command_line import read_command_line
+
+if TYPE_CHECKING:
+    from rlmath.run.startup import Program
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rlmath.planning.dry_run import dry_run
 
         return dry_run(given.config, given.overrides, given.ranks, program)
+    # Imported only now: help and a mistake in the words are answered before torch is loaded.
+    from rlmath.run.startup import prepare_grpo, prepare_sft, start
+
     return start(
         lambda: load_config(given.config, given.overrides),
         prepare_sft if is_sft else prepare_grpo,

@@ -9,23 +9,18 @@ ranks end with the same error where they differ.
 
 from __future__ import annotations
 
-import argparse
-import io
 import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 from rlmath.config.hub import HubFailedError
 from rlmath.config.length_curriculum import fewer_steps_warnings, late_steps_warnings, length_stage_lines
-from rlmath.config.load import make_parser
 from rlmath.config.schema import Config, RunConfig
-from rlmath.config.terminal import visible
 from rlmath.data import dataset
 from rlmath.distributed import process
 from rlmath.distributed.device import prepare_imports
@@ -34,11 +29,7 @@ from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.distributed.fault_tolerance.failure import first_line, may_be_caused_by_peer
 from rlmath.distributed.fault_tolerance.preemption import end_at_interrupt, under_torchrun
 from rlmath.distributed.process import end_with_parent
-from rlmath.distributed.ranks import (
-    check_launcher_numbers,
-    environment_rank,
-    environment_world_size,
-)
+from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.distributed.rendezvous import (
     MissingRanksError,
     Rendezvous,
@@ -50,6 +41,7 @@ from rlmath.planning.memory_fit import start_up_lines
 from rlmath.planning.parallelism import roles
 from rlmath.planning.prepare import read_inputs, tokenizer_problem, try_data
 from rlmath.planning.reward_checks import data_hooks, hook_lines
+from rlmath.run.command_line import log_mistake, record_exit, set_up_rank_logging
 from rlmath.run.nodes import facts_of, meet, meet_with_mistake
 from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.hub_inputs import SharedMistakeError, fetch_inputs
@@ -58,56 +50,13 @@ from rlmath.run.recovery.resume import (
 )
 from rlmath.run.recovery.save_schedule import output_bytes
 from rlmath.run.run_dir import check_output_folder, sole_user
-from rlmath.telemetry.console import close_bars, setup_logging
+from rlmath.telemetry.console import close_bars
 from rlmath.telemetry.events import event
 
 logger = logging.getLogger(__name__)
 
-OTHER_RANKS_WAIT_SECONDS = 10.0
-FIRST_RANK_WAIT_SECONDS = 5.0
-"""How long the first rank of a node, which has logged a mistake, waits until the others have found it, too."""
-MOST_STATUS_CHARACTERS = 2000
-"""Of a message that the exit status keeps: a refusal lists all problems."""
 Program = Callable[["PreparedRun[Any]", Rendezvous | None], int]
 """What a rank does once all have met; its exit status. `rendezvous` is None where there is one rank."""
-
-# ---------------------------------------------------------------- the command line
-
-
-def read_command_line(
-    description: str, argv: Sequence[str] | None = None, keys: Collection[str] | None = None
-) -> argparse.Namespace:
-    """The words of a training program: `config`, `overrides`, `dry_run` and `ranks`. `--help` lists all settings, or
-    those of `keys`."""
-    exit_without_launcher_numbers()
-    parser = make_parser(description, keys)
-    dry_run_help = "check the settings and print the plan; nothing is started or written"
-    parser.add_argument("--dry-run", action="store_true", help=dry_run_help)
-    ranks_help = "ranks of a dry run; without it those of parallel.data, else WORLD_SIZE or the least"
-    parser.add_argument("--ranks", type=int, help=ranks_help)
-    with mistakes_end_all_ranks():
-        given = parser.parse_intermixed_args(argv)
-        if given.ranks is not None and not given.dry_run:
-            parser.error("--ranks is for --dry-run; torchrun decides how many ranks a run has.")
-    return given
-
-
-@contextmanager
-def mistakes_end_all_ranks() -> Iterator[None]:
-    """Around the parsing of a command line: only rank 0 prints its help or its mistake, and a mistake ends the ranks as
-    in `log_mistake`."""
-    try:
-        with ExitStack() as stack:
-            if environment_rank() != 0:
-                stack.enter_context(redirect_stdout(io.StringIO()))
-                stack.enter_context(redirect_stderr(io.StringIO()))
-            yield
-    except SystemExit as ended:
-        if ended.code == exit_codes.MISTAKE:
-            message = str(ended.__cause__ or "the command line has a mistake, which is printed above")
-            _let_first_rank_end(message, show=lambda: None)
-        raise
-
 
 # ---------------------------------------------------------------- what is known before the start
 
@@ -248,23 +197,6 @@ def import_program(config: Config, load_program: Callable[[], Program]) -> Progr
     return program if trains else run_engine_rank
 
 
-def set_up_rank_logging() -> None:
-    """`setup_logging` for this process's rank."""
-    exit_without_launcher_numbers()
-    setup_logging(environment_rank())
-
-
-def exit_without_launcher_numbers() -> None:
-    """Where the launcher's variables are no numbers, log it and end this process with MISTAKE: its rank is not
-    known."""
-    try:
-        check_launcher_numbers()
-    except ValueError as error:
-        setup_logging(0)
-        logger.error("%s", error)
-        sys.exit(exit_codes.MISTAKE)
-
-
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -297,43 +229,6 @@ def _take_folder(prepared: PreparedRun[Any], stack: ExitStack) -> PreparedRun[An
     exit_codes.reserve_exit_status(config.run.output_dir)
     recovery = find_recovery(config, prepared.origin, prepared.inputs.total_steps)
     return replace(prepared, recovery=recovery)
-
-
-# ---------------------------------------------------------------- how a program ends
-
-
-def record_exit(output_dir: str | Path | None, status: int, message: str) -> None:
-    """Rank 0 writes a message's first line, or the list of a user's mistakes, into the folder's exit status; not into a
-    folder that does not exist (None: not known), nor into one that another program uses."""
-    if environment_rank() != 0 or output_dir is None:
-        return
-    with suppress(ValueError, OSError):
-        if Path(output_dir).is_dir():
-            with sole_user(output_dir):
-                text = visible(message)
-                if status != exit_codes.MISTAKE:
-                    text = text.partition("\n")[0]
-                cut = (
-                    text if len(text) <= MOST_STATUS_CHARACTERS else f"{text[:MOST_STATUS_CHARACTERS]} [...]"
-                )
-                exit_codes.write_exit_status(output_dir, status, cut)
-
-
-def log_mistake(error: Exception) -> None:
-    """The first rank of each node logs first, and is in torchrun's report: it ends the others as soon as one has ended.
-    What only another rank sees is logged after a wait."""
-    message = str(error)
-    _let_first_rank_end(message, show=lambda: logger.error("%s", message))
-
-
-def _let_first_rank_end(message: str, show: Callable[[], None]) -> None:
-    is_first = os.environ.get("LOCAL_RANK", str(environment_rank())) == "0"
-    if not is_first:
-        exit_codes.wait_for_torchrun(OTHER_RANKS_WAIT_SECONDS)
-    show()
-    exit_codes.report_to_torchrun(message)
-    if is_first:
-        exit_codes.wait_for_waiting_ranks(FIRST_RANK_WAIT_SECONDS)
 
 
 def end_broken() -> NoReturn:

@@ -60,7 +60,7 @@ class Alerts:
     >>> alerts.check({"step": 1, "no_eos_ratio": 0.01})
     []
     >>> [text.partition(".")[0] for text in alerts.check({"step": 2, "no_eos_ratio": 0.45})]
-    ['23% of the completions of the last 2 steps were cut off at their limit (telemetry']
+    ['23% of completions were cut off (last 2 steps)']
     >>> alerts.check({"step": 3, "no_eos_ratio": 0.45})
     []
     """
@@ -107,13 +107,12 @@ def dropped_alert(share: float, limits: TelemetryConfig) -> str | None:
     if not share > limits.warn_dropped:
         return None
     return (
-        f"{_percent(share)} of the prompts are dropped before the run starts (telemetry.warn_dropped is "
-        f"{_percent(limits.warn_dropped)}); it learns from what is left only. The lines above name the filters. "
-        "Raise data.max_prompt_tokens, which counts tokens, or look at the rows that could not be used."
+        f"{_percent(share)} of the prompts are dropped before the start.\n"
+        "  Raise data.max_prompt_tokens, or see unusable_rows.jsonl."
     )
 
 
-# ---------------------------------------------------------------- the rules
+# ---------------------------------------------------------------- the rules, two lines each: what, and what to change
 
 
 def truncated_alert(history: History) -> str | None:
@@ -122,10 +121,8 @@ def truncated_alert(history: History) -> str | None:
     if not values or not statistics.mean(values) > limit:
         return None
     return (
-        f"{_percent(statistics.mean(values))} of the completions of {_last(values)} were cut off at their limit "
-        f"(telemetry.warn_truncated is {_percent(limit)}). A cut answer counts as wrong however good it was. Raise "
-        f"{history.length_key}, or take reward.mask_no_eos_with_zero=true or selection.drop_truncated=true so that "
-        "nothing is learned from it."
+        f"{_percent(statistics.mean(values))} of completions were cut off ({_last(values)}).\n"
+        f"  Raise {history.length_key}, or set selection.drop_truncated=true."
     )
 
 
@@ -134,10 +131,8 @@ def importance_alert(history: History) -> str | None:
     if not values or statistics.mean(abs(value - 1) for value in values) <= limit:
         return None  # a NaN is above every limit
     return (
-        f"The mean importance weight was {statistics.mean(values):.3g} over {_last(values)}, further from 1 than "
-        f"telemetry.warn_importance_weight ({limit:g}): the policy that learns is no longer the one that sampled. "
-        "Lower optimizer.lr, algorithm.n_minibatches or algorithm.epochs; with algorithm.recompute_logprobs=true the "
-        "ratio leaves out what engine and trainer differ by (train/behaviour_logprob_diff)."
+        f"The mean importance weight is {statistics.mean(values):.3g} ({_last(values)}).\n"
+        "  Lower optimizer.lr, algorithm.n_minibatches or algorithm.epochs."
     )
 
 
@@ -146,9 +141,8 @@ def clip_alert(history: History) -> str | None:
     if history.clips_whole_completions or not values or not statistics.mean(values) > USUAL_CLIP_RATIO:
         return None
     return (
-        f"{_percent(statistics.mean(values))} of the tokens were clipped over {_last(values)}; usual is less than "
-        f"{_percent(USUAL_CLIP_RATIO)}. Updates go further than algorithm.clip_ratio lets count. Lower optimizer.lr, "
-        "algorithm.n_minibatches or algorithm.epochs."
+        f"{_percent(statistics.mean(values))} of tokens are clipped ({_last(values)}).\n"
+        f"  Usual is under {_percent(USUAL_CLIP_RATIO)}: lower optimizer.lr, algorithm.n_minibatches or epochs."
     )
 
 
@@ -158,12 +152,9 @@ def contrast_alert(history: History) -> str | None:
     contrast = _recent(history, "rollout/groups_with_contrast", NO_CONTRAST_STEPS)
     if not history.group_relative or len(contrast) < NO_CONTRAST_STEPS or any(contrast):
         return None
-    rewards = _recent(history, "task_reward", NO_CONTRAST_STEPS)
-    shown = f" (the mean reward was {statistics.mean(rewards):.4g})" if rewards else ""
     return (
-        f"In {_last(contrast)} no group had completions with different rewards{shown}: nothing was learned "
-        "from rewards. See what the model writes and how it is judged (rlmath samples), "
-        "check reward.function if there is one, and take problems that the model sometimes solves."
+        f"No group had different rewards ({_last(contrast)}).\n"
+        "  See `rlmath samples`, reward.function; take problems it sometimes solves."
     )
 
 
@@ -176,32 +167,26 @@ def queue_alert(history: History) -> str | None:
     if wait <= max(QUEUE_SECONDS, QUEUE_SHARE * step):
         return None
     return (
-        f"Answers waited up to {wait:.3g} s for a reward worker (reward/queue_wait_s_max over {_last(waits)}; a step "
-        f"took {step:.3g} s). No answer is lost by it, but steps may be as much longer. Raise reward.workers, or make "
-        "reward.function faster if there is one."
+        f"Answers waited {wait:.3g} s for a worker ({_last(waits)}).\n"
+        "  Raise reward.workers, or make reward.function faster."
     )
 
 
 def discarded_alert(history: History) -> str | None:
     """Almost all groups dropped by dynamic sampling: partial credit makes all answers count as right, or the problems
     are all too easy or too hard."""
-    names = {"right": "all right", "wrong": "all wrong", "uniform": "of equal rewards"}
+    names = {"right": "all right", "wrong": "all wrong", "uniform": "all alike"}
     dropped = {name: sum(_recent(history, f"selection/dropped/{name}")) for name in names}
     sampled = _recent(history, "selection/groups_sampled")
     if sum(sampled) < DISCARDED_GROUPS or not sum(dropped.values()) > DISCARDED_SHARE * sum(sampled):
         return None
-    why = ", ".join(f"{count:.0f} {names[name]}" for name, count in dropped.items() if count)
+    most = max(dropped, key=dropped.__getitem__)
     contrast = _recent(history, "rollout/groups_with_contrast")
     advice = "Take problems that the model sometimes solves, or raise rollout.group_size."
     if contrast and statistics.mean(contrast) > 2 * (1 - DISCARDED_SHARE) and not dropped["uniform"]:
-        advice = (
-            f"But in {_percent(statistics.mean(contrast))} of the groups rewards differ: set "
-            'selection.dynamic_sampling=reward, or let reward.function return a metric "correct".'
-        )
-    return (
-        f"Dynamic sampling discarded {sum(dropped.values()):.0f} of the {sum(sampled):.0f} groups of {_last(sampled)} "
-        f"({why}): almost all of the sampling is lost. {advice}"
-    )
+        advice = "Rewards differ all the same: set selection.dynamic_sampling=reward."
+    share = _percent(sum(dropped.values()) / sum(sampled))
+    return f"{share} of groups dropped as {names[most]} ({_last(sampled)}).\n  {advice}"
 
 
 def flat_alert(history: History) -> str | None:
@@ -220,13 +205,9 @@ def flat_alert(history: History) -> str | None:
     scatter = sum(statistics.variance(part) for part in (earlier, later)) if half > 1 else 0.0
     if after - before > math.sqrt(scatter / half):
         return None
-    contrast = _recent(history, "rollout/groups_with_contrast", half)
-    shown = f" ({_percent(statistics.mean(contrast))} of the groups did)" if contrast else ""
     return (
-        f"The reward has not risen over the last {steps} steps (telemetry.warn_flat_steps): its mean went from "
-        f"{before:.3g} in their first half to {after:.3g} in the second. Only groups with right and wrong answers teach"
-        f"{shown}: where they are few, set selection.dynamic_sampling or take problems that fit the model; else raise "
-        "optimizer.lr or rollout.group_size, or lower algorithm.kl_coef."
+        f"The reward did not rise: {before:.3g}, then {after:.3g} ({_last(rewards)}).\n"
+        "  Set selection.dynamic_sampling, take other problems, or raise optimizer.lr."
     )
 
 
@@ -237,14 +218,11 @@ def entropy_alert(history: History) -> str | None:
     if len(history.first) < FIRST_STEPS or not first or not last or not statistics.mean(first) > 0:
         return None
     share = statistics.mean(last) / statistics.mean(first)
-    errors = _errors_left(history)
-    if not share < limit or not share < ENTROPY_AND_ERRORS * errors:
+    if not share < limit or not share < ENTROPY_AND_ERRORS * _errors_left(history):
         return None
     return (
-        f"The entropy was {statistics.mean(last):.3g} over {_last(last)}, {_percent(share)} of the first steps' "
-        f"{statistics.mean(first):.3g} (telemetry.warn_entropy_share is {_percent(limit)}), while "
-        f"{_percent(errors)} of their share of wrong answers is still there: the model no longer tries other ways. "
-        "Raise algorithm.entropy_coef or algorithm.clip_ratio_high, or lower optimizer.lr."
+        f"Entropy fell to {_percent(share)} of its start ({_last(last)}).\n"
+        "  Raise algorithm.entropy_coef or clip_ratio_high, or lower optimizer.lr."
     )
 
 
@@ -263,9 +241,8 @@ def early_stop_alert(history: History) -> str | None:
     if len(values) < EARLY_STOP_STEPS or 2 * stopped <= EARLY_STOP_STEPS:
         return None
     return (
-        f"{stopped} of the last {EARLY_STOP_STEPS} steps discarded minibatches ({sum(values):.0f} in all): much of "
-        "what is sampled teaches nothing. Lower optimizer.lr, algorithm.n_minibatches or algorithm.epochs; the bounds "
-        "are algorithm.early_stop_ratio, early_stop_ratio_low and early_stop_kl."
+        f"{stopped} of the {_last(values)} discarded minibatches.\n"
+        "  Lower optimizer.lr, algorithm.n_minibatches or algorithm.epochs."
     )
 
 
@@ -288,7 +265,7 @@ def _recent(history: History, name: str, steps: int = RECENT_STEPS) -> list[floa
 
 
 def _last(values: Sequence[float]) -> str:
-    return "the last step" if len(values) == 1 else f"the last {len(values)} steps"
+    return "last step" if len(values) == 1 else f"last {len(values)} steps"
 
 
 def _percent(share: float) -> str:

@@ -123,7 +123,7 @@ def open_log_file(output_dir: str | Path) -> None:
 
 class ConsoleFormatter(logging.Formatter):
     """ "18:43:01 WARNING: text", of ranks but the first with their number. On a terminal, lines that are too long are
-    wrapped between words, but for errors; else a message stays on its line, for programs that search it. Lines of
+    wrapped between words, but for tracebacks; else a message stays on its line, for programs that search it. Lines of
     other ranks replace the bar of the first on a terminal; it draws the bar again."""
 
     def __init__(self, rank: int) -> None:
@@ -138,7 +138,7 @@ class ConsoleFormatter(logging.Formatter):
         width = terminal_width()
         if width is None:
             return text
-        text = text if record.levelno >= logging.ERROR else wrapped(text, width)
+        text = text if record.exc_info else wrapped(text, width)
         return over_bar(text, width) if self._over_bar else text
 
 
@@ -230,29 +230,27 @@ def wrapped(text: str, width: int) -> str:
 
 class RemainingTime:
     """The seconds that a run still takes: by the mean of this start's recent steps, with the validations and saves
-    between them, without the first, which warms up, once there is another."""
+    between them, without the first, which warms up."""
 
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps
-        self._first: float | None = None
+        self._is_first = True
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
 
     def add(self, seconds: float) -> None:
         """A step of this start with all that belongs to it."""
-        if self._first is None:
-            self._first = seconds
-        else:
+        if not self._is_first:
             self._recent.append(seconds)
+        self._is_first = False
 
-    def seconds(self, steps_done: int) -> float:
-        """Call it after a step.
+    def seconds(self, steps_done: int) -> float | None:
+        """None where only the first step is known.
 
         >>> left = RemainingTime(10)
         >>> left.add(20.0), left.add(9.0), left.add(2.0), left.seconds(3)
         (None, None, None, 38.5)
         """
-        assert self._first is not None
-        return (self._total_steps - steps_done) * statistics.fmean(self._recent or [self._first])
+        return (self._total_steps - steps_done) * statistics.fmean(self._recent) if self._recent else None
 
 
 @dataclass(frozen=True)
@@ -271,8 +269,8 @@ class Progress:
     step_seconds: float
     total_seconds: float
     """Since this program started; of a resumed run, since it was resumed."""
-    remaining_seconds: float
-    """Until the last step and validation are made."""
+    remaining_seconds: float | None
+    """Until the last step and validation are made; None: not known yet."""
 
 
 def step_line(
@@ -285,7 +283,9 @@ def step_line(
     """
     digits = len(str(progress.total_steps))
     start = f"step {progress.global_step:>{digits}}/{progress.total_steps}"
-    end = f" {seconds_text(progress.step_seconds)}s left {duration(progress.remaining_seconds)}"
+    end = f" {seconds_text(progress.step_seconds)}s"
+    if progress.remaining_seconds is not None:
+        end += f" left {duration(progress.remaining_seconds)}"
     shown = STEP_LINE_METRICS | {name: (name.removeprefix("reward/"), ".2f") for name in _parts(metrics)}
     for name, (short, form) in shown.items():
         part = f" {short} {metrics[name]:{form}}" if name in metrics else ""
@@ -304,12 +304,13 @@ Total time consumption: 5.678s. Estimated remaining time: 66.200s. task_reward: 
     step = f"step {progress.step}/{progress.steps_per_epoch} (global step {progress.global_step})"
     forms = LONG_LINE_METRICS | dict.fromkeys(_parts(metrics), ".4f")
     shown = [f"{name}: {metrics[name]:{form}}" for name, form in forms.items() if name in metrics]
+    if progress.remaining_seconds is not None:
+        shown = [f"Estimated remaining time: {progress.remaining_seconds:.3f}s.", *shown]
     return " ".join(
         [
             f"Epoch {progress.epoch}/{progress.total_epochs} {step} finishes.",
             f"#End to end# execution time: *{progress.step_seconds:.3f}*s.",
             f"Total time consumption: {progress.total_seconds:.3f}s.",
-            f"Estimated remaining time: {progress.remaining_seconds:.3f}s.",
             *shown,
         ]
     )

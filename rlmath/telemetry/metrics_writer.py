@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Row = dict[str, float]
+
 DAMAGED_ENDING = ".damaged"
 """A file of metrics with this ending has the lines of it that could not be read when the run was resumed."""
 MOST_WAITING = 10_000
@@ -281,18 +283,25 @@ def read_metrics(output_dir: str, name: str = METRICS_FILE) -> list[dict[str, fl
     return [rows[step] for step in sorted(rows)]
 
 
-def parsed_lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, float] | Exception]]:
-    """(number from 1, line, row or why it is none) of every line that is ended. OSError where the file cannot be read,
-    ValueError where it is no regular file."""
+def parsed_lines(path: Path, most_bytes: int | None = None) -> Iterator[tuple[int, bytes, Row | Exception]]:
+    """(number from 1, line, row or why it is none) of every line that is ended. Of a file of more than `most_bytes`
+    every second, third, ... line alone, the last among them. OSError where the file cannot be read, ValueError where
+    it is no regular file."""
     with open_regular(path) as file:
-        content = file.read()
-    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
-        try:
-            row = {key: float(value) for key, value in json.loads(line).items()}
-            int(row["step"])
-            yield number, line, row
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-            yield number, line, error
+        lines, every = 0, 1
+        if most_bytes is not None and (size := os.fstat(file.fileno()).st_size) > most_bytes:
+            every = -(-size // most_bytes)
+            lines = sum(part.count(b"\n") for part in iter(lambda: file.read(2**20), b""))
+            file.seek(0)
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n") or (lines - number) % every:
+                continue
+            try:
+                row = {key: float(value) for key, value in json.loads(line).items()}
+                int(row["step"])
+                yield number, line[:-1], row
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+                yield number, line[:-1], error
 
 
 def last_step(path: Path) -> int:

@@ -101,7 +101,7 @@ class Reporter:
         if kind == "grpo":
             dropped = None if steps_done else dropped_alert(inputs.dropped_share, config.telemetry)
             if dropped is not None:
-                logger.warning("Alert (logged once): %s", dropped, extra=event("alert", 0, text=dropped))
+                logger.warning("%s", dropped, extra=event("alert", 0, text=dropped))
             key = "stages.max_new_tokens" if has_length_stages(config) else "rollout.max_new_tokens"
             self._alerts = Alerts(
                 config.telemetry,
@@ -139,7 +139,7 @@ class Reporter:
             logger.warning(text, number + 1, record.skipped)
         for text in self._look_for_alerts(number, metrics):
             extra = event("alert", number + 1, text=text)
-            logger.warning("Step %d, alert (logged once): %s", number + 1, text, extra=extra)
+            logger.warning("step %d: %s", number + 1, text, extra=extra)
         progress = self._progress(number, record.epoch, metrics)
         logger.info("%s", step_line(progress, metrics), extra=event("step", number + 1))
         logger.debug("%s", long_step_line(progress, metrics))

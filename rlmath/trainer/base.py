@@ -54,6 +54,7 @@ class Trainer(ABC):
         them."""
         self.config, self.shape = context.config, context.shape
         self.mesh, self.device = context.mesh, context.device
+        self.stop_token_ids = context.inputs.stop_token_ids
         self.order = context.inputs.order
         self.total_steps: int = context.inputs.total_steps
         self.timers = PhaseTimers(context.on_phase)

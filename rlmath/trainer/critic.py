@@ -19,13 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlmath.algorithms.gae import explained_variance, gae, length_adaptive_lambda
-from rlmath.algorithms.types import ScoredGroup
 from rlmath.config.schema import CriticConfig
 from rlmath.data.packing import MicroBatch
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.models.critic import Critic, TokenValues, ValueTargets
-from rlmath.models.forward_backward import TokenLogprobs
 from rlmath.models.learner import MinibatchResult
 from rlmath.models.offload import OffloadSets
 from rlmath.trainer.token_advantages import (
@@ -53,40 +51,41 @@ ESTIMATE_SUMS = (
 
 
 @dataclass(frozen=True)
-class CriticEstimates:
-    """What the critic makes of a step's samples."""
-
-    batches: list[MicroBatch]
-    """This rank's, with advantages."""
-    targets: list[ValueTargets]
-    advantages: list[list[float]]
-    """By group and completion, the mean over its tokens."""
-    reward_kl: RewardKL | None
-    metrics: dict[str, float]
-
-
-@dataclass(frozen=True)
-class CriticUpdater:
-    """All training ranks call its methods alike."""
+class CriticInAdvantages:
+    """Advantages by the critic as it is, and its own updates afterwards. All training ranks call it alike."""
 
     critic: Critic
     settings: CriticConfig
+    epochs: int
+    shuffle: bool
     eps: float
     """Added to the deviation that advantages are divided by."""
     penalty: KLPenalty | None
     """KL inside of the reward."""
     mesh: Mesh
+    offload: OffloadSets
+    timers: PhaseTimers
 
-    def estimate(
-        self,
-        batches: Sequence[MicroBatch],
-        groups: Sequence[ScoredGroup],
-        rewards: Sequence[Sequence[float]],
-        old: Sequence[TokenLogprobs] | None,
-        reference: Sequence[TokenLogprobs] | None,
-    ) -> CriticEstimates:
-        """Advantages and returns of the step's samples, those of `groups` with these `rewards`. `old` are log-probs of
-        the policy at the step's start, None to use the engine's. A collective."""
+    def apply(self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages) -> Advantages:
+        orders = packed.orders(self.epochs, self.shuffle)
+        with self.timers.phase("critic"), self.offload.on_device("critic", "critic_gradients"):
+            estimated, targets = self._estimate(packed, logprobs, advantages)
+            results = []
+            for which in (packed.minibatch_slices[index] for order in orders for index in order):
+                result = self.critic.learner.learn(estimated.batches[which], targets[which])
+                results.append(result)
+                if result.discarded is not None:
+                    what = packed.scored.number + 1, len(results), result.discarded
+                    logger.warning("step %d: minibatch %d of the critic discarded: %s", *what)
+        metrics = estimated.critic_metrics | critic_metrics(results)
+        return replace(estimated, critic_results=results, critic_metrics=metrics)
+
+    def _estimate(
+        self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages
+    ) -> tuple[Advantages, list[ValueTargets]]:
+        """Advantages and returns of the step's samples. A collective."""
+        batches, groups, rewards = advantages.batches, packed.scored.groups, packed.scored.rewards_PG
+        old, reference = logprobs.old, logprobs.reference
         rewards_P = torch.tensor([reward for row in rewards for reward in row], dtype=torch.float64)
         completions = [one for group in groups for one in group.completions]
         truncated_P = torch.tensor([one.finish_reason == "length" for one in completions])
@@ -97,8 +96,8 @@ class CriticUpdater:
                 kl_T = None
                 if self.penalty is not None:
                     assert reference is not None
-                    old_T = None if old is None else old[i].logprobs_T
-                    kl_T = token_kl(batch, old_T, reference[i].logprobs_T, self.penalty.kind)
+                    old_T = None if old is None else old[i]
+                    kl_T = token_kl(batch, old_T, reference[i], self.penalty.kind)
                 rows.append(self._row(batch, values[i], rewards_P, truncated_P, kl_T))
         sums, means_P = self._totals(rows, len(completions))
         count = max(1.0, sums["count"])
@@ -107,7 +106,7 @@ class CriticUpdater:
         scale = 1.0 / (deviation + self.eps) if deviation + self.eps > 0 else 0.0
         none = torch.empty(0)
         targets = [ValueTargets(none, none)] * len(batches)
-        learned = list(batches)
+        learned = batches
         if self.mesh.is_last_stage:  # nothing else looks at advantages and returns
             targets = [row.targets(batch) for batch, row in zip(batches, rows, strict=True)]
             learned = [
@@ -115,7 +114,7 @@ class CriticUpdater:
                 for batch, row in zip(batches, rows, strict=True)
             ]
         found = iter(((means_P - mean) * scale).tolist())
-        advantages = [[next(found) for _ in group.completions] for group in groups]
+        means_PG = [[next(found) for _ in group.completions] for group in groups]
         reward_kl = None
         if self.penalty is not None:
             reward_kl = RewardKL(sums["kl"] / count, sums["kl"] / max(1, len(completions)))
@@ -124,28 +123,10 @@ class CriticUpdater:
             "critic/value": sums["values"] / count,
             "critic/return": sums["returns"] / count,
         }
-        return CriticEstimates(learned, targets, advantages, reward_kl, metrics)
-
-    def learn(
-        self,
-        minibatches: Sequence[Sequence[MicroBatch]],
-        targets: Sequence[Sequence[ValueTargets]],
-        orders: Sequence[Sequence[int]],
-        step: int,
-    ) -> list[MinibatchResult]:
-        """One optimizer step on each minibatch in the order of every epoch. A collective."""
-        results = []
-        for index in (index for order in orders for index in order):
-            result = self.critic.learner.learn(minibatches[index], targets[index])
-            results.append(result)
-            if result.discarded is not None:
-                logger.warning(
-                    "step %d: minibatch %d of the critic discarded: %s",
-                    step + 1,
-                    len(results),
-                    result.discarded,
-                )
-        return results
+        estimated = replace(
+            advantages, batches=learned, means_PG=means_PG, reward_kl=reward_kl, critic_metrics=metrics
+        )
+        return estimated, targets
 
     def _row(
         self,
@@ -241,36 +222,6 @@ class _TokenEstimates:
 
     def targets(self, batch: MicroBatch) -> ValueTargets:
         return ValueTargets(self.spread(batch, self.values_N), self.spread(batch, self.returns_N))
-
-
-@dataclass(frozen=True)
-class CriticInAdvantages:
-    """Advantages by the critic as it is, and its own updates afterwards."""
-
-    updater: CriticUpdater
-    epochs: int
-    shuffle: bool
-    offload: OffloadSets
-    timers: PhaseTimers
-
-    def apply(self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages) -> Advantages:
-        scored = packed.scored
-        orders = packed.orders(self.epochs, self.shuffle)
-        with self.timers.phase("critic"), self.offload.on_device("critic", "critic_gradients"):
-            estimates = self.updater.estimate(
-                advantages.batches, scored.groups, scored.rewards_PG, logprobs.old, logprobs.reference
-            )
-            minibatches = [estimates.batches[which] for which in packed.minibatch_slices]
-            targets = [estimates.targets[which] for which in packed.minibatch_slices]
-            results = self.updater.learn(minibatches, targets, orders, scored.number)
-        return replace(
-            advantages,
-            batches=estimates.batches,
-            means_PG=estimates.advantages,
-            reward_kl=estimates.reward_kl,
-            critic_results=results,
-            critic_metrics=estimates.metrics | critic_metrics(results),
-        )
 
 
 def critic_metrics(results: Sequence[MinibatchResult]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from rlmath.models.learner import MinibatchResult
 from rlmath.rewards.several_rewards import compared_rewards, named_rewards
 from rlmath.rollout.work_queue import EngineUsage, idle_shares
 from rlmath.trainer.token_advantages import RewardKL
-from rlmath.workers.custom_function import MAX_METRICS
+from rlmath.workers.function_calls import MAX_METRICS
 
 logger = logging.getLogger(__name__)
 

@@ -21,6 +21,8 @@ from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from rlmath.algorithms.advantages import advantages, gdpo_advantages
 from rlmath.algorithms.losses import Normalisation
 from rlmath.algorithms.types import Sample, ScoredGroup
@@ -38,7 +40,7 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.models.build import Actor, build_actor, build_critic, build_reference, build_teacher, copy_weights
 from rlmath.models.critic import Critic
-from rlmath.models.forward_backward import ForwardBackward, TokenLogprobs
+from rlmath.models.forward_backward import ForwardBackward
 from rlmath.models.hf_config import critic_config_file, critic_shape_of, teacher_shape_of
 from rlmath.models.learner import MinibatchResult
 from rlmath.models.offload import OffloadSets, SetName, training_sets
@@ -47,7 +49,7 @@ from rlmath.rewards.several_rewards import named_rewards, summed_rewards
 from rlmath.telemetry.events import event
 from rlmath.trainer.base import Trainer
 from rlmath.trainer.context import RankContext
-from rlmath.trainer.critic import CriticInAdvantages, CriticUpdater
+from rlmath.trainer.critic import CriticInAdvantages
 from rlmath.trainer.metrics import UpdateRecord
 from rlmath.trainer.token_advantages import (
     AdvantagePart,
@@ -183,9 +185,9 @@ class Minibatch:
     """One optimizer step of this data-parallel rank."""
 
     batches: list[MicroBatch]
-    old: list[TokenLogprobs] | None
+    old: list[Tensor] | None
     """Log-probs under the policy that the step began with; None: those of the engine are used."""
-    reference: list[TokenLogprobs] | None
+    reference: list[Tensor] | None
     """Log-probs under the reference; None: no KL in the loss."""
     teacher: TeacherStates | None
     """What gives the teacher's whole distributions; None: they are not in the loss."""
@@ -213,11 +215,6 @@ class PolicyUpdater:
         if self.reference is not None and algorithm.kl_in == "reward":
             kind = "ppo" if algorithm.advantage == "gae" else algorithm.advantage
             self.penalty = KLPenalty(algorithm.kl_coef, algorithm.kl_estimator, kind, algorithm.advantage_eps)
-        self.critic_updater = None
-        if self.critic is not None:
-            self.critic_updater = CriticUpdater(
-                self.critic, self.config.critic, algorithm.advantage_eps, self.penalty, self.mesh
-            )
 
     @property
     def on_policy(self) -> bool:
@@ -313,10 +310,19 @@ class PolicyUpdater:
     def parts(self, number: int) -> list[AdvantagePart]:
         """What changes the advantages of step `number`, in this order."""
         algorithm, parts = self.config.algorithm, []
-        if self.critic_updater is not None:
-            epochs = critic_epochs(self.config)
+        if self.critic is not None:
             parts.append(
-                CriticInAdvantages(self.critic_updater, epochs, algorithm.shuffle, self.offload, self.timers)
+                CriticInAdvantages(
+                    self.critic,
+                    self.config.critic,
+                    epochs=critic_epochs(self.config),
+                    shuffle=algorithm.shuffle,
+                    eps=algorithm.advantage_eps,
+                    penalty=self.penalty,
+                    mesh=self.mesh,
+                    offload=self.offload,
+                    timers=self.timers,
+                )
             )
         elif self.penalty is not None:
             parts.append(KLInReward(self.penalty, self.mesh))

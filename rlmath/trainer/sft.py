@@ -61,7 +61,7 @@ class SftTrainer(Trainer):
             "train/skipped_updates": float(result.discarded is not None),
             "n_seqs": float(len(sequences)),
             "n_tokens": float(tokens),
-            "n_valid_tokens": float(sum(len(one.completion_ids) for one in sequences)),
+            "n_valid_tokens": float(sum(one.n_learned for one in sequences)),
             "avg_seq_len": tokens / len(sequences),
         }
         metrics |= {f"seconds/{phase}": value for phase, value in seconds.items()}

@@ -30,7 +30,6 @@ from rlmath.data.packing import MicroBatch
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.models.build import Actor
-from rlmath.models.forward_backward import TokenLogprobs
 from rlmath.models.learner import MinibatchResult
 from rlmath.models.offload import OffloadSets
 from rlmath.models.teacher import Teacher
@@ -76,9 +75,9 @@ class PackedStep:
 class StepLogprobs:
     """Log-probs of a packed step's tokens at the step's beginning."""
 
-    old: list[TokenLogprobs] | None
+    old: list[Tensor] | None
     """Under the policy; None: the engine's are used, or those of the update's own forward pass."""
-    reference: list[TokenLogprobs] | None
+    reference: list[Tensor] | None
     """Under the reference; None where there is no KL."""
 
 
@@ -94,6 +93,7 @@ class Advantages:
     critic_results: Sequence[MinibatchResult] = ()
     critic_metrics: Mapping[str, float] = field(default_factory=dict)
     teacher_kl: float | None = None
+    """KL(policy || teacher) per token, estimated from the sampled ones (nats)."""
 
 
 class AdvantagePart(Protocol):
@@ -140,9 +140,7 @@ class KLInReward:
         to_go_by_batch = []
         if mesh.is_last_stage:
             to_go_by_batch = [
-                _to_go(
-                    batch, None if old is None else old[i].logprobs_T, reference[i].logprobs_T, penalty.kind
-                )
+                _to_go(batch, None if old is None else old[i], reference[i], penalty.kind)
                 for i, batch in enumerate(batches)
             ]
         totals = _gather_totals(batches, to_go_by_batch, rewards, mesh)
@@ -208,38 +206,24 @@ def _token_advantages(batch: MicroBatch, to_go_T: Tensor, offsets_N: Tensor, slo
 # ---------------------------------------------------------------- teacher
 
 
-@dataclass(frozen=True)
-class TaughtAdvantages:
-    """What the teacher adds to a step."""
-
-    batches: list[MicroBatch]
-    """This rank's, with new advantages."""
-    mean_advantages: list[list[float]]
-    """By group and completion, over its tokens."""
-    kl_per_token: float
-    """KL(policy || teacher), estimated from the sampled tokens (nats)."""
-
-
 def add_teacher_advantages(
-    batches: Sequence[MicroBatch],
-    policy: Sequence[TokenLogprobs] | None,
-    teacher: Sequence[TokenLogprobs],
-    mean_advantages: Sequence[Sequence[float]],
+    advantages: Advantages,
+    policy: Sequence[Tensor] | None,
+    teacher: Sequence[Tensor],
     tokens: Sequence[Sequence[int]],
     coef: float,
     vocab_size: int,
     mesh: Mesh,
-) -> TaughtAdvantages:
-    """This rank's micro-batches with the teacher's part in their advantages. A collective.
+) -> Advantages:
+    """The advantages with the teacher's part in them. A collective.
 
     `policy` are the log-probs of the policy that sampled, None to use the engine's own. Tokens from `vocab_size` on are
-    not known to both, and get nothing. `mean_advantages` are those without the teacher, `tokens` the numbers of tokens,
-    both of all completions by group, in the order of the step's samples.
+    not known to both, and get nothing. `tokens` are the numbers of tokens of all completions by group.
     """
-    gaps = []
+    batches, gaps = advantages.batches, []
     if mesh.is_last_stage:
         gaps = [
-            _gap(batch, None if policy is None else policy[i].logprobs_T, teacher[i].logprobs_T, vocab_size)
+            _gap(batch, None if policy is None else policy[i], teacher[i], vocab_size)
             for i, batch in enumerate(batches)
         ]
         batches = [  # nothing else looks at advantages
@@ -250,9 +234,10 @@ def add_teacher_advantages(
     rest = iter(sums_N.tolist())
     mean = [
         [advantage + coef * next(rest) / max(1, count) for advantage, count in zip(*rows, strict=True)]
-        for rows in zip(mean_advantages, tokens, strict=True)
+        for rows in zip(advantages.means_PG, tokens, strict=True)
     ]
-    return TaughtAdvantages(list(batches), mean, -float(sums_N.sum()) / max(1, sum(map(sum, tokens))))
+    kl_per_token = -float(sums_N.sum()) / max(1, sum(map(sum, tokens)))
+    return replace(advantages, batches=batches, means_PG=mean, teacher_kl=kl_per_token)
 
 
 def _gap(batch: MicroBatch, policy_T: Tensor | None, teacher_T: Tensor, vocab_size: int) -> Tensor:
@@ -295,19 +280,12 @@ class TeacherInAdvantages:
                 policy = self.actor.forward_backward.logprobs(advantages.batches, common)
             with self.offload.on_device("teacher", "teacher_head"):
                 scored = self.teacher.logprobs(advantages.batches)
-        taught = add_teacher_advantages(
-            advantages.batches,
+        return add_teacher_advantages(
+            advantages,
             policy,
             scored,
-            mean_advantages=advantages.means_PG,
-            tokens=packed.scored.tokens_PG,
+            packed.scored.tokens_PG,
             coef=self.coef,
             vocab_size=common,
             mesh=self.mesh,
-        )
-        return replace(
-            advantages,
-            batches=taught.batches,
-            means_PG=taught.mean_advantages,
-            teacher_kl=taught.kl_per_token,
         )

@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from rlmath.algorithms.types import Prompt, ScoredGroup
+from rlmath.algorithms.types import ScoredGroup
 from rlmath.answers.verifier import FAILURES
 from rlmath.config.length_curriculum import validates, validation_tokens
 from rlmath.config.run_files import BEST_FOLDER, VALIDATION_FILE
@@ -29,15 +29,13 @@ from rlmath.data.dataset import ValidationFile
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
+from rlmath.rollout.collector import CollectGroups, Rollout
 from rlmath.rollout.sampling import RolloutSeed, SamplingSettings
 from rlmath.telemetry.events import event
 from rlmath.telemetry.metrics_writer import read_metrics
 from rlmath.telemetry.reporter import ValidationResult
 from rlmath.workers.hooks import hooks_fingerprint
 from rlmath.workers.user_functions import scorer_hook
-
-if TYPE_CHECKING:
-    from rlmath.rollout.collector import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +48,7 @@ NO_STEP = -1
 class GroupCollector(Protocol):
     """Samples and scores: `rollout.collector.Collector`, or the connection to engines on ranks of their own."""
 
-    def collect(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingSettings,
-        seed: RolloutSeed,
-        title: str,
-        validates: bool = False,
-    ) -> Rollout:
+    def collect(self, what: CollectGroups) -> Rollout:
         """As `Collector.collect`."""
 
 
@@ -136,7 +127,7 @@ class Validator:
             if self.stopped_by is not None:
                 break
             batch = file.prompts[start : start + settings.batch_size]
-            groups += self.collector.collect(batch, sampling, seed, title, validates=True).groups
+            groups += self.collector.collect(CollectGroups(batch, sampling, seed, title, True)).groups
         return groups
 
     def keep_if_best(self, measured: ValidationResult | None) -> None:

@@ -105,7 +105,7 @@ class ForkServer:
         )
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rlmath.workers.fork_server", *arguments],
+                [sys.executable, "-P", "-m", "rlmath.workers.fork_server", *arguments],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,

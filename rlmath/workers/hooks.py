@@ -285,6 +285,8 @@ def import_plugin(plugin: str) -> None:
 def _import(module_name: str, file: str | None, setting: str) -> ModuleType:
     if file is not None and not os.path.exists(file):
         raise ValueError(f'{setting}: there is no file "{file}".{nearest_path(Path(file))}')
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # the last, so that no file there takes the place of a library's
     try:
         return importlib.import_module(module_name) if file is None else _import_file(Path(file))
     except (Exception, SystemExit) as error:  # whatever the user's module raises, or a program's sys.exit()
@@ -357,7 +359,7 @@ def _file_of(spec: str | None) -> Path | None:
 
 
 def _module_file(module: str) -> str | None:
-    folders: list[str] | None = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
+    folders: list[str] | None = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path, os.getcwd()]
     names, file = module.split("."), None
     for depth in range(1, len(names) + 1):
         found = PathFinder.find_spec(".".join(names[:depth]), folders)
@@ -377,7 +379,7 @@ def function_problem(function: str | Hook) -> str | None:
     # A file, not a pipe: what the module has started may hold the pipe open for ever.
     with tempfile.TemporaryFile() as errors:
         check = subprocess.Popen(
-            [sys.executable, "-m", "rlmath.workers.hooks", hook.kind, spec, setting, *hook.plugins],
+            [sys.executable, "-P", "-m", "rlmath.workers.hooks", hook.kind, spec, setting, *hook.plugins],
             env=worker_environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -409,9 +411,8 @@ def plugin_problem(plugin: str) -> str | None:
 
 
 def worker_environment() -> dict[str, str]:
-    """The environment of reward workers: this package and the current folder can be imported."""
-    source = str(PACKAGE.parent)
-    path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")]), os.getcwd()])
+    """The environment of reward workers: this package can be imported."""
+    path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
 
 

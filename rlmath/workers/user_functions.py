@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from rlmath.algorithms.types import ScoredGroup
 from rlmath.config.schema import Config
-from rlmath.workers.custom_function import HookResult
+from rlmath.workers.function_calls import HookResult
 from rlmath.workers.hooks import Hook, hook_of
 from rlmath.workers.worker_pool import VerifierPool
 

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from rlmath.answers.verifier import Rules, verify_by_parser, verify_by_string
 from rlmath.distributed.process import end_with_parent
 from rlmath.workers import process_tree
-from rlmath.workers.custom_function import call_function, call_hook, call_scorer
+from rlmath.workers.function_calls import call_function
 from rlmath.workers.hooks import Hook
 
 WALL_FACTOR = 10
@@ -128,13 +128,7 @@ def _verify(request: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
 
 def _call(kind: str, function: Callable, request: Mapping[str, Any]) -> dict[str, Any]:
     """The function's result, and whether this worker is not fit for further answers."""
-    if "arguments" in request:
-        result = call_hook(kind, function, request["arguments"])
-    else:
-        call = call_scorer if kind == "scorer" else call_function
-        result = dataclasses.asdict(
-            call(function, request["completion"], request["solutions"], request["row"])
-        )
+    result = call_function(kind, function, request["arguments"])
     flush_streams()
     return result | {"left_over": _has_children()}
 

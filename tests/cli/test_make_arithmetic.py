@@ -62,13 +62,18 @@ def test_the_files_are_what_they_were(tmp_path: Path):
 def test_the_program_writes_its_files(tmp_path: Path):
     folder = tmp_path / "new" / "data"
     options = ["--output", str(folder), "--train", "20", "--heldout", "5", "--worked", "30"]
-    subprocess.run([sys.executable, str(TOOL), *options], check=True, capture_output=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, str(TOOL), *options], check=True, capture_output=True, cwd=tmp_path, text=True
+    )
+    assert done.stdout == f"{folder}: 20 problems, 5 held out, 30 worked solutions\n"
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     assert len(rows) == 20
     assert len((folder / "heldout.jsonl").read_text().splitlines()) == 5
     worked = [json.loads(line) for line in (folder / "worked.jsonl").read_text().splitlines()]
     assert len(worked) == 30 and worked[0].keys() == {"prompt", "completion"}
     assert {row["prompt"] for row in worked} <= {row["prompt"] for row in rows}
+    apart = [json.loads(line) for line in (folder / "worked_heldout.jsonl").read_text().splitlines()]
+    assert len(apart) == 5 and {row["prompt"] for row in apart}.isdisjoint(row["prompt"] for row in rows)
     left, right = map(int, rows[0]["prompt"].rstrip("=").split("+"))
     assert rows[0]["solutions"] == [f"\\boxed{{{left + right}}}"]
     assert rows[0]["task"] == "math"

@@ -104,6 +104,9 @@ def test_what_is_not_there_is_said(run_dir, capsys, arguments, message):
 def test_a_folder_without_samples_is_named(tmp_path, capsys):
     assert main([str(tmp_path)]) == 1
     assert "samples: no such folder" in capsys.readouterr().err
+    (tmp_path / "first").mkdir()
+    assert main([str(tmp_path / "frist")]) == 1
+    assert f'There is "{tmp_path / "first"}"' in capsys.readouterr().err
     (tmp_path / "samples").mkdir()
     assert main([str(tmp_path)]) == 1
     assert "has no samples yet" in capsys.readouterr().err

@@ -349,7 +349,7 @@ def test_ranges_and_words_are_told_with_the_other_mistakes(tmp_path: Path):
 
 
 def test_help_lists_every_setting_with_type_default_and_docstring():
-    flat = " ".join(help_text(80).split())
+    flat = " ".join(help_text("all", 80).split())
     for key, setting in all_settings().items():
         assert f"{key} ({setting.type_name}" in flat or f"{key} (one of {', '.join(setting.words)}" in flat
         assert setting.doc in flat
@@ -360,10 +360,18 @@ def test_help_lists_every_setting_with_type_default_and_docstring():
     assert "model.path (str; must be given)" in flat
 
 
+def test_help_explains_a_section_or_a_setting_and_names_the_sections():
+    assert "optimizer.lr " in help_text("optimizer") and "policy." not in help_text("optimizer")
+    assert help_text("optimizer.lr").count("\n  ") == 3
+    assert len(help_text(width=80).splitlines()) < 30 and "optimizer.lr" not in help_text()
+    with pytest.raises(ValueError, match=r'no setting "optimiser"\. Did you mean "optimizer"'):
+        help_text("optimiser")
+
+
 def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch):
     for columns in (70, 90):
         monkeypatch.setenv("COLUMNS", str(columns))
-        assert columns - 8 < max(map(len, help_text().splitlines())) <= columns
+        assert columns - 8 < max(map(len, help_text("all").splitlines())) <= columns
 
 
 def test_arguments_are_split_into_files_and_overrides():

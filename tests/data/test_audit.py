@@ -220,7 +220,7 @@ def test_a_sequence_is_shown_with_the_part_that_is_learned(model: Path, tmp_path
     assert inputs.audit.shown[1:] == (
         "  6 tokens, 0 of them unknown; the 4 of the prompt are not learned:",
         "  | 0+1=",
-        "  the 2 of the completion are, its end of sequence among them:",
+        "  2 of the completion are, what ends it among them:",
         "  | 1<eos>",
     )
     assert inputs.audit.findings == ()

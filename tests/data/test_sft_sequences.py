@@ -56,11 +56,13 @@ def test_an_end_that_is_written_is_not_doubled(tmp_path: Path, tokenizer) -> Non
     assert one.completion_ids.count(tokenizer.eos_token_id) == 1
 
 
-def test_of_messages_the_last_turn_is_learned(tmp_path: Path, chat_tokenizer) -> None:
+def test_of_messages_the_assistants_turns_are_learned(tmp_path: Path, chat_tokenizer) -> None:
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
     row = {"messages": [{"role": role, "content": content} for role, content in turns]}
     (one,), _ = load(write(tmp_path / "a.jsonl", row), chat_tokenizer)
-    assert texts(one, chat_tokenizer) == ("[user]a[assistant]b[user]c[assistant]", "d<eos>")
+    assert texts(one, chat_tokenizer) == ("[user]a[assistant]", "b[user]c[assistant]d<eos>")
+    learned = [token for token, is_learned in zip(one.completion_ids, one.learned, strict=True) if is_learned]
+    assert chat_tokenizer.decode(learned) == "bd<eos>" and one.n_learned == 3
 
 
 def test_messages_need_a_chat_template(tmp_path: Path, tokenizer) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from rlmath.data import tables
 from rlmath.data.formats import read_prompts
+from rlmath.data.loader import load_prompts
 
 QWEN = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{}\nPlease reason step by step, "
@@ -175,6 +176,16 @@ def test_a_downloaded_folder_gives_its_training_split_in_the_order_of_its_shards
     assert "2 of 3 files train-...; download all of them" in refused(tmp_path)
 
 
+def test_which_files_of_a_folder_are_read_is_said(tmp_path):
+    for name in ("train-00000-of-00001.parquet", *(f"other_{number}.parquet" for number in range(8))):
+        write(tmp_path / name, [simplerl(0)])
+    others = ", ".join(f"other_{number}.parquet" for number in range(5))
+    said = f"{tmp_path} is a folder; read: train-00000-of-00001.parquet. Not read: {others} and 3 more."
+    _, report = load_prompts(str(tmp_path), None, 100)
+    assert report.lines()[0] == said
+    assert load_prompts(str(tmp_path / "other_0.parquet"), None, 100)[1].files == ""
+
+
 def test_a_folder_with_several_files_asks_for_one(tmp_path):
     for name in ("boba_106k_0319.jsonl", "orz-zero_56k_0319.jsonl"):
         (tmp_path / name).write_text("{}")
@@ -246,3 +257,16 @@ def test_arrow_files_are_read_and_damaged_ones_refused(tmp_path):
     assert "download it again" in refused(tmp_path / "cut.arrow")
     (tmp_path / "empty.arrow").write_bytes(b"")
     assert "download it again" in refused(tmp_path / "empty.arrow")
+
+
+def test_a_number_is_written_by_the_shortest_text_of_its_own_type(tmp_path):
+    for kind in (pa.float64(), pa.float32(), pa.float16()):
+        rows = {
+            "problem": ["1/10?"],
+            "answer": pa.array([0.1], kind),
+            "more": pa.array([{"rates": [0.3, None]}], pa.struct([("rates", pa.list_(kind))])),
+        }
+        pq.write_table(pa.table(rows), tmp_path / "rows.parquet")
+        (row,) = read_prompts(str(tmp_path / "rows.parquet")).rows
+        assert row.solutions == ("0.1",)
+        assert json.loads(row.more_json)["more"] == {"rates": [0.3, None]}

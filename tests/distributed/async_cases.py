@@ -164,7 +164,7 @@ def _unfinished_in(files: dict[str, bytes], prepared: PreparedRun[Any]) -> int:
 
     config, shape = prepared.config, prepared.shape
     unfinished = read_unfinished(
-        files[UNFINISHED], config.rollout.group_size, shape.vocab_size, lambda tokens: ""
+        files[UNFINISHED], config.rollout.group_size, shape.vocab_size, lambda *_: ""
     )
     return sum(bool(group.parts[g].token_ids) for group in unfinished.groups for g in group.unfinished)
 
@@ -184,7 +184,7 @@ def _score_segments(
                     for name, tensor in chunk.named_parameters():
                         tensor.copy_(saved[name])
                 (result,) = trainer.actor.forward_backward.logprobs([batch])
-                row = result.logprobs_T.tolist()[len(group.prompt.token_ids) :]
+                row = result.tolist()[len(group.prompt.token_ids) :]
                 end = start + segment.tokens
                 found.append((list(one.logprobs[start:end]), row[start:end]))
                 start = end

@@ -201,7 +201,7 @@ def mismatch(both: Pair, case: Case, updates: int) -> list[float]:
         batches = _pack_all(samples, mesh)
         policy = stage.actor.forward_backward.logprobs(batches)
         if mesh.is_last_stage:
-            mine = by_sample(batches, [result.logprobs_T for result in policy])
+            mine = by_sample(batches, policy)
             largest.append(
                 max(
                     abs(a - b)
@@ -236,7 +236,7 @@ def old_prefixes(folder: Path) -> dict[str, Any]:
         generated = sorted(engine.generate(requests), key=lambda g: g.key)
         samples = [Sample(prompt, g.token_ids, g.logprobs, 1.0) for g in generated]
         batches = _pack_all(samples, stage.mesh)
-        mine = by_sample(batches, [r.logprobs_T for r in stage.actor.forward_backward.logprobs(batches)])
+        mine = by_sample(batches, stage.actor.forward_backward.logprobs(batches))
         pairs = [zip(mine[i], sample.behaviour_logprobs, strict=True) for i, sample in enumerate(samples)]
         return max(abs(a - b) for row in pairs for a, b in row)
 

@@ -192,8 +192,8 @@ def _built(trainer: Any, on_progress: Any) -> dict[str, Any]:
         "monitor": (monitor._threshold, monitor._stop),
         "reward": trainer.engines.collector._reward,
         "progress": (trainer.engines.engine.on_step == on_progress, policy.on_microbatch == on_progress),
-        "probe": [len(one) for one in trainer.engines.sync._probe.sequences],
-        "probe_temperature": trainer.engines.sync._probe._policy.temperature,
+        "probe": [len(one) for one in trainer.engines._probe.sequences],
+        "probe_temperature": trainer.engines._probe._policy.temperature,
         "updaters": [
             (one.normalisation, one.config.policy.max_tokens_per_microbatch) for one in trainer.updaters
         ],
@@ -206,16 +206,16 @@ def _watch(trainer: Any) -> dict[str, list[Any]]:
     asked |= {"samples": [], "versions": [], "waiting": []}
     engine, collector = trainer.engines.engine, trainer.engines.collector
     take, manage = engine.set_weight_version, collector._reward_manager
-    sync, learner = trainer.engines.sync, trainer.actor.learner
+    transfer, probe, learner = trainer.engines._transfer, trainer.engines._probe, trainer.actor.learner
     core = trainer.engines.engine._llm.llm_engine.engine_core
-    collect, add, run = trainer.engines.collector.collect, core.add_request, sync._transfer.run
-    ask, learn = sync._probe.score_policy, learner.learn
+    collect, add, run = trainer.engines.collector.collect, core.add_request, transfer.run
+    ask, learn = probe._policy.logprobs, learner.learn
 
-    def collecting(prompts: Any, how: Any, seed: Any, title: str, validates: bool = False) -> Any:
-        assert validates == title.startswith("validation")
-        ids = [prompt.prompt_id for prompt in prompts]
-        asked["collected"].append((ids, asdict(how), asdict(seed), title))
-        return collect(prompts, how, seed, title, validates)
+    def collecting(what: Any) -> Any:
+        assert what.validates == what.title.startswith("validation")
+        ids = [prompt.prompt_id for prompt in what.prompts]
+        asked["collected"].append((ids, asdict(what.sampling), asdict(what.seed), what.title))
+        return collect(what)
 
     def adding(request: Any) -> Any:
         params = request.sampling_params
@@ -230,16 +230,16 @@ def _watch(trainer: Any) -> dict[str, list[Any]]:
         asked["checks"].append(check)
         return run(check=check)
 
-    def asking() -> None:
-        asked["probes"].append(sync._step)
-        ask()
+    def asking(batches: Any) -> Any:
+        asked["probes"].append(probe._step)
+        return ask(batches)
 
     def learning(batches: Any, old: Any, reference: Any, on_policy: bool = False, *more: Any) -> Any:
         indices = sorted(index for batch in batches for index in batch.sample_indices)
         weights = sorted({float(w) for batch in batches for w in batch.loss_weights_T if w > 0})
         asked["learned"].append((indices, weights, old is None, reference is None, on_policy))
         for batch in batches:
-            asked["samples"] += [(sync._step, *row) for row in _rows_of(batch)]
+            asked["samples"] += [(probe._step, *row) for row in _rows_of(batch)]
         return learn(batches, old, reference, on_policy, *more)
 
     def taking(version: int, **more: Any) -> None:
@@ -259,7 +259,7 @@ def _watch(trainer: Any) -> dict[str, list[Any]]:
 
     engine.set_weight_version, collector._reward_manager = taking, managing
     trainer.engines.collector.collect, core.add_request = collecting, adding
-    sync._transfer.run, sync._probe.score_policy, learner.learn = running, asking, learning
+    transfer.run, probe._policy.logprobs, learner.learn = running, asking, learning
     return asked
 
 

@@ -130,7 +130,7 @@ def reference_in_and_out(folder: Path, case: Case, samples: list[Sample]) -> dic
     reference = build_reference(stage.config, stage.shape, stage.mesh, stage.device, (1,))
     sets = training_sets(stage.actor, reference, EVERYTHING, stage.device)
     batches = microbatches(stage, samples)
-    wanted = [found.logprobs_T for found in reference.logprobs(batches)]
+    wanted = reference.logprobs(batches)
 
     def held() -> int:
         return storage_bytes(stage, parameters_of(reference.chunks))
@@ -141,7 +141,7 @@ def reference_in_and_out(folder: Path, case: Case, samples: list[Sample]) -> dic
     for _ in range(2):
         with sets.on_device("reference") as moved:
             report["inside"] = held()
-            got = [found.logprobs_T for found in reference.logprobs(batches)]
+            got = reference.logprobs(batches)
         ways.append([(one.name, one.bytes) for one in moved])
         report["passed over"] = sets.offload("reference")
     same = all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))

@@ -197,7 +197,7 @@ def logprobs(folder: Path, case: Case, samples: list[Sample]) -> dict[int, list[
     results = stage.actor.forward_backward.logprobs(batches)
     if not stage.mesh.is_last_stage:
         return {}
-    return by_sample(batches, [result.logprobs_T for result in results])
+    return by_sample(batches, results)
 
 
 def refusal(folder: Path, case: Case) -> str:

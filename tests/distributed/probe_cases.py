@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rlmath.config.schema import SyncConfig
+from rlmath.distributed.collectives import all_gather_objects
 from rlmath.distributed.device import init_process_group, open_device
 from tests.distributed.engine_cases import ROLLOUT, Pair, open_engine, pair
 from tests.distributed.policy_cases import Case, lay_out
@@ -26,11 +27,10 @@ ENGINE_NORM = "model.layers.1.input_layernorm.weight"
 
 @dataclass
 class Checked:
-    """A policy and its engine, the probe of both, and the sync that asks for it."""
+    """A policy and its engine, and the probe of both."""
 
     both: Pair
     probe: Any
-    sync: Any
 
     @contextmanager
     def awake(self, step: int = 0) -> Iterator[None]:
@@ -38,7 +38,8 @@ class Checked:
         memory = self.both.engine.memory
         memory.wake_weights()
         try:
-            self.sync.run(step)
+            self.both.sync.run(check=True)
+            self.probe.score_policy(step)
             self.both.engine.set_weight_version(self.both.engine.version + 1)
             memory.wake_kv_cache()
             yield
@@ -48,10 +49,13 @@ class Checked:
 
 def checked(both: Pair, settings: SyncConfig) -> Checked:
     from rlmath.rollout.weight_sync.logprob_probe import Probe
-    from rlmath.rollout.weight_sync.weight_sync import WeightSync
 
-    probe = Probe(both.stage.actor.forward_backward, both.engine, both.mesh, LONGEST)
-    return Checked(both, probe, WeightSync(both.sync, probe, settings))
+    def engine_scores(sequences: Any) -> dict[int, Any]:
+        by_rank = all_gather_objects(both.engine.score(sequences))
+        return dict(enumerate(by_rank[:: both.mesh.engine_size]))
+
+    policy = both.stage.actor.forward_backward
+    return Checked(both, Probe(policy, both.mesh, LONGEST, settings, engine_scores))
 
 
 def pairs(folder: Path, cases: list[Case], engine_size: int) -> Iterator[Pair]:
@@ -83,7 +87,7 @@ def agreement(folder: Path, cases: list[Case], engine_size: int, threshold: floa
         strict = SyncConfig(checksum_every=1, probe_every=1, probe_threshold=threshold)
         one = checked(both, strict)
         with one.awake():
-            metrics = one.sync.probe_engine()
+            metrics = one.probe.compare()
         found.append(
             {
                 "metrics": metrics,
@@ -97,7 +101,7 @@ def agreement(folder: Path, cases: list[Case], engine_size: int, threshold: floa
 def _probed(both: Pair, settings: SyncConfig) -> dict[str, float]:
     one = checked(both, settings)
     with one.awake():
-        return one.sync.probe_engine()
+        return one.probe.compare()
 
 
 def _harmed(
@@ -110,7 +114,7 @@ def _harmed(
         one = checked(both, allowed)
         with one.awake():
             undo = harm(one)
-            report[name] = error_of(lambda: report.update(one.sync.probe_engine()))
+            report[name] = error_of(lambda: report.update(one.probe.compare()))
             undo()
 
     probe("error", settings)
@@ -136,7 +140,7 @@ def _change_the_policy(one: Checked, change: Callable[[torch.Tensor], Any]) -> C
     kept = None if parameter is None else parameter.clone()
     if parameter is not None:
         change(parameter)
-    one.probe.score_policy()
+    one.probe.score_policy(0)
 
     def undo() -> None:
         if parameter is not None and kept is not None:

@@ -60,7 +60,7 @@ def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[
     are cut, see `_in_slices`."""
     from rlmath.data.tokenizer import load_tokenizer
     from rlmath.rewards.reward_manager import open_reward_workers
-    from rlmath.rollout.collector import Collector
+    from rlmath.rollout.collector import CollectGroups, Collector
     from rlmath.rollout.sampling import RolloutSeed, training_sampling
 
     engine, mesh = _open(folder, engine_size)
@@ -73,7 +73,8 @@ def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[
     dist.barrier()
     sampling = training_sampling(ROLLOUT)
     rollouts = [
-        collector.collect(PROMPTS[:count], sampling, RolloutSeed(1, 0), "") for count in prompt_counts
+        collector.collect(CollectGroups(PROMPTS[:count], sampling, RolloutSeed(1, 0), ""))
+        for count in prompt_counts
     ]
     dist.barrier()
     keys_after = store.num_keys()
@@ -96,7 +97,7 @@ def _hashed(engine: Any, mesh: Mesh, folder: Path) -> dict[str, list[ScoredGroup
     """Rollouts at temperature 1 that a hash of text and solutions rewards, by the names of `SEEDS`."""
     from rlmath.data.tokenizer import load_tokenizer
     from rlmath.rewards.reward_manager import open_reward_workers
-    from rlmath.rollout.collector import Collector
+    from rlmath.rollout.collector import CollectGroups, Collector
     from rlmath.rollout.sampling import RolloutSeed, training_sampling
 
     pool = open_reward_workers(HASHED) if mesh.is_engine_leader else None
@@ -104,7 +105,8 @@ def _hashed(engine: Any, mesh: Mesh, folder: Path) -> dict[str, list[ScoredGroup
     sampling = replace(training_sampling(ROLLOUT), temperature=1.0)
     found = {}
     for name, (run_seed, step) in SEEDS.items():
-        found[name] = collector.collect(PROMPTS, sampling, RolloutSeed(run_seed, step), "").groups
+        what = CollectGroups(PROMPTS, sampling, RolloutSeed(run_seed, step), "")
+        found[name] = collector.collect(what).groups
         dist.barrier()
     if pool is not None:
         pool.close()

@@ -51,7 +51,7 @@ def build_trainer(
     init_process_group(device, 120.0)
     sizes = (case.tensor, case.pipeline)
     mesh = Mesh(dist.get_rank(), dist.get_world_size(), *sizes, 1, virtual_pipeline=case.virtual_pipeline)
-    inputs = SftInputs(sequences, held_out, order_of(sequences), steps, (), ())
+    inputs = SftInputs(sequences, held_out, order_of(sequences), steps, (), (), (1,))
     origin = Origin(model="", data="")
     prepared = PreparedRun(_config(folder, case), shape_of(folder), inputs, origin, recovery=None)
     trainer = SftTrainer(prepared.on_rank(mesh, device))

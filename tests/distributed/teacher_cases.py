@@ -32,7 +32,7 @@ def gradients(
     folder: Path, case: Case, samples: list[Sample], settings: TeacherConfig
 ) -> dict[str, Tensor] | None:
     """Gradients of one minibatch, from rank 0, with the teacher in the advantages or in the loss."""
-    from rlmath.trainer.token_advantages import add_teacher_advantages
+    from rlmath.trainer.token_advantages import Advantages, add_teacher_advantages
 
     stage, teacher = _build(folder, replace(case, optimizer="sgd"), settings)
     batches, states, learner = microbatches(stage, samples), None, stage.actor.learner
@@ -42,14 +42,13 @@ def gradients(
     else:
         policy = learner.forward_backward.logprobs(batches, teacher.vocab_size)
         batches = add_teacher_advantages(
-            batches,
+            Advantages(batches, [[sample.advantage for sample in samples]]),
             policy,
             teacher.logprobs(batches),
-            [[sample.advantage for sample in samples]],
             [[len(sample.completion_ids) for sample in samples]],
-            settings.coef,
-            teacher.vocab_size,
-            stage.mesh,
+            coef=settings.coef,
+            vocab_size=teacher.vocab_size,
+            mesh=stage.mesh,
         ).batches
     learner.forward_backward.run(
         batches, partial(learner._loss, None, None, False, teacher=states), forward_only=False

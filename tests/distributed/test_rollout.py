@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlmath.algorithms.types import Segment
-from rlmath.data.tokenizer import load_tokenizer
+from rlmath.data.tokenizer import completion_text, load_tokenizer
 from tests.distributed import rollout_cases
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.rollout_cases import PROMPTS, ROLLOUT, SEEDS, SLICE
@@ -84,7 +84,7 @@ def test_every_completion_has_its_own_reward_and_its_own_prompts_solutions(
         assert [group.prompt for group in groups] == PROMPTS
         for group, prompt in zip(groups, PROMPTS, strict=True):
             for completion, score in zip(group.completions, group.scores, strict=True):
-                text = tokenizer.decode(list(completion.token_ids), skip_special_tokens=True)
+                text = completion_text(tokenizer, completion.token_ids, completion.finish_reason == "stop")
                 assert completion.text == text
                 assert score.reward == hash_of(text, prompt.solutions)
                 assert score.metrics == (("row", hash_of(prompt.prompt_id, prompt.solutions)),)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlmath.answers.verifier import verify
+from rlmath.config.load import load_config, save_config
 from rlmath.config.schema import RolloutConfig
 from rlmath.distributed.device import Device
 from rlmath.evals.benchmarks import LengthLimits, Problem
@@ -208,3 +209,22 @@ def test_every_problem_has_its_greedy_answer_and_its_samples(plan: Plan, ranks: 
         row = tables[name]["row"]
         assert (row["num_questions"], row["too_long"]) == (problems + (name == "second"), name == "second")
     assert len(texts) > SAMPLES
+
+
+@pytest.mark.parametrize("place", ["", "hf_model", "checkpoints/step-000010", "best_model"])
+def test_a_runs_model_has_the_runs_template(tmp_path: Path, place: str) -> None:
+    run = tmp_path / "run"
+    (run / place).mkdir(parents=True)
+    given = [f"run.output_dir={run}", "model.path=m", "data.train_path=t.jsonl"]
+    words = f"--model {run / place} --benchmarks a --data-dir d --output {tmp_path / 'out'}".split()
+    for settings, template in (
+        ([], "auto"),
+        (["data.template=raw"], "raw"),
+        (["data.template=raw", "validation.template=orz"], "orz"),
+    ):
+        save_config(load_config([], [*given, *settings]), run / "config.yaml")
+        assert plan_of(parse(words)).template == template
+    assert plan_of(parse([*words, "--template", "raw"])).template == "raw"
+    save_config(load_config([], [*given, "data.template=brief", "run.plugins=[own.py]"]), run / "config.yaml")
+    with pytest.raises(ValueError, match=r"give --template brief --plugin own\.py"):
+        plan_of(parse(words))

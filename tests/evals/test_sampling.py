@@ -40,7 +40,7 @@ def test_hostile_completions_cost_their_time_limit_and_nothing_else(
     with VerifierPool(1, 1.0) as pool:
         verification = Verification(pool, tokenizer, {0: problem}, lambda *written: found.append(written))
         for index, text in zip((GREEDY_INDEX, 0, 1, 2, 3, 4), texts, strict=True):
-            tokens = tuple(tokenizer(text)["input_ids"])
+            tokens = (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)
             request = Request((0, index), problem.token_ids, 40 + index, 0, 99)
             verification.submit(request, RequestResult((0, index), tokens, (0.0,) * len(tokens), "stop"))
         verification.finish()
@@ -80,7 +80,7 @@ def test_a_scorer_of_the_users_says_what_is_right_in_a_worker_of_its_own(
     with VerifierPool(1, 1.0) as pool, VerifierPool(1, 1.0, function=hook) as scorer:
         verification = Verification(pool, tokenizer, {0: problem}, lambda _, one: found.append(one), scorer)
         for index, text in enumerate(texts):
-            tokens = tuple(tokenizer(text)["input_ids"])
+            tokens = (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)
             request = Request((0, index), problem.token_ids, index, 0, 99)
             verification.submit(request, RequestResult((0, index), tokens, (0.0,) * len(tokens), "stop"))
         verification.finish()

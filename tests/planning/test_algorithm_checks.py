@@ -27,6 +27,9 @@ from rlmath.rollout.unfinished_rules import unfinished_rules
 
 PATHS = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
 
+K1 = "algorithm.kl_estimator=k1"
+ABS = ["algorithm.kl_estimator=abs", "algorithm.advantage=ppo"]
+
 
 def problems(*overrides: str) -> list[str]:
     return list(algorithm_problems(load_config([], [*PATHS, *overrides])))
@@ -53,7 +56,7 @@ def test_the_defaults_have_no_problem():
         ["selection.dynamic_sampling=accuracy", "selection.max_extra_prompts=100"],
         ["algorithm.loss=gspo", "algorithm.clip_ratio=3e-4", "algorithm.n_minibatches=2"],
         ["algorithm.dual_clip=3", "algorithm.recompute_logprobs=false"],
-        ["algorithm.kl_in=reward", "algorithm.kl_coef=0.1", "algorithm.advantage=ppo"],
+        ["algorithm.kl_in=reward", "algorithm.kl_coef=0.1", "algorithm.advantage=ppo", K1],
     ],
 )
 def test_runs_that_can_start(overrides: list[str]):
@@ -130,7 +133,11 @@ def test_settings_that_do_not_fit_together(overrides: list[str], told: str):
             ],
             "importance_cap=5 has no effect: importance_mask_high=2 is not above it",
         ),
-        (["algorithm.kl_in=reward", "algorithm.kl_coef=0.1"], 'algorithm.advantage="grpo" divides by'),
+        (["algorithm.kl_in=reward", "algorithm.kl_coef=0.1", K1], 'algorithm.advantage="grpo" divides by'),
+        (
+            ["algorithm.kl_in=reward", "algorithm.kl_coef=0.1", *ABS],
+            'algorithm.kl_estimator="abs" in the reward has no gradient of first order',
+        ),
         (
             [
                 "selection.dynamic_sampling=accuracy",

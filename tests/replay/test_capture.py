@@ -153,8 +153,8 @@ def test_a_rollout_is_made_again_with_the_seed_and_the_lengths_of_its_step(
         def __init__(self, *engine: Any, **parts: Any) -> None:
             asked.append((engine, parts))
 
-        def collect(self, *given: Any) -> Rollout:
-            asked.append(given)
+        def collect(self, what: Any) -> Rollout:
+            asked.append(what)
             return Rollout(there.groups, [])
 
     monkeypatch.setattr(replay_step, "Collector", Asked)
@@ -165,10 +165,10 @@ def test_a_rollout_is_made_again_with_the_seed_and_the_lengths_of_its_step(
     prepared: Any = SimpleNamespace(config=config, inputs=inputs)
     parts: list[Any] = ["engine", "mesh", workers]
     assert replay_step._sample_again(there, prepared, *parts) == there.groups
-    (made, given), (which, sampling, seed, _) = asked
+    (made, given), what = asked
     assert made == ("engine", "mesh")
     assert given == {"tokenizer": "t", "rollout": config.rollout, "reward": config.reward, "pool": workers}
-    assert (which, sampling.max_new_tokens, seed) == (prompts, 9, RolloutSeed(77, 6))
+    assert (what.prompts, what.sampling.max_new_tokens, what.seed) == (prompts, 9, RolloutSeed(77, 6))
 
 
 def test_only_one_of_many_ranks_writes(tmp_path: Path) -> None:

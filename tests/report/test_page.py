@@ -85,19 +85,17 @@ def test_an_asynchronous_run_shows_waits_and_staleness(tmp_path: Path) -> None:
     )
     assert titles(page) == [
         "Seconds by phase",
-        "Tokens by their staleness",
         "Idle and busy",
         "Trainers wait for groups",
         "Staleness",
     ]
-    phases, ages = data_of(page)["figures"][:2]
+    phases = data_of(page)["figures"][0]
     assert [(one["name"], one["y"][0]) for one in phases["traces"]] == [
         ("other", 3.0),
         ("wait for groups", 1.0),
     ]
-    assert [(one["name"], one["y"][0]) for one in ages["traces"]] == [("0", 0.7), ("1 step", 0.3)]
     text = _Elements(page).text
-    assert "Trainers waited for groups3.0 s 25.0% of the time; 1 s a step, median" in text
+    assert "Trainers waited for groups25.0% of the time; 1 s a step, median" in text
     assert "Staleness0.30 steps mean; 1 at most" in text
 
 
@@ -107,18 +105,25 @@ def test_a_run_has_its_figures_and_no_empty_ones(tmp_path: Path) -> None:
         "Accuracy",
         "Reward",
         "Validation accuracy",
-        "Response lengths over time",
         "Entropy",
-        "Early stops",
         "Learning rate",
         "Seconds by phase",
         "Memory after each phase",
     ]
     assert "0 in every step: Truncated completions." in page
-    assert page.count('class="plot"') == 9
+    assert page.count('class="plot"') == 7
     text = _Elements(page).text
     assert "40% of the completions were cut off" in text and "step 2" in text
     assert "TP1 x PP1 x DP1" in text and "finished" in text
+
+
+def test_metrics_of_the_users_have_a_figure_for_each_function(tmp_path: Path) -> None:
+    page = page_of(
+        make_run(tmp_path / "a", **{"own/spread/most": 2.0, "own/spread/least": 1.0, "own/best": 0.5})
+    )
+    own = [figure for figure in data_of(page)["figures"] if figure["title"] in ("spread", "best")]
+    assert [[one["name"] for one in figure["traces"]] for figure in own] == [["best"], ["least", "most"]]
+    assert "<h2>Your metrics</h2>" in page
 
 
 def test_phases_add_up_to_the_step_and_its_save(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ from rlmath.config.schema import RewardConfig
 from rlmath.rewards.reward_manager import (
     RewardFunctionError,
     RewardManager,
+    RewardWorkers,
     open_reward_workers,
     raise_if_every_call_failed,
     text_to_verify,
     try_reward_function,
 )
-from rlmath.workers.worker_pool import VerifierPool
 
 LIMIT = 100
 
@@ -29,12 +29,12 @@ def completion(text: str, tokens: int = 10, reason: str = "stop") -> Completion:
 def pool():
     with open_reward_workers(RewardConfig()) as workers:
         assert (
-            workers.submit("\\boxed{\\sqrt{9}}", ("3",), "math").result(60).correct
+            workers.by_name["correctness"].submit("\\boxed{\\sqrt{9}}", ("3",), "math").result(60).correct
         )  # the workers have started
         yield workers
 
 
-def scores(pool: VerifierPool, reward: RewardConfig, *asked: tuple[Prompt, Completion]):
+def scores(pool: RewardWorkers, reward: RewardConfig, *asked: tuple[Prompt, Completion]):
     manager = RewardManager(pool, reward, LIMIT)
     for pair in asked:
         manager.submit(*pair)

@@ -1,21 +1,31 @@
 """The schemes with numbers worked out by hand; those of SimpleRL as its users quote them."""
 
+from typing import Any
+
 import pytest
 
 from rlmath.algorithms.types import Score
 from rlmath.answers.verifier import Verdict
-from rlmath.rewards.schemes import Scheme, function_score, overlong_share, score
-from rlmath.workers.custom_function import FunctionResult
+from rlmath.config.schema import RewardConfig
+from rlmath.rewards.schemes import Scheme, overlong_share
+from rlmath.rewards.several_rewards import rewards_of, score_of
+from rlmath.workers.function_calls import FunctionResult
 
 RIGHT = Verdict(True, "1/2", "symbolic")
 WRONG = Verdict(False, "1/3", "number")
 SILENT = Verdict(False, "", "no_answer")
 
 
-def reward(
-    scheme: Scheme, verdict: Verdict, boxed: bool = True, length: int = 10, truncated: bool = False
-) -> float:
-    return score(scheme, verdict, boxed, length, 100, truncated).reward
+def score(result: Verdict | FunctionResult, scheme: Scheme | None = None, **facts: Any) -> Score:
+    """The score of a run whose one reward is the verifier's, or a function's."""
+    function = "m:f" if isinstance(result, FunctionResult) else None
+    rewards = rewards_of(RewardConfig(function=function))
+    known = {"boxed": True, "length": 10, "limit": 100, "truncated": False} | facts
+    return score_of(rewards, scheme or Scheme(), {rewards[0].name: result}, **known, worst=-1.0)
+
+
+def reward(scheme: Scheme, verdict: Verdict, **facts: Any) -> float:
+    return score(verdict, scheme, **facts).reward
 
 
 def test_scaling_and_bias_are_areals():
@@ -44,23 +54,19 @@ def test_length_costs_over_the_buffer_only(length, share):
 
 
 def test_a_score_carries_the_verdict_and_the_box():
-    assert score(Scheme(), RIGHT, True, 10, 100, False) == Score(5.0, True, "1/2", "symbolic", True)
-    assert score(Scheme(), SILENT, False, 10, 100, False) == Score(-5.0, False, "", "no_answer", False)
+    assert score(RIGHT) == Score(5.0, True, "1/2", "symbolic", True)
+    assert score(SILENT, boxed=False) == Score(-5.0, False, "", "no_answer", False)
 
 
 def test_a_functions_number_is_the_reward():
     said = FunctionResult(0.25, (("steps", 3.0),))
-    assert function_score(Scheme(), said, -1.0, True, 10, 100, False) == Score(
-        0.25, True, "", "function", True, (("steps", 3.0),)
-    )
-    assert function_score(Scheme(output_scaling=4.0), said, -1.0, True, 10, 100, False).reward == 1.0
-    assert not function_score(Scheme(), FunctionResult(-1.0), -1.0, True, 10, 100, False).correct
+    assert score(said) == Score(0.25, True, "", "function", True, (("steps", 3.0),))
+    assert score(said, Scheme(output_scaling=4.0)).reward == 1.0
+    assert not score(FunctionResult(-1.0)).correct
     named = FunctionResult(1.0, (("correct", 0.0),))
-    assert not function_score(Scheme(), named, -1.0, True, 10, 100, False).correct
+    assert not score(named).correct
 
 
 def test_a_function_that_failed_gives_the_reward_for_failures():
     failed = FunctionResult(0.0, failure="error", message="ZeroDivisionError")
-    assert function_score(Scheme(), failed, -1.0, False, 10, 100, False) == Score(
-        -1.0, False, "ZeroDivisionError", "error", False
-    )
+    assert score(failed, boxed=False) == Score(-1.0, False, "ZeroDivisionError", "error", False)

@@ -21,14 +21,15 @@ from rlmath.rewards.reward_manager import (
 from rlmath.rewards.schemes import Scheme
 from rlmath.rewards.several_rewards import (
     NamedReward,
-    RewardPools,
-    named_rewards,
-    several_score,
+    RewardWorkers,
+    rewards_of,
+    score_of,
     summed_rewards,
 )
-from rlmath.workers.custom_function import FunctionResult
+from rlmath.workers.function_calls import FunctionResult
 
 LIMIT = 100
+SHORT = {"boxed": False, "length": 1, "limit": 9, "truncated": False}
 PROMPT = Prompt("q1", "1+1=", (1,), ("\\boxed{2}",), "math")
 SOURCE = """
 import os, time
@@ -66,25 +67,22 @@ def completion(text: str, tokens: int = 10, reason: str = "stop", index: int = 0
 
 
 @pytest.fixture(scope="module")
-def pools(module: str) -> Iterator[RewardPools]:
+def pools(module: str) -> Iterator[RewardWorkers]:
     """Workers of every reward of these tests."""
     names = ("steps", "hangs", "breaks")
     rewards = ["correctness", *(f"{name}={module}:{name}" for name in names)]
     with open_reward_workers(RewardConfig(rewards=rewards, timeout_seconds=1.5, workers=1)) as workers:
-        assert isinstance(workers, RewardPools)
         for name in names:
             workers.by_name[name].call("", [], {}).result(60)  # they have started
         yield workers
 
 
-def scores(pools: RewardPools, reward: RewardConfig, *completions: Completion) -> list[Score]:
+def scores(pools: RewardWorkers, reward: RewardConfig, *completions: Completion) -> list[Score]:
     """By those of the workers that the settings have."""
     workers = copy.copy(pools)
-    workers.by_name = {
-        one.name: pools.by_name[one.name] for one in named_rewards(reward) if one.name in pools.by_name
-    }
-    alone = "correctness" if reward.function is None else "steps"
-    manager = RewardManager(workers if reward.rewards else pools.by_name[alone], reward, LIMIT)
+    known = pools.by_name | {"": pools.by_name["steps"]}
+    workers.by_name = {one.name: known[one.name] for one in rewards_of(reward) if one.name in known}
+    manager = RewardManager(workers, reward, LIMIT)
     for one in completions:
         manager.submit(PROMPT, one)
     return manager.collect()
@@ -93,7 +91,7 @@ def scores(pools: RewardPools, reward: RewardConfig, *completions: Completion) -
 # ---------------------------------------------------------------- values
 
 
-def test_every_reward_has_its_value_and_the_sum_is_scaled_as_the_scheme_says(pools: RewardPools):
+def test_every_reward_has_its_value_and_the_sum_is_scaled_as_the_scheme_says(pools: RewardWorkers):
     reward = RewardConfig(
         rewards=["correctness", "format", "length", "steps=m:steps"],
         weights=[1.0, 0.5, 0.2, 0.1],
@@ -115,7 +113,7 @@ def test_every_reward_has_its_value_and_the_sum_is_scaled_as_the_scheme_says(poo
     assert not wrong.correct
 
 
-def test_one_reward_of_weight_one_is_what_it_is_without_a_list(pools: RewardPools):
+def test_one_reward_of_weight_one_is_what_it_is_without_a_list(pools: RewardWorkers):
     """Of the verifier, of a scheme and of a function, with bias, scaling, and penalties for length."""
     texts = (
         completion("step \\boxed{2}"),
@@ -149,7 +147,7 @@ def test_without_correctness_the_first_function_that_tells_says_what_is_right():
     rewards = (NamedReward("a", 1.0, "m:a"), NamedReward("b", 1.0, "m:b"))
 
     def correct(a: FunctionResult, b: FunctionResult) -> bool:
-        return several_score(rewards, Scheme(), {"a": a, "b": b}, False, 1, 9, False).correct
+        return score_of(rewards, Scheme(), {"a": a, "b": b}, **SHORT).correct
 
     told = FunctionResult(-1.0, (("correct", 1.0),))
     failed = FunctionResult(0.0, failure="timeout")
@@ -163,7 +161,7 @@ def test_without_correctness_the_first_function_that_tells_says_what_is_right():
 # ---------------------------------------------------------------- failures
 
 
-def test_a_reward_that_fails_leaves_the_others_as_they_are(pools: RewardPools):
+def test_a_reward_that_fails_leaves_the_others_as_they_are(pools: RewardWorkers):
     reward = RewardConfig(
         rewards=["correctness", "breaks=m:breaks", "steps=m:steps"],
         weights=[1.0, 10.0, 0.1],
@@ -181,7 +179,7 @@ def test_a_reward_that_fails_leaves_the_others_as_they_are(pools: RewardPools):
     assert pickle.loads(pickle.dumps(bad)) == bad
 
 
-def test_a_function_that_hangs_loses_only_its_own_value(pools: RewardPools):
+def test_a_function_that_hangs_loses_only_its_own_value(pools: RewardWorkers):
     reward = RewardConfig(rewards=["hangs=m:hangs", "steps=m:steps", "format"], timeout_seconds=1.5)
     found = scores(pools, reward, completion("slow step"), completion("step step"))
     assert [one.parts for one in found] == [(None, 1.0, 0.0), (0.5, 2.0, 0.0)]
@@ -192,7 +190,7 @@ def test_a_function_that_hangs_loses_only_its_own_value(pools: RewardPools):
 def test_an_answer_that_cannot_be_verified_is_wrong_and_told():
     results = {"correctness": Verdict(False, "x", "timeout"), "own": FunctionResult(2.0)}
     rewards = (NamedReward("correctness", 1.0), NamedReward("own", 1.0, "m:f"))
-    score = several_score(rewards, Scheme(output_scaling=1.0), results, True, 1, 9, False)
+    score = score_of(rewards, Scheme(output_scaling=1.0), results, **SHORT)
     assert (score.parts, score.reward, score.correct, score.verdict) == ((-1.0, 2.0), 1.0, False, "timeout")
     assert score.failures == (RewardFailure("correctness", "timeout", ""),)
 
@@ -264,7 +262,7 @@ def test_every_function_is_tried_before_the_start(module: str):
 def test_the_length_reward_is_bounded_and_falls_with_every_token():
     rewards = (NamedReward("length", 1.0), NamedReward("format", 1.0))
     values = [
-        several_score(rewards, Scheme(), {"m": FunctionResult(1.0)}, False, n, 8, False).parts[0]
+        score_of(rewards, Scheme(), {"m": FunctionResult(1.0)}, **SHORT | {"length": n, "limit": 8}).parts[0]
         for n in (0, 1, 4, 8, 12)
     ]
     assert values == [1.0, 0.875, 0.5, 0.0, 0.0]

@@ -74,12 +74,12 @@ def test_every_token_has_the_version_and_the_step_of_the_weights_that_sampled_it
     lengths = [SamplingSettings(2, 0.9, 0.8, 0, most) for most in (7, 9)]
     engine: Any = Engine()
     taking: Any = SimpleNamespace(take=lambda: 0.25)
-    unused: Any = None
+    collector: Any = SimpleNamespace(tokenizer=None)
     loop = GenerationLoop(
         engine,
         Mesh(0, 1, 1, 1, 1),
         receiver=taking,
-        collector=unused,
+        collector=collector,
         plan=SamplingPlan(inputs, RolloutConfig(group_size=2), RewardConfig(), lengths, run_seed=11),
         leader=None,
     )

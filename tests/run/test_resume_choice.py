@@ -12,18 +12,12 @@ from types import MappingProxyType
 import pytest
 import torch.distributed as dist
 
-from rlmath.algorithms.partial_rollouts import UnfinishedGroup, UnfinishedGroups
 from rlmath.algorithms.types import (
-    Completion,
-    PartialCompletion,
     Prompt,
-    Score,
-    ScoredCompletion,
-    Segment,
 )
 from rlmath.checkpoint.directory import Progress, open_partial, publish, write_progress
-from rlmath.checkpoint.unfinished_groups import UNFINISHED, write_unfinished
 from rlmath.config.help import setting_values
+from rlmath.config.length_curriculum import unfinished_problem
 from rlmath.config.load import config_as_yaml, load_config
 from rlmath.config.schema import Config, RewardConfig
 from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
@@ -438,52 +432,21 @@ def test_a_run_may_get_stages_when_the_first_is_what_it_was(tmp_path: Path) -> N
     ]
 
 
-def with_unfinished(folder: Path, config: Config, groups: list[UnfinishedGroup], reward: str) -> None:
-    """A checkpoint of step 3 with these groups in flight."""
-    partial = open_partial(folder / "checkpoints", 3)
-    write_progress(partial, replace(PROGRESS, step=3, reward_fingerprint=reward))
-    (partial / "config.yaml").write_text(config_as_yaml(config))
-    (partial / "state" / ".metadata").write_text("index")
-    (partial / UNFINISHED).write_bytes(write_unfinished(UnfinishedGroups(groups, next_draw=20)))
-    publish(partial, 3, False, {})
+def test_a_stage_that_is_too_short_for_the_groups_in_flight_is_a_problem(tmp_path: Path) -> None:
+    """Steps learn from two; three are done. The last stage may leave some."""
 
-
-def test_a_stage_that_is_too_short_for_the_groups_in_flight_is_refused_before_the_start(
-    tmp_path: Path,
-) -> None:
-    """Five groups: three are not finished, one is complete, and one is complete and dropped, as both are right. Steps
-    learn from two."""
-    settings = ("data.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=8", *DECOUPLED)
-    dynamic = (*settings, "selection.dynamic_sampling=accuracy")
-    open_ = PartialCompletion((5, 6), (-1.0, -1.0), (Segment(2, 1, 2),))
-
-    def done(right: bool) -> ScoredCompletion:
-        completion = Completion(0, (5,), (-1.0,), "", "stop", 1, (Segment(1, 1, 2),))
-        return ScoredCompletion(completion, Score(float(right), right, "", "string"))
-
-    samples = [(open_, open_), (done(True), open_), (open_, open_)]
-    samples += [(done(True), done(False)), (done(True), done(True))]
-    groups = [UnfinishedGroup(draw, 1, both) for draw, both in enumerate(samples)]
-    with_unfinished(tmp_path / "dynamic", make_config(tmp_path / "dynamic", *dynamic), groups, "code-1")
-    with_unfinished(tmp_path / "all", make_config(tmp_path / "all", *settings), groups, "code-1")
-
-    def steps(name: str, given: tuple[str, ...], ends: str, reward: str = "code-1") -> list[int]:
+    def problem(ends: str, wanted: int) -> str | None:
         lengths = "[8,16]" if "," in ends else "[8]"
         stages = f"stages.steps=[{ends}]", f"stages.max_new_tokens={lengths}"
-        config = make_config(tmp_path / name, *given, *stages)
-        return found_steps(config, replace(ORIGIN, reward=reward))
+        config = make_config(tmp_path, "data.prompts_per_step=2", *DECOUPLED, *stages)
+        return unfinished_problem(config, 8, 3, wanted)
 
-    assert steps("dynamic", dynamic, "5,4") == [3], "four groups, two steps"
-    with pytest.raises(
-        ValueError, match=r"has 4 groups in flight, which need 2 steps of .*=2 groups; the st"
-    ):
-        steps("dynamic", dynamic, "4,4")
-    assert steps("all", settings, "6,4") == [3]
-    for name, given in (("all", settings), ("dynamic", dynamic)):
-        # Where the reward function has changed nothing is complete that has a score.
-        with pytest.raises(ValueError, match=r"stage 1 ends after step 5, .* 5 groups .* after step 6 or la"):
-            steps(name, given, "5,4", reward="code-1" if name == "all" else "code-2")
-    assert steps("all", settings, "4") == [3], "the last stage may leave some, with a warning"
+    assert problem("5,4", 4) is None and problem("4", 5) is None
+    assert "has 4 groups in flight, which need 2 steps of data.prompts_per_step=2 groups; " in problem(
+        "4,4", 4
+    )
+    found = problem("5,4", 5)
+    assert "stage 1 ends after step 5" in found and "after step 6 or later" in found
 
 
 def test_without_a_checkpoint_all_stages_are_compared(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from rlmath.config.load import load_config
 from rlmath.distributed import process
 from rlmath.distributed.device_kind import CUDA_DEFAULTS
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE, read_exit_status
-from rlmath.distributed.ranks import RankReport, check_launcher_numbers
+from rlmath.distributed.ranks import RankReport
 from rlmath.distributed.rendezvous import Route, prefer_for_gloo, route_to
-from rlmath.run import startup
+from rlmath.run import command_line, startup
+from rlmath.run.command_line import record_exit
 from rlmath.run.nodes import (
     CLOCK_SECONDS,
     _compare_nodes,
@@ -27,7 +28,7 @@ from rlmath.run.nodes import (
     node_lines,
 )
 from rlmath.run.program import load_grpo
-from rlmath.run.startup import prepare_grpo, prepare_sft, record_exit
+from rlmath.run.startup import prepare_grpo, prepare_sft
 from tests.programs import run
 
 
@@ -197,49 +198,12 @@ def test_a_start_without_torchrun_is_refused(made_arithmetic: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("program", "name", "value"),
-    [
-        ("train_grpo.py --dry-run", "RANK", "x"),
-        ("evaluate.py", "RANK", "-1"),
-    ],
-)
-def test_a_launcher_variable_that_is_no_number_is_named(
-    tmp_path: Path, program: str, name: str, value: str
-) -> None:
-    words = (f"run.output_dir={tmp_path}/o", "model.path=m", "data.train_path=t")
-    if program == "evaluate.py":
-        words = ("--model", "m", "--benchmarks", "b", "--data-dir", "d", "--output", f"{tmp_path}/o")
-    launcher = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    file, *options = program.split()
-    told = run(f"launch/{file}", *options, *words, expect=2, variables=launcher | {name: value}).stderr
-    assert f'the environment variable {name} is "{value}"; needed: a whole number' in told
-    assert "Traceback" not in told and not (tmp_path / "o").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "least"),
-    [
-        ("RANK", "1.5", 0),
-        ("LOCAL_WORLD_SIZE", "0", 1),
-        ("MASTER_PORT", "29500/tcp", 0),
-    ],
-)
-def test_every_number_of_the_launcher_is_checked(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, least: int
-) -> None:
-    monkeypatch.setenv(name, value)
-    with pytest.raises(
-        ValueError, match=f'variable {name} is "{value}"; needed: a whole number from {least}'
-    ):
-        check_launcher_numbers()
-
-
-@pytest.mark.parametrize(
     ("words", "status", "printed"),
     [
-        (["--help"], 0, ["Train with GRPO.", "--config FILE", "algorithm.clip_ratio"]),
+        (["--help"], 0, ["Train with GRPO.", "--config FILE", "algorithm   Advantages"]),
+        (["--help", "algorithm"], 0, ["algorithm.clip_ratio"]),
         (["--seed", "3"], 2, ["unrecognized arguments: --seed"]),
-        (["--ranks", "8"], 2, ["--ranks is for --dry-run"]),
+        (["--ranks", "8"], 2, ["--ranks is for rlmath train and --dry-run"]),
     ],
 )
 def test_only_rank_0_prints_help_and_a_mistake_of_the_command_line(
@@ -249,11 +213,11 @@ def test_only_rank_0_prints_help_and_a_mistake_of_the_command_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(startup, "OTHER_RANKS_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(command_line, "OTHER_RANKS_WAIT_SECONDS", 0.0)
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as ended:
-            startup.read_command_line("Train with GRPO.", words)
+            command_line.read_command_line("Train with GRPO.", words)
         assert ended.value.code == status
         console = "".join(capsys.readouterr())
         assert console == "" if rank == "1" else all(text in console for text in printed)

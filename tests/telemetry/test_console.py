@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,10 +84,13 @@ def test_the_line_on_the_console_fits_whatever_the_numbers_are():
     )
 
 
-def test_the_first_step_does_not_count_for_the_time_that_is_left_once_there_is_another():
+def test_the_time_that_is_left_is_not_told_before_the_second_step():
     remaining = RemainingTime(20)
     remaining.add(70.0)
-    assert remaining.seconds(1) == 19 * 70.0
+    assert remaining.seconds(1) is None
+    line = step_line(replace(THIRD_OF_38, remaining_seconds=None), METRICS)
+    assert line == "step  3/38 reward -0.300 acc 0.250 len 7908 cut 0.12 1.23s"
+    assert "remaining" not in long_step_line(replace(THIRD_OF_38, remaining_seconds=None), METRICS)
     for seconds in (2.0, 2.0, 12.0, 4.0):
         remaining.add(seconds)
     assert remaining.seconds(5) == 15 * 5.0, "a validation or a save counts for as often as it comes"
@@ -221,7 +225,8 @@ import os, sys, time
 from pathlib import Path
 from tqdm import tqdm
 from rlmath.evals.command import stop_on_signal
-from rlmath.run.startup import end_broken, set_up_rank_logging
+from rlmath.run.command_line import set_up_rank_logging
+from rlmath.run.startup import end_broken
 sys.argv = ["", {str(tmp_path)!r}]
 set_up_rank_logging()
 bar = tqdm(total=10, desc="evaluation", leave=False)

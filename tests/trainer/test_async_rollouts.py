@@ -7,7 +7,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,14 @@ from rlmath.algorithms.types import (
 from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished
 from rlmath.config.length_curriculum import length_stages
 from rlmath.config.schema import Config, DataConfig, ModelConfig, RolloutConfig, RunConfig, StagesConfig
-from rlmath.data.dataset import Inputs, load_inputs
+from rlmath.data.dataset import load_inputs
 from rlmath.data.order import Rollback, seed_after
 from rlmath.distributed.bridge import Bridge, Mailbox
 from rlmath.distributed.mesh import Mesh
-from rlmath.rollout.collector import Rollout
+from rlmath.rollout.collector import CollectGroups, Rollout
 from rlmath.rollout.generation import (
     Admit,
     Collected,
-    CollectGroups,
     Continue,
     GroupDone,
     Snapshot,
@@ -129,8 +127,7 @@ class Engine:
         return self._messages.popleft()
 
 
-def parts_of_a_run(tmp_path: Path, model: Path) -> tuple[Config, Inputs, int]:
-    """Settings, inputs and the size of the vocabulary."""
+def asynchronous(tmp_path: Path, model: Path, connection: EngineConnection) -> AsynchronousRollouts:
     rows = [{"question": f"{n}+1", "answer": n + 1, "id": f"q{n}"} for n in range(20)]
     file = tmp_path / "train.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -144,35 +141,28 @@ def parts_of_a_run(tmp_path: Path, model: Path) -> tuple[Config, Inputs, int]:
     shape = shape_of(model)
     inputs = load_inputs(config, shape)
     assert inputs.total_steps == 5
-    return config, inputs, shape.vocab_size
-
-
-def asynchronous(tmp_path: Path, model: Path, connection: EngineConnection) -> AsynchronousRollouts:
-    config, inputs, vocab_size = parts_of_a_run(tmp_path, model)
-    return AsynchronousRollouts(config, inputs, connection, vocab_size, inputs.total_steps)
+    return AsynchronousRollouts(config, inputs, inputs.total_steps, connection, shape.vocab_size)
 
 
 def test_a_group_that_is_carried_keeps_the_seed_of_the_step_that_drew_it(
     tmp_path: Path, tied_model: Path
 ) -> None:
     """The run went back to step 1, and has other seeds from step 2 on: draws 3 to 5 are of step 1."""
-    config, inputs, vocab_size = parts_of_a_run(tmp_path, tied_model)
-    no_collector: Any = None
-    rollouts = PartialRollouts(config, inputs, no_collector, vocab_size, inputs.total_steps)
-    inputs.order.roll_back([Rollback(1, 1, 2)])
+    unused: Any = None
+    given = asynchronous(tmp_path, tied_model, unused)
+    rollouts = PartialRollouts(given._config, given._inputs, 5, unused, given._vocab_size)
+    given._inputs.order.roll_back([Rollback(1, 1, 2)])
     rollouts.curriculum.begin(2)
     for draw, seed, step in ((5, 7, 1), (6, seed_after(7, 1), 2)):
         group = UnfinishedGroup(draw, step, (NOTHING_SAMPLED,) * GROUP)
-        (row,) = rollouts._rows(group, training_sampling(config.rollout), 9, first=4)
-        assert [work.request.seed for work in row] == [
-            request_seed(seed, step, f"q{draw}", g) for g in range(GROUP)
-        ]
-        assert [work.request.key for work in row] == [(4, g) for g in range(GROUP)]
+        (row,) = rollouts._rows(group, training_sampling(given._config.rollout), 9, first=4)
+        wanted = [((4, g), request_seed(seed, step, f"q{draw}", g)) for g in range(GROUP)]
+        assert [(work.request.key, work.request.seed) for work in row] == wanted
 
 
 def drawn(files: dict[str, bytes]) -> dict[int, list[tuple[int, int]]]:
     """What a checkpoint has: tokens and steps of the last segment of every sample, by draw; steps -1 where none is."""
-    unfinished = read_unfinished(files[UNFINISHED], GROUP, 101, lambda tokens: "")
+    unfinished = read_unfinished(files[UNFINISHED], GROUP, 101, lambda *_: "")
     return {
         group.draw: [(len(part.token_ids), *(s.step for s in part.segments[-1:])) for part in group.parts]
         for group in unfinished.groups
@@ -240,10 +230,5 @@ def test_what_is_asked_of_the_engines_for_validation_is_what_they_are_sent(
     wanted = Rollout([], [])
     engine.send(done(4, 0))
     engine.send(Collected(wanted))
-    found = connection.collect(asked.prompts, asked.sampling, asked.seed, asked.title, validates=True)
-    assert found == wanted and engine.next() == asked
+    assert connection.collect(asked) == wanted and engine.next() == asked
     assert connection.groups() == [done(4, 0)], "what came meanwhile is kept"
-    plain = replace(asked, validates=False)
-    engine.send(Collected(wanted))
-    connection.collect(plain.prompts, plain.sampling, plain.seed, plain.title)
-    assert engine.next() == plain

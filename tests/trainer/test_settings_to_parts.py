@@ -59,7 +59,7 @@ from rlmath.rewards.reward_manager import (
     scorer_settings,
 )
 from rlmath.rewards.schemes import Scheme
-from rlmath.rewards.several_rewards import NamedReward, RewardPools, compared_rewards, named_rewards
+from rlmath.rewards.several_rewards import NamedReward, compared_rewards, named_rewards
 from rlmath.rollout.engine import _device_arguments
 from rlmath.rollout.sampling import SamplingSettings, training_sampling
 from rlmath.rollout.unfinished_rules import slice_tokens, unfinished_rules
@@ -71,7 +71,6 @@ from rlmath.trainer.token_advantages import KLPenalty
 from rlmath.trainer.validation import _measure
 from rlmath.workers.hooks import Hook, hooks_fingerprint
 from rlmath.workers.user_functions import group_for_hooks, scorer_hook
-from rlmath.workers.worker_pool import VerifierPool
 from tests.distinct_settings import DISTINCT
 from tests.tiny_models import make_samples, shape_of
 
@@ -192,7 +191,6 @@ def test_the_list_of_rewards() -> None:
     by_reward = replace(DISTINCT.selection, dynamic_sampling="reward")
     assert selection_rules(by_reward, DISTINCT.reward).parts == (0, 1, 2)
     with open_reward_workers(replace(DISTINCT.reward, rewards=["correctness"], weights=[])) as workers:
-        assert isinstance(workers, RewardPools)
         (pool,) = workers.by_name.values()
         assert (pool._size, pool.timeout_seconds) == (2, 15.8)
         assert pool._settings.rules == Rules(answer_from="phrase", protocol=True)
@@ -209,17 +207,18 @@ def test_the_reward_scheme_and_the_workers() -> None:
         overlong_buffer=155,
         overlong_penalty=0.156,
     )
-    with open_reward_workers(replace(ONE_REWARD, function=None)) as pool:
-        assert isinstance(pool, VerifierPool)
+    with open_reward_workers(replace(ONE_REWARD, function=None)) as workers:
+        (pool,) = workers.by_name.values()
         assert (pool._size, pool.timeout_seconds) == (2, 15.8)
         assert pool._settings.rules == Rules(answer_from="phrase", protocol=True)
-    with open_reward_workers(RewardConfig(workers=1)) as pool:
-        assert isinstance(pool, VerifierPool)
+    with open_reward_workers(RewardConfig(workers=1)) as workers:
+        (pool,) = workers.by_name.values()
         assert pool._settings.rules == Rules(answer_from="boxed", protocol=False)
 
 
 def test_a_scorer_has_the_workers_and_limits_of_rewards() -> None:
-    with open_scorer(Hook("scorer", "math:isnan", "validation.scorer"), DISTINCT.reward) as pool:
+    with open_scorer(Hook("scorer", "math:isnan", "validation.scorer"), DISTINCT.reward) as workers:
+        (pool,) = workers.by_name.values()
         assert (pool._size, pool.timeout_seconds) == (2, 15.8)
     settings = scorer_settings(DISTINCT.reward)
     assert settings == RewardConfig(function="scorer", workers=2, timeout_seconds=15.8)
@@ -561,8 +560,8 @@ def test_what_the_updates_take_from_the_settings(tied_model: Path) -> None:
     one = PolicyUpdater(
         gae, shape_of(tied_model), Mesh(0, 1, 1, 1, 1), any_part, any_part, any_part, PhaseTimers(), any_part
     )
-    of_critic = one.critic_updater
-    assert of_critic is not None and one.penalty is not None and of_critic.penalty is one.penalty
+    (of_critic,) = one.parts(0)
+    assert one.penalty is not None and of_critic.penalty is one.penalty
     assert (of_critic.critic, of_critic.settings, of_critic.eps) == (any_part, DISTINCT.critic, 0.00163)
     assert one.penalty == KLPenalty(coef=0.0172, kind="k2", advantage="ppo", eps=0.00163)
     parallel = replace(DISTINCT.parallel, sequence=True)

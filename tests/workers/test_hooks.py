@@ -22,7 +22,7 @@ from rlmath.planning.checks import algorithm_problems
 from rlmath.planning.dry_run import plan_lines, plan_run
 from rlmath.planning.reward_checks import hook_problems, reward_problems, try_functions
 from rlmath.rewards.several_rewards import named_rewards
-from rlmath.workers.custom_function import checked_value
+from rlmath.workers.function_calls import call_function, checked_value
 from rlmath.workers.hooks import Hook, function_problem, plugin_problem
 from rlmath.workers.user_functions import UserFunction, UserFunctionError
 from tests import programs
@@ -152,44 +152,64 @@ def test_the_check_in_a_process_of_its_own(folder: Path) -> None:
 # ---------------------------------------------------------------- what functions return
 
 
-@pytest.mark.parametrize(
-    ("kind", "returned", "arguments", "value"),
-    [
-        ("advantage", [(1, True), (0.5,)], [[[5.0, 1.0], [2.0]], [[1, 1], [1]]], [[1.0, 1.0], [0.5]]),
-        ("selection", True, [{}], True),
-        ("selection", 0, [{}], False),
-        ("metric", 3, [[]], 3.0),
-        ("metric", {"a": 1, 2: 0.5}, [[]], {"a": 1.0, "2": 0.5}),
-        ("template", "text", ["", {}], "text"),
-        ("data_form", None, [{}], None),
-    ],
-)
-def test_what_a_kind_may_return(kind: str, returned: object, arguments: list, value: object) -> None:
-    assert checked_value(kind, returned, arguments) == value
-
-
-TWO_GROUPS = [[[5.0, 1.0], [2.0]], [[1, 1], [1]]]
+TWO_GROUPS = [2, 1]
 
 
 @pytest.mark.parametrize(
-    ("kind", "returned", "arguments"),
+    ("kind", "returned", "value"),
     [
-        ("advantage", [[1.0, 1.0]], TWO_GROUPS),
-        ("advantage", [[1.0, float("nan")], [1.0]], TWO_GROUPS),
-        ("advantage", [[1.0, float("inf")], [1.0]], TWO_GROUPS),
-        ("advantage", [[1.0, None], [1.0]], TWO_GROUPS),
-        ("selection", None, [{}]),
-        ("metric", {"a": float("inf")}, [[]]),
-        ("metric", {"\x1b": 1.0}, [[]]),
-        ("metric", {str(n): 1.0 for n in range(51)}, [[]]),
-        ("template", 5, ["", {}]),
-        ("template", [{"role": "user"}], ["", {}]),
-        ("data_form", "text", [{}]),
+        ("advantage", [(1, True), (0.5,)], [[1.0, 1.0], [0.5]]),
+        ("advantage", ((one for one in row) for row in ([1, 2], [3])), [[1.0, 2.0], [3.0]]),
+        ("selection", True, True),
+        ("selection", 0, False),
+        ("metric", 3, 3.0),
+        ("metric", {"a": 1, 2: 0.5}, {"a": 1.0, "2": 0.5}),
+        ("template", "text", "text"),
+        ("data_form", None, None),
+        ("scorer", True, (1.0, [])),
+        ("reward", (0, {"a": 1}), (0.0, [("a", 1.0)])),
     ],
 )
-def test_what_a_kind_may_not_return(kind: str, returned: object, arguments: list) -> None:
+def test_what_a_kind_may_return(kind: str, returned: object, value: object) -> None:
+    assert checked_value(kind, returned, TWO_GROUPS) == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "returned"),
+    [
+        ("advantage", [[1.0, 1.0]]),
+        ("advantage", [[1.0, float("nan")], [1.0]]),
+        ("advantage", [[1.0, float("inf")], [1.0]]),
+        ("advantage", [[1.0, None], [1.0]]),
+        ("advantage", [{1.0, 2.0}, [1.0]]),
+        ("advantage", [{1.0: "a", 2.0: "b"}, [1.0]]),
+        ("advantage", [{"a": 1.0, "b": 2.0}.values(), [1.0]]),
+        ("advantage", {(1.0, 2.0), (1.0,)}),
+        ("advantage", ["12", "3"]),
+        ("selection", None),
+        ("metric", {"a": float("inf")}),
+        ("metric", {"\x1b": 1.0}),
+        ("metric", {str(n): 1.0 for n in range(51)}),
+        ("template", 5),
+        ("template", [{"role": "user"}]),
+        ("data_form", "text"),
+        ("scorer", (1.0, {"a": 1.0})),
+        ("reward", {0.5}),
+    ],
+)
+def test_what_a_kind_may_not_return(kind: str, returned: object) -> None:
     with pytest.raises((ValueError, TypeError)):
-        checked_value(kind, returned, arguments)
+        checked_value(kind, returned, TWO_GROUPS)
+
+
+def test_an_advantage_that_changes_its_lists_is_held_to_what_it_was_given() -> None:
+    def shortens(rewards: list[list[float]], tokens: list[list[int]]) -> list[list[float]]:
+        for row in rewards:
+            row.pop()
+        return rewards
+
+    reply = call_function("advantage", shortens, [[[5.0, 1.0], [2.0]], [[1, 1], [1]]])
+    assert "needed: lists of 2, 1 numbers, got 1, 0" in reply["message"]
 
 
 # ---------------------------------------------------------------- data forms and templates

@@ -1,4 +1,4 @@
-"""Reward functions that damage what they run in: each may spoil its own answer, no other, and leaves nothing behind."""
+"""Reward functions that damage what they run in: each spoils its own answer, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ MARK = "RLMATH_TEST_HOSTILE"
 """Environment variable of the pools of these tests and all that descends from them."""
 
 SOURCE = f"""
-import mmap, os, signal, subprocess, sys, threading, time
-
-hoard = []
+import os, signal, subprocess, sys, time
 
 def reward(completion, solutions, row):
     name, _, text = completion.partition(" ")
@@ -50,26 +48,8 @@ def wrong_number(text):
     reply = b'{{"id": 1, "reward": 9.0, "metrics": [], "failure": null, "message": ""}}'
     write_everywhere(len(reply).to_bytes(4) + reply)
 
-def late_garbage(text):
-    threading.Timer(0.1, garbage, [""]).start()
-
 def close_all(text):
     os.closerange(0, 256)
-
-def leave_alarm(text):
-    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-    threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGUSR2]).start()
-
-def wait(text):
-    time.sleep(float(text))
-
-def wait_for(path):
-    end = time.monotonic() + 60
-    while not os.path.exists(path) and time.monotonic() < end:
-        time.sleep(0.005)
-
-def no_memory(text):
-    raise MemoryError("there is never enough")
 
 def kill_parent(text):
     os.kill(os.getppid(), 9)
@@ -121,9 +101,6 @@ def bomb(text):
     time.sleep(20)
     if os.getpid() != worker:
         os._exit(0)
-
-def leak(text):
-    hoard.append(mmap.mmap(-1, 600 * 2**20))  # not touched, which would take time
 """
 
 
@@ -182,32 +159,6 @@ def test_who_breaks_the_channel_breaks_its_own_answer_only(pool, name):
     assert [one.reward for one in said[:2] + said[3:]] == [3.0, 5.0, 6.0, 8.0]
 
 
-@pytest.mark.parametrize("name", ["late_garbage", "leave_alarm"])
-def test_what_an_answer_leaves_behind_does_not_break_the_next(pool, name):
-    said = ask(pool, f"{name} now", "wait 0.5", "seven")
-    assert [one.reward for one in said] == [len(f"{name} now"), 8.0, 5.0]
-    assert not [one.message for one in said if one.failure]
-
-
-def test_memory_that_earlier_answers_hold_does_not_fail_the_next(pool):
-    said = ask(pool, *["leak now"] * 9)
-    assert [one.reward for one in said] == [8.0] * 9
-
-
-def test_an_answer_for_a_fresh_worker_costs_the_other_workers_nothing(folder, tmp_path):
-    def workers_of(pool: VerifierPool, gate: Path) -> set[int]:
-        asked = [pool.call(f"wait_for {gate}", [], {}) for _ in range(6)]
-        wait_until(lambda: all(one.running() for one in asked))
-        gate.touch()
-        return {int(dict(one.result(60).metrics)["pid"]) for one in asked}
-
-    with VerifierPool(6, 60.0, function="hostile_rewards:reward") as pool:
-        first = workers_of(pool, tmp_path / "first")
-        assert len(first) == 6
-        assert "there is never enough" in ask(pool, "no_memory now")[0].message
-        assert len(first & workers_of(pool, tmp_path / "second")) == 5
-
-
 @pytest.mark.parametrize("name", ["eight", "daemon", "late_subprocess"])
 def test_processes_end_with_the_answer_that_started_them(pool, name):
     said = ask(pool, f"{name} now", "seven")
@@ -225,7 +176,7 @@ def test_what_the_module_starts_lives_as_long_as_the_pool(folder):
         os.kill(
             int(first["worker"]), signal.SIGKILL
         )  # after which the fork server looks for what is left over
-        again = dict(ask(pool, "x")[0].metrics)
+        again = dict(ask(pool, "x", "x")[1].metrics)  # the first may have gone to the one that was killed
         assert again["worker"] != first["worker"] and len(naps()) == 1
     assert not naps()
 

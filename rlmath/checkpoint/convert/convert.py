@@ -28,7 +28,7 @@ from rlmath.checkpoint.convert.names import (
     stored_tensors,
     written_keys,
 )
-from rlmath.checkpoint.convert.sources import RELEASE, TRACKER
+from rlmath.checkpoint.convert.sources import RELEASE, TRACKER, check_output
 from rlmath.checkpoint.convert.torch_dist_io import StateReader, StateWriter
 from rlmath.checkpoint.directory import METADATA_FILES
 from rlmath.checkpoint.hf.headers import tensor_headers, tensor_problems
@@ -215,12 +215,6 @@ def _fresh_folder(output: Path, needed: int) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def check_output(output: Path) -> None:
-    """ValueError where `output` exists and is not an empty folder."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"--output {output} is there already and is not an empty folder; name a new one.")
 
 
 def _elements(shapes: Iterable[tuple[int, ...]]) -> int:

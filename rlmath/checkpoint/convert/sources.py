@@ -1,4 +1,5 @@
-"""The checkpoint to convert, ours or Megatron's, found by any folder of it."""
+"""The checkpoint to convert, ours or Megatron's, found by any folder of it, and where the result may be written.
+Torch is not needed."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlmath.checkpoint import directory
-from rlmath.checkpoint.safe_metadata import INDEX
+from rlmath.checkpoint.directory import INDEX
 from rlmath.config.help import nearest_path
 from rlmath.config.run_files import CHECKPOINTS_FOLDER
 
@@ -68,3 +69,9 @@ def _tracked(folder: Path) -> Path:
 def _with_metadata_files(state: Path, *places: Path) -> MegatronSource:
     beside = (place / directory.METADATA_FILES for place in places)
     return MegatronSource(state, next((path for path in beside if (path / "config.json").is_file()), None))
+
+
+def check_output(output: Path) -> None:
+    """ValueError where `output` exists and is not an empty folder."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"--output {output} is there already and is not an empty folder; name a new one.")

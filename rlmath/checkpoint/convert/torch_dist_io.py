@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from rlmath.checkpoint.safe_metadata import INDEX, read_metadata
+from rlmath.checkpoint.directory import INDEX
+from rlmath.checkpoint.safe_metadata import read_metadata
 
 FORMAT = {
     "sharded_backend": "torch_dist",

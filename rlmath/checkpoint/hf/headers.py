@@ -1,9 +1,12 @@
-"""Which tensors a Hugging Face folder has: the headers of its safetensors files, and the index. No tensor is read."""
+"""Which tensors a Hugging Face folder has: the headers of its safetensors files, and the index. No tensor is read but
+an output layer beside tied embeddings."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +21,8 @@ FORMATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 NEEDED_FORMATS = "needed: float32, bfloat16 or float16 (F32, BF16, F16). Save the model in one of them"
 SINGLE_FILE = "model.safetensors"
 MAX_INDEX_BYTES = 64 * 2**20
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_CHUNK_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -127,3 +132,34 @@ def tensor_problems(folder: Path, shape: ModelShape, found: dict[str, TensorHead
     more = f" {len(odd) - 1} tensors more are like that." if len(odd) > 1 else ""
     for name in odd[:1]:
         yield f"{name} in {found[name].file} has numbers in {found[name].dtype_name}; {NEEDED_FORMATS}.{more}"
+    tied = shape.tied_embeddings and HEAD in found and EMBEDDING in found
+    if tied and not _are_equal(found[EMBEDDING], found[HEAD], EMBEDDING, HEAD):
+        yield (
+            f'"{folder}": config.json says "tie_word_embeddings": true, and {HEAD} is another tensor than {EMBEDDING}; '
+            f'transformers takes it as it is. Set "tie_word_embeddings": false, or remove {HEAD} from the weights.'
+        )
+
+
+def unexpected_tensors(shape: ModelShape, names: Iterable[str]) -> list[str]:
+    """Tensors of a folder that nothing of the model is filled with; not tables of positions, which old folders have,
+    and not an output layer, which may be tied or have a value head in its place."""
+    others = {*names} - {*hf_tensors(shape), HEAD}
+    return sorted(name for name in others if not name.endswith("rotary_emb.inv_freq"))
+
+
+def _are_equal(first: TensorHeader, second: TensorHeader, *names: str) -> bool:
+    """Whether two tensors have the same bytes."""
+    if (first.shape, first.dtype_name) != (second.shape, second.dtype_name):
+        return False
+    parts = (_chunks(one.file, name) for one, name in zip((first, second), names, strict=True))
+    return all(one == other for one, other in itertools.zip_longest(*parts))
+
+
+def _chunks(path: Path, name: str) -> Iterator[bytes]:
+    """The bytes of one tensor of a safetensors file: an 8-byte length, the header, all tensors one behind the other."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        start, end = json.loads(file.read(size))[name]["data_offsets"]
+        file.seek(8 + size + start)
+        for left in range(end - start, 0, -_CHUNK_BYTES):
+            yield file.read(min(left, _CHUNK_BYTES))

@@ -9,6 +9,7 @@ start of the file, so that its memory is one block whatever the size of the mode
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,13 @@ from torch import Tensor
 
 from rlmath.checkpoint.directory import PARTIAL, remove, set_aside
 from rlmath.checkpoint.hf import weight_map
-from rlmath.checkpoint.hf.headers import FORMATS, NEEDED_FORMATS, read_header, weight_files
+from rlmath.checkpoint.hf.headers import (
+    FORMATS,
+    NEEDED_FORMATS,
+    read_header,
+    unexpected_tensors,
+    weight_files,
+)
 from rlmath.checkpoint.hf.weight_map import Placed, Rule, canonical_shape, placed_tensors
 from rlmath.config.files import read_regular, require_regular
 from rlmath.config.model_shape import ModelShape
@@ -35,6 +42,9 @@ HEADER_BYTES = 2**18
 format allows."""
 DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, dtype): name for name, dtype in FORMATS.items()}
 """Names of number formats in safetensors headers."""
+logger = logging.getLogger(__name__)
+
+GENERATION_CONFIG = "generation_config.json"
 MAX_METADATA_BYTES = 2**29
 _MOST_SHOWN = 5
 """Tensors named in an error."""
@@ -96,6 +106,19 @@ def read_metadata_files(source: str | Path) -> dict[str, bytes]:
         and file.suffix in (".json", ".txt", ".model", ".jinja")
         and "safetensors" not in file.name
     }
+
+
+def with_stop_tokens(metadata_files: Mapping[str, bytes], stop_token_ids: Sequence[int]) -> dict[str, bytes]:
+    """The files of an export, whose generation_config.json says which tokens end a completion: vLLM and transformers
+    stop at those that the run stopped at. Unchanged where it says so already."""
+    content = metadata_files.get(GENERATION_CONFIG, b"{}")
+    config = json.loads(content)
+    said = config.get("eos_token_id")
+    if {*stop_token_ids} == {*(said if isinstance(said, list) else [said])}:
+        return dict(metadata_files)
+    config["eos_token_id"] = sorted(stop_token_ids)
+    config.pop("_from_model_config", None)  # with it transformers 4 takes config.json's again
+    return {**metadata_files, GENERATION_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
 
 
 # ---------------------------------------------------------------- canonical tensors
@@ -160,7 +183,11 @@ def load_hf_weights(
     """
     problems: list[str] = []
     try:
-        _fill_all(chunks, HFReader(folder), shape, mesh, problems)
+        reader = HFReader(folder)
+        _fill_all(chunks, reader, shape, mesh, problems)
+        if mesh.rank == 0 and (others := unexpected_tensors(shape, reader.names)):
+            text = "%s: %d tensors are no part of the model that config.json describes and are left out: %s"
+            logger.warning(text, option, len(others), ", ".join(others[:3]))
     except (OSError, ValueError) as error:
         problems.append(str(error))
     found = dict.fromkeys(problem for mine in all_gather_objects(problems) for problem in mine)

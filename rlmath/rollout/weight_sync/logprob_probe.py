@@ -6,40 +6,43 @@ Where checksums compare bits, the probe compares what both sides compute: a wron
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from rlmath.algorithms.types import Sample
+from rlmath.config.schema import SyncConfig
 from rlmath.data.packing import pack
 from rlmath.distributed.collectives import all_gather_objects
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.forward_backward import ForwardBackward
-from rlmath.rollout.engine import Engine
 
 SEQUENCES = 4
 TOKENS = 64
 """Of one sequence, at most."""
+EngineScores = Callable[[Sequence[Sequence[int]]], Mapping[int, Sequence[Sequence[float]]]]
+"""By engine, its log-probs of every token but the first of each sequence (nats). A collective."""
 
 
-@dataclass(frozen=True)
-class ProbeResult:
-    """Difference between the two log-probs in the engine that differs most (nats); NaN where either side has one."""
-
-    engine: int
-    mean: float
-    """Over the probed tokens."""
-    largest: float
+def is_due(every: int, step: int) -> bool:
+    """Whether what is due every so many steps (`SyncConfig`; 0: never) is due at a step: at 0, N, 2 N, ..., so that a
+    resumed run checks at the same steps."""
+    return every > 0 and step % every == 0
 
 
-class PolicyProbe:
-    """The policy's side: `score_policy` first, then `compare` with the engines' log-probs. All training ranks call
-    both."""
+class Probe:
+    """Compares both sides where that is due. All training ranks call its methods alike."""
 
-    def __init__(self, policy: ForwardBackward, mesh: Mesh, longest: int) -> None:
+    def __init__(
+        self,
+        policy: ForwardBackward,
+        mesh: Mesh,
+        longest: int,
+        settings: SyncConfig,
+        engine_scores: EngineScores,
+    ) -> None:
         """`longest`: most tokens of a sequence that the engine takes."""
-        self._mesh = mesh
+        self._mesh, self._settings, self._engine_scores = mesh, settings, engine_scores
         # The engine scores a prompt at temperature 1 and masks nothing.
         self._policy = ForwardBackward(policy.chunks, mesh, policy.device, policy.vocab_size)
         draw = random.Random(0)
@@ -47,10 +50,16 @@ class PolicyProbe:
         self.sequences = [
             tuple(draw.randrange(policy.vocab_size) for _ in range(length)) for _ in range(SEQUENCES)
         ]
+        self._step = 0
         self._expected: list[list[float]] | None = None
+        """By micro-batch and sequence in it; None where nothing is to be compared."""
 
-    def score_policy(self) -> None:
-        """The policy's log-probs of every token but the first of each sequence, under its present weights."""
+    def score_policy(self, step: int) -> None:
+        """The policy's side, where step `step` (from 0) is due: its log-probs of every token but the first of each
+        sequence. Its parameters must be on the device."""
+        self._step, self._expected = step, None
+        if not is_due(self._settings.probe_every, step):
+            return
         samples = [Sample(ids[:1], ids[1:], (0.0,) * (len(ids) - 1), 0.0) for ids in self.sequences]
         # All samples on every data-parallel rank, in as few micro-batches as the layout takes.
         batches = [pack(samples, members, self._mesh.tensor) for members in self._members()]
@@ -60,7 +69,7 @@ class PolicyProbe:
             # One row a sample: the log-probs of its completion.
             found = []
             for batch, result in zip(batches, mine, strict=True):
-                bounds, row_T = batch.cu_seqlens_S1.tolist(), result.logprobs_T.tolist()
+                bounds, row_T = batch.cu_seqlens_S1.tolist(), result.tolist()
                 found += [row_T[bounds[s] + 1 : bounds[s + 1]] for s in range(len(batch.sample_indices))]
         (self._expected,) = [values for values in all_gather_objects(found) if values is not None]
 
@@ -69,43 +78,27 @@ class PolicyProbe:
         count = self._mesh.microbatch_multiple
         return [range(start, SEQUENCES, count) for start in range(count)]
 
-    def differences(self, found: Sequence[Sequence[float]]) -> torch.Tensor:
-        """Between an engine's log-probs and the policy's, by token (nats)."""
-        assert self._expected is not None, "score_policy comes first"
+    def compare(self) -> dict[str, float]:
+        """The engines' side, if the policy's was due: metrics of the engine that differs most. RuntimeError on all
+        ranks where the mean is above `sync.probe_threshold`, or NaN."""
+        if self._expected is None:
+            return {}
         order = [index for members in self._members() for index in members]
-        values = [
-            abs(a - b)
-            for index, row in zip(order, self._expected, strict=True)
-            for a, b in zip(found[index], row, strict=True)
-        ]
-        return torch.tensor(values, dtype=torch.float64)
-
-    def compare(self, found: Mapping[int, Sequence[Sequence[float]]]) -> ProbeResult:
-        """With the log-probs of engines, by engine; of the one that differs most."""
-        by_engine = {engine: self.differences(rows) for engine, rows in sorted(found.items())}
-        return worst_of([(engine, one.mean().item(), one.max().item()) for engine, one in by_engine.items()])
-
-
-class Probe(PolicyProbe):
-    """Both sides, where each training rank has a part of an engine: `score_policy` while the policy's parameters are on
-    the device, then `compare_engine`."""
-
-    def __init__(self, policy: ForwardBackward, engine: Engine, mesh: Mesh, longest: int) -> None:
-        super().__init__(policy, mesh, longest)
-        self._engine = engine
-
-    def compare_engine(self) -> ProbeResult:
-        """The engines' log-probs of the same tokens, compared with the policy's; returns the same on all ranks."""
-        mine = self.differences(self._engine.score(self.sequences))
+        engines = sorted(self._engine_scores(self.sequences).items())
+        differences = []
+        for _, found in engines:
+            pairs = zip(order, self._expected, strict=True)
+            values = [abs(a - b) for i, row in pairs for a, b in zip(found[i], row, strict=True)]
+            differences.append(torch.tensor(values, dtype=torch.float64))
         self._expected = None
-        everyone = all_gather_objects((mine.mean().item(), mine.max().item()))
-        return worst_of(
-            [(rank // self._mesh.engine_size, mean, largest) for rank, (mean, largest) in enumerate(everyone)]
-        )
-
-
-def worst_of(found: Sequence[tuple[int, float, float]]) -> ProbeResult:
-    """Of (engine, mean, largest), the one with the largest mean."""
-    # torch's max keeps a NaN, Python's may lose it.
-    worst = int(torch.tensor([mean for _, mean, _ in found]).argmax())
-    return ProbeResult(*found[worst])
+        worst = int(torch.stack([one.mean() for one in differences]).argmax())  # for torch NaN is the largest
+        mean, largest = differences[worst].mean().item(), differences[worst].max().item()
+        threshold = self._settings.probe_threshold
+        if not mean <= threshold:
+            raise RuntimeError(
+                f"the probe after weight sync {self._step + 1}: log-probs of engine {engines[worst][0]} and of the "
+                f"policy differ by {mean:.3g} nats per token (at most {largest:.3g}); sync.probe_threshold is "
+                f"{threshold:g}. The engine does not have the policy's weights, or computes otherwise: what it "
+                "samples is not on-policy"
+            )
+        return {"sync/probe_difference": mean, "sync/probe_difference_max": largest}

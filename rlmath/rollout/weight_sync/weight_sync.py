@@ -1,10 +1,10 @@
 """Where new weights reach vLLM: from the policy's shards into the engines' parameters, in memory.
 
-    WeightSync.run(step) -> WeightTransfer.run -> engine parameters written -> checksums -> probe of the engine
+    WeightTransfer.run -> engine parameters written -> checksums, where they are due
 
 `WeightTransfer` carries out a plan (`reshard_plan`) round by round: a rank copies what its own shard holds and sends
 only what other ranks lack, in buckets. No rank ever holds a whole model beside its shard, its engine's weights and the
-buckets. `WeightSync` is what the trainer has: the transfer, and the checks that are due.
+buckets.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ from torch import Tensor
 from rlmath.checkpoint.hf.weight_map import placed_tensors
 from rlmath.checkpoint.hf.weights import local_parameter
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import SyncConfig
 from rlmath.distributed.device import Device, synchronize
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.engine_weights import EngineWeights
 from rlmath.rollout.weight_sync.checksums import SyncChecksums
-from rlmath.rollout.weight_sync.logprob_probe import Probe, ProbeResult
 from rlmath.rollout.weight_sync.reshard_plan import Copy, RankRound, cells, plan_cell, rank_rounds
 from rlmath.rollout.weight_sync.shard_layouts import TIED_HEAD, TrainingLayout, parameter_key
 from rlmath.rollout.weight_sync.transport import Messages, SharedBuckets, Transport, run_rounds, share_memory
@@ -45,67 +43,14 @@ class SyncReport:
     bytes_sent: int
     bytes_received: int
 
-
-class WeightSync:
-    """Brings the engine's weights up to the policy's before every step, and checks that they arrived.
-
-    `run` writes them while the engine's KV cache sleeps; `probe_engine` follows once the engine is awake. What is due
-    every N syncs (`SyncConfig`) is due at step 0, N, 2 N, ...: it follows from the step alone, so that a resumed run
-    checks at the same steps.
-    """
-
-    def __init__(self, transfer: WeightTransfer, probe: Probe, settings: SyncConfig) -> None:
-        self._transfer = transfer
-        self._probe = probe
-        self._settings = settings
-        self._step = 0
-        self.report: SyncReport | None = None
-        """What the last sync did."""
-
-    def run(self, step: int) -> None:
-        """Sync the weights that step `step` (from 0) samples with; with all steps done, those of the last
-        validation. A collective of all ranks.
-
-        RuntimeError on all ranks where a checksum was due and differs.
-        """
-        self._step = step
-        self.report = self._transfer.run(check=self._is_due(self._settings.checksum_every))
-        if self._is_due(self._settings.probe_every):
-            self._probe.score_policy()
-
-    def probe_engine(self) -> dict[str, float]:
-        """Metrics of the probe, where it is due. RuntimeError on all ranks where the two sides differ too much."""
-        if not self._is_due(self._settings.probe_every):
-            return {}
-        return raise_if_probe_differs(
-            self._probe.compare_engine(), self._step, self._settings.probe_threshold
-        )
-
-    def _is_due(self, every: int) -> bool:
-        return every > 0 and self._step % every == 0
-
     def metrics(self) -> dict[str, float]:
-        """What the last sync moved on this rank (GiB), and the seconds of it that vLLM spent packing matrices."""
-        assert self.report is not None
+        """What the sync moved on this rank (GiB), and the seconds of it that vLLM spent packing matrices."""
         return {
-            "sync/copied_gib": self.report.bytes_copied / 2**30,
-            "sync/sent_gib": self.report.bytes_sent / 2**30,
-            "sync/received_gib": self.report.bytes_received / 2**30,
-            "seconds/sync_packing": self.report.packing_seconds,
+            "sync/copied_gib": self.bytes_copied / 2**30,
+            "sync/sent_gib": self.bytes_sent / 2**30,
+            "sync/received_gib": self.bytes_received / 2**30,
+            "seconds/sync_packing": self.packing_seconds,
         }
-
-
-def raise_if_probe_differs(result: ProbeResult, step: int, threshold: float) -> dict[str, float]:
-    """The metrics of a probe at step `step`, counted from 0; RuntimeError where the mean difference is above the
-    threshold (nats), or NaN."""
-    if not result.mean <= threshold:
-        raise RuntimeError(
-            f"the probe after weight sync {step + 1}: log-probs of engine {result.engine} and of the policy "
-            f"differ by {result.mean:.3g} nats per token (at most {result.largest:.3g}); sync.probe_threshold is "
-            f"{threshold:g}. The engine does not have the policy's weights, or computes otherwise: what it "
-            "samples is not on-policy"
-        )
-    return {"sync/probe_difference": result.mean, "sync/probe_difference_max": result.largest}
 
 
 class WeightTransfer:

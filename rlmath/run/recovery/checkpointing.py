@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from rlmath.checkpoint.directory import Checkpoint, Progress, complete_checkpoints, remove, sound_checkpoints
-from rlmath.checkpoint.hf.weights import read_metadata_files, write_hf_folder
+from rlmath.checkpoint.hf.weights import read_metadata_files, with_stop_tokens, write_hf_folder
 from rlmath.checkpoint.manager import CheckpointManager, Retention, Saved
 from rlmath.config.length_curriculum import has_length_stages, length_stages
 from rlmath.config.load import config_as_yaml
 from rlmath.config.run_files import CHECKPOINTS_FOLDER, EXPORT_FOLDER, MODELS_FOLDER
-from rlmath.distributed.collectives import broadcast_from_rank_zero, max_over_ranks
+from rlmath.distributed.collectives import broadcast_from_rank_zero, reduce_over_ranks
 from rlmath.distributed.fault_tolerance.preemption import REASONS, StopRequest
 from rlmath.distributed.process import library_versions
 from rlmath.models.megatron import hf_stream
@@ -48,7 +48,8 @@ class Checkpointer:
         points = save_schedule.recovery_frequency(config.save)
         models = save_schedule.kept_frequency(config.save)
         self._trainer = trainer
-        self._metadata_files = read_metadata_files(config.model.path)
+        files = read_metadata_files(config.model.path)
+        self._metadata_files = with_stop_tokens(files, trainer.stop_token_ids)
         self._store = CheckpointManager(
             Path(config.run.output_dir) / CHECKPOINTS_FOLDER,
             trainer.saved_models,
@@ -140,7 +141,7 @@ class Checkpointer:
             "point": float(point and is_clock),
             "writing": float(self._store.busy and not self._store.written),
         }
-        return max_over_ranks(mine)
+        return reduce_over_ranks({}, mine)[1]
 
     def export(self, folder: Path, more: Mapping[str, bytes] | None = None) -> None:
         """Write the model as it is now in Hugging Face form, with some files `more`. A collective. OSError on rank 0

@@ -8,6 +8,7 @@ share of them. What a run is made of (model, data) is compared by fingerprint, n
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,6 @@ from pathlib import Path
 from rlmath.algorithms.types import Prompt
 from rlmath.checkpoint import directory
 from rlmath.checkpoint.directory import Checkpoint, Progress
-from rlmath.checkpoint.unfinished_groups import UNFINISHED
 from rlmath.config.help import as_yaml_word, is_among, setting_values
 from rlmath.config.hub import is_same
 from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stages, stage_list_problems
@@ -175,18 +175,21 @@ def reward_fingerprint(reward: RewardConfig, plugins: Sequence[str] = ()) -> str
 
 
 def sft_origin_of(config: Config, inputs: SftInputs, has_weights: bool = True) -> Origin:
-    """Of a supervised run; what is held out is no part of it, but decides what is left."""
+    """Of a supervised run; what is held out is no part of it, but decides what is left. With weights it matters where
+    a file ends and the next begins."""
     model = model_fingerprint(config.model.path) if has_weights else ""
-    return Origin(model, sequences_fingerprint(inputs.sequences))
+    sequences = iter(inputs.sequences)
+    files = [list(itertools.islice(sequences, share.n_prompts)) for share in inputs.order.shares]
+    return Origin(model, sequences_fingerprint(*(files or [inputs.sequences])))
 
 
 def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery | None:
     """What the run resumes from; None for a start from the beginning. Reads manifests, sizes and small files only.
 
     ValueError where the newest checkpoint belongs to another run (batch size, group size, data, model, ...) or is
-    beyond its `total_steps`, where its length stage is too short for the groups in flight, where the folder's rollbacks
-    are those of another run, where all are damaged, where it cannot be known what there is (a link to a disk that is
-    not mounted, no permission), and, with run.recover_mode "resume", where there is none.
+    beyond its `total_steps`, where the folder's rollbacks are those of another run, where all are damaged, where it
+    cannot be known what there is (a link to a disk that is not mounted, no permission), and, with run.recover_mode
+    "resume", where there is none.
     """
     if config.run.recover_mode == "disabled":
         return None
@@ -202,7 +205,6 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
             )
             continue
         problems = list(_other_run(then, config, progress, origin, total_steps))
-        problems = problems or _unfinished_problems(config, total_steps, checkpoint, progress, origin)
         if problems:
             what = [*(f"  - {problem}" for problem in problems), f"{START_OVER.capitalize()}."]
             raise ValueError("\n".join([f"The run cannot resume from {checkpoint.folder}:", *what]))
@@ -299,19 +301,6 @@ def _other_run(
             f"data.train_path: the prompts have changed (fingerprint {progress.data_fingerprint} there, {origin.data} "
             f"of {now.data.train_path} now)"
         )
-
-
-def _unfinished_problems(
-    config: Config, total_steps: int, checkpoint: Checkpoint, progress: Progress, origin: Origin
-) -> list[str]:
-    """Groups in flight that the rest of their length stage is too short for."""
-    if not has_length_stages(config) or UNFINISHED not in checkpoint.files:
-        return []
-    from rlmath.trainer.rollouts.synchronous import resume_problem  # it imports transformers
-
-    changed = progress.reward_fingerprint not in ("", origin.reward)
-    problem = resume_problem(config, total_steps, checkpoint.folder, progress.step, changed)
-    return [] if problem is None else [problem]
 
 
 def _changed_code(config: Config, newest: CheckpointToResume, origin: Origin) -> Iterator[str]:

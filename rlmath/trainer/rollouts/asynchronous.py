@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from rlmath.algorithms.dynamic_sampling import Selection
 from rlmath.algorithms.partial_rollouts import (
     Leaving,
     UnfinishedGroups,
@@ -30,20 +29,18 @@ from rlmath.algorithms.partial_rollouts import (
     room,
     too_old,
 )
-from rlmath.algorithms.types import PartialCompletion, Prompt, ScoredCompletion
+from rlmath.algorithms.types import PartialCompletion, ScoredCompletion
 from rlmath.checkpoint.unfinished_groups import UNFINISHED, write_unfinished
 from rlmath.config.length_curriculum import LengthStage
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs
-from rlmath.data.prompt_curriculum import HISTORY
 from rlmath.distributed.bridge import Mailbox
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.mesh import Mesh
-from rlmath.rollout.collector import Rollout
+from rlmath.rollout.collector import CollectGroups, Rollout
 from rlmath.rollout.generation import (
     Admit,
     Collected,
-    CollectGroups,
     Continue,
     GroupDone,
     Scored,
@@ -52,13 +49,11 @@ from rlmath.rollout.generation import (
     TakeSnapshot,
     WeightsTaken,
 )
-from rlmath.rollout.sampling import RolloutSeed, SamplingSettings
 from rlmath.trainer.rollouts.synchronous import (
     Keep,
     RolloutsWithUnfinished,
     StepRollout,
     staleness_metrics,
-    tokens_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -130,16 +125,9 @@ class EngineConnection:
             found |= one.samples
         return found | {one.draw: one.samples for one in self._done}
 
-    def collect(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingSettings,
-        seed: RolloutSeed,
-        title: str,
-        validates: bool = False,
-    ) -> Rollout:
+    def collect(self, what: CollectGroups) -> Rollout:
         """As `Collector.collect`, by the engines, with the weights that were published last. A collective."""
-        self.send(CollectGroups(prompts, sampling, seed, title, validates))
+        self.send(what)
         return self._shared_answers(Collected, 1)[0].rollout
 
     def score(self, sequences: Sequence[Sequence[int]]) -> dict[int, list[list[float]]]:
@@ -189,12 +177,12 @@ class AsynchronousRollouts(RolloutsWithUnfinished):
         self,
         config: Config,
         inputs: Inputs,
+        total_steps: int,
         connection: EngineConnection,
         vocab_size: int,
-        total_steps: int,
         keep: Keep | None = None,
     ) -> None:
-        super().__init__(config, inputs, vocab_size, total_steps, keep)
+        super().__init__(config, inputs, total_steps, vocab_size, keep)
         self._connection = connection
         self._begun = False
         self._since = time.perf_counter()
@@ -210,41 +198,26 @@ class AsynchronousRollouts(RolloutsWithUnfinished):
         started = time.perf_counter()
         found = self._wait(unfinished, number, stage)
         waited = time.perf_counter() - started
-        if number + 1 == self._total_steps:
-            self._warn_of_groups_left(unfinished)
-        sampled = [self._scored(group) for group in found.groups]
-        self._sampled = sampled
-        selection = Selection(sampled, found.chosen, self._limits.groups_per_step)
+        taken = self._take(number, found, unfinished)
         reports, seconds = self._connection.reports(), time.perf_counter() - self._since
         self._since = time.perf_counter()
-        metrics = {
-            "rollout/groups_in_flight": float(len(unfinished.groups)),
+        metrics = taken.metrics | {
             "rollout/groups_complete": float(sum(group.is_complete for group in unfinished.groups)),
             "rollout/groups_admitted": float(unfinished.next_draw - first),
             "rollout/staleness_waits": float(found.waits),
             "rollout/trainer_busy_share": 1.0 - min(1.0, waited / seconds) if seconds else 1.0,
         }
-        metrics |= staleness_metrics(selection.learned, number, self._limits.max_staleness)
+        metrics |= staleness_metrics(taken.selection.learned, number, self._limits.max_staleness)
         metrics |= engine_report_metrics(reports, len(self._connection.leaders))
-        epoch = number // self._inputs.order.steps_per_epoch
-        scores = [score for group in sampled for score in group.scores]
-        return StepRollout(
-            epoch,
-            selection,
-            rounds=[],
-            scores=scores,
-            sampled_tokens=sum(map(tokens_of, found.groups)),
-            metrics=metrics,
-        )
+        return replace(taken, metrics=metrics)
 
     def files(self) -> dict[str, bytes]:
         """With what the engines are sampling. On rank 0 only."""
-        unfinished = self._unfinished
-        if self._begun:
-            at = self._connection.snapshot()
-            groups = [replace(one, samples=at.get(one.draw, one.samples)) for one in unfinished.groups]
-            unfinished = replace(unfinished, groups=groups)
-        return {UNFINISHED: write_unfinished(unfinished), HISTORY: self.curriculum.file()}
+        if not self._begun:
+            return super().files()
+        at = self._connection.snapshot()
+        groups = [replace(one, samples=at.get(one.draw, one.samples)) for one in self._unfinished.groups]
+        return super().files() | {UNFINISHED: write_unfinished(replace(self._unfinished, groups=groups))}
 
     # ------------------------------------------------------------ parts of a step
 

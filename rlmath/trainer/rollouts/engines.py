@@ -12,41 +12,38 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar
-
-import torch
 
 from rlmath.config import length_curriculum
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs
 from rlmath.distributed.bridge import Bridge, Mailbox
-from rlmath.distributed.collectives import broadcast_from_rank_zero
+from rlmath.distributed.collectives import all_gather_objects, broadcast_from_rank_zero
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.distributed.ranks import local_world_size
 from rlmath.models.build import Actor
 from rlmath.models.offload import RESTING, OffloadSets
-from rlmath.rewards.reward_manager import open_scorer
+from rlmath.rewards.reward_manager import RewardWorkers, open_scorer
 from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.generation import End, NewWeights
 from rlmath.rollout.memory_monitor import MemoryMonitor
 from rlmath.rollout.memory_switch import CPU_COMPARES_EVERY, MemorySwitch
-from rlmath.rollout.weight_sync.logprob_probe import PolicyProbe, Probe
+from rlmath.rollout.weight_sync.logprob_probe import Probe, is_due
 from rlmath.rollout.weight_sync.publish import WeightPublisher
 from rlmath.rollout.weight_sync.reshard_plan import SyncPlan, bucket_bytes, plan_of_engines
 from rlmath.rollout.weight_sync.shard_layouts import TrainingLayout, engine_shapes, training_layout
-from rlmath.rollout.weight_sync.weight_sync import WeightSync, WeightTransfer, raise_if_probe_differs
+from rlmath.rollout.weight_sync.weight_sync import SyncReport, WeightTransfer
 from rlmath.trainer.context import RankContext
 from rlmath.trainer.rollouts.asynchronous import AsynchronousRollouts, EngineConnection
-from rlmath.trainer.rollouts.synchronous import Keep, StepRollouts, step_rollouts
+from rlmath.trainer.rollouts.synchronous import Keep, PartialRollouts, StepRollouts, WholeRollouts
 from rlmath.trainer.validation import GroupCollector
 from rlmath.workers.user_functions import UserFunctionError, scorer_hook
-from rlmath.workers.worker_pool import VerifierPool
 
 logger = logging.getLogger(__name__)
 
@@ -141,18 +138,15 @@ class ColocatedEngines(Engines):
             pool=context.workers,
             scorer=self._scorer,
         )
-        self.rollouts = step_rollouts(
-            config,
-            inputs,
-            collector=self.collector,
-            vocab_size=shape.vocab_size,
-            total_steps=inputs.total_steps,
-            keep=keep,
-        )
+        common = config, inputs, inputs.total_steps, self.collector
+        if config.rollout.tail == "wait":
+            self.rollouts = WholeRollouts(*common, keep)
+        else:
+            self.rollouts = PartialRollouts(*common, shape.vocab_size, keep=keep)
 
     def connect(self, actor: Actor, offload: OffloadSets) -> None:
         config, mesh, device = self._config, self._mesh, self._device
-        transfer = WeightTransfer(
+        self._transfer = WeightTransfer(
             actor.chunks,
             self._shape,
             layout=layout_of(config, self._shape, mesh),
@@ -162,8 +156,9 @@ class ColocatedEngines(Engines):
             bucket_bytes=bucket_bytes(config.sync.bucket_mib, device.kind, mesh.world_size),
             ranks_per_node=broadcast_from_rank_zero(local_world_size()),
         )
-        probe = Probe(actor.forward_backward, self.engine, mesh, probe_length(config))
-        self.sync = WeightSync(transfer, probe, config.sync)
+        longest = probe_length(config)
+        self._probe = Probe(actor.forward_backward, mesh, longest, config.sync, self._engine_scores)
+        self._report: SyncReport | None = None
         monitor = MemoryMonitor(
             int(config.memory.leak_threshold_mib * 2**20),
             config.memory.stop_on_leak,
@@ -171,17 +166,28 @@ class ColocatedEngines(Engines):
             CPU_COMPARES_EVERY if device.kind == "cpu" and not config.memory.stop_on_leak else 1,
         )
         self.switch = MemorySwitch(
-            self.engine, offload, sync=self.sync.run, monitor=monitor, timers=self._timers, device=device
+            self.engine, offload, sync=self._sync, monitor=monitor, timers=self._timers, device=device
         )
 
     def _generating(self, version: int, step: int) -> AbstractContextManager[None]:
         return self.switch.generating(version, step)
 
     def probe(self) -> dict[str, float]:
-        return self.sync.probe_engine()
+        return self._probe.compare()
 
     def metrics(self) -> dict[str, float]:
-        return self.sync.metrics() | self.switch.metrics()
+        assert self._report is not None
+        return self._report.metrics() | self.switch.metrics()
+
+    def _sync(self, step: int) -> None:
+        """Write the weights that step `step` (from 0) samples with; with all steps done, those of the last validation.
+        RuntimeError on all ranks where a checksum was due and differs."""
+        self._report = self._transfer.run(check=is_due(self._config.sync.checksum_every, step))
+        self._probe.score_policy(step)
+
+    def _engine_scores(self, sequences: Sequence[Sequence[int]]) -> dict[int, list[list[float]]]:
+        by_rank = all_gather_objects(self.engine.score(sequences))
+        return {engine: by_rank[engine * self._mesh.engine_size] for engine in range(self._mesh.num_engines)}
 
     def close(self, status: int) -> None:
         self.engine.close()
@@ -207,9 +213,9 @@ class SeparateEngines(Engines):
         self.rollouts = AsynchronousRollouts(
             config,
             inputs,
+            inputs.total_steps,
             connection=self._connection,
             vocab_size=context.shape.vocab_size,
-            total_steps=inputs.total_steps,
             keep=keep,
         )
         self._step = 0
@@ -227,7 +233,10 @@ class SeparateEngines(Engines):
             bridge=self._bridge,
             mailbox=self._mailbox,
         )
-        self._probe = PolicyProbe(actor.forward_backward, self._mesh, probe_length(self._config))
+        longest = probe_length(self._config)
+        self._probe = Probe(
+            actor.forward_backward, self._mesh, longest, self._config.sync, self._connection.score
+        )
         offload.offload(*RESTING)
 
     @contextmanager
@@ -240,13 +249,8 @@ class SeparateEngines(Engines):
         yield
 
     def probe(self) -> dict[str, float]:
-        every = self._config.sync.probe_every
-        if not every or self._step % every:
-            return {}
-        self._probe.score_policy()
-        found = self._connection.score(self._probe.sequences)
-        result = self._probe.compare(found)
-        return raise_if_probe_differs(result, self._step, self._config.sync.probe_threshold)
+        self._probe.score_policy(self._step)
+        return self._probe.compare()
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -263,7 +267,7 @@ class SeparateEngines(Engines):
 # ---------------------------------------------------------------- what both sides derive from the settings
 
 
-def validation_scorer(config: Config, mesh: Mesh) -> VerifierPool | None:
+def validation_scorer(config: Config, mesh: Mesh) -> RewardWorkers | None:
     """The workers of `validation.scorer`, on the first rank of every engine of a run that validates."""
     hook = scorer_hook(config) if length_curriculum.validates(config) and mesh.is_engine_leader else None
     return None if hook is None else open_scorer(hook, config.reward)
@@ -277,13 +281,8 @@ def layout_of(config: Config, shape: ModelShape, mesh: Mesh) -> TrainingLayout:
 def engines_plan(config: Config, shape: ModelShape, mesh: Mesh, device: Device) -> SyncPlan:
     """How weights come from the training ranks, those of `mesh`, to the first engine on ranks of its own."""
     buckets = bucket_bytes(config.sync.bucket_mib, device.kind, mesh.world_size + mesh.engine_ranks)
-    return plan_of_engines(
-        shape, layout_of(config, shape, mesh), mesh, itemsize_of(device.params_dtype), buckets
-    )
-
-
-def itemsize_of(dtype: torch.dtype) -> int:
-    return torch.empty(0, dtype=dtype).element_size()
+    layout = layout_of(config, shape, mesh)
+    return plan_of_engines(shape, layout, mesh, device.params_dtype.itemsize, buckets)
 
 
 def probe_length(config: Config) -> int:

@@ -13,13 +13,13 @@ Every rank computes the same: what the engines sampled is gathered first.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Protocol
 
-from rlmath.algorithms.dynamic_sampling import Chosen, Selection, SelectionRules, choose, choose_all, select
+from rlmath.algorithms.dynamic_sampling import Chosen, Selection, SelectionRules, choose, select
 from rlmath.algorithms.partial_rollouts import (
     Leaving,
     UnfinishedGroup,
@@ -32,7 +32,6 @@ from rlmath.algorithms.types import PartialCompletion, Prompt, Score, ScoredGrou
 from rlmath.checkpoint.unfinished_groups import (
     UNFINISHED,
     read_unfinished,
-    read_unfinished_lengths,
     write_unfinished,
 )
 from rlmath.config.length_curriculum import (
@@ -44,8 +43,9 @@ from rlmath.config.length_curriculum import (
 from rlmath.config.schema import Config, RewardConfig, RolloutConfig, SelectionConfig
 from rlmath.data.dataset import Inputs
 from rlmath.data.prompt_curriculum import HISTORY, PromptCurriculum, rules_of
+from rlmath.data.tokenizer import completion_text
 from rlmath.rewards.several_rewards import compared_rewards
-from rlmath.rollout.collector import Collector, Work, completion_text
+from rlmath.rollout.collector import CollectGroups, Collector, Work
 from rlmath.rollout.sampling import (
     Key,
     RolloutSeed,
@@ -76,74 +76,8 @@ class StepRollout:
     """Of what is in flight."""
 
 
-class StepRollouts(Protocol):
-    """A way to sample."""
-
-    def step(self, number: int, stage: LengthStage) -> StepRollout:
-        """Sample for step `number`, counted from 0, of a length stage. A collective."""
-
-    def commit(self) -> dict[str, float]:
-        """Take what the last step left as the state, and count what it sampled in the prompts' history, whose metrics
-        are returned. A step that fails before leaves the state as it was."""
-
-    def files(self) -> dict[str, bytes]:
-        """What a checkpoint keeps of the state, by file name."""
-
-    def resume(self, folder: Path, steps_done: int, reward_changed: bool) -> None:
-        """Continue from a checkpoint. `reward_changed`: the reward function is another one since. ValueError where the
-        checkpoint's file is damaged."""
-
-    @property
-    def curriculum(self) -> PromptCurriculum:
-        """What draws the prompts, and counts how often they are solved."""
-
-    @property
-    def next_draw(self) -> int:
-        """Draws of the run so far."""
-
-
-def open_curriculum(config: Config, inputs: Inputs) -> PromptCurriculum:
-    """The prompt curriculum of the settings, with the pass rates of `data.history_path`."""
-    ids = [prompt.prompt_id for prompt in inputs.prompts]
-    return PromptCurriculum(inputs.order, ids, rules_of(config.data), inputs.history)
-
-
-def resume_curriculum(curriculum: PromptCurriculum, folder: Path) -> None:
-    """Continue with the history in a checkpoint's folder; older ones have none, and begin without. ValueError where it
-    is damaged."""
-    try:
-        content = (folder / HISTORY).read_bytes()
-    except FileNotFoundError as error:
-        if curriculum.draws_by_rates:
-            raise ValueError(f"{folder}: there is no {HISTORY}, which data.curriculum needs") from error
-        curriculum.forget()
-        return
-    except OSError as error:
-        raise ValueError(f"{folder / HISTORY} cannot be read ({error.strerror})") from error
-    try:
-        curriculum.resume(content)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from error
-
-
 Keep = Callable[[Sequence[ScoredGroup]], list[bool]]
 """Which of some groups a function of the user's learns from; a collective."""
-
-
-def step_rollouts(
-    config: Config,
-    inputs: Inputs,
-    collector: Collector,
-    vocab_size: int,
-    total_steps: int,
-    keep: Keep | None = None,
-) -> StepRollouts:
-    """As `rollout.tail` says."""
-    if config.rollout.tail == "wait":
-        return WholeRollouts(config, inputs, collector, total_steps, keep)
-    return PartialRollouts(
-        config, inputs, collector=collector, vocab_size=vocab_size, total_steps=total_steps, keep=keep
-    )
 
 
 def selection_rules(
@@ -162,24 +96,65 @@ def selection_rules(
     )
 
 
-class WholeRollouts:
+class StepRollouts(ABC):
+    """A way to sample, and its state between steps."""
+
+    next_draw: int
+    """Draws of the run so far."""
+
+    def __init__(self, config: Config, inputs: Inputs, total_steps: int, keep: Keep | None = None) -> None:
+        self._config, self._inputs, self._total_steps = config, inputs, total_steps
+        self._rules = selection_rules(config.selection, config.reward, keep)
+        ids = [prompt.prompt_id for prompt in inputs.prompts]
+        self.curriculum = PromptCurriculum(inputs.order, ids, rules_of(config.data), inputs.history)
+        """What draws the prompts, and counts how often they are solved."""
+        self._sampled: list[ScoredGroup] = []
+        """The groups that the last step took."""
+
+    @abstractmethod
+    def step(self, number: int, stage: LengthStage) -> StepRollout:
+        """Sample for step `number`, counted from 0, of a length stage. A collective."""
+
+    def commit(self) -> dict[str, float]:
+        """Take what the last step left as the state, and count what it sampled in the prompts' history, whose metrics
+        are returned. A step that fails before leaves the state as it was."""
+        return self.curriculum.commit(self._sampled)
+
+    def files(self) -> dict[str, bytes]:
+        """What a checkpoint keeps of the state, by file name."""
+        return {HISTORY: self.curriculum.file()}
+
+    def resume(self, folder: Path, steps_done: int, reward_changed: bool) -> None:
+        """Continue from a checkpoint; older ones have no history, and begin without. `reward_changed`: the reward
+        function is another one since. ValueError where the checkpoint's file is damaged."""
+        try:
+            content = (folder / HISTORY).read_bytes()
+        except FileNotFoundError as error:
+            if self.curriculum.draws_by_rates:
+                raise ValueError(f"{folder}: there is no {HISTORY}, which data.curriculum needs") from error
+            self.curriculum.forget()
+            return
+        except OSError as error:
+            raise ValueError(f"{folder / HISTORY} cannot be read ({error.strerror})") from error
+        try:
+            self.curriculum.resume(content)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from error
+
+
+class WholeRollouts(StepRollouts):
     """Every completion is sampled to its end in the step that began it."""
 
     def __init__(
         self,
         config: Config,
         inputs: Inputs,
-        collector: Collector,
         total_steps: int,
+        collector: Collector,
         keep: Keep | None = None,
     ) -> None:
-        self._config, self._inputs, self._collector = config, inputs, collector
-        self._total_steps = total_steps
-        self._rules = selection_rules(config.selection, config.reward, keep)
-        self.curriculum = open_curriculum(config, inputs)
-        self.next_draw = 0
-        self._sampled: list[ScoredGroup] = []
-        """By the last step."""
+        super().__init__(config, inputs, total_steps, keep)
+        self._collector, self.next_draw = collector, 0
 
     def step(self, number: int, stage: LengthStage) -> StepRollout:
         """The step's own prompts, and then those that dynamic sampling asks for."""
@@ -194,7 +169,7 @@ class WholeRollouts:
             if not prompts:
                 return []
             title = f"step {number + 1}/{self._total_steps}"
-            rollout = self._collector.collect(prompts, sampling, seed, title)
+            rollout = self._collector.collect(CollectGroups(prompts, sampling, seed, title))
             rounds.append(rollout.engines)
             return rollout.groups
 
@@ -204,14 +179,8 @@ class WholeRollouts:
         self._sampled, self.next_draw = selection.sampled, (number + 1) * order.prompts_per_step
         return StepRollout(number // order.steps_per_epoch, selection, rounds, scores, tokens)
 
-    def commit(self) -> dict[str, float]:
-        return self.curriculum.commit(self._sampled)
-
-    def files(self) -> dict[str, bytes]:
-        return {HISTORY: self.curriculum.file()}
-
     def resume(self, folder: Path, steps_done: int, reward_changed: bool) -> None:
-        resume_curriculum(self.curriculum, folder)
+        super().resume(folder, steps_done, reward_changed)
         self.next_draw = steps_done * self._inputs.order.prompts_per_step
         if (folder / HISTORY).exists():
             self.curriculum.require_draws(self.next_draw, ())
@@ -228,31 +197,26 @@ class Rounds:
     """Sampled tokens that were prefilled again."""
 
 
-class RolloutsWithUnfinished:
+class RolloutsWithUnfinished(StepRollouts):
     """The state of ways to sample that leave groups in flight between steps."""
 
     def __init__(
         self,
         config: Config,
         inputs: Inputs,
-        vocab_size: int,
         total_steps: int,
+        vocab_size: int,
         keep: Keep | None = None,
     ) -> None:
-        self._config, self._inputs = config, inputs
-        self._vocab_size, self._total_steps = vocab_size, total_steps
-        self._rules = selection_rules(config.selection, config.reward, keep)
-        self._limits = unfinished_rules(config)
+        super().__init__(config, inputs, total_steps, keep)
+        self._vocab_size, self._limits = vocab_size, unfinished_rules(config)
         self._unfinished = self._after = UnfinishedGroups()
         """The state, and what the last step left."""
         self._choices: dict[int, Chosen] = {}
         """By draw: what is learned from of complete groups in flight."""
-        self.curriculum = open_curriculum(config, inputs)
-        self._sampled: list[ScoredGroup] = []
-        """What left the unfinished groups in the last step."""
 
     @property
-    def next_draw(self) -> int:
+    def next_draw(self) -> int:  # type: ignore[override]
         return self._unfinished.next_draw
 
     def commit(self) -> dict[str, float]:
@@ -262,10 +226,10 @@ class RolloutsWithUnfinished:
         return self.curriculum.commit(self._sampled, {group.draw for group in self._unfinished.groups})
 
     def files(self) -> dict[str, bytes]:
-        return {UNFINISHED: write_unfinished(self._unfinished), HISTORY: self.curriculum.file()}
+        return super().files() | {UNFINISHED: write_unfinished(self._unfinished)}
 
     def resume(self, folder: Path, steps_done: int, reward_changed: bool) -> None:
-        resume_curriculum(self.curriculum, folder)
+        super().resume(folder, steps_done, reward_changed)
         self._choices.clear()
         stages = length_stages(self._config, self._total_steps)
         stage = length_stage_at(stages, steps_done - 1)
@@ -289,7 +253,7 @@ class RolloutsWithUnfinished:
             (folder / UNFINISHED).read_bytes(),
             rollout.group_size,
             self._vocab_size,
-            lambda token_ids: completion_text(tokenizer, token_ids),
+            lambda token_ids, stopped: completion_text(tokenizer, token_ids, stopped),
         )
         self.curriculum.require_draws(unfinished.next_draw, [group.draw for group in unfinished.groups])
         # Engines on ranks of their own may have begun to sample with the weights of the checkpoint already.
@@ -319,10 +283,20 @@ class RolloutsWithUnfinished:
             self._choices[group.draw] = choose(self._scored(group), self._rules)
         return self._choices[group.draw]
 
-    def _warn_of_groups_left(self, unfinished: UnfinishedGroups) -> None:
-        if unfinished.groups:
+    def _take(self, number: int, found: Leaving, left: UnfinishedGroups) -> StepRollout:
+        """What step `number` learns from, with `rollout/groups_in_flight` as its only metric; `left` stays."""
+        self._sampled = sampled = [self._scored(group) for group in found.groups]
+        if number + 1 == self._total_steps and left.groups:
             text = "%d groups that were drawn are not learned from: the run has fewer steps than when it drew them"
-            logger.warning(text, len(unfinished.groups))
+            logger.warning(text, len(left.groups))
+        return StepRollout(
+            number // self._inputs.order.steps_per_epoch,
+            Selection(sampled, found.chosen, self._limits.groups_per_step),
+            rounds=[],
+            scores=[score for group in sampled for score in group.scores],
+            sampled_tokens=sum(map(tokens_of, found.groups)),
+            metrics={"rollout/groups_in_flight": float(len(left.groups))},
+        )
 
 
 class PartialRollouts(RolloutsWithUnfinished):
@@ -333,12 +307,12 @@ class PartialRollouts(RolloutsWithUnfinished):
         self,
         config: Config,
         inputs: Inputs,
+        total_steps: int,
         collector: Collector,
         vocab_size: int,
-        total_steps: int,
         keep: Keep | None = None,
     ) -> None:
-        super().__init__(config, inputs, vocab_size, total_steps, keep)
+        super().__init__(config, inputs, total_steps, vocab_size, keep)
         self._collector = collector
 
     def step(self, number: int, stage: LengthStage) -> StepRollout:
@@ -347,32 +321,16 @@ class PartialRollouts(RolloutsWithUnfinished):
         before, rounds = self._unfinished, Rounds()
         unfinished = self._after = replace(before, groups=list(before.groups))
         found = self._advance(unfinished, number, stage, rounds)
-        sampled = [self._scored(group) for group in found.groups]
-        self._sampled = sampled
-        selection = Selection(sampled, found.chosen, self._limits.groups_per_step)
-        metrics = {
-            "rollout/groups_in_flight": float(len(unfinished.groups)),
-            "rollout/rounds": float(found.rounds),
-        }
+        taken = self._take(number, found, unfinished)
+        metrics = taken.metrics | {"rollout/rounds": float(found.rounds)}
         if self._config.rollout.tail == "carry":
-            metrics |= carry_metrics(unfinished, selection.learned, number, self._limits.max_staleness)
+            metrics |= carry_metrics(unfinished, taken.selection.learned, number, self._limits.max_staleness)
             metrics["rollout/staleness_waits"] = float(found.waits)
             metrics["rollout/prefilled_again_tokens"] = float(rounds.prefilled_again)
         else:
             longest = slice_tokens(stage.config.rollout)
             metrics |= defer_metrics(unfinished, found.groups, rounds.new_tokens, longest)
-        if number + 1 == self._total_steps:
-            self._warn_of_groups_left(unfinished)
-        epoch = number // self._inputs.order.steps_per_epoch
-        scores = [score for group in sampled for score in group.scores]
-        return StepRollout(
-            epoch,
-            selection,
-            rounds=rounds.usages,
-            scores=scores,
-            sampled_tokens=rounds.new_tokens,
-            metrics=metrics,
-        )
+        return replace(taken, rounds=rounds.usages, sampled_tokens=rounds.new_tokens, metrics=metrics)
 
     def _advance(
         self, unfinished: UnfinishedGroups, number: int, stage: LengthStage, rounds: Rounds
@@ -445,25 +403,6 @@ class PartialRollouts(RolloutsWithUnfinished):
             row = first + len(work) if begun else first
             work.append(Work(prompt, continued(requests[g], (row, g), so_far, length), so_far))
         return [[one] for one in work] if begun else [work]
-
-
-def resume_problem(
-    config: Config, total_steps: int, folder: Path, steps_done: int, reward_changed: bool
-) -> str | None:
-    """What `RolloutsWithUnfinished.resume` will refuse of a checkpoint's groups in flight, as far as lengths and
-    scores show, before anything is started. A file that is damaged is no problem here, as its checkpoint is skipped."""
-    try:
-        groups = read_unfinished_lengths(folder / UNFINISHED)
-    except (OSError, ValueError):
-        return None
-    if reward_changed:
-        groups = [unscored(group, steps_done) for group in groups]
-    rules, prompt = selection_rules(config.selection, config.reward), Prompt("", "", (), (), "")
-    complete = [group.scored(prompt) for group in groups if group.is_complete]
-    wanted = len(groups) - len(complete)
-    if rules.dynamic != "function":  # which of them it keeps is known when its worker is there
-        wanted += sum(one.dropped is None for one in choose_all(complete, rules))
-    return unfinished_problem(config, total_steps, steps_done, wanted)
 
 
 def unscored(group: UnfinishedGroup, steps_done: int) -> UnfinishedGroup:

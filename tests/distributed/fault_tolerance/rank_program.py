@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rlmath.config.schema import RunConfig
-from rlmath.distributed.collectives import max_over_ranks
+from rlmath.distributed.collectives import reduce_over_ranks
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, SAVED_AND_STOPPED, write_exit_status
 from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
 from rlmath.distributed.fault_tolerance.preemption import REASONS, StopRequest, launcher_advice
@@ -52,7 +52,7 @@ def walk(heartbeat: Heartbeat, stop: StopRequest, folder: Path, behaviour: str) 
         with timers.phase("update"):
             dist.all_reduce(torch.ones(1))
         (folder / f"step-{RANK}").write_text(str(step))
-        asked = max_over_ranks({"stop": float(REASONS.index(stop.requested))})
+        asked = reduce_over_ranks({}, {"stop": float(REASONS.index(stop.requested))})[1]
         if asked["stop"]:
             with timers.phase("save"):
                 if behaviour == "slow save":

@@ -11,7 +11,7 @@ from rlmath.workers.worker_pool import VerifierPool
 from tests.workers.test_worker_pool import is_alive, wait_until
 
 SOURCE = """
-import os, sys, threading, time
+import os, sys, time
 
 def by_length(completion, solutions, row):
     return -abs(len(completion) - int(solutions[0])), {"level": row["level"], "id": len(row["query_id"])}
@@ -28,12 +28,6 @@ def not_a_number(completion, solutions, row):
 def slow(completion, solutions, row):
     while completion == "slow":
         time.sleep(0.01)
-    return 1.0
-
-lock = threading.Lock()
-
-def keeps_the_lock(completion, solutions, row):
-    lock.acquire()
     return 1.0
 
 def echo(completion, solutions, row):
@@ -193,13 +187,6 @@ def test_a_hanging_answer_costs_no_answer_that_waits(folder):
     with VerifierPool(2, 1.0, function="my_rewards:slow") as pool:
         results = pool.results([pool.call(text, [], ROW) for text in asked])
     assert [one.failure for one in results] == ["timeout" if text == "slow" else None for text in asked]
-
-
-def test_an_answer_that_hangs_because_of_one_before_it_is_scored_again(folder):
-    """The first one takes a lock and keeps it."""
-    with VerifierPool(1, 1.0, function="my_rewards:keeps_the_lock") as pool:
-        results = pool.results([pool.call("x", [], ROW) for _ in range(3)])
-    assert [one.reward for one in results] == [1.0] * 3
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,56 @@
+"""What is wrong with a run, as far as its settings and the names and manifests of files show: no prompt is read, no
+GPU, hub or torch is asked. For what starts a run elsewhere, or before it starts its ranks; their start checks the rest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlmath.config.help import nearest_path
+from rlmath.config.hub import hub_ids, is_hub_id
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config
+from rlmath.models.hf_config import planned_shape
+from rlmath.planning.checks import device_problems, file_problems, run_problems
+from rlmath.planning.memory_estimate import Kind
+from rlmath.run.recovery.resume import changes_since_newest
+from rlmath.run.run_dir import folder_problems
+
+
+def early_problems(config: Config, ranks: int, kind: Kind) -> Iterator[str]:
+    """Problems of settings, model, files and the run's folder. A model on the hub has no shape yet."""
+    shape: ModelShape | None = None
+    if is_hub_id(config.model.path):
+        hub_ids(config)
+    elif missing := list(missing_problems("model.path", config.model.path)):
+        yield from missing
+    else:
+        found = planned_shape(config.model.path)
+        shape = found.shape
+        yield from found.problems
+    yield from run_problems(config, ranks, shape, kind)
+    yield from file_problems(config, kind)
+    if config.run.device == "cpu" and shape is not None:
+        yield from device_problems(config, shape, on_gpu=False, kind=kind)
+    yield from _output_problems(config)
+
+
+def missing_problems(setting: str, path: str) -> Iterator[str]:
+    if not os.path.exists(path):
+        yield f'{setting}: there is no "{path}".{nearest_path(Path(path))}'
+
+
+def _output_problems(config: Config) -> Iterator[str]:
+    """What a checkpoint compares by its contents, model and data, is left to the run's start."""
+    folder, changes = config.run.output_dir, None
+    try:
+        changes = changes_since_newest(config)
+    except ValueError as error:
+        yield f'run.output_dir "{folder}": {error}'
+        return
+    for change in changes or []:
+        yield f'the run in "{folder}" cannot go on with other settings: {change}. Give another run.output_dir.'
+    for problem in folder_problems(folder, config, 0, resumes=changes is not None):
+        yield f'run.output_dir "{folder}": {problem}'

@@ -1,0 +1,105 @@
+"""The command line of a program of several ranks, and how a mistake of the user's ends all ranks alike.
+
+Nothing that is imported here loads torch: `--help` and plain mistakes are answered before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import logging
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+
+from rlmath.config.load import make_parser
+from rlmath.config.terminal import visible
+from rlmath.distributed.fault_tolerance import exit_codes
+from rlmath.distributed.ranks import environment_rank
+from rlmath.run.run_dir import sole_user
+from rlmath.telemetry.console import setup_logging
+
+logger = logging.getLogger(__name__)
+
+OTHER_RANKS_WAIT_SECONDS = 10.0
+FIRST_RANK_WAIT_SECONDS = 5.0
+"""How long the first rank of a node, which has logged a mistake, waits until the others have found it, too."""
+MOST_STATUS_CHARACTERS = 2000
+"""Of a message that the exit status keeps: a refusal lists all problems."""
+
+
+def read_command_line(
+    description: str, argv: Sequence[str] | None = None, keys: Collection[str] | None = None
+) -> argparse.Namespace:
+    """The words of a training program: `config`, `overrides`, `dry_run` and `ranks`. `--help` lists all settings, or
+    those of `keys`."""
+    parser = make_parser(description, keys)
+    dry_run_help = "check the settings and print the plan; nothing is started or written"
+    parser.add_argument("--dry-run", action="store_true", help=dry_run_help)
+    ranks_help = "ranks of this run; default: one for each GPU, on CPU the least that the layout takes"
+    parser.add_argument("--ranks", type=int, help=ranks_help)
+    with mistakes_end_all_ranks():
+        given = parser.parse_intermixed_args(argv)
+        if given.ranks is not None and not given.dry_run:
+            parser.error("--ranks is for rlmath train and --dry-run; under torchrun it is --nproc-per-node.")
+    return given
+
+
+@contextmanager
+def mistakes_end_all_ranks() -> Iterator[None]:
+    """Around the parsing of a command line: only rank 0 prints its help or its mistake, and a mistake ends the ranks as
+    in `log_mistake`."""
+    try:
+        with ExitStack() as stack:
+            if environment_rank() != 0:
+                stack.enter_context(redirect_stdout(io.StringIO()))
+                stack.enter_context(redirect_stderr(io.StringIO()))
+            yield
+    except SystemExit as ended:
+        if ended.code == exit_codes.MISTAKE:
+            message = str(ended.__cause__ or "the command line has a mistake, which is printed above")
+            let_first_rank_end(message, show=lambda: None)
+        raise
+
+
+def set_up_rank_logging() -> None:
+    """`setup_logging` for this process's rank."""
+    setup_logging(environment_rank())
+
+
+# ---------------------------------------------------------------- how a program ends
+
+
+def record_exit(output_dir: str | Path | None, status: int, message: str) -> None:
+    """Rank 0 writes a message's first line, or the list of a user's mistakes, into the folder's exit status; not into a
+    folder that does not exist (None: not known), nor into one that another program uses."""
+    if environment_rank() != 0 or output_dir is None:
+        return
+    with suppress(ValueError, OSError):
+        if Path(output_dir).is_dir():
+            with sole_user(output_dir):
+                text = visible(message)
+                if status != exit_codes.MISTAKE:
+                    text = text.partition("\n")[0]
+                cut = (
+                    text if len(text) <= MOST_STATUS_CHARACTERS else f"{text[:MOST_STATUS_CHARACTERS]} [...]"
+                )
+                exit_codes.write_exit_status(output_dir, status, cut)
+
+
+def log_mistake(error: Exception) -> None:
+    """The first rank of each node logs first, and is in torchrun's report: it ends the others as soon as one has ended.
+    What only another rank sees is logged after a wait."""
+    message = str(error)
+    let_first_rank_end(message, show=lambda: logger.error("%s", message))
+
+
+def let_first_rank_end(message: str, show: Callable[[], None]) -> None:
+    is_first = os.environ.get("LOCAL_RANK", str(environment_rank())) == "0"
+    if not is_first:
+        exit_codes.wait_for_torchrun(OTHER_RANKS_WAIT_SECONDS)
+    show()
+    exit_codes.report_to_torchrun(message)
+    if is_first:
+        exit_codes.wait_for_waiting_ranks(FIRST_RANK_WAIT_SECONDS)

@@ -1,0 +1,190 @@
+"""Calls of the user's functions in their workers, and what comes back. See `rlmath.workers.hooks` for the kinds.
+
+A reward function returns a number, at most MAX_REWARD, or a number and metrics, which are averaged over a step and
+logged as `reward/own/<name>`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+import traceback
+from collections.abc import Callable, Mapping, MappingView, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from rlmath.workers.hooks import Group
+
+MAX_METRICS = 50
+"""Most metrics of one completion; further ones are left out."""
+MAX_NAME_CHARS = 100
+MAX_REWARD = 1e30
+"""Most of a reward's absolute value: its square, and a sum of many, is still a number."""
+MAX_MESSAGE_CHARS = 500
+MAX_TRACE_CHARS = 1500
+"""Longest message with the last lines of its traceback."""
+MAX_TRACE_FRAMES = 3
+MAX_RESULT_CHARS = 12 * 2**20
+"""Longest result as JSON."""
+UNORDERED = (Set, Mapping, MappingView, str)
+"""Types whose elements are in no order, or are none of ours."""
+
+
+@dataclass(frozen=True)
+class FunctionResult:
+    """The result of the reward function for one completion."""
+
+    reward: float
+    metrics: tuple[tuple[str, float], ...] = ()
+    failure: str | None = None
+    """"timeout" or "error" if it returned no reward; `reward` is then 0."""
+    message: str = ""
+    """The error message of a failure, and the last lines of its traceback."""
+    queue_seconds: float = 0.0
+    """How long the answer waited for a worker."""
+
+
+@dataclass(frozen=True)
+class HookResult:
+    """The result of one call of a function of another kind."""
+
+    value: Any = None
+    failure: str | None = None
+    """"timeout" or "error" if it returned nothing that its kind may return."""
+    message: str = ""
+    """The error message of a failure, and the last lines of its traceback."""
+
+
+def result_of(reply: Mapping[str, Any]) -> FunctionResult:
+    """The result of a reward function or a scorer as it came from its process, or a failure of that process."""
+    failure, message = reply["failure"], reply.get("message", "")
+    reward, metrics = (0.0, ()) if failure else reply["value"]
+    named = tuple((name, value) for name, value in metrics)
+    return FunctionResult(reward, named, failure, message=message, queue_seconds=reply["queue_seconds"])
+
+
+def hook_result_of(reply: Mapping[str, Any]) -> HookResult:
+    """The result of a function of another kind as it came from its process, or a failure of that process."""
+    return HookResult(reply.get("value"), reply["failure"], reply.get("message", ""))
+
+
+# ---------------------------------------------------------------- in the worker
+
+
+def call_function(kind: str, function: Callable, arguments: Sequence[Any]) -> dict[str, Any]:
+    """Call a function; the reply to the pool."""
+    given = [Group(**one) for one in arguments] if kind == "selection" else list(arguments)
+    if kind == "metric":
+        given = [[Group(**group) for group in arguments[0]]]
+    shape = (
+        [len(row) for row in arguments[0]] if kind == "advantage" else []
+    )  # the function may change its lists
+    try:
+        returned = function(*given)
+    except (Exception, SystemExit) as error:
+        return {"failure": "error", "message": _with_trace(error)}
+    try:
+        value = checked_value(kind, returned, shape)
+        size = len(json.dumps(value))
+        if size > MAX_RESULT_CHARS:
+            raise ValueError(f"that is {size} characters as JSON, more than {MAX_RESULT_CHARS}")
+    except Exception as error:  # the conversions may be the user's, too
+        message = f"{str(error)[:MAX_MESSAGE_CHARS]}; it returned {reprlib.repr(returned)}"
+        return {"failure": "error", "message": message[:MAX_MESSAGE_CHARS]}
+    return {"failure": None, "value": value}
+
+
+def _with_trace(error: BaseException) -> str:
+    """An exception of the function, and where it was raised; the call itself is left out."""
+    message = f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS]
+    frames = traceback.extract_tb(error.__traceback__)[1:][-MAX_TRACE_FRAMES:]
+    return "\n".join([message, *"".join(traceback.format_list(frames)).splitlines()])[:MAX_TRACE_CHARS]
+
+
+def checked_value(kind: str, returned: Any, shape: Sequence[int] = ()) -> Any:
+    """What a function returned, as plain data; an exception where its kind returns something else. `shape` has the
+    lengths of the lists that an advantage returns."""
+    if kind in ("reward", "scorer"):
+        return _reward(returned, with_metrics=kind == "reward")
+    if kind == "data_form":
+        if returned is not None and not isinstance(returned, dict):
+            raise ValueError('needed: None, or a dict with "prompt" and "solutions"')
+        return returned
+    if kind == "template":
+        if not isinstance(returned, str) and not _are_messages(returned):
+            raise ValueError('needed: a text, or a list of messages {"role": ..., "content": ...}')
+        return returned
+    if kind == "selection":
+        if returned not in (True, False):
+            raise ValueError("needed: True or False")
+        return bool(returned)
+    if kind == "advantage":
+        return _advantages(returned, list(shape))
+    assert kind == "metric", kind
+    named = dict(returned) if isinstance(returned, dict) else {"value": returned}
+    numbers = {str(name): float(value) for name, value in named.items()}
+    if len(numbers) > MAX_METRICS:
+        raise ValueError(f"needed: at most {MAX_METRICS} numbers, got {len(numbers)}")
+    _check_numbers(0.0, numbers)
+    return numbers if isinstance(returned, dict) else numbers["value"]
+
+
+def _reward(returned: Any, with_metrics: bool) -> tuple[float, list[tuple[str, float]]]:
+    reward, metrics = returned if isinstance(returned, tuple) else (returned, {})
+    if metrics and not with_metrics:
+        raise ValueError("needed: true, false or a number; it returned metrics, too")
+    try:
+        numbers = {str(name): float(value) for name, value in list(metrics.items())[:MAX_METRICS]}
+        reward = float(reward)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{what}; needed: a number, or a number and a dict of numbers") from error
+    _check_numbers(reward, numbers)
+    return reward, list(numbers.items())
+
+
+def _advantages(returned: Any, shape: list[int]) -> list[list[float]]:
+    groups = None if isinstance(returned, UNORDERED) else list(returned)
+    if groups is None or any(isinstance(row, UNORDERED) for row in groups):
+        raise ValueError("needed: a list of lists of numbers, in the order of the rewards")
+    rows = [[float(one) for one in row] for row in groups]
+    if (lengths := [len(row) for row in rows]) != shape:
+        raise ValueError(f"needed: lists of {_lengths(shape)} numbers, got {_lengths(lengths)}")
+    if not all(abs(one) <= MAX_REWARD for row in rows for one in row):
+        raise ValueError(f"needed: numbers from -{MAX_REWARD:g} to {MAX_REWARD:g}")
+    return rows
+
+
+def _check_numbers(reward: float, metrics: Mapping[str, float]) -> None:
+    """ValueError for numbers that are not finite, and for names that cannot be logged."""
+    if not abs(reward) <= MAX_REWARD:
+        raise ValueError(f"the reward must be a number from -{MAX_REWARD:g} to {MAX_REWARD:g}")
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            raise ValueError(f"the metric {name!a} must be finite")
+        # What can be printed is valid Unicode: no half of a surrogate pair, control or escape.
+        if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable() or name != name.strip():
+            shown = f"{name[:MAX_NAME_CHARS]!a}"
+            raise ValueError(f"the metric name {shown} must be 1 to {MAX_NAME_CHARS} printable characters")
+
+
+def _are_messages(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(one, dict)
+            and one.keys() == {"role", "content"}
+            and all(isinstance(text, str) for text in one.values())
+            for one in value
+        )
+    )
+
+
+def _lengths(found: Sequence[int]) -> str:
+    """
+    >>> _lengths([8, 8, 7])
+    '8, 8, 7'
+    """
+    return ", ".join(map(str, found[:8])) + (" ..." if len(found) > 8 else "")

@@ -1,0 +1,130 @@
+"""Chat templates in the manner of published models, written anew, and a tokenizer that has their marks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+_SYSTEM = "{% if messages[0].role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
+_CHATML_TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+_ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n"
+_QWEN3 = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{% if m.role != 'assistant' %}"
+    + _CHATML_TURN
+    + "{% else %}"
+    "{% set thought = m.content.split('</think>')[0].split('<think>')[-1] if '</think>' in m.content else '' %}"
+    "{% set thought = thought.strip('\n') %}"
+    "{% set said = m.content.split('</think>')[-1].lstrip('\n') %}<|im_start|>assistant\n"
+    "{% if loop.index0 > ns.last and (loop.last or thought) %}<think>\n{{ thought }}\n</think>\n\n{% endif %}"
+    "{{ said }}<|im_end|>\n{% endif %}{% endfor %}"
+)
+
+
+@dataclass(frozen=True)
+class Chat:
+    template: str
+    end: str
+    """Of the assistant's turn."""
+    takes_system: bool = True
+    eos: str = "<|endoftext|>"
+
+
+CHATS = {
+    "llama3": Chat(
+        "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+        "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+        "<|eot_id|>",
+    ),
+    "mistral": Chat(
+        "<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% elif m.role == 'assistant' %}"
+        " {{ m.content | trim }}</s>{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}",
+        "</s>",
+        takes_system=False,
+        eos="</s>",
+    ),
+    "qwen2.5": Chat(
+        _SYSTEM + "{% for m in messages %}" + _CHATML_TURN + "{% endfor %}" + _ASK + "{% endif %}",
+        "<|im_end|>",
+    ),
+    "smollm2": Chat(
+        _SYSTEM.replace("You help.", "You are SmolLM.")
+        + "{% for m in messages %}"
+        + _CHATML_TURN
+        + "{% endfor %}"
+        + _ASK
+        + "{% endif %}",
+        "<|im_end|>",
+        eos="<|im_end|>",
+    ),
+    "qwen3": Chat(
+        _QWEN3
+        + _ASK
+        + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+        "{% endif %}",
+        "<|im_end|>",
+    ),
+    "qwen3-thinking": Chat(_QWEN3 + _ASK + "<think>\n{% endif %}", "<|im_end|>"),
+    "phi": Chat(
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+        "<|end|>",
+    ),
+    "gemma": Chat(
+        "<bos>{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+        "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
+        "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+        "<end_of_turn>",
+        takes_system=False,
+    ),
+    "r1-distill": Chat(
+        "<｜begin▁of▁sentence｜>{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}"
+        "{% elif m.role == 'assistant' %}<｜Assistant｜>{{ m.content.split('</think>')[-1] }}<｜end▁of▁sentence｜>"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}",
+        "<｜end▁of▁sentence｜>",
+        eos="<｜end▁of▁sentence｜>",
+    ),
+}
+"""R1-Distill's takes the thinking out of every answer, so that none of them continues its prompt."""
+
+MARKS = [
+    *(
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|begin_of_text|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+    ),
+    *(
+        "<|eot_id|>",
+        "<s>",
+        "</s>",
+        "<|user|>",
+        "<|assistant|>",
+        "<|system|>",
+        "<|end|>",
+        "<bos>",
+        "<start_of_turn>",
+    ),
+    *("<end_of_turn>", "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
+]
+
+
+def chat_tokenizer(name: str, special_thinking: bool = False) -> PreTrainedTokenizerFast:
+    """Bytes and marks; `<think>` and `</think>` are special tokens, added ones or text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={one: index for index, one in enumerate(alphabet)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([AddedToken(mark, normalized=False) for mark in MARKS])
+    if special_thinking:
+        inner.add_special_tokens(["<think>", "</think>"])
+    found = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=CHATS[name].eos)
+    found.chat_template = CHATS[name].template
+    return found
