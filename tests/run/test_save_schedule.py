@@ -12,8 +12,6 @@ from rlmath.checkpoint.manager import CheckpointManager
 from rlmath.config.schema import Config, RunConfig, SaveConfig, StagesConfig, ValidationConfig
 from rlmath.data.order import PromptOrder, Rollback
 from rlmath.distributed.mesh import Mesh
-from rlmath.distributed.process import library_versions
-from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.run.recovery.checkpointing import Checkpointer
 from rlmath.run.recovery.resume import Origin
 from rlmath.run.recovery.save_schedule import (
@@ -67,52 +65,29 @@ def test_a_checkpoint_says_where_the_run_stands() -> None:
     vars(checkpointer).update(
         _trainer=trainer, _divergence=divergence, _origin=Origin("model", "data", "reward", "hooks")
     )
-    assert checkpointer._progress(13) == Progress(
-        step=13,
-        epoch=2,
-        position=3 * 4,
-        updates=31,
-        syncs=13,
-        layout="TP2 x PP2 x DP2",
-        world_size=8,
-        optimizer_tensors=(),
-        random_states=(),
-        model_fingerprint="model",
-        data_fingerprint="data",
-        reward_fingerprint="reward",
-        hooks_fingerprint="hooks",
-        versions=library_versions(),
-        discarded_steps=37,
-        learned_step=38,
-        critic_updates=32,
-        cpu_sampler=CPU_SAMPLER_VERSION,
-        good_step=39,
-        rewards=(0.4, 0.5),
-        rollback_steps=(33, 35),
-        rollback_draw_steps=(34, 36),
-    )
+    found = checkpointer._progress(13)
+    assert (found.step, found.epoch, found.position, found.updates, found.syncs) == (13, 2, 12, 31, 13)
+    assert (found.critic_updates, found.discarded_steps) == (32, 37)
+    assert (found.learned_step, found.good_step, found.rewards) == (38, 39, (0.4, 0.5))
+    assert (found.rollback_steps, found.rollback_draw_steps) == ((33, 35), (34, 36))
+    assert (found.layout, found.world_size) == ("TP2 x PP2 x DP2", 8)
+    of = found.model_fingerprint, found.data_fingerprint, found.reward_fingerprint, found.hooks_fingerprint
+    assert of == ("model", "data", "reward", "hooks")
 
 
 def test_what_a_save_keeps_follows_from_the_best_rewards_too(tmp_path: Path) -> None:
     """The policy learned in step 9, and its best rewards were those up to step 4: checkpoints before 5 are sound."""
-    progress = Progress(
-        13, 0, 0, 31, 13, "", 1, (), (), "", "", {}, discarded_steps=2, learned_step=9, good_step=4
-    )
+    progress = Progress(13, 0, 0, 31, 13, "", 1, (), (), "", "", {}, learned_step=9, good_step=4)
     manager = object.__new__(CheckpointManager)
     vars(manager).update(
         _root=tmp_path,
         _unfinished=None,
         _state=lambda progress: ({}, progress),
-        _room_for=lambda state, beside: "no room",
+        _room_for=lambda *given: "no room",
         _give_up=lambda error: manager._unfinished,
     )
     save: Any = manager.start(progress, True, "")
-    assert (save.partial.name, save.step, save.kept, save.learned_step) == (
-        "step-000013.partial",
-        13,
-        True,
-        5,
-    )
+    assert (save.step, save.kept, save.learned_step) == (13, True, 5)
 
 
 def test_models_of_stages_and_the_best_one_count_until_they_are_there(

@@ -6,18 +6,16 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
-from rlmath.config.hub import HubFailedError
 from rlmath.config.load import load_config
 from rlmath.distributed import process
 from rlmath.distributed.device_kind import CUDA_DEFAULTS
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE, read_exit_status
 from rlmath.distributed.ranks import RankReport
 from rlmath.distributed.rendezvous import Route, prefer_for_gloo, route_to
-from rlmath.run import command_line, startup
+from rlmath.run import command_line
 from rlmath.run.command_line import record_exit
 from rlmath.run.nodes import (
     CLOCK_SECONDS,
@@ -27,7 +25,6 @@ from rlmath.run.nodes import (
     labelled,
     node_lines,
 )
-from rlmath.run.program import load_grpo
 from rlmath.run.startup import prepare_grpo, prepare_sft
 from tests.programs import run
 
@@ -159,22 +156,6 @@ def test_the_exit_status_keeps_the_list_of_mistakes(tmp_path: Path) -> None:
     assert read_exit_status(tmp_path).message == "x" * 2000 + " [...]"
     record_exit(tmp_path, FAILURE, "lost\nits stack")
     assert read_exit_status(tmp_path).message == "lost"
-
-
-@pytest.mark.parametrize(("error", "status"), [(ValueError, MISTAKE), (HubFailedError, FAILURE)])
-def test_a_network_that_fails_is_no_mistake_of_the_users(
-    monkeypatch: pytest.MonkeyPatch, error: type[Exception], status: int
-) -> None:
-    """Who starts runs again tells the two apart by the exit status."""
-
-    def fails() -> NoReturn:
-        raise error("no answer")
-
-    monkeypatch.setattr(startup, "set_up_rank_logging", lambda: None)
-    monkeypatch.setattr(startup, "end_at_interrupt", lambda rank: None)
-    for name in startup.LAUNCHER_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    assert startup.start(fails, prepare_grpo, load_grpo) == status
 
 
 @pytest.mark.parametrize("program", ["train_grpo.py", "train_sft.py"])
