@@ -53,6 +53,7 @@ DISTINCT = Config(
         train_weights=[1.25, 0.75],
         format="dapo",
         template="orz",
+        chat_template_kwargs=["enable_thinking=false"],
         prompts_per_step=109,
         max_prompt_tokens=110,
         max_unusable_share=0.111,

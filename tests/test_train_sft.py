@@ -80,7 +80,7 @@ def test_a_run_tells_its_numbers_and_leaves_a_model(arithmetic: Path, whole: Pat
     assert re.search(r" step 4/4 loss \d+\.\d{4} held-out \d+\.\d{4} .*s left 0:00\n", console)
     assert not re.search(r"group_size=|kl_coef=", console), "what has no effect"
     log = (whole / "run.log").read_text()
-    assert "Epoch 1/1 step 4/4 (global step 4) finishes." in log and "train/loss: " in log
+    assert "INFO: step 4/4 loss " in log
     assert list((whole / "tensorboard").iterdir())
     summary = json.loads((whole / "summary.json").read_text())
     assert summary["steps"] == STEPS and summary["held_out"]["held_out/loss"] == found[-1]["held_out/loss"]

@@ -131,25 +131,6 @@ def whole_numbers(reals: RealSet) -> tuple[int | None, int | None]:
     return ends[0], ends[1]
 
 
-def line_of(relation: Relation) -> tuple[Expr, ...] | None:
-    """The point with parameter t of a line's symmetric equations, `(x - 1)/2 = (y - 2)/3 = z`, else None."""
-    sides = [relation_side(side) for side in relation.sides]
-    if sides[-1] in (Sym("t"), Sym("s"), Sym("lambda")):
-        sides.pop()
-    found = [None if side is None else linear(side) for side in sides]
-    letters = [one[0] for one in found if one is not None]
-    if (
-        set(relation.ops) != {"="}
-        or len(letters) < len(sides)
-        or letters not in (["x", "y"], ["x", "y", "z"])
-    ):
-        return None
-    return tuple(
-        Call("div", (Call("add", (Sym("t"), Num(-start))), Num(slope)))
-        for _, slope, start in (one for one in found if one is not None)
-    )
-
-
 def relation_side(side: Answer) -> Expr | None:
     if isinstance(side, Name):
         return side.expr if side.expr is not None else Sym(side.text)

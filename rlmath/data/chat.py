@@ -9,6 +9,7 @@ A chat template is a program of the model folder's, in a sandbox that bounds nei
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import resource
 import signal
@@ -45,6 +46,28 @@ class Piece:
     text: str
     learned: bool
     """What the assistant's turn adds, with the mark that ends it."""
+
+
+def with_variables(template: str | None, variables: Sequence[str], setting: str) -> str | None:
+    """The chat template with variables, "name=value", set before its first line; `setting` is where they are from.
+    ValueError for what is no variable, and without a template.
+
+    >>> with_variables("{{ x }}", ["x=false", "effort=high"], "data.chat_template_kwargs")
+    "{%- set x = False %}{%- set effort = 'high' %}{{ x }}"
+    """
+    if variables and not isinstance(template, str):
+        raise ValueError(f"{setting} is given, and the model's tokenizer has no chat template; leave it out")
+    lines = []
+    for entry in variables:
+        name, equals, written = entry.partition("=")
+        if not name.isidentifier() or not equals:
+            raise ValueError(f'{setting} has {entry!r}; needed: "name=value", such as enable_thinking=false')
+        try:
+            value = json.loads(written)
+        except ValueError:
+            value = written
+        lines.append(f"{{%- set {name} = {value!r} %}}")
+    return "".join(lines) + template if template else template
 
 
 def render(messages: Messages, tokenizer: PreTrainedTokenizerFast, name: str, prompt: bool = True) -> str:

@@ -118,7 +118,7 @@ class SftInputs:
 
 def load_inputs(config: Config, shape: ModelShape) -> Inputs:
     """ValueError for unreadable data, too few prompts for one step, or tokens that the model does not know."""
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, chat_template_kwargs=config.data.chat_template_kwargs)
     found = load_prompt_files(config, tokenizer)
     sequences = [*(prompt.token_ids for prompt in found.prompts), (tokenizer.eos_token_id,)]
     check_vocabulary(sequences, tokenizer, shape.vocab_size, "data.train_path")
@@ -185,7 +185,7 @@ def _prompt_steps(config: Config, counts: Sequence[int]) -> tuple[PromptOrder, i
 
 def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
     """ValueError for unreadable data, too few sequences for one step, or tokens that the model does not know."""
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, chat_template_kwargs=config.data.chat_template_kwargs)
     data, sft, paths = config.data, config.sft, train_paths(config.data)
     held_out_paths = [] if sft.held_out_path is None else [sft.held_out_path]
     with word_or_function(template_hook(config), data.template) as template:

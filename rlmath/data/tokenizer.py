@@ -203,9 +203,14 @@ def drop_special_token_rows(
 # ---------------------------------------------------------------- tokenizer
 
 
-def load_tokenizer(path: str, option: str = "model.path") -> PreTrainedTokenizerFast:
-    """The fast tokenizer in folder `path`; never from the network, and never code of the folder's own. `option`
-    names the folder.
+def load_tokenizer(
+    path: str,
+    option: str = "model.path",
+    chat_template_kwargs: Sequence[str] = (),
+    kwargs_option: str = "data.chat_template_kwargs",
+) -> PreTrainedTokenizerFast:
+    """The fast tokenizer in folder `path`, with variables set in its chat template; never from the network, and never
+    code of the folder's own. The options name the folder and the variables in errors.
 
     Raises ValueError when the folder is missing, has no tokenizer, or has one that is not a fast tokenizer.
     """
@@ -234,6 +239,8 @@ def load_tokenizer(path: str, option: str = "model.path") -> PreTrainedTokenizer
         raise ValueError(
             f"{option}: the tokenizer in {path!r} has no eos_token; set it in tokenizer_config.json"
         )
+    given = tokenizer.chat_template
+    tokenizer.chat_template = chat.with_variables(given, chat_template_kwargs, kwargs_option)
     return tokenizer
 
 

@@ -16,7 +16,7 @@ from rlmath.config.help import all_settings, raise_problems
 from rlmath.config.hub import HubFailedError, is_hub_id, parse_hub_id
 from rlmath.config.load import load_config
 from rlmath.config.run_files import BEST_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE, EXPORT_FOLDER, MODELS_FOLDER
-from rlmath.config.schema import RolloutConfig
+from rlmath.config.schema import Config, RolloutConfig
 from rlmath.distributed.device_kind import resolve_kind
 from rlmath.distributed.fault_tolerance.exit_codes import (
     FAILURE,
@@ -136,6 +136,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         raise ValueError(problem)
     if isinstance(arguments.model, str):
         parse_hub_id(arguments.model, "--model")
+    run = run_config(arguments.model)
     return Plan(
         model=arguments.model,
         benchmarks=tuple(dict.fromkeys(name for name in arguments.benchmarks.split(",") if name)),
@@ -147,7 +148,11 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         top_p=arguments.top_p,
         max_new_tokens=arguments.max_new_tokens,
         max_prompt_tokens=arguments.max_prompt_tokens,
-        template=arguments.template or run_template(arguments.model),
+        template=arguments.template or run_template(run, arguments.model),
+        chat_template_kwargs=tuple(
+            arguments.chat_template_kwarg or (run.data.chat_template_kwargs if run else ())
+        ),
+        answer_from=arguments.answer_from or (run.reward.answer_from if run else "boxed"),
         scorer=arguments.scorer,
         plugins=tuple(arguments.plugin),
         seed=arguments.seed,
@@ -155,17 +160,23 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     )
 
 
-def run_template(model: Path | str) -> str:
-    """The template of the run whose folder, export or checkpoint the model is; "auto" where it is none of a run's.
-    ValueError where it is a function, which is imported only where the command names it."""
+def run_config(model: Path | str) -> Config | None:
+    """The settings of the run whose folder, export or checkpoint the model is; None where it is none of a run's."""
     folder = model
     if isinstance(model, Path) and model.name in (EXPORT_FOLDER, BEST_FOLDER):
         folder = model.parent
     elif isinstance(model, Path) and model.parent.name in (CHECKPOINTS_FOLDER, MODELS_FOLDER):
         folder = model.parent.parent
     if isinstance(folder, str) or not (folder / CONFIG_FILE).is_file():
+        return None
+    return load_config([folder / CONFIG_FILE], [], saved=True)
+
+
+def run_template(config: Config | None, model: Path | str) -> str:
+    """The template of a run with these settings; "auto" without any. ValueError where it is a function, which is
+    imported only where the command names it."""
+    if config is None:
         return "auto"
-    config = load_config([folder / CONFIG_FILE], [], saved=True)
     template = config.validation.template or config.data.template
     if template not in all_settings()["data.template"].words:
         plugins = "".join(f" --plugin {one}" for one in config.run.plugins)
@@ -173,7 +184,7 @@ def run_template(model: Path | str) -> str:
             f'--template is not given, and the run of --model "{model}" has a function of yours: give '
             f"--template {template}{plugins}"
         )
-    logger.info("Template: %s, as in %s", template, folder / CONFIG_FILE)
+    logger.info("Template: %s, as the run of %s has it", template, model)
     return template
 
 
@@ -250,6 +261,12 @@ def _add_sampling_options(group: argparse._ArgumentGroup) -> None:
     add("--no-greedy", action="store_true", help="no completion at temperature 0")
     template_help = "as data.template, see docs/data.md (default: the run's of --model, else auto)"
     add("--template", help=template_help)
+    kwargs_help = (
+        "NAME=VALUE, as one of data.chat_template_kwargs; may be given again (default: the run's of --model)"
+    )
+    add("--chat-template-kwarg", action="append", help=kwargs_help)
+    answer_help = "as reward.answer_from, see docs/rewards.md (default: the run's of --model, else boxed)"
+    add("--answer-from", choices=all_settings()["reward.answer_from"].words, help=answer_help)
     scorer_help = "function of yours that says what is right, as validation.scorer, see docs/hooks.md"
     add("--scorer", help=scorer_help)
     plugins_help = "module or file of yours that registers functions, as run.plugins; may be given again"

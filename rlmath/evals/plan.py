@@ -40,6 +40,10 @@ class Plan:
     """Longer prompts count as wrong; None: every prompt must fit."""
     template: Template = "auto"
     """Or a function of the user's."""
+    chat_template_kwargs: tuple[str, ...] = ()
+    """Variables of the tokenizer's chat template, as `data.chat_template_kwargs`."""
+    answer_from: str = "boxed"
+    """Where an answer may stand, as `reward.answer_from`."""
     scorer: str | None = None
     """A function of the user's that says what is right; None: the verifier."""
     plugins: tuple[str, ...] = ()

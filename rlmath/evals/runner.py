@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from rlmath.answers.string_match import Rules
 from rlmath.config import hub
 from rlmath.config.schema import RewardConfig, RolloutConfig, RunConfig
 from rlmath.data.tokenizer import load_tokenizer
@@ -89,7 +90,9 @@ def evaluate(
         pool = scorer = None
         if mesh.is_engine_leader:
             # Started before process groups and engines, so that the workers do not inherit their threads.
-            pool = stack.enter_context(VerifierPool(reward_workers, reward_timeout))
+            pool = stack.enter_context(
+                VerifierPool(reward_workers, reward_timeout, rules=Rules(plan.answer_from))
+            )
             if (hook := plan.scorer_hook) is not None:
                 scorer = stack.enter_context(VerifierPool(reward_workers, reward_timeout, function=hook))
         plan, store = _plan_after_rendezvous(plan)
@@ -158,7 +161,9 @@ def _prepare_on_rank_zero(
 def _prepare(plan: Plan, rollout: RolloutConfig, pool: VerifierPool, device: Device) -> _Prepared:
     paths = {name: find_benchmark(name, plan.data_dir) for name in plan.benchmarks}
     model = resolve_model(Path(plan.model), plan.output)
-    tokenizer = load_tokenizer(str(model.folder), "--model")
+    tokenizer = load_tokenizer(
+        str(model.folder), "--model", plan.chat_template_kwargs, "--chat-template-kwarg"
+    )
     verified = plan.scorer is None
     with word_or_function(plan.template_hook, plan.template) as template:
         benchmarks = tuple(
@@ -176,6 +181,8 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: VerifierPool, device: Dev
         "about_model": hub.as_hub_ids(str(plan.model)),
         "model": model.fingerprint,
         "template": plan.template,
+        "chat_template_kwargs": list(plan.chat_template_kwargs),
+        "answer_from": plan.answer_from,
         "max_new_tokens": plan.max_new_tokens,
         "cuda_graphs": rollout.cuda_graphs,
         "scorer": None if plan.scorer_hook is None else hooks_fingerprint([plan.scorer_hook]),

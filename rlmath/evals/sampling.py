@@ -79,7 +79,9 @@ def sample_missing(
     problems = {number: one.problem for number, one in enumerate(missing)}
     writer = Writer(plan.output, mesh.engine_index)
     progress = SamplingProgress(len(by_key), mesh, store, "evaluation")
-    verification = Verification(pool, load_tokenizer(str(model)), problems, writer.add, scorer)
+    verification = Verification(
+        pool, load_tokenizer(str(model)), problems, writer.add, scorer, plan.answer_from
+    )
 
     def on_step() -> None:
         verification.write_done()
@@ -121,6 +123,7 @@ class Verification:
         problems: Mapping[int, Problem],
         write: Callable[[str, CompletionRecord], None],
         scorer: VerifierPool | None = None,
+        answer_from: str = "boxed",
     ) -> None:
         """`problems` by the first part of the requests' keys; `write` takes the benchmark's name and the record. The
         `scorer` has a function of the user's, which says what is right in place of the `pool`."""
@@ -128,7 +131,7 @@ class Verification:
         self._tokenizer = tokenizer
         self._problems = problems
         self._write = write
-        self._scorer = scorer
+        self._scorer, self._answer_from = scorer, answer_from
         self._submitted: deque[tuple[Request, RequestResult, str, Future[Any]]] = deque()
 
     def submit(self, request: Request, generated: RequestResult) -> None:
@@ -157,7 +160,8 @@ class Verification:
         verdict = future.result()
         if isinstance(verdict, FunctionResult):
             # For the vote of maj@k, which compares answers.
-            answer = extract_answer(text_to_verify(self._problems[generated.key[0]].prompt, text)) or ""
+            whole = text_to_verify(self._problems[generated.key[0]].prompt, text)
+            answer = extract_answer(whole, self._answer_from) or ""
             extracted = split_boxes(answer)[0][:MAX_ANSWER_CHARS]
             right = verdict.failure is None and verdict.reward > 0
             verdict = Verdict(right, extracted, verdict.failure or "function")

@@ -235,7 +235,7 @@ class Replay:
             raise ValueError(
                 f"{self.folder} is of length stage {self.capture.length_stage + 1}, and the settings have {len(stages)}"
             )
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = load_tokenizer(config.model.path, chat_template_kwargs=config.data.chat_template_kwargs)
         groups = self.capture.groups
         tokens = [one.prompt.token_ids for one in groups]
         tokens += [one.token_ids for group in groups for one in group.completions]

@@ -121,7 +121,7 @@ class ReplayTrainer(PolicyTrainer):
         updater = self.updaters[self.capture.length_stage]
         self.last = updater.update(learned, number, self.capture.own_advantages)
         return StepRecord(
-            0, {}, groups=learned, advantages=self.last.advantages, validation=None, results=self.last.results
+            {}, groups=learned, advantages=self.last.advantages, validation=None, results=self.last.results
         )
 
     def scale_learning_rate(self) -> None:

@@ -59,7 +59,7 @@ def read_curves(path: Path, notes: list[str]) -> Metrics:
     """
     rows: dict[int, dict[str, float]] = {}
     damaged, odd = [], 0
-    for number, _, row in parsed_lines(path, MOST_BYTES):
+    for number, row in parsed_lines(path, MOST_BYTES):
         if isinstance(row, Exception):
             damaged.append(f"line {number} ({type(row).__name__}: {excerpt(str(row), 80)})")
         else:

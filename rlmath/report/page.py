@@ -209,13 +209,6 @@ def _restarts(run: ShownRun) -> Iterable[str]:
         dotted = " Dotted lines in the figures are where a start went on." if len(rows) else ""
         yield f'<p>The run was started {len(rows)} times.<span class="soft">{dotted}</span></p>'
         yield _table(["Start", "When", "Began with", "Came to"], rows)
-    if run.earlier:
-        rows = []
-        for one in run.earlier:
-            steps = "no step that can be read" if one.last_step is None else f"step {one.last_step}"
-            rows.append([f"<code>earlier/{html_text(one.name)}</code>", steps, html_text(one.ended)])
-        yield "<p>Runs in the same folder before, which this one did not resume:</p>"
-        yield _table(["Folder", "Came to", "Ended"], rows)
 
 
 def _rollbacks(run: ShownRun) -> Iterable[str]:

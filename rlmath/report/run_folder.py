@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from rlmath.config.files import open_regular, read_json_object
 from rlmath.config.run_files import (
     CONFIG_FILE,
-    EARLIER_FOLDER,
     EVENTS_FILE,
     EXIT_STATUS_FILE,
     METRICS_FILE,
@@ -23,7 +22,6 @@ from rlmath.report.metrics import Metrics, read_curves
 from rlmath.report.run_events import Events, events_of
 from rlmath.report.samples import SHOWN_CHARS, number_of, samples_of, text_of
 from rlmath.report.settings import Settings, read_settings
-from rlmath.telemetry.metrics_writer import last_step
 
 MOST_LABEL = 60
 _MOST_JSON_BYTES = 2**22
@@ -44,16 +42,6 @@ class ShownRollback:
     reason: str
 
 
-@dataclass(frozen=True)
-class EarlierRun:
-    """A run that this one did not resume, in `earlier/`."""
-
-    name: str
-    last_step: int | None
-    """None: it made none, or its metrics cannot be read."""
-    ended: str
-
-
 @dataclass
 class ShownRun:
     folder: Path
@@ -66,7 +54,6 @@ class ShownRun:
     events: Events
     samples: list[dict[str, Any]]
     rollbacks: list[ShownRollback] = field(default_factory=list)
-    earlier: list[EarlierRun] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What was left out or could not be read."""
 
@@ -131,11 +118,6 @@ def _read_run(folder: Path, label: str, most_chars: int) -> ShownRun:
         metrics = read_curves(folder / METRICS_FILE, notes)
     except (OSError, ValueError) as error:
         raise NoRunError(f"{folder / METRICS_FILE} cannot be read: {error}") from error
-    earlier = []
-    for one in sorted((folder / EARLIER_FOLDER).glob("[0-9]*")):
-        status = read(f"{EARLIER_FOLDER}/{one.name}/{EXIT_STATUS_FILE}", _read_object, {})
-        ended = text_of(status.get("meaning"), 40) or "it left no exit status"
-        earlier.append(EarlierRun(one.name, last_step(one / METRICS_FILE) or None, ended))
     return ShownRun(
         folder,
         label,
@@ -147,7 +129,6 @@ def _read_run(folder: Path, label: str, most_chars: int) -> ShownRun:
         events=read(EVENTS_FILE, lambda path: events_of(path, metrics.last_step, notes), Events()),
         samples=samples_of(folder, notes, most_chars),
         rollbacks=read(ROLLBACKS_FILE, _rollbacks, []),
-        earlier=earlier,
         notes=notes,
     )
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 
 from rlmath.config.run_files import REPORT_FILE, write_whole
+from rlmath.config.schema import Config
 from rlmath.report.page import build_page
 from rlmath.report.run_folder import read_runs
+
+logger = logging.getLogger(__name__)
 
 
 class NoPlotlyError(RuntimeError):
@@ -28,6 +33,23 @@ def write_report(folders: Sequence[str | Path], output: Path | None = None) -> P
     text = build_page(runs, plotly_js, datetime.now())
     write_whole(path, text.encode("utf-8", errors="backslashreplace"))
     return path
+
+
+def write_run_report(config: Config) -> None:
+    """Write `report.html` into the run's folder, if `telemetry.report` says so. What fails is logged in one line: the
+    run has done its work by then."""
+    if not config.telemetry.report:
+        return
+    started = time.perf_counter()
+    try:
+        path = write_report([config.run.output_dir])
+    except NoPlotlyError as error:
+        logger.info("No report: %s", error)
+    except Exception as error:
+        logger.warning("The report could not be written: %s: %s", type(error).__name__, error)
+    else:
+        logger.info("The report is in %s", path)
+        logger.debug("The report took %.2f s", time.perf_counter() - started)
 
 
 def read_plotly() -> str:

@@ -35,6 +35,7 @@ from rlmath.distributed.ranks import (
 from rlmath.distributed.rendezvous import Rendezvous
 from rlmath.planning.memory_estimate import mesh_of
 from rlmath.planning.memory_fit import measured_line
+from rlmath.report.write import write_run_report
 from rlmath.run.divergence import DivergedError, DivergenceCheck, RewardRule
 from rlmath.run.endings import END, Ending, conclude
 from rlmath.run.join import OnError, claim_folder, join_run
@@ -48,7 +49,7 @@ from rlmath.run.recovery.rollback import RollbackRecord, numbered, records_of, u
 from rlmath.run.run_dir import take_back
 from rlmath.telemetry.events import event
 from rlmath.telemetry.profile import StepProfiler
-from rlmath.telemetry.reporter import Reporter, write_run_report
+from rlmath.telemetry.reporter import Reporter
 from rlmath.trainer.base import Interrupted, Trainer
 from rlmath.workers.user_functions import UserFunctionError
 

@@ -1,8 +1,8 @@
 """What a run prints, and its log file.
 
 The console has lines for a terminal of 80 columns, of rank 0 alone but for warnings: one for each step, with the time
-that is left. `run.log` in the run's folder has all of them with date and level, and more: every setting, and the long
-line of each step in the manner of the AReaL documents. Records of level DEBUG are for the file alone.
+that is left. `run.log` in the run's folder has all of them with date and level, and every setting. Records of level
+DEBUG are for the file alone.
 """
 
 from __future__ import annotations
@@ -48,23 +48,6 @@ STEP_LINE_METRICS = {
     "rollout/deferred_groups": ("deferred", ".0f"),
 }
 """Metrics of a step's line, where the step has them and the line has room; their names there, and formats."""
-LONG_LINE_METRICS = {
-    "task_reward": ".4f",
-    "train/loss": ".4f",
-    "held_out/loss": ".4f",
-    "avg_seq_len": ".1f",
-    "no_eos_ratio": ".4f",
-    "tokens_per_second/learned": ".1f",
-    "rollout/tail_share": ".3f",
-    "rollout/idle_share": ".3f",
-    "rollout/staleness": ".3f",
-    "rollout/carried_tokens": ".0f",
-    "rollout/prefilled_again_tokens": ".0f",
-    "rollout/deferred_groups": ".0f",
-    "rollout/discarded_tokens": ".0f",
-}
-"""Formats of the metrics in a step's line of the log file."""
-
 
 _QUIET = ("vllm", "transformers", "megatron", "torch", "filelock", "urllib3", "asyncio")
 
@@ -255,20 +238,12 @@ class RemainingTime:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands after a step. All counts from 1."""
+    """Where a run stands after a step."""
 
-    epoch: int
-    total_epochs: int
     step: int
-    """In its epoch."""
-    steps_per_epoch: int
-    """Those that this run makes of it."""
-    global_step: int
+    """Counted from 1."""
     total_steps: int
-    """Of the whole run."""
     step_seconds: float
-    total_seconds: float
-    """Since this program started; of a resumed run, since it was resumed."""
     remaining_seconds: float | None
     """Until the last step and validation are made; None: not known yet."""
 
@@ -278,11 +253,11 @@ def step_line(
 ) -> str:
     """One line of at most so many columns; of `metrics` those of STEP_LINE_METRICS for which there is room.
 
-    >>> step_line(Progress(1, 2, 3, 19, 3, 38, 1.234, 5.678, 66.2), {"task_reward": -0.25, "other": 1.0})
+    >>> step_line(Progress(3, 38, 1.234, 66.2), {"task_reward": -0.25, "other": 1.0})
     'step  3/38 reward -0.250 1.23s left 1:06'
     """
     digits = len(str(progress.total_steps))
-    start = f"step {progress.global_step:>{digits}}/{progress.total_steps}"
+    start = f"step {progress.step:>{digits}}/{progress.total_steps}"
     end = f" {seconds_text(progress.step_seconds)}s"
     if progress.remaining_seconds is not None:
         end += f" left {duration(progress.remaining_seconds)}"
@@ -292,28 +267,6 @@ def step_line(
         if len(start) + len(part) + len(end) <= columns:
             start += part
     return start + end
-
-
-def long_step_line(progress: Progress, metrics: Mapping[str, float]) -> str:
-    """One line for the log file, to read and to grep.
-
-    >>> long_step_line(Progress(1, 2, 3, 19, 3, 38, 1.234, 5.678, 66.2), {"task_reward": -0.25})
-    'Epoch 1/2 step 3/19 (global step 3) finishes. #End to end# execution time: *1.234*s. \
-Total time consumption: 5.678s. Estimated remaining time: 66.200s. task_reward: -0.2500'
-    """
-    step = f"step {progress.step}/{progress.steps_per_epoch} (global step {progress.global_step})"
-    forms = LONG_LINE_METRICS | dict.fromkeys(_parts(metrics), ".4f")
-    shown = [f"{name}: {metrics[name]:{form}}" for name, form in forms.items() if name in metrics]
-    if progress.remaining_seconds is not None:
-        shown = [f"Estimated remaining time: {progress.remaining_seconds:.3f}s.", *shown]
-    return " ".join(
-        [
-            f"Epoch {progress.epoch}/{progress.total_epochs} {step} finishes.",
-            f"#End to end# execution time: *{progress.step_seconds:.3f}*s.",
-            f"Total time consumption: {progress.total_seconds:.3f}s.",
-            *shown,
-        ]
-    )
 
 
 def _parts(metrics: Mapping[str, float]) -> list[str]:

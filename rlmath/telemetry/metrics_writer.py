@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 Row = dict[str, float]
 
-DAMAGED_ENDING = ".damaged"
-"""A file of metrics with this ending has the lines of it that could not be read when the run was resumed."""
 MOST_WAITING = 10_000
 """Rows of a file that may wait in memory for room on the disk; of more, the oldest are lost."""
 TIMED = (
@@ -275,16 +273,16 @@ def read_metrics(output_dir: str, name: str = METRICS_FILE) -> list[dict[str, fl
     if not path.is_file():
         raise ValueError(f"{path}: no such file; {output_dir!r} must be the folder of a run (run.output_dir)")
     rows: dict[int, dict[str, float]] = {}
-    for number, _, row in parsed_lines(path):
+    for number, row in parsed_lines(path):
         if isinstance(row, Exception):
-            remedy = "A resumed run sets such lines aside; or remove it"
+            remedy = "A resumed run drops such lines; or remove it"
             raise ValueError(f"{path}, line {number}: not a line of metrics ({row}). {remedy}")
         rows[int(row["step"])] = row
     return [rows[step] for step in sorted(rows)]
 
 
-def parsed_lines(path: Path, most_bytes: int | None = None) -> Iterator[tuple[int, bytes, Row | Exception]]:
-    """(number from 1, line, row or why it is none) of every line that is ended. Of a file of more than `most_bytes`
+def parsed_lines(path: Path, most_bytes: int | None = None) -> Iterator[tuple[int, Row | Exception]]:
+    """(number from 1, row or why it is none) of every line that is ended. Of a file of more than `most_bytes`
     every second, third, ... line alone, the last among them. OSError where the file cannot be read, ValueError where
     it is no regular file."""
     with open_regular(path) as file:
@@ -299,34 +297,35 @@ def parsed_lines(path: Path, most_bytes: int | None = None) -> Iterator[tuple[in
             try:
                 row = {key: float(value) for key, value in json.loads(line).items()}
                 int(row["step"])
-                yield number, line[:-1], row
+                yield number, row
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-                yield number, line[:-1], error
+                yield number, error
 
 
 def last_step(path: Path) -> int:
     """The last step that a file of metrics has a row of; 0 where it has none, or is not there."""
     try:
-        return max((int(row["step"]) for _, _, row in parsed_lines(path) if isinstance(row, dict)), default=0)
+        return max((int(row["step"]) for _, row in parsed_lines(path) if isinstance(row, dict)), default=0)
     except (OSError, ValueError):
         return 0
 
 
 def keep_metrics(output_dir: str | Path, last_step: int, name: str = METRICS_FILE) -> int:
-    """Drop the rows of steps after `last_step`, for a run that resumes from there, and set lines aside that cannot be
-    read. Returns how many rows are left."""
+    """Drop the rows of steps after `last_step`, for a run that resumes from there, and lines that cannot be read.
+    Returns how many rows are left."""
     path = Path(output_dir) / name
     if not path.exists():
         return 0
     rows: dict[int, dict[str, float]] = {}
-    damaged = []
-    for number, line, row in parsed_lines(path):
+    damaged: list[int] = []
+    for number, row in parsed_lines(path):
         if isinstance(row, Exception):
-            damaged.append((number, line))
+            damaged.append(number)
         else:
             rows[int(row["step"])] = row
     if damaged:
-        _set_lines_aside(path, damaged)
+        text = "%s: %d lines cannot be read and are dropped (numbers %s)"
+        logger.warning(text, path, len(damaged), ", ".join(map(str, damaged[:10])))
     later = [step for step in rows if step > last_step]
     if later:
         text = "%s: the rows of %d steps after step %d are dropped; the run makes these steps again"
@@ -338,15 +337,6 @@ def keep_metrics(output_dir: str | Path, last_step: int, name: str = METRICS_FIL
     )
     write_whole(path, "".join(line + "\n" for line in lines))
     return len(kept)
-
-
-def _set_lines_aside(path: Path, damaged: list[tuple[int, bytes]]) -> None:
-    aside = path.with_name(path.name + DAMAGED_ENDING)
-    with aside.open("ab") as file:
-        file.writelines(line + b"\n" for _, line in damaged)
-    numbers = ", ".join(str(number) for number, _ in damaged[:10]) + (", ..." if damaged[10:] else "")
-    text = "%s: %d lines cannot be read and are in %s now (numbers %s); the run continues without them"
-    logger.warning(text, path, len(damaged), aside.name, numbers)
 
 
 def json_number(value: float) -> float | str:

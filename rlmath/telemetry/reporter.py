@@ -22,11 +22,10 @@ from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, SftInputs
 from rlmath.models.learner import MinibatchResult
 from rlmath.planning.memory_estimate import Kind
-from rlmath.report.write import NoPlotlyError, write_report
 from rlmath.rewards.reward_manager import first_function_failure
 from rlmath.rewards.several_rewards import functions_of, named_rewards
 from rlmath.telemetry.alerts import Alerts, dropped_alert
-from rlmath.telemetry.console import Progress, RemainingTime, long_step_line, step_line
+from rlmath.telemetry.console import Progress, RemainingTime, step_line
 from rlmath.telemetry.events import event
 from rlmath.telemetry.metrics_writer import Unwritten, open_metrics, read_metrics
 from rlmath.telemetry.samples import SampleWriter, samples_file
@@ -52,7 +51,6 @@ class ValidationResult:
 class StepRecord:
     """Results of a step that the reporter writes."""
 
-    epoch: int
     metrics: dict[str, float]
     groups: Sequence[ScoredGroup] = ()
     """GRPO: all that were sampled."""
@@ -79,7 +77,6 @@ class Reporter:
     ) -> None:
         """A resumed run has `steps_done`, whose metrics are in its folder."""
         self._config = config
-        self._order = inputs.order
         self._total_steps = inputs.total_steps
         self._layout = layout
         self._token_metric, self._token_sum = COUNTED[kind]
@@ -140,27 +137,15 @@ class Reporter:
         for text in self._look_for_alerts(number, metrics):
             extra = event("alert", number + 1, text=text)
             logger.warning("step %d: %s", number + 1, text, extra=extra)
-        progress = self._progress(number, record.epoch, metrics)
+        progress = self._progress(number, metrics["seconds/step"])
         logger.info("%s", step_line(progress, metrics), extra=event("step", number + 1))
-        logger.debug("%s", long_step_line(progress, metrics))
 
-    def _progress(self, number: int, epoch: int, metrics: Mapping[str, float]) -> Progress:
+    def _progress(self, number: int, seconds: float) -> Progress:
         """Where the run stands after step `number`; call it once a step."""
         now, started = time.perf_counter(), self._step_ended
         self._step_ended = now
-        self._remaining.add(metrics["seconds/step"] if started is None else now - started)
-        per_epoch = self._order.steps_per_epoch
-        return Progress(
-            epoch=epoch + 1,
-            total_epochs=-(-self._total_steps // per_epoch),
-            step=number % per_epoch + 1,
-            steps_per_epoch=min(per_epoch, self._total_steps - number // per_epoch * per_epoch),
-            global_step=number + 1,
-            total_steps=self._total_steps,
-            step_seconds=metrics["seconds/step"],
-            total_seconds=now - self._started,
-            remaining_seconds=self._remaining.seconds(number + 1),
-        )
+        self._remaining.add(seconds if started is None else now - started)
+        return Progress(number + 1, self._total_steps, seconds, self._remaining.seconds(number + 1))
 
     def _write_samples(self, step: int, record: StepRecord, failures: float) -> None:
         """`failures`: share of the answers that could not be judged (0 to 1). Too many are warned of every
@@ -237,23 +222,6 @@ class Reporter:
         if number in self._first_steps:
             self._alerts.reset()
         return self._alerts.check(metrics)
-
-
-def write_run_report(config: Config) -> None:
-    """Write `report.html` into the run's folder, if `telemetry.report` says so. What fails is logged in one line: the
-    run has done its work by then."""
-    if not config.telemetry.report:
-        return
-    started = time.perf_counter()
-    try:
-        path = write_report([config.run.output_dir])
-    except NoPlotlyError as error:
-        logger.info("No report: %s", error)
-    except Exception as error:
-        logger.warning("The report could not be written: %s: %s", type(error).__name__, error)
-    else:
-        logger.info("The report is in %s", path)
-        logger.debug("The report took %.2f s", time.perf_counter() - started)
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:

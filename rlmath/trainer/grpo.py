@@ -138,7 +138,6 @@ class GrpoTrainer(PolicyTrainer):
         metrics = self.metrics(stage, rollout, update, seconds) | history | probed
         metrics |= self.hooks.metrics(selection.sampled)
         return StepRecord(
-            rollout.epoch,
             metrics,
             groups=selection.sampled,
             advantages=selection.spread(update.advantages),

@@ -45,7 +45,7 @@ class SftTrainer(Trainer):
         """Step `number`, counted from 0 over the whole run, with the evaluation that is due after it."""
         started = time.perf_counter()
         self.timers.reset()
-        epoch, indices = self.order.batch(number)
+        _, indices = self.order.batch(number)
         sequences = [self.inputs.sequences[index] for index in indices]
         with self.timers.phase("pack"):
             batches = self.pack(sequences)
@@ -69,7 +69,7 @@ class SftTrainer(Trainer):
         if self.peak_flops is not None:
             trained = sum(self.cost.of(one.length) for one in sequences)
             metrics["train/mfu"] = trained / (seconds["update"] * self.peak_flops)
-        return StepRecord(epoch, metrics | evaluated, results=[result])
+        return StepRecord(metrics | evaluated, results=[result])
 
     def evaluate_before_training(self) -> dict[str, float]:
         return self.evaluate()

@@ -17,6 +17,7 @@ PATHS = {"run.output_dir", "model.path", "data.train_path"}
 FREE_TEXTS = {
     *PATHS,
     "data.more_train_paths",
+    "data.chat_template_kwargs",
     "validation.paths",
     "sft.held_out_path",
     "critic.path",

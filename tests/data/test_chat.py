@@ -13,8 +13,9 @@ from rlmath.answers.verifier import verify
 from rlmath.checkpoint.hf.weights import with_stop_tokens
 from rlmath.data.chat import chat_end
 from rlmath.data.packing import pack
+from rlmath.data.rows import PromptRow
 from rlmath.data.sft_sequences import WrittenSequence, load_sequences
-from rlmath.data.tokenizer import completion_text, stop_token_ids
+from rlmath.data.tokenizer import completion_text, load_tokenizer, render, stop_token_ids
 from rlmath.rewards.reward_manager import text_to_verify
 from tests.data.chat_templates import CHATS, chat_tokenizer
 
@@ -90,6 +91,21 @@ def test_the_answer_is_learned_as_the_template_writes_it(
     assert one.learned is None, "no other turn lies between"
     by_columns = load_rows(tmp_path, tokenizer, {"question": "1+1?", "solution": answer})
     assert by_columns.completion_ids == one.completion_ids, "a solution is the assistant's turn"
+
+
+def test_variables_of_the_chat_template_are_the_runs(tmp_path: Path) -> None:
+    chat_tokenizer("qwen3").save_pretrained(tmp_path)
+    row = PromptRow("1+1?", "math", "q", ("2",), whole=False)
+    thinking, silent = (
+        load_tokenizer(str(tmp_path), chat_template_kwargs=given) for given in ([], ["enable_thinking=false"])
+    )
+    begins = "<|im_start|>assistant\n"
+    assert render(row, "chat", thinking).endswith(begins)
+    assert render(row, "chat", silent).endswith(begins + "<think>\n\n</think>\n\n")
+    one = sequence(tmp_path, silent, ("user", "1+1?"), ("assistant", "2"))
+    assert learned_text(one, silent) == "2<|im_end|>", "the prompt has the empty thinking"
+    with pytest.raises(ValueError, match=r"data\.chat_template_kwargs has 'thinking'; needed"):
+        load_tokenizer(str(tmp_path), chat_template_kwargs=["thinking"])
 
 
 def test_a_template_that_does_not_continue_its_prompt_is_refused_with_both_texts(tmp_path: Path) -> None:

@@ -204,7 +204,13 @@ def test_a_runs_model_has_the_runs_template(tmp_path: Path, place: str) -> None:
     ):
         save_config(load_config([], [*given, *settings]), run / "config.yaml")
         assert plan_of(parse(words)).template == template
+        assert plan_of(parse(words)).answer_from == "boxed"
     assert plan_of(parse([*words, "--template", "raw"])).template == "raw"
+    more = ["reward.answer_from=phrase", "data.chat_template_kwargs=[a=1]"]
+    save_config(load_config([], [*given, *more]), run / "config.yaml")
+    assert plan_of(parse(words)).chat_template_kwargs == ("a=1",)
+    assert plan_of(parse(words)).answer_from == "phrase"
+    assert plan_of(parse([*words, "--answer-from", "number"])).answer_from == "number"
     save_config(load_config([], [*given, "data.template=brief", "run.plugins=[own.py]"]), run / "config.yaml")
     with pytest.raises(ValueError, match=r"give --template brief --plugin own\.py"):
         plan_of(parse(words))

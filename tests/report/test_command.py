@@ -12,7 +12,7 @@ import pytest
 import rlmath.report.write
 from rlmath.config.load import load_config
 from rlmath.report.command import main
-from rlmath.telemetry.reporter import write_run_report
+from rlmath.report.write import write_run_report
 from tests.report.folders import make_run
 
 ROOT = Path(__file__).resolve().parents[2]

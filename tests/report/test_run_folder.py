@@ -58,16 +58,9 @@ def test_restarts_and_rollbacks_are_marked(tmp_path: Path) -> None:
     write_two_starts(folder)
     rows = [{"step": 4, "draw_step": 4, "diverged_step": 6, "reason": "the loss is NaN"}]
     write_json(folder / "rollbacks.json", {"version": 1, "rollbacks": rows})
-    (folder / "earlier" / "001").mkdir(parents=True)
-    (folder / "earlier" / "001" / "metrics.jsonl").write_text(
-        '{"step": 1, "a": 1}\n{"step": 2, "a": 1}\n{"st'
-    )
     (run,) = read_runs([folder])
     assert run.rollbacks == [ShownRollback(6, 4, "the loss is NaN")]
     assert markers(run) == [{"x": 4, "kind": "rollback"}, {"x": 2, "kind": "restart"}]
-    assert [(one.name, one.last_step, one.ended) for one in run.earlier] == [
-        ("001", 2, "it left no exit status")
-    ]
 
 
 def test_settings_that_differ(tmp_path: Path) -> None:

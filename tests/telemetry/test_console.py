@@ -16,23 +16,12 @@ from rlmath.telemetry.console import (
     COLUMNS,
     Progress,
     RemainingTime,
-    long_step_line,
     step_line,
     wrapped,
 )
 from tests.terminal import on_terminal, shown_lines
 
-THIRD_OF_38 = Progress(
-    epoch=1,
-    total_epochs=2,
-    step=3,
-    steps_per_epoch=19,
-    global_step=3,
-    total_steps=38,
-    step_seconds=1.2344,
-    total_seconds=6.0,
-    remaining_seconds=70.0,
-)
+THIRD_OF_38 = Progress(3, 38, step_seconds=1.2344, remaining_seconds=70.0)
 METRICS = {
     "task_reward": -0.29968,
     "rollout/accuracy": 0.25,
@@ -43,28 +32,7 @@ METRICS = {
 }
 
 
-def test_the_line_in_the_file_has_the_fields_of_the_areal_documents():
-    assert long_step_line(THIRD_OF_38, METRICS) == (
-        "Epoch 1/2 step 3/19 (global step 3) finishes. #End to end# execution time: *1.234*s. "
-        "Total time consumption: 6.000s. Estimated remaining time: 70.000s. "
-        "task_reward: -0.2997 avg_seq_len: 8000.5 no_eos_ratio: 0.1228"
-    )
-
-
-def test_the_line_in_the_file_tells_what_is_carried_sampled_again_and_idle():
-    metrics = {
-        "rollout/prefilled_again_tokens": 1200.0,
-        "rollout/idle_share": 0.0625,
-        "tokens_per_second/learned": 2916.04,
-    }
-    assert long_step_line(THIRD_OF_38, metrics).endswith(
-        "70.000s. tokens_per_second/learned: 2916.0 rollout/idle_share: 0.062 "
-        "rollout/prefilled_again_tokens: 1200"
-    )
-
-
 def test_a_metric_that_is_not_a_number_is_said_and_a_missing_one_left_out():
-    assert long_step_line(THIRD_OF_38, {"task_reward": math.nan}).endswith("s. task_reward: nan")
     assert step_line(THIRD_OF_38, {"task_reward": math.nan}) == "step  3/38 reward nan 1.23s left 1:10"
 
 
@@ -75,7 +43,7 @@ def test_the_line_on_the_console_has_what_matters_first():
 
 def test_the_line_on_the_console_fits_whatever_the_numbers_are():
     """Metrics are left out before it gets too long: the last ones first, never the time that is left."""
-    long = Progress(9, 9, 9, 9, 99_999, 100_000, 86_399.0, 1e9, remaining_seconds=35_999.0)
+    long = Progress(99_999, 100_000, 86_399.0, remaining_seconds=35_999.0)
     metrics = METRICS | {"task_reward": -12_345.678, "train/loss": 123.45678, "held_out/loss": 123.45678}
     line = step_line(long, metrics)
     assert len("00:00:00 ") + len(line) <= COLUMNS and "cut" not in line and "len" not in line
@@ -90,7 +58,6 @@ def test_the_time_that_is_left_is_not_told_before_the_second_step():
     assert remaining.seconds(1) is None
     line = step_line(replace(THIRD_OF_38, remaining_seconds=None), METRICS)
     assert line == "step  3/38 reward -0.300 acc 0.250 len 7908 cut 0.12 1.23s"
-    assert "remaining" not in long_step_line(replace(THIRD_OF_38, remaining_seconds=None), METRICS)
     for seconds in (2.0, 2.0, 12.0, 4.0):
         remaining.add(seconds)
     assert remaining.seconds(5) == 15 * 5.0, "a validation or a save counts for as often as it comes"
@@ -243,4 +210,3 @@ except OSError:
 def test_several_rewards_are_in_the_lines_of_a_step() -> None:
     metrics = {"task_reward": 1.5, "reward/steps": 0.25, "reward/steps/failures": 0.0, "reward/boxed": 1.0}
     assert step_line(THIRD_OF_38, metrics) == "step  3/38 reward 1.500 steps 0.25 1.23s left 1:10"
-    assert long_step_line(THIRD_OF_38, metrics).endswith("s. task_reward: 1.5000 reward/steps: 0.2500")

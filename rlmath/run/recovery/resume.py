@@ -119,6 +119,7 @@ BY_CONTENT = (
     "data.more_train_paths",
     "data.format",
     "data.template",
+    "data.chat_template_kwargs",
     "data.max_unusable_share",
     "sft.held_out_path",
 )
