@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-from rlmath.checkpoint.directory import Progress
-from rlmath.checkpoint.manager import CheckpointManager
 from rlmath.config.schema import Config, RunConfig, SaveConfig, StagesConfig, ValidationConfig
 from rlmath.data.order import PromptOrder, Rollback
 from rlmath.distributed.mesh import Mesh
@@ -73,21 +70,6 @@ def test_a_checkpoint_says_where_the_run_stands() -> None:
     assert (found.layout, found.world_size) == ("TP2 x PP2 x DP2", 8)
     of = found.model_fingerprint, found.data_fingerprint, found.reward_fingerprint, found.hooks_fingerprint
     assert of == ("model", "data", "reward", "hooks")
-
-
-def test_what_a_save_keeps_follows_from_the_best_rewards_too(tmp_path: Path) -> None:
-    """The policy learned in step 9, and its best rewards were those up to step 4: checkpoints before 5 are sound."""
-    progress = Progress(13, 0, 0, 31, 13, "", 1, (), (), "", "", {}, learned_step=9, good_step=4)
-    manager = object.__new__(CheckpointManager)
-    vars(manager).update(
-        _root=tmp_path,
-        _unfinished=None,
-        _state=lambda progress: ({}, progress),
-        _room_for=lambda *given: "no room",
-        _give_up=lambda error: manager._unfinished,
-    )
-    save: Any = manager.start(progress, True, "")
-    assert (save.step, save.kept, save.learned_step) == (13, True, 5)
 
 
 def test_models_of_stages_and_the_best_one_count_until_they_are_there(
