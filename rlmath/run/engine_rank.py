@@ -28,7 +28,7 @@ from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.generation import GenerationLoop, Leader, SamplingPlan
 from rlmath.rollout.sampling import training_sampling
-from rlmath.rollout.weight_sync.publish import WeightReceiver
+from rlmath.rollout.weight_sync.offer import WeightReceiver
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
 from rlmath.run.join import join_run
 from rlmath.run.prepared import PreparedRun

@@ -32,7 +32,6 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.collector import CollectGroups, Rollout
 from rlmath.rollout.generation import (
     Admit,
-    Collected,
     Continue,
     GroupDone,
     Snapshot,
@@ -229,6 +228,6 @@ def test_what_is_asked_of_the_engines_for_validation_is_what_they_are_sent(
     asked = CollectGroups([], SamplingSettings(2, 0.5, 0.9, 3, 7), RolloutSeed(8, -1), "validation own", True)
     wanted = Rollout([], [])
     engine.send(done(4, 0))
-    engine.send(Collected(wanted))
+    engine.send(wanted)
     assert connection.collect(asked) == wanted and engine.next() == asked
     assert connection.groups() == [done(4, 0)], "what came meanwhile is kept"
