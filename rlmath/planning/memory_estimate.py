@@ -23,7 +23,7 @@ is over. They are not counted: how many there are is known when the completions 
 Where engines have ranks of their own (`rollout.ranks`), nothing takes turns. A training rank has the phases of training
 alone, and in each a copy of its parameters in the engines' number format, from which a thread sends them while training
 goes on. A rank of an engine has one phase, "generate", in which it also receives. That copy and the buckets are in the
-host's memory (`weight_sync.publish`): of a GPU's they take nothing.
+host's memory (`weight_sync.offer`): of a GPU's they take nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ PARTS = (
     "working",
     "gather_buffer",
     "dummy_gradients",
-    "published_weights",
+    "offered_weights",
     "engine_weights",
     "engine_workspace",
     "kv_cache",
@@ -257,10 +257,10 @@ def plan_rank(
         for name, (model, size) in passes.items()
     }
     if mesh.engine_ranks:
-        published = sum(sum(sizes) for sizes, _ in buffers) * target.itemsize
+        offered = sum(sum(sizes) for sizes, _ in buffers) * target.itemsize
         on_host = {
-            "published_weights": published,
-            "sync_buffers": _own_sync_bytes(config, target, published),
+            "offered_weights": offered,
+            "sync_buffers": _own_sync_bytes(config, target, offered),
         }
         return _with_host(MemoryPlan(mesh.rank, mesh.pipeline_rank, phases), on_host, target)
     weights = {"engine_weights": engine.weights}

@@ -196,7 +196,8 @@ def hook_problems(config: Config, kind: Kind) -> Iterator[str]:
     if kind == "grpo":
         hooks += [*reward_hooks(config.reward, config.run.plugins), *_step_hooks(config)]
     for hook in hooks:
-        if not (found and ":" not in hook.spec) and (problem := function_problem(hook)):
+        is_word = ":" not in hook.spec and (found or not hook.plugins)  # which the settings refuse already
+        if not is_word and (problem := function_problem(hook)):
             yield problem
 
 

@@ -96,7 +96,7 @@ def test_the_log_has_how_much_all_engines_have_sampled(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(collector, "PROGRESS_SECONDS", 0.0)
-    monkeypatch.setattr(collector, "PUBLISH_SECONDS", 0.0)
+    monkeypatch.setattr(collector, "COUNT_SECONDS", 0.0)
     store = RunStore(dist.HashStore(), "evaluation")
     first, second = (SamplingProgress(10, Mesh(rank, 2, 1, 1, 1), store, "step 7/20") for rank in (0, 1))
     caplog.set_level(logging.INFO)
@@ -109,7 +109,7 @@ def test_the_log_has_how_much_all_engines_have_sampled(
         second.add_one()
     second.tick()
     first.tick()
-    second.forget()
+    second.close()
     first.tick()
     for line in caplog.messages[1:]:  # also when the other engine's count is deleted
         assert re.fullmatch(

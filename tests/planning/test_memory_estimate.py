@@ -236,10 +236,10 @@ def test_a_training_rank_beside_engines_of_their_own_has_training_and_a_copy_of_
     (alone,) = plan_ranks(config(optimizer=plain, rollout=RolloutConfig(cuda_graphs=False)), QWEN_7B, 1, H100)
     # what training alone holds, nothing is offloaded; in the host's memory bfloat16 numbers and two buckets of 64 MiB
     assert plan.phases == {phase: alone.phases[phase] for phase in plan.phases}
-    assert plan.host == {"published_weights": 2 * PARAMETERS, "sync_buffers": 128 * MIB}
+    assert plan.host == {"offered_weights": 2 * PARAMETERS, "sync_buffers": 128 * MIB}
     # on CPU that is the same memory, numbers are float32, and buckets 16 MiB
     (plan,) = plan_ranks(own_ranks(2, optimizer=plain), QWEN_7B, 3, CPU)
-    assert {held["published_weights"] for held in plan.phases.values()} == {4 * PARAMETERS}
+    assert {held["offered_weights"] for held in plan.phases.values()} == {4 * PARAMETERS}
     assert {held["sync_buffers"] for held in plan.phases.values()} == {32 * MIB} and plan.host == {}
 
 
@@ -253,7 +253,7 @@ def test_the_ranks_that_the_engines_leave_share_the_model_and_the_optimizer():
     )
     # two bytes of half of all parameters, and of half of the norms, which both ranks have whole
     norms = 28 * 2 * 3584 + 3584
-    assert plan.host["published_weights"] == PARAMETERS + norms
+    assert plan.host["offered_weights"] == PARAMETERS + norms
 
 
 def test_a_rank_of_an_engine_alone_holds_weights_cache_and_what_it_receives():

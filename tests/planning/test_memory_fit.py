@@ -323,7 +323,7 @@ def test_both_kinds_of_ranks_are_told_at_the_start():
     ]
     assert "kv_cache" in lines[5] and "kv_cache" not in lines[1] + lines[2]
     # a quarter of 14.19 GiB, and two buckets
-    assert lines[3] == "  beside, in the host's memory: 3.67 GiB (published_weights 3.55, sync_buffers 0.12)"
+    assert lines[3] == "  beside, in the host's memory: 3.67 GiB (offered_weights 3.55, sync_buffers 0.12)"
     assert lines[6] == "  beside, in the host's memory: 0.12 GiB (sync_buffers 0.12)"
 
 

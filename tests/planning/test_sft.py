@@ -137,5 +137,5 @@ def test_all_ranks_of_a_supervised_run_train_whatever_its_engines_would_have(pla
     check_config(config, 4, "sft")
     assert mesh_of(config, 4, 3).data == 4
     (plan,) = plan_ranks(config, shape_of(Path(config.model.path)), 4, CPU, "sft")
-    assert list(plan.phases) == ["update"] and "published_weights" not in plan.phases["update"]
+    assert list(plan.phases) == ["update"] and "offered_weights" not in plan.phases["update"]
     assert "engine rank" not in " ".join(start_up_lines(config, shape_of(Path(config.model.path)), 4, "sft"))

@@ -102,7 +102,7 @@ def rollout_of(inputs: StepInputs) -> Rollout:
 
 def transfer_work(inputs: StepInputs, weights: int) -> Work:
     """New weights for an engine, of which a rank holds `weights` bytes; it samples nothing from its call until they are
-    there. All trainers serve one engine after the other (`weight_sync.publish`), and an engine that all others are
+    there. All trainers serve one engine after the other (`weight_sync.offer`), and an engine that all others are
     ahead of waits for as many turns: half of them on average. Weights travel through the memory of the hosts."""
     config, cluster, kind = inputs.config, inputs.cluster, inputs.target.kind
     size = config.rollout.tensor_parallel

@@ -40,7 +40,7 @@ from rlmath.planning.planner.training import (
     critic_work,
     head_flops,
     logprobs_work,
-    publish_work,
+    offer_work,
     update_work,
 )
 from rlmath.planning.planner.work import Cluster, Coefficients, Work, seconds_by_coefficient, seconds_of
@@ -48,7 +48,7 @@ from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 
 PHASES = (
     *("switch", "sync", "rollout", "transfer"),
-    *("records", "logprobs", "reference", "critic", "teacher", "update", "publish", "other"),
+    *("records", "logprobs", "reference", "critic", "teacher", "update", "offer", "other"),
 )
 """In the order of a step; the switch is both ways. Where engines have no ranks of their own, phases take turns on the
 same memory, none runs beside another."""
@@ -149,14 +149,14 @@ def step_inputs(
 def plan_step(inputs: StepInputs, coefficients: Coefficients) -> StepPlan:
     """A step and its seconds. With engines on ranks of their own trainers are the first ranks; nothing is switched or
     offloaded for engines, every trainer gets what is sampled ("records"), and copies its parameters to the host, from
-    where they are sent ("publish")."""
+    where they are sent ("offer")."""
     config, cluster, machine = inputs.config, inputs.cluster, inputs.cluster.machine
     own, rollout = config.rollout.ranks, rollout_of(inputs)
     training = replace(inputs, cluster=cluster.first(cluster.ranks - own))
     memory, _ = largest(plan_ranks(config, inputs.shape, cluster.ranks, inputs.target))
     if own:
         work = {"records": Work(tokens=inputs.batch.tokens)}
-        work |= _training_phases(training, memory) | {"publish": publish_work(training)}
+        work |= _training_phases(training, memory) | {"offer": offer_work(training)}
         work |= {"rollout": rollout.work, "transfer": transfer_work(inputs, rollout.weights)}
     else:
         work = {"switch": switch_work(config, memory, inputs.target), "sync": sync_work(inputs)}

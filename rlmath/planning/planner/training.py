@@ -146,7 +146,7 @@ def critic_work(inputs: StepInputs) -> Work:
     return logprobs_work(inputs) + update_work(inputs)
 
 
-def publish_work(inputs: StepInputs) -> Work:
+def offer_work(inputs: StepInputs) -> Work:
     """A copy of the parameters of the rank that holds the most, in the host's memory."""
     held = [sum(one.parameters for one in held_parameters(inputs, *stage)) for stage in stages(inputs)]
     size = max(held) * inputs.target.itemsize
