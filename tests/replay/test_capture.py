@@ -10,15 +10,23 @@ import sys
 from array import array
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from rlmath.algorithms.dynamic_sampling import Chosen, Selection
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup, Segment
 from rlmath.checkpoint.directory import MANIFEST
 from rlmath.cli.train import replay as replay_command
+from rlmath.config.load import config_as_yaml
+from rlmath.config.schema import Config, RunConfig, StagesConfig
+from rlmath.data.order import PromptOrder, Rollback, seed_after
 from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE
+from rlmath.distributed.mesh import Mesh
+from rlmath.replay import replay_step
 from rlmath.replay.capture import (
     CAPTURE_FILE,
     GROUPS_FILE,
@@ -32,9 +40,11 @@ from rlmath.replay.capture import (
     read_capture,
     write_capture,
 )
-from rlmath.replay.recorder import project
+from rlmath.replay.recorder import StepRecorder, project
 from rlmath.replay.replay import find_capture, find_state
 from rlmath.replay.replay_step import compare
+from rlmath.rollout.collector import Rollout
+from rlmath.rollout.sampling import RolloutSeed
 
 
 def group(name: str, *completions: tuple[int, ...]) -> ScoredGroup:
@@ -101,6 +111,53 @@ def test_a_capture_takes_the_place_of_an_older_one_only(tmp_path: Path) -> None:
     assert write_capture(tmp_path, a_capture(), since=before.st_mtime + 1) == folder
     assert (folder / CAPTURE_FILE).stat().st_ino != before.st_ino
     assert [one.name for one in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_capture_has_the_place_of_its_step_in_the_run(tmp_path: Path) -> None:
+    """What the recorder is given and what it asks the trainer for; a rollback has changed the seeds."""
+    config = Config(run=RunConfig(output_dir=str(tmp_path), seed=3))
+    order = PromptOrder(40, 4, seed=3, shuffle=True)
+    order.roll_back([Rollback(1, 5, 6)])
+    trainer: Any = SimpleNamespace(
+        config=config, order=order, total_steps=11, rollbacks=(1, 2), mesh=Mesh(0, 4, 2, 1, 1)
+    )
+    recorder, there = StepRecorder(trainer, ()), a_capture()
+    chosen = [Chosen(samples) for samples in there.chosen]
+    own = [[0.25, -0.25], [2.0]]
+    recorder.before_update(6, 1, Selection(there.groups, chosen, wanted=2), own)
+    recorder.write("a test")
+    found = read_capture(tmp_path / "captures" / "step-000007")
+    assert (found.step, found.total_steps, found.length_stage, found.rollbacks) == (6, 11, 1, 2)
+    assert (found.layout, found.world_size) == ("TP2 x PP1 x DP2", 4)
+    assert (found.sampling_seed, found.own_advantages) == (seed_after(3, 1), own)
+    assert (found.chosen, found.settings_yaml) == (there.chosen, config_as_yaml(config))
+
+
+def test_a_rollout_is_made_again_with_the_seed_and_the_lengths_of_its_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+
+    class Asked:
+        def __init__(self, *engine: Any, **parts: Any) -> None:
+            asked.append((engine, parts))
+
+        def collect(self, what: Any) -> Rollout:
+            asked.append(what)
+            return Rollout(there.groups, [])
+
+    monkeypatch.setattr(replay_step, "Collector", Asked)
+    there = replace(a_capture(), step=6, length_stage=1, sampling_seed=77)
+    config = Config(run=RunConfig(seed=3), stages=StagesConfig(steps=[4, 5], max_new_tokens=[8, 9]))
+    prompts, workers = [one.prompt for one in there.groups], object()
+    inputs = SimpleNamespace(tokenizer="t", prompts=prompts)
+    prepared: Any = SimpleNamespace(config=config, inputs=inputs)
+    parts: list[Any] = ["engine", "mesh", workers]
+    assert replay_step._sample_again(there, prepared, *parts) == there.groups
+    (made, given), what = asked
+    assert made == ("engine", "mesh")
+    assert given == {"tokenizer": "t", "rollout": config.rollout, "reward": config.reward, "pool": workers}
+    assert (what.prompts, what.sampling.max_new_tokens, what.seed) == (prompts, 9, RolloutSeed(77, 6))
 
 
 def test_only_one_of_many_ranks_writes(tmp_path: Path) -> None:

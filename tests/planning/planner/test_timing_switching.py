@@ -139,6 +139,13 @@ def test_an_asynchronous_step_is_as_long_as_its_slower_side():
     assert turns.step_seconds == pytest.approx(sum(plan.seconds.values()))
 
 
+def test_trainers_beside_engines_take_as_long_as_alone_on_their_node():
+    """Three of eight ranks on two nodes train: they are on the first."""
+    config = replace(CONFIG, rollout=replace(CONFIG.rollout, ranks=5))
+    beside = plan_step(inputs(config, 8, nodes=2), DEFAULTS["cuda"]).parts["update"]
+    assert beside == plan_step(inputs(CONFIG, 3), DEFAULTS["cuda"]).parts["update"]
+
+
 @pytest.mark.parametrize(
     ("values", "told"),
     [
