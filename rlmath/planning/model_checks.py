@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from rlmath.config.help import nearest_path
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config, CriticConfig, PolicyConfig, TeacherConfig
+from rlmath.config.schema import Config, PolicyConfig
 from rlmath.data.tokenizer import load_tokenizer
 from rlmath.models.hf_config import (
     critic_shape_of,
@@ -74,24 +74,6 @@ def critic_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def critic_warnings(config: Config) -> Iterator[str]:
-    """Settings of a critic that change nothing in this run, or less than one may think."""
-    critic, default = config.critic, CriticConfig()
-    changed = [f"critic.{name}" for name in vars(default) if getattr(critic, name) != getattr(default, name)]
-    if config.algorithm.advantage != "gae":
-        changed += ["memory.offload_critic"] * config.memory.offload_critic
-        if changed:
-            yield f'{", ".join(changed)}: no effect with algorithm.advantage="{config.algorithm.advantage}".'
-        return
-    if critic.policy_length_alpha is not None and critic.policy_lambda != default.policy_lambda:
-        yield "critic.policy_lambda has no effect with critic.policy_length_alpha."
-    if config.rollout.group_size > 1 and config.selection.dynamic_sampling is not None:
-        yield (
-            'selection.dynamic_sampling drops groups without contrast; algorithm.advantage="gae" compares with a '
-            "critic's values, and could learn from them."
-        )
-
-
 # ---------------------------------------------------------------- teacher
 
 
@@ -148,27 +130,6 @@ def teacher_problems(config: Config) -> Iterator[str]:
         yield (
             'algorithm.advantage is "gae" and teacher.with_rewards false: no reward is learned from, and the critic '
             "would be trained for nothing. Set another algorithm.advantage, or teacher.with_rewards=true."
-        )
-
-
-def teacher_warnings(config: Config) -> Iterator[str]:
-    """Settings that change nothing with this teacher, or without one."""
-    teacher, selection = config.teacher, config.selection
-    if teacher.path is None:
-        names = [
-            name
-            for name in ("loss", "coef", "with_rewards")
-            if getattr(teacher, name) != getattr(TeacherConfig, name)
-        ]
-        keys = [f"teacher.{name}" for name in names]
-        keys += ["memory.offload_teacher"] if config.memory.offload_teacher else []
-        if keys:
-            yield f"{', '.join(keys)}: no effect without teacher.path."
-        return
-    if teaches_alone(config) and selection.dynamic_sampling is not None:
-        yield (
-            f'selection.dynamic_sampling="{selection.dynamic_sampling}" drops groups by their rewards, and with '
-            "teacher.with_rewards=false the teacher would teach them, too. Set selection.dynamic_sampling=null."
         )
 
 

@@ -45,7 +45,7 @@ def single_folder(folder: Path) -> Path:
 
 def stream_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
     reader = HFReader(folder)
-    return ((name, reader.tensor(name)) for name in sorted(reader.names))
+    return ((name, reader.tensor(name)) for name in sorted(reader.files.keys()))
 
 
 def files_in(folder: Path) -> set[str]:
@@ -66,7 +66,7 @@ def test_an_output_layer_beside_tied_embeddings_is_refused_where_it_is_another(t
 
 
 def test_tensors_that_nobody_expects_are_named(source: Path) -> None:
-    names = HFReader(source).names
+    names = set(HFReader(source).files)
     odd = ["model.layers.0.self_attn.o_proj.bias", "model.layers.0.self_attn.rotary_emb.inv_freq"]
     assert unexpected_tensors(shape_of(source), [*names, *odd]) == odd[:1]
     assert unexpected_tensors(shape_of(source), names) == []
@@ -75,7 +75,7 @@ def test_tensors_that_nobody_expects_are_named(source: Path) -> None:
 @pytest.mark.parametrize("make", [single_folder, sharded_folder])
 def test_one_file_and_an_index_read_alike(tmp_path: Path, make):
     reader = HFReader(make(tmp_path / "model"))
-    assert reader.names == {"a", "b", "c"}
+    assert reader.files.keys() == {"a", "b", "c"}
     assert {name: tuple(reader.tensor(name).shape) for name in "abc"} == {"a": (2, 3), "b": (2,), "c": (4, 4)}
     for name, tensor in WEIGHTS.items():
         assert reader.tensor(name).dtype == tensor.dtype
@@ -208,7 +208,7 @@ def test_a_stream_that_breaks_leaves_no_folder_that_looks_whole(
     assert not output.exists()
     assert not any((folder / "config.json").exists() for folder in tmp_path.iterdir())
     write_hf_folder(iter(WEIGHTS.items()), read_metadata_files(source), output, torch.float32, writes=True)
-    assert HFReader(output).names == {"a", "b", "c"}
+    assert HFReader(output).files.keys() == {"a", "b", "c"}
     assert files_in(tmp_path) == {"out"}
 
 
@@ -217,7 +217,7 @@ def test_a_stream_that_breaks_keeps_the_model_that_was_there(tmp_path: Path, sou
     write_hf_folder(iter(WEIGHTS.items()), read_metadata_files(source), output, torch.float32, writes=True)
     with pytest.raises(RuntimeError, match="a rank died"):
         write_hf_folder(broken_stream(), read_metadata_files(source), output, torch.float32, writes=True)
-    assert HFReader(output).names == {"a", "b", "c"}
+    assert HFReader(output).files.keys() == {"a", "b", "c"}
 
 
 def test_a_new_export_replaces_the_old_one_whole(tmp_path: Path, source: Path):

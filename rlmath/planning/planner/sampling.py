@@ -28,7 +28,6 @@ from rlmath.planning.memory_formulas import (
 from rlmath.planning.planner.lengths import Lengths
 from rlmath.planning.planner.training import StepInputs, forward_cost
 from rlmath.planning.planner.work import Work
-from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 
 LOGIT_PASSES = 4
 """Rows of float32 logits that sampling reads or writes for a token: raw, scaled, sorted, log-probs."""
@@ -98,25 +97,6 @@ def rollout_of(inputs: StepInputs) -> Rollout:
     handled = batch.tokens / engines if rollout.ranks else batch.tokens
     work = sampling_work(inputs, sampled, engines, steps) + Work(tokens=handled)
     return Rollout(sampled, work, slots, requests, steps, tail, engine_of(inputs).weights)
-
-
-def transfer_work(inputs: StepInputs, weights: int) -> Work:
-    """New weights for an engine, of which a rank holds `weights` bytes; it samples nothing from its call until they are
-    there. All trainers serve one engine after the other (`weight_sync.publish`), and an engine that all others are
-    ahead of waits for as many turns: half of them on average. Weights travel through the memory of the hosts."""
-    config, cluster, kind = inputs.config, inputs.cluster, inputs.target.kind
-    size = config.rollout.tensor_parallel
-    engines, trainers = config.rollout.ranks // size, cluster.ranks - config.rollout.ranks
-    moved = weights * max(1.0, size / trainers)
-    buckets = math.ceil(moved / bucket_bytes(config.sync.bucket_mib, kind, cluster.ranks))
-    turn = Work(messages=BUCKET_MESSAGES * buckets)
-    if kind == "cpu":
-        turn += Work(node=moved, memory=2.0 * weights)
-    elif cluster.nodes == 1:
-        turn += Work(host=moved + weights)
-    else:
-        turn += Work(network=moved, host=weights)
-    return turn.times((engines + 1) / 2)
 
 
 # ---------------------------------------------------------------- the schedule of one engine

@@ -146,13 +146,6 @@ def critic_work(inputs: StepInputs) -> Work:
     return logprobs_work(inputs) + update_work(inputs)
 
 
-def publish_work(inputs: StepInputs) -> Work:
-    """A copy of the parameters of the rank that holds the most, in the host's memory."""
-    held = [sum(one.parameters for one in held_parameters(inputs, *stage)) for stage in stages(inputs)]
-    size = max(held) * inputs.target.itemsize
-    return Work(memory=2.0 * size) if inputs.target.kind == "cpu" else Work(host=float(size))
-
-
 def stages(inputs: StepInputs) -> list[tuple[Mesh, int]]:
     """The first rank of every pipeline stage, and its layers."""
     mesh, parallel = inputs.mesh, inputs.config.parallel
