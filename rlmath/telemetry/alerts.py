@@ -164,7 +164,7 @@ def contrast_alert(history: History) -> str | None:
 def queue_alert(history: History) -> str | None:
     """Answers that wait long for a worker: as a rule those of a slow reward function, and the step with them."""
     waits, seconds = _recent(history, "reward/queue_wait_s_max"), _recent(history, "seconds/step")
-    if not waits or not seconds:
+    if len(waits) < 2 or not seconds:  # workers start in the first step
         return None
     wait, step = statistics.mean(waits), statistics.mean(seconds)
     if wait <= max(QUEUE_SECONDS, QUEUE_SHARE * step):
