@@ -239,7 +239,7 @@ def _parsed(where: str, line: bytes) -> RawRow:
     if start == "[":
         return RawRow(where, None, f"the beginning of a JSON array{_ONE_A_LINE}", start)
     try:
-        row = parse_json(line.decode("utf-8"))
+        row = parse_json(line.decode("utf-8"), unique_keys=True)
     except UnicodeDecodeError as error:
         wrong = f"not UTF-8 (byte {error.start} is {line[error.start]:#04x}); save the file as UTF-8"
         return RawRow(where, None, wrong, start)

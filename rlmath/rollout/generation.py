@@ -293,7 +293,7 @@ class GenerationLoop:
         self._steps = 0
         self._status: int | None = None
 
-    def run(self, on_weights: Callable[[int], None] = lambda step: None) -> int:
+    def run(self, on_weights: Callable[[int], None]) -> int:
         """Sample until the trainers end the run; its exit status. `on_weights` gets the step, counted from 0, of every
         version that is taken."""
         self._on_weights = on_weights

@@ -134,7 +134,7 @@ class EngineRank:
             leader=leader,
         )
 
-    def run(self, on_weights: Callable[[int], None] = lambda step: None) -> int:
+    def run(self, on_weights: Callable[[int], None]) -> int:
         """Until the trainers end the run; its exit status. `on_weights` gets the step, counted from 0, of every version
         that the engine takes."""
         return self._loop.run(on_weights)

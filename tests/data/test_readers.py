@@ -61,6 +61,7 @@ def test_what_is_not_json_is_named_with_its_line(tmp_path):
         (json.dumps({**B, "prompt": "1\0+1"}).encode() + b"\n", "prompt has a NUL character at character 1"),
         (json.dumps(B).replace("1+1", "1\\ud8001").encode() + b"\n", "half a surrogate pair at character 1"),
         (b'{"n": ' + b"7" * 5000 + b"}\n", "not JSON (Exceeds the limit"),
+        (b'{"prompt": "x", "solutions": ["1"], "prompt": "y"}\n', "not JSON (the key 'prompt' stands twice)"),
         (
             {"prompt": "x", "task": "math", "answer": "3"},
             "missing query_id, solutions; the row has 'prompt', 'task'",
