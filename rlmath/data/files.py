@@ -57,14 +57,8 @@ def existing_place(path: str) -> Path:
     place = Path(path)
     if os.path.isfile(place) or os.path.isdir(place):
         return place
-    if os.path.exists(place):
-        raise ValueError(f"{path}: neither a file nor a folder; needed: one of them")
-    if os.path.islink(place):
-        raise ValueError(f"{path}: a link to {os.readlink(place)!r}, which is not there")
-    if not os.path.isdir(place.parent):
-        raise ValueError(f"{path}: no such file, and no folder {str(place.parent)!r} either")
-    if not os.access(place.parent, os.R_OK | os.X_OK):
-        raise ValueError(f"{path}: the folder {str(place.parent)!r} may not be read; change its permissions")
+    if os.path.lexists(place):
+        raise ValueError(f"{path}: neither a file nor a folder, or a link to nothing; needed: one of them")
     raise ValueError(f"{path}: no such file.{nearest_path(place)}")
 
 

@@ -444,7 +444,7 @@ _SFT_SETTINGS = (
 
 
 def used_keys() -> list[str]:
-    """Of all settings those that have an effect."""
+    """Settings that have an effect in supervised training."""
     return [key for key in all_settings() if is_among(key, _SFT_SETTINGS)]
 
 

@@ -67,7 +67,7 @@ PARTS = (
 """Every part a plan may name; "working" is what a pass needs beside activations and logits, "teacher_head" the output
 layer of a teacher where the update needs it."""
 ENGINE_PARTS = ("engine_weights", "engine_workspace", "kv_cache", "sync_buffers")
-"""Those that training does without."""
+"""Parts that training does without."""
 GENERATION_PHASES = ("sync", "generate")
 TRAINING_PHASES = ("logprobs", "reference", "critic", "teacher", "update")
 
@@ -96,13 +96,13 @@ class MemoryPlan:
     """What one rank holds in each phase."""
 
     rank: int
-    """Of the run."""
+    """Number of the rank among all of the run."""
     stage: int
     """Pipeline stage of the rank; its ranks all hold the same."""
     phases: Mapping[str, Mapping[str, int]]
     """Bytes by part, by phase, in the order of a step; parts that are not held are left out."""
     is_engine: bool = False
-    """Of a rank that an engine has for itself, with stage 0; all such ranks hold the same."""
+    """Whether an engine has the rank for itself, with stage 0; all such ranks hold the same."""
 
     @property
     def name(self) -> str:
@@ -263,9 +263,9 @@ class ModelBytes:
     """By part; empty without such a model."""
     largest_pass: formulas.PassBytes
     gather: int = 0
-    """As `formulas.gather_bytes`."""
+    """Bytes of the buffer of gathered hidden states (`formulas.gather_bytes`)."""
     in_loss: int = 0
-    """Beside the policy's logits in the update: a teacher's hidden states and blocks of logits."""
+    """Bytes beside the policy's logits in the update: a teacher's hidden states and blocks of logits."""
 
 
 NO_MODEL = ModelBytes({}, formulas.PassBytes(0, 0, 0))
@@ -302,7 +302,7 @@ def _buffers(shape: ModelShape, mesh: Mesh, layers: int) -> list[tuple[list[int]
 
 
 def plan_teacher(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> ModelBytes:
-    """Of a rank's teacher, which has the layout of a policy of this shape, and as many rows in its embedding."""
+    """The teacher of a rank, which has the layout of a policy of this shape, and as many rows in its embedding."""
     own = teacher_shape_of(config)
     if own is None:
         return NO_MODEL

@@ -186,7 +186,7 @@ def _advice(
 
 
 def _offloads(config: Config, part: str, phase: str) -> Iterator[str]:
-    """Of a part that can be in the host's memory in this phase."""
+    """The setting that offloads a part, where it can be in the host's memory in this phase."""
     model = part.partition("_")[0]
     if model in ("gradients", "optimizer", "parameters"):
         may_leave = phase == "generate" or (phase == "sync" and model != "parameters")

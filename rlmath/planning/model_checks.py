@@ -182,5 +182,5 @@ def _token_text(token: tuple[str, bool] | None) -> str:
 
 
 def folder_problems(config: Config, shape: ModelShape | None) -> list[str]:
-    """Of the files of both, for a policy of this shape."""
+    """What is wrong with the files of both, for a policy of this shape."""
     return [*teacher_folder_problems(config), *critic_folder_problems(config, shape)]

@@ -138,7 +138,7 @@ MAX_METRIC_FUNCTIONS = 8
 
 
 def data_hooks(config: Config, kind: Kind = "grpo") -> list[Hook]:
-    """Those that make prompts of the data."""
+    """Functions that make prompts of the data."""
     found = [template_hook(config)] if kind == "sft" else [form_hook(config), template_hook(config)]
     if kind == "grpo" and validates(config):
         found.append(template_hook(config, validation=True))
@@ -146,7 +146,7 @@ def data_hooks(config: Config, kind: Kind = "grpo") -> list[Hook]:
 
 
 def _step_hooks(config: Config) -> list[Hook]:
-    """Those that a GRPO step calls, and the scorer of validation; not rewards."""
+    """Functions that a GRPO step calls, and the scorer of validation; not rewards."""
     found = [
         selection_hook(config),
         advantage_hook(config),

@@ -51,7 +51,7 @@ class DivergedError(Exception):
 MIN_DEVIATIONS = 3.0
 """By how many deviations of single steps rewards must have fallen, too."""
 ROUNDING = 1e-9
-"""Of a reward that is always the same, means may differ by as much."""
+"""By how much means of a reward may differ that is always the same."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class EndingKind:
     status: int
     """One of `exit_codes`."""
     message: str
-    """Of the exit status, of which it is the first line; on the console "The run" and `verb` stand before it."""
+    """First line of the exit status; on the console "The run" and `verb` stand before it."""
     verb: str = "has"
     advice: str = ""
     """Follows on the console."""

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 MOST_NODES_NAMED = 16
 MOST_CHARACTERS = 200
-"""Of a value that differs, in an error."""
+"""Most characters of a value that differs, in an error."""
 
 
 def meet_with_mistake(rendezvous: Rendezvous, mistake: ValueError | OSError, seconds: float) -> None:

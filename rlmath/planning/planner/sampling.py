@@ -32,7 +32,7 @@ from rlmath.planning.planner.work import Work
 LOGIT_PASSES = 4
 """Rows of float32 logits that sampling reads or writes for a token: raw, scaled, sorted, log-probs."""
 BUCKET_MESSAGES = 2
-"""Of a bucket of weights: it is sent and received, or announced and sent."""
+"""Messages of a bucket of weights: it is sent and received, or announced and sent."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -64,7 +64,7 @@ class Rollout:
     steps: int
     """Engine steps from the first token to the last."""
     tail_steps: int
-    """Of these, those in which nothing was waiting any more."""
+    """Engine steps in which nothing was waiting any more."""
     weights: int
     """Bytes that a rank of the engine reads in every step, whatever its batch."""
 

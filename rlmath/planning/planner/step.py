@@ -70,13 +70,13 @@ class StepPlan:
     """Seconds by phase, by coefficient."""
     rollout: Rollout
     microbatches: int
-    """Of a minibatch on a data-parallel rank."""
+    """Micro-batches of a minibatch on a data-parallel rank."""
     idle_share: float
-    """Of the update's seconds, in which the pipeline's stages wait for one another."""
+    """Share of the update's seconds in which the pipeline's stages wait for one another."""
     tail_seconds: float
-    """Of the rollout, when no request waits any more."""
+    """Seconds of the rollout when no request waits any more."""
     judging_seconds: float
-    """Of the workers of an engine, while it samples."""
+    """Seconds that the workers of an engine judge, while it samples."""
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -130,7 +130,7 @@ def batch_of(config: Config, mean_response: float | None = None, mean_prompt: fl
 def step_inputs(
     config: Config, shape: ModelShape, target: Target, cluster: Cluster, batch: Batch
 ) -> StepInputs:
-    """Of a step with the settings of one stage, on the whole cluster. The layout must have no problems
+    """What the work of a step follows from, with one stage's settings, on the whole cluster. The layout has no problems
     (`planning.parallelism`)."""
     return StepInputs(
         config, shape, mesh=mesh_of(config, cluster.ranks, 0), target=target, cluster=cluster, batch=batch
@@ -237,7 +237,7 @@ def own_share(mesh: Mesh, tensor: int) -> float:
 
 
 def expert_share(shape: ModelShape) -> float:
-    """Of a model's parameters, those of its experts (0 to 1)."""
+    """Share of a model's parameters that its experts have (0 to 1)."""
     if not shape.num_experts:
         return 0.0
     whole = Mesh(0, 1, 1, 1, 1)
@@ -270,7 +270,7 @@ class Comparison:
     """The layouts of a run on a cluster."""
 
     plans: tuple[StepPlan, ...]
-    """Those that are legal and fit, fastest first."""
+    """Layouts that are legal and fit, fastest first."""
     without_room: int
     """Layouts that the memory of the devices is too small for."""
 
