@@ -195,11 +195,6 @@ class MetricsWriter:
             self.unwritten.log_refused("TensorBoard is off from here: %s. The run continues", error)
         self.unwritten.lost["TensorBoard"] += self._events.is_broken
 
-    def write_text(self, tag: str, text: str, step: int) -> None:
-        """Markdown for TensorBoard's text page; nothing without TensorBoard."""
-        if self._events is not None:
-            self._write_events(lambda writer: writer.add_text(tag, text, step))
-
     def flush(self) -> None:
         """Try once more to write the rows that wait."""
         for name, rows in self._rows.items():

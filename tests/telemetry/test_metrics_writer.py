@@ -54,11 +54,10 @@ def test_names_that_are_no_longer_written_can_be_read(tmp_path):
     assert read_metrics(str(tmp_path)) == [{"step": 1.0, name: math.inf}]
 
 
-def test_tensorboard_gets_the_same_numbers_and_texts(tmp_path):
+def test_tensorboard_gets_the_same_numbers(tmp_path):
     writer = MetricsWriter(str(tmp_path), tensorboard=True)
     writer.write(1, {"task_reward": -5.0, "train/entropy_loss": math.nan})
     writer.write(2, {"task_reward": 5.0})
-    writer.write_text("samples/group_1", "**Prompt**", 2)
     writer.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -67,8 +66,6 @@ def test_tensorboard_gets_the_same_numbers_and_texts(tmp_path):
         (2, 5.0),
     ]
     assert math.isnan(events.Scalars("train/entropy_loss")[0].value)
-    (text,) = events.Tensors("samples/group_1/text_summary")
-    assert (text.step, text.tensor_proto.string_val[0]) == (2, b"**Prompt**")
 
 
 # ---------------------------------------------------------------- a disk that refuses
