@@ -107,6 +107,7 @@ SETTINGS = (
     "algorithm.early_stop_ratio=null",
     "algorithm.rollback=2",
     f"algorithm.rollback_lr_factor={FACTOR}",
+    "algorithm.rollback_reward_drop=50",
     "critic.path={place}/critic",
     f"critic.lr={CRITIC_LR}",
     f"critic.warmup_steps={CRITIC_WARMUP}",
@@ -269,7 +270,9 @@ def test_policy_and_critic_have_rates_and_epochs_of_their_own_and_both_are_lower
         progress = read_progress(whole / "checkpoints" / f"step-{step:06d}")
         assert progress.updates == updates_before(step + 1)
         assert (progress.critic_updates, progress.syncs) == (step * of_critic, step)
+        assert progress.learned_step == step, "the first one, in which the critic learns alone, too"
         assert progress.has_model("reference") == (step >= 4)
+        assert list(progress.rewards) == [one["task_reward"] for one in found[:step]]
     assert abs(found[1]["critic/value"]) > 0, "the model of critic.path has a head of its own, or has learned"
 
 
@@ -359,3 +362,5 @@ def test_killed_later_it_goes_on_with_all_of_it(place: Path, whole: Path, tmp_pa
     assert groups_of(folder, STEPS) == groups_of(whole, STEPS)
     assert (folder / "prompt_history.jsonl").read_bytes() == (whole / "prompt_history.jsonl").read_bytes()
     assert not list((folder / "checkpoints").glob("*.partial"))
+    ours, theirs = (read_progress(one / "checkpoints" / f"step-{STEPS:06d}") for one in (folder, whole))
+    assert ours == theirs

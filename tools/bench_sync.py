@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen2Config
 
+from rlmath.checkpoint.hf.weights import stream_hf_tensors
 from rlmath.cli.demo import one_thread, torchrun
 from rlmath.cli.make_tiny_model import make_tokenizer
 from rlmath.config.model_shape import ModelShape
@@ -48,7 +49,6 @@ from rlmath.models.hf_config import read_model_shape
 from rlmath.models.megatron import (
     Recompute,
     build_chunks,
-    hf_stream,
     start_megatron,
     stop_megatron,
     transformer_config,
@@ -157,7 +157,7 @@ def laid_out(case: Case, device: Device) -> Iterator[Mesh]:
 
 def gather_and_reload(chunks: list[torch.nn.Module], shape: ModelShape, mesh: Mesh, engine: Engine) -> None:
     """The baseline. A collective must be consumed to its end on every rank, whatever vLLM leaves of it."""
-    tensors = hf_stream(chunks, shape, mesh)
+    tensors = stream_hf_tensors(chunks, shape, mesh)
     engine._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
     collections.deque(tensors, maxlen=0)
 
@@ -177,7 +177,7 @@ def measure(case: Case, shape: ModelShape, engine: Engine, clock: PackingClock, 
     device = open_device("cpu")
     with laid_out(case, device) as mesh:
         chunks = build_policy(shape, mesh, device)
-        layout = training_layout(shape.num_layers, mesh, None, None)
+        layout = training_layout(shape.num_layers, mesh)
         sync = WeightTransfer(
             chunks,
             shape,

@@ -66,7 +66,7 @@ from rlmath.planning.planner.training import (
     update_passes,
 )
 from rlmath.planning.planner.work import CPU_CORE, RANKS_PER_NODE, Cluster
-from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes, cell_of, plan_cell, rank_rounds
+from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes, cell_of, plan_sync, rank_rounds
 from rlmath.rollout.weight_sync.shard_layouts import training_layout
 from rlmath.rollout.weight_sync.transport import elements
 from tools import fake_cuda
@@ -191,12 +191,10 @@ def compare_sync(
 ) -> list[Row]:
     """A weight sync: the rank's buckets, of which the plan has the most that any rank may need; and what ranks receive
     from others, the mean over those that exchange with this one."""
-    parallel = config.parallel
-    uneven = (parallel.first_stage_layers, parallel.last_stage_layers)
-    layout = training_layout(shape.num_layers, mesh, *uneven)
+    layout = training_layout(shape.num_layers, mesh, config.parallel)
     bucket = bucket_bytes(config.sync.bucket_mib, target.kind, mesh.world_size)
     ranks_per_node = min(mesh.world_size, RANKS_PER_NODE)
-    sync = plan_cell(shape, layout, mesh, target.itemsize, bucket, ranks_per_node)
+    sync = plan_sync(shape, layout, mesh, target.itemsize, bucket, ranks_per_node)
     ranks, rounds = cell_of(mesh, ranks_per_node), rank_rounds(sync, mesh.rank)
     most = [
         max(sum(map(elements, way.values())) for way in ways)

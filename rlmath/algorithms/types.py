@@ -112,6 +112,13 @@ class PartialCompletion:
             (*before, segment),
         )
 
+    def finished(self, sample_index: int, text: str, finish_reason: FinishReason) -> Completion:
+        """The whole completion."""
+        version = self.segments[-1].policy_version
+        return Completion(
+            sample_index, self.token_ids, self.logprobs, text, finish_reason, version, self.segments
+        )
+
 
 NOTHING_SAMPLED = PartialCompletion()
 

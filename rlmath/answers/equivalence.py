@@ -29,7 +29,7 @@ from rlmath.answers.families import (
     with_letter_i,
 )
 from rlmath.answers.numbers import to_mp
-from rlmath.answers.real_sets import Cases, RealSet, same_cases, whole_line
+from rlmath.answers.real_sets import RealSet
 from rlmath.answers.syntax_tree import Call, Expr, MatrixOf, Num, Scalar, Sym
 from rlmath.answers.units import DEGREE, PERCENT, RADIAN, Unit, compatible
 
@@ -66,8 +66,6 @@ class Interpretations:
     """(left side, (residue, modulus) of each class) of congruences."""
     branches: Branches | None = None
     """(value, condition) of a function by cases."""
-    cases: Cases | None = None
-    """The same with its conditions as sets of real numbers, where they are."""
     pairs: tuple[tuple[str, Interpretations], ...] | None = None
     """Several names with their values: x = 1, y = 2."""
     equations: tuple[Interpretations, ...] | None = None
@@ -119,8 +117,6 @@ class Equivalence:
             return True
         if self._same_angles(gold, answer):
             return True
-        if (gold.cases or answer.cases) and (by_cases := _same_by_cases(gold, answer)) is not None:
-            return by_cases
         for family, open_one in ((gold.family, answer), (answer.family, gold)):
             if family is None or open_one.family is not None or (open_one is gold and family[0] != "Z"):
                 continue
@@ -466,42 +462,11 @@ def _same_function(gold: Interpretations, answer: Interpretations) -> bool:
     return same_expression(gold.scalar.expr, substituted(answer.scalar.expr, theirs, Sym(ours)))
 
 
-def _same_by_cases(gold: Interpretations, answer: Interpretations) -> bool | None:
-    """Whether a function by cases is the same as another, or as one expression: `|x|`; None if that is unknown."""
-    letter = (gold.cases or answer.cases or ("",))[0]
-    both = [one.cases or _one_case(one, letter) for one in (gold, answer)]
-    return None if both[0] is None or both[1] is None else same_cases(both[0], both[1])
-
-
-def _one_case(one: Interpretations, letter: str) -> Cases | None:
-    if (
-        one.branches is not None
-        or one.scalar is None
-        or one.scalar.unit
-        or symbols(one.scalar.expr) != {letter}
-    ):
-        return None
-    return letter, ((one.scalar.expr, whole_line()),)
-
-
 def _same_branches(gold: Branches, answer: Branches) -> bool:
-    gold, answer = _without_otherwise(gold), _without_otherwise(answer)
     return len(gold) == len(answer) == len({condition for _, condition in answer}) and all(
         any(condition == other and same_expression(value, one) for one, other in answer)
         for value, condition in gold
     )
-
-
-def _without_otherwise(branches: Branches) -> Branches:
-    """Two branches, even or odd, with the condition that `otherwise` stands for; others as they are."""
-    last = next((at for at, (_, condition) in enumerate(branches) if condition == "otherwise"), None)
-    if len(branches) != 2 or last is None:
-        return branches
-    other = branches[1 - last][1]
-    if not other.endswith(("even", "odd")):
-        return branches
-    opposite = other.removesuffix("even") + "odd" if other.endswith("even") else f"{other[:-3]}even"
-    return branches[1 - last], (branches[last][0], opposite)
 
 
 MAX_MODULUS = 10_000

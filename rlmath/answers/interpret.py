@@ -21,12 +21,10 @@ from rlmath.answers.equivalence import (
 from rlmath.answers.evaluate import mentions, symbols
 from rlmath.answers.normalize import NotMathematics, Unsupported
 from rlmath.answers.numbers import is_finite, mpf
-from rlmath.answers.parser import parse_answer
-from rlmath.answers.real_sets import Cases, RealSet, compare, interval, point, whole_line
+from rlmath.answers.real_sets import RealSet, interval, point, whole_line
 from rlmath.answers.solution_sets import (
     FLIPPED,
     PLUS_MINUS,
-    absolute_value,
     any_symbols,
     bound_of,
     difference_of,
@@ -35,7 +33,6 @@ from rlmath.answers.solution_sets import (
     half_line,
     has_shift,
     is_lone_name,
-    line_of,
     mention_signs,
     name_of,
     named_side,
@@ -110,34 +107,8 @@ def interpret(answer: Answer) -> Interpretations:
             return Interpretations(matrix=answer, row=row, brackets="matrix", line=answer.computed)
         case Piecewise():
             return Interpretations(
-                branches=tuple((value, "".join(condition.split())) for value, condition in answer.branches),
-                cases=_cases(answer.branches),
+                branches=tuple((value, "".join(condition.split())) for value, condition in answer.branches)
             )
-
-
-def _cases(branches: Sequence[tuple[Expr, str]]) -> Cases | None:
-    """(letter, values with the real numbers for which they hold), None if a condition is no set of real numbers."""
-    letters, found, rest = set(), [], whole_line()
-    for value, condition in branches:
-        where = rest
-        if condition != "otherwise":
-            try:
-                solved = interpret(parse_answer(condition))
-            except (NotMathematics, Unsupported):
-                return None
-            value_at = bound_of(solved.scalar) if solved.scalar is not None and solved.sign == "=" else None
-            letters.add(solved.sign.removeprefix("solved ") if value_at is None else solved.name)
-            reals = solved.real_set if value_at is None else point(value_at)
-            if reals is None:
-                return None
-            where = RealSet.intersection([rest, reals])
-            again = RealSet.intersection([rest.complement(), reals])
-            if any(compare(part.low, part.high) for part in again.intervals):
-                return None  # conditions that overlap
-        rest = RealSet.intersection([rest, where.complement()])
-        found.append((value, where))
-    letter = letters.pop() if len(letters) == 1 else None
-    return (letter, tuple(found)) if letter else None
 
 
 def _interpret_set(answer: SetOf) -> Interpretations:
@@ -322,17 +293,10 @@ def _interpret_equation(relation: Relation) -> Interpretations:
     if value is None and equations is not None:
         return Interpretations(sign="=", equations=equations)
     if value is None:
-        if (values := absolute_value(relation)) is not None:
-            letter, bound = values
-            both = Call("pm", (Num(Fraction(0)), bound))
-            return replace(interpret(Scalar(both)), name=letter, difference=difference, sign="=")
         if difference is not None:
             asked = tuple(map(interpret, value_of_expression(sides)))
             return Interpretations(difference=difference, sign="=", asked=asked)
-        if (line := line_of(relation)) is None:
-            raise NotMathematics("sides that differ")
-        points = tuple(Interpretations(scalar=Scalar(expr)) for expr in line)
-        return Interpretations(row=points, brackets="()", line=True)
+        raise NotMathematics("sides that differ")
     last = sides[-1].expr if len(sides) > 1 and isinstance(sides[-1], Scalar) else None
     is_decimal = isinstance(last, Num) and last.digits is not None
     also = (interpret(sides[-1]),) if relation.ops[-1] == "~" and is_decimal else ()

@@ -164,7 +164,8 @@ class Commands(Arithmetic):
         if self.skip("\\}"):
             return NamedSet("empty")
         if self.peek() == "\\begin" and self.peek(2) in ("array", *SYSTEMS):
-            inner = self._environment_after_brace()
+            self.expect("\\begin")  # behind a brace that nothing closes
+            inner = self._environment()
             if self.skip("."):
                 self.skip("\\}")
             return inner
@@ -246,11 +247,6 @@ class Commands(Arithmetic):
         self.skip("*")
         self.expect("}")
         return _as_matrix(rows)
-
-    def _environment_after_brace(self) -> Answer:
-        """An environment behind a brace that nothing closes: `\\left\\{ \\begin{array} ... \\right.`"""
-        self.expect("\\begin")
-        return self._environment()
 
     def _has_relation(self) -> bool:
         """Whether the environment at this position has relations in it."""

@@ -39,7 +39,6 @@ from rlmath.answers.phrases import (
     split_qualifiers,
     split_set,
     with_numbers,
-    without_domains,
     without_lead,
 )
 from rlmath.answers.syntax_tree import (
@@ -87,8 +86,6 @@ def parse_answer(text: str, reading: Reading = AS_WRITTEN) -> Answer:
         tokens = with_numbers(tokens)
     if not words:
         return _Parser(tokens).whole()
-    if "for" in words:
-        tokens = without_domains(tokens)
     in_words = _set_in_words(tokens)
     if in_words is not None:
         return in_words

@@ -104,8 +104,6 @@ def _number(tokens: Sequence[Token], start: int) -> tuple[Fraction, int] | None:
         return whole / parts, start + at + 1
     if (part := _and_part(words, size)) is not None:
         return whole + part[0], start + part[1]
-    if words[size : size + 1] == ["point"]:
-        return _after_point(whole, words, size + 1, start)
     if words[size : size + 1] == ["of"]:  # "one of them"
         return None
     return whole, start + size
@@ -170,13 +168,6 @@ def _and_part(words: Sequence[str], size: int) -> tuple[Fraction, int] | None:
     return (above / parts, size + 2 + used) if parts and above < parts else None
 
 
-def _after_point(whole: Fraction, words: Sequence[str], at: int, start: int) -> tuple[Fraction, int] | None:
-    digits = ""
-    while at + len(digits) < len(words) and NUMBER_WORDS.get(words[at + len(digits)], 10) < 10:
-        digits += str(NUMBER_WORDS[words[at + len(digits)]])
-    return (whole + Fraction(int(digits), 10 ** len(digits)), start + at + len(digits)) if digits else None
-
-
 # ---------------------------------------------------------------- sets of numbers in words
 _DETERMINERS = word_set("any all some every each an a arbitrary the given")
 _ADJECTIVES = word_set("nonnegative positive real natural rational complex arbitrary free nonzero")
@@ -226,38 +217,6 @@ def split_set(tokens: Sequence[Token]) -> tuple[NamedSet, int] | None:
     if not name:
         return None
     return NamedSet(name), at + (at < len(tokens) and _is_letter(tokens[at]))
-
-
-_DOMAIN_WORDS = word_set(
-    "all any every each real reals positive integer integers number numbers natural rational"
-)
-
-
-def without_domains(tokens: list[Token]) -> list[Token]:
-    """The tokens without the domains of functions inside a list: `f(x) = x for all x, and f(x) = -x`."""
-    texts = [token.text for token in tokens]
-    start = 1
-    while (start := _index(texts, "for", start)) > 0:
-        at = start + 1
-        while at < len(texts) and texts[at].lower() in _DOMAIN_WORDS:
-            at += 1
-        is_domain = at > start + 1 and at < len(tokens) and _is_letter(tokens[at])
-        letter = texts[at] if is_domain else ""
-        at += 1
-        if texts[at : at + 2] == ["\\in", "\\mathbb"]:
-            at = _index(texts, "}", at) + 1
-        ends = texts[at].lower() if is_domain and at < len(texts) else ""
-        before = texts[: start - (texts[start - 1] == ",")]
-        if ends in (",", ";", "and", "or") and ["(", letter, ")"] in (before[i : i + 3] for i in (1, 2)):
-            tokens = [*tokens[: len(before)], *tokens[at:]]
-            texts = [*before, *texts[at:]]
-        else:
-            start += 1
-    return tokens
-
-
-def _index(texts: list[str], text: str, start: int) -> int:
-    return texts.index(text, start) if text in texts[start:] else -1
 
 
 def split_qualifiers(tokens: list[Token]) -> tuple[list[Token], list[Relation]]:

@@ -1,4 +1,4 @@
-"""What relations and their sides say: the bounds of inequalities, absolute values, plus-minus signs, lines in space."""
+"""What relations and their sides say: the bounds of inequalities, plus-minus signs, names and values."""
 
 from __future__ import annotations
 
@@ -103,19 +103,6 @@ def linear(expr: Expr) -> tuple[str, Fraction, Fraction] | None:
     return (letter, line[1], line[0]) if line is not None and line[1] else None
 
 
-def absolute_value(relation: Relation) -> tuple[str, Expr] | None:
-    """(letter, positive number) of `|k| = 4`, else None."""
-    if len(relation.sides) != 2 or relation.ops != ("=",):
-        return None
-    for side, other in (relation.sides, relation.sides[::-1]):
-        expr, bound = relation_side(side), bound_of(other)
-        if not (isinstance(expr, Call) and expr.name == "abs" and isinstance(expr.args[0], Sym)):
-            continue
-        positive = bound is not None and is_finite(bound) and bound > 0
-        return (expr.args[0].name, other.expr) if positive and isinstance(other, Scalar) else None
-    return None
-
-
 def whole_numbers(reals: RealSet) -> tuple[int | None, int | None]:
     """The least and the greatest whole number of an interval, None where it has no end."""
     if len(reals.intervals) != 1:
@@ -129,25 +116,6 @@ def whole_numbers(reals: RealSet) -> tuple[int | None, int | None]:
         inward = int(MP.ceil(to_mp(bound * sign)))
         ends.append(sign * (inward + (inward == bound * sign and not closed)))
     return ends[0], ends[1]
-
-
-def line_of(relation: Relation) -> tuple[Expr, ...] | None:
-    """The point with parameter t of a line's symmetric equations, `(x - 1)/2 = (y - 2)/3 = z`, else None."""
-    sides = [relation_side(side) for side in relation.sides]
-    if sides[-1] in (Sym("t"), Sym("s"), Sym("lambda")):
-        sides.pop()
-    found = [None if side is None else linear(side) for side in sides]
-    letters = [one[0] for one in found if one is not None]
-    if (
-        set(relation.ops) != {"="}
-        or len(letters) < len(sides)
-        or letters not in (["x", "y"], ["x", "y", "z"])
-    ):
-        return None
-    return tuple(
-        Call("div", (Call("add", (Sym("t"), Num(-start))), Num(slope)))
-        for _, slope, start in (one for one in found if one is not None)
-    )
 
 
 def relation_side(side: Answer) -> Expr | None:

@@ -1,10 +1,9 @@
 """Answers with their own comparison: times, dates, numerals in another base, names, "no solution", and the names of
-geometric objects, groups and sets of numbers, in words or signs."""
+geometric objects, in words or signs."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 
 from rlmath.answers.normalize import word_list
 from rlmath.answers.phrases import NUMBER_WORDS
@@ -76,8 +75,6 @@ def same_special(gold: str, answer: str) -> bool | None:
         return counts
     if _titled(one, two) or _same_meaning(one, two):
         return True
-    if None not in (places := (_ordinal(one), _ordinal(two))):
-        return places[0] == places[1]
     said = _YES_NO.fullmatch(one), _YES_NO.fullmatch(_DENIED.sub("no", two))
     if said[0] is not None and said[1] is not None:
         return said[0][1] == said[1][1]
@@ -123,12 +120,6 @@ _MEANINGS = {
 }
 _MEANING = {text: meaning for meaning, texts in _MEANINGS.items() for text in texts}
 _LAST_NOUN = re.compile(r" (?:function|number|integer)$")
-_ORDINALS = {
-    word: place
-    for place, word in enumerate(word_list("first second third fourth fifth sixth seventh eighth"), 1)
-}
-_ORDINALS |= {"ninth": 9, "tenth": 10, "eleventh": 11, "twelfth": 12}
-_ORDINAL = re.compile(r"(?:the )?(?:([0-9]{1,9})(?:\^?\{? ?(?:st|nd|rd|th)\}?)|([a-z]{5,8}))")
 
 
 def _same_meaning(gold: str, answer: str) -> bool:
@@ -149,14 +140,6 @@ _PLAIN_WORDS = re.compile(r"[a-z]{4,}(?: [a-z]{2,})*")
 def _meaning(text: str) -> str:
     said = _SUBJECT.sub("", text.rstrip("."))
     return _MEANING.get(said) or _LAST_NOUN.sub("", said)
-
-
-def _ordinal(text: str) -> int | None:
-    """The 5 of `5th` or `fifth`, else None."""
-    match = _ORDINAL.fullmatch(text)
-    if match is None:
-        return None
-    return int(match[1]) if match[1] else _ORDINALS.get(match[2])
 
 
 _LABEL_SETS = (tuple("abcdefgh"), ("i", "ii", "iii", "iv", "v"), tuple("123456"))
@@ -326,7 +309,6 @@ def _numeral(text: str) -> tuple[str, int] | None:
 
 
 # ---------------------------------------------------------------- geometric objects
-# ---------------------------------------------------------------- geometry
 _KINDS = {
     kind: name
     for name, kinds in {
@@ -349,32 +331,12 @@ _OBJECT = re.compile(
     + _POINT
     + r" ?){1,5})\}?"
 )
-_BETWEEN = re.compile(
-    r" ?(?:(\\parallel|\\\||is parallel to|\|\|)|(\\perp|is perpendicular to)|(\\cong|is congruent to)"
-    r"|(\\sim|is similar to)) ?"
-)
 
 
 def same_objects(gold: str, answer: str) -> bool | None:
-    """Whether two texts name the same geometric object, group, or relation of two objects; None if one does not."""
+    """Whether two texts name the same geometric object, in words or signs; None if one does not."""
     if len(gold) > 100 or len(answer) > 100:
         return None
-    if (groups := (_group(gold), _group(answer))) and None not in groups:
-        return groups[0] == groups[1]
-    one, two = _BETWEEN.split(gold), _BETWEEN.split(answer)
-    if len(one) == len(two) == 6:
-        signs = [[bool(sign) for sign in split[1:5]] for split in (one, two)]
-        if signs[0] != signs[1]:
-            return None
-        straight, crossed = (
-            [a == b or _same_object(a, b) for a, b in ((one[0], two[first]), (one[5], two[5 - first]))]
-            for first in (0, 5)
-        )
-        return all(straight) or all(crossed) or (None if None in straight else False)
-    return _same_object(gold, answer)
-
-
-def _same_object(gold: str, answer: str) -> bool | None:
     one, two = _object(gold), _object(answer)
     if one is None or two is None or (one[0] is None and two[0] is None and gold != answer):
         return None
@@ -393,61 +355,3 @@ def _object(text: str) -> tuple[str | None, list[str]] | None:
         return None
     points = re.findall(_POINT, match["points"].replace("{", "").replace("}", ""))
     return _KINDS.get(match["kind"] or ""), points
-
-
-# ---------------------------------------------------------------- cyclic groups
-_Z = r"(?:\\mathbb ?\{?Z\}?|\\Z|Z)"
-_ORDER = r"\{?([1-9][0-9]{0,4})\}?"
-_CYCLIC = re.compile(
-    rf"(?:\(?(?:{_Z}_{_ORDER}|{_Z}/\(?{_ORDER} ?{_Z}?\)?|C_{_ORDER}|(?:the )?cyclic group of order {_ORDER})\)?)"
-    r"(?:\^\{?([1-9])\}?)?"
-)
-
-
-def _group(text: str) -> Counter[int] | None:
-    """How often each prime power occurs in a product of cyclic groups, which shows groups that are isomorphic; None for
-    other texts."""
-    if "_" not in text and "/" not in text and "cyclic" not in text:
-        return None
-    powers: Counter[int] = Counter()
-    for part in re.split(r" ?(?:\\times|\\oplus) ?", text):
-        match = _CYCLIC.fullmatch(part)
-        if match is None:
-            return None
-        *orders, times = match.groups()
-        order = int(next(one for one in orders if one is not None))
-        divisor = 2
-        while order > 1:
-            power = 1
-            while order % divisor == 0:
-                order, power = order // divisor, power * divisor
-            powers[power] += int(times or 1) * (power > 1)
-            divisor += 1
-    return +powers
-
-
-# ---------------------------------------------------------------- sets of numbers
-_SET = re.compile(
-    r"(?P<all>(?:all |any |the |set of |every )*)(?:(?P<sign>positive|negative|non-?zero|non-?negative) )?"
-    r"(?P<set>real|integer|natural|rational|complex)(?P<many>s(?: numbers?)?| numbers)?(?: number)?(?: [a-z])?"
-)
-_SETS = {"real": "R", "integer": "Z", "natural": "N", "rational": "Q", "complex": "C"}
-_SIGNED = {
-    ("real", "positive"): "(0,\\infty)",
-    ("real", "negative"): "(-\\infty,0)",
-    ("real", "nonnegative"): "[0,\\infty)",
-    ("real", "nonzero"): "\\mathbb{R}\\setminus\\{0\\}",
-    ("integer", "positive"): "\\mathbb{Z}^+",
-    ("integer", "nonnegative"): "\\mathbb{Z}_{\\ge 0}",
-}
-
-
-def set_notation(text: str) -> str | None:
-    """The notation of a set of numbers in words, such as `all nonzero real numbers`. None for other texts, such as
-    `real` or `a real number`, which are a kind."""
-    match = _SET.fullmatch(text) if len(text) < 50 and text[-1:].isalpha() else None
-    if match is None or not (match["many"] or match["all"].replace("the ", "")):
-        return None
-    if match["sign"] is None:
-        return f"\\mathbb{{{_SETS[match['set']]}}}"
-    return _SIGNED.get((match["set"], match["sign"].replace("-", "")))

@@ -244,7 +244,7 @@ def open_partial(root: Path, step: int) -> Path:
     return partial
 
 
-def publish(partial: Path, step: int, kept: bool, known: dict[str, FileEntry]) -> Checkpoint:
+def finish_partial(partial: Path, step: int, kept: bool, known: dict[str, FileEntry]) -> Checkpoint:
     """Write the manifest and rename the folder to its final name. `known` are the entries that were computed where the
     files were written; the others are read now. OSError on a disk error, ValueError where a file has changed.
     """
@@ -354,8 +354,8 @@ def set_superseded_aside(
 
 
 def _still_judged(found: Sequence[Checkpoint], steps: int) -> Iterator[Checkpoint]:
-    """Of checkpoints, newest first: the newest one that is `steps` older than the newest, and of the later ones some
-    that are half as many steps apart, beginning with the oldest: four at most."""
+    """Some of the checkpoints, newest first: the newest one that is `steps` older than the newest, and of the later
+    ones some that are half as many steps apart, beginning with the oldest: four at most."""
     newest = found[0].step if found else 0
     yield from [one for one in found if one.step <= newest - steps][:1]
     last = None
@@ -366,7 +366,8 @@ def _still_judged(found: Sequence[Checkpoint], steps: int) -> Iterator[Checkpoin
 
 
 def sound_checkpoints(found: Sequence[Checkpoint], learned_step: int) -> list[Checkpoint]:
-    """Those whose weights learned in a later step, in the same order; `learned_step` is that of `Progress`."""
+    """The checkpoints whose weights learned in a later step, in the same order; `learned_step` is that of
+    `Progress`."""
     return [one for one in found if one.step < learned_step]
 
 
@@ -424,19 +425,19 @@ class Progress:
     random_states: tuple[str, ...]
     """Names of the random generators whose states are there, one row for each rank."""
     model_fingerprint: str
-    """Of the model that the run started from."""
+    """Fingerprint of the model that the run started from."""
     data_fingerprint: str
-    """Of the prompts, in order, as they were tokenized."""
+    """Fingerprint of the prompts, in order, as they were tokenized."""
     versions: dict[str, str]
-    """Of the libraries that matter."""
+    """Versions of the libraries that matter."""
     discarded_steps: int = 0
     """Steps up to this one, in a row, of which every minibatch was discarded."""
     learned_step: int = 0
     """Steps done when a minibatch was last learned from."""
     reward_fingerprint: str = ""
-    """Of the file of `reward.function`; "" where there is none."""
+    """Fingerprint of the file of `reward.function`; "" where there is none."""
     hooks_fingerprint: str = ""
-    """Of the files of the functions that select groups and give advantages; "" where there is none."""
+    """Fingerprint of the files of functions that select groups and give advantages; "" where there is none."""
     cpu_sampler: int = 1
     """`CPU_SAMPLER_VERSION` of its time."""
     models: tuple[str, ...] = ()

@@ -167,7 +167,7 @@ class CheckpointManager:
         if error is not None:
             return self._give_up(error)
         written = collectives.gather_to_rank_zero(mine)
-        outcome = None if written is None else self._publish(save, written)
+        outcome = None if written is None else self._complete(save, written)
         outcome = collectives.broadcast_from_rank_zero(outcome)
         if isinstance(outcome, str):
             return self._give_up(outcome)
@@ -275,7 +275,7 @@ class CheckpointManager:
             save.files.write_buckets = None  # Megatron's own copies
         return None
 
-    def _publish(self, save: _Unfinished, written: Sequence[Written]) -> Checkpoint | str:
+    def _complete(self, save: _Unfinished, written: Sequence[Written]) -> Checkpoint | str:
         """On rank 0, without collectives: the others wait for the outcome, whatever the disk does."""
         known = {f"{STATE}/{name}": entry for one in written for name, entry in one.files.items()}
         state = save.partial / STATE
@@ -284,7 +284,7 @@ class CheckpointManager:
             save_config(CheckpointingConfig("torch_dist", 1), str(state))
             torch.save({}, state / "common.pt")  # what Megatron keeps beside the tensors; of ours it is empty
             read_metadata(state)
-            checkpoint = directory.publish(save.partial, save.step, save.kept, known)
+            checkpoint = directory.finish_partial(save.partial, save.step, save.kept, known)
         except (OSError, RuntimeError, ValueError) as error:
             return directory.write_error_text(error, state / "common.pt")
         try:
@@ -349,7 +349,7 @@ def load_checkpoint(
     states: dict[str, torch.Tensor] = {}
     if progress.world_size == dist.get_world_size():
         mine = sharded_state.random_states(device)
-        if set(mine) == set(progress.random_states):
+        if mine.keys() <= set(progress.random_states):  # older checkpoints have more
             states = {name: torch.empty_like(state) for name, state in mine.items()}
     wanted += sharded_state.random_rows(states)
     by_number: dict[str, Any] = {str(number): one for number, one in enumerate(wanted)}

@@ -25,7 +25,6 @@ from safetensors.numpy import load, save
 from rlmath.algorithms.partial_rollouts import UnfinishedGroup, UnfinishedGroups
 from rlmath.algorithms.types import (
     NOTHING_SAMPLED,
-    Completion,
     PartialCompletion,
     RewardFailure,
     Score,
@@ -36,9 +35,9 @@ from rlmath.algorithms.types import (
 UNFINISHED = "flight.safetensors"
 """Checkpoints keep the name that earlier versions gave the file."""
 VERSION = 1
-"""Of the form of the file."""
+"""Version of the file's form."""
 TOKEN_BYTES = 8
-"""Of a sampled token, in the file and in memory: its number (int32) and its log-prob (float32)."""
+"""Size of a sampled token in the file and in memory: its number (int32) and its log-prob (float32)."""
 
 
 def write_unfinished(unfinished: UnfinishedGroups) -> bytes:
@@ -99,20 +98,13 @@ def _read_group(
     for index, one in enumerate(row["samples"]):
         segments = read_segments(one)
         token_ids, logprobs = reader.read(sum(segment.tokens for segment in segments))
+        part = PartialCompletion(token_ids, logprobs, segments) if segments else NOTHING_SAMPLED
         if one.get("score") is None:
-            part = PartialCompletion(token_ids, logprobs, segments) if segments else NOTHING_SAMPLED
             samples.append(part)
-            continue
-        completion = Completion(
-            index,
-            token_ids,
-            logprobs,
-            text=text_of(token_ids, one["finish_reason"] == "stop"),
-            finish_reason=one["finish_reason"],
-            policy_version=segments[-1].policy_version,
-            segments=segments,
-        )
-        samples.append(ScoredCompletion(completion, read_score(one["score"])))
+        else:
+            text = text_of(token_ids, one["finish_reason"] == "stop")
+            completion = part.finished(index, text, one["finish_reason"])
+            samples.append(ScoredCompletion(completion, read_score(one["score"])))
     return UnfinishedGroup(
         read_count(row["draw"]), read_count(row["first_step"]), tuple(samples), bool(row["deferred"])
     )
@@ -144,7 +136,7 @@ class TokenReader:
 
 
 def read_segments(row: dict[str, Any]) -> tuple[Segment, ...]:
-    """Those of a completion's row; each has tokens."""
+    """The segments of a completion's row; each has tokens."""
     segments = tuple(Segment(*map(read_count, segment)) for segment in row["segments"])
     if any(segment.tokens == 0 for segment in segments):
         raise ValueError("tokens are missing")
@@ -152,7 +144,7 @@ def read_segments(row: dict[str, Any]) -> tuple[Segment, ...]:
 
 
 def read_score(row: dict[str, Any]) -> Score:
-    """Of the JSON that `asdict` made of one. ValueError, KeyError or TypeError where it is none."""
+    """A score from the JSON that `asdict` made of it. ValueError, KeyError or TypeError where it is none."""
     row = {"parts": [], "failures": []} | row  # those of before there were several rewards
     metrics = tuple((str(name), float(value)) for name, value in row["metrics"])
     failures = tuple(RewardFailure(**one) for one in row["failures"])

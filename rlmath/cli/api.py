@@ -78,7 +78,7 @@ def load_config(*files: str | Path, **sections: Mapping[str, Any]) -> Config:
 
     Files that rlmath ships are found by names such as configs/demo.yaml. Raises ValueError that lists all mistakes.
     """
-    return load_files([Path(one) for one in files], list(_overrides(sections)))
+    return load_files([Path(one) for one in files], list(_overrides(sections)), source="load_config")
 
 
 def _overrides(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

@@ -3,8 +3,7 @@
     rlmath demo [--seed 1] [--ranks 2] [--tensor-parallel 2] [--pipeline-parallel 1] [--algorithm grpo]
 
 It runs the same programs, one after the other, that a user would: rlmath.cli.make_arithmetic,
-rlmath.cli.make_tiny_model, torchrun -m rlmath.trainer sft, torchrun -m rlmath.trainer grpo, which validates the model
-on held-out problems before and after.
+rlmath.cli.make_tiny_model, rlmath sft, rlmath train, which validates the model on held-out problems before and after.
 Everything is written under outputs/demo; what an earlier demo left is moved to outputs/demo.001, .002, ...
 """
 
@@ -25,10 +24,10 @@ from pathlib import Path
 from rlmath.config.run_files import EXPORT_FOLDER, REPORT_FILE, SUMMARY_FILE, VALIDATION_FILE
 from rlmath.config.shipped_files import PACKAGE, shipped
 from rlmath.config.terminal import escape_terminal
-from rlmath.distributed.fault_tolerance.preemption import WANTED_SIGNALS
 from rlmath.telemetry.metrics_writer import read_metrics
 
 ALGORITHMS = shipped("configs/algorithms")
+RLMATH = (sys.executable, "-P", "-m", "rlmath.cli.main")
 GOOD_ACCURACY = 0.9
 SFT_RANKS = 2
 INTERRUPTED = 130
@@ -109,8 +108,7 @@ def shown_path(path: Path) -> Path:
 
 def torchrun(ranks: int) -> list[str]:
     """The start of a command that runs so many ranks on this machine."""
-    start = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [*start, f"--signals-to-handle={','.join(WANTED_SIGNALS)}"]
+    return [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
 
 
 def one_thread() -> dict[str, str]:
@@ -118,54 +116,36 @@ def one_thread() -> dict[str, str]:
     return child_environment() | {"OMP_NUM_THREADS": "1"}
 
 
-def teach(folder: Path, seed: int, more: Sequence[str] = ()) -> Path:
+def teach(folder: Path, seed: int) -> None:
     """Supervised training on worked solutions, with one data-parallel rank for each of two cores (or one on a machine
-    with one GPU), whatever the layout of what follows: every seed has one base model. `more` are further settings.
-    Returns its folder."""
+    with one GPU), whatever the layout of what follows: every seed has one base model."""
     import torch
 
     ranks = min(SFT_RANKS, os.cpu_count() or 1, torch.cuda.device_count() or SFT_RANKS)
-    command = [*torchrun(ranks), "-m", "rlmath.trainer", "sft"]
+    command = [*RLMATH, "sft", "--ranks", str(ranks)]
     command += ["--config", str(shipped("configs/demo_sft.yaml"))]
     command += [f"run.output_dir={folder / 'sft'}", f"run.seed={seed}", f"model.path={folder / 'random'}"]
     command += [f"data.train_path={folder / 'data' / 'worked.jsonl'}"]
-    command += [f"sft.held_out_path={folder / 'data' / 'worked_heldout.jsonl'}", *more]
+    command += [f"sft.held_out_path={folder / 'data' / 'worked_heldout.jsonl'}"]
     run("Supervised training: a tiny model that can add but slips", command, one_thread())
-    base = folder / "base"
-    shutil.copytree(folder / "sft" / EXPORT_FOLDER, base)
-    return base
+    shutil.copytree(folder / "sft" / EXPORT_FOLDER, folder / "base")
 
 
 def make_base(folder: Path, seed: int) -> None:
     """Data, a random model and what it becomes by supervised training, in `data`, `random` and `base`."""
-    python, environment = sys.executable, child_environment()
-    make_data = [
-        python,
-        "-m",
-        "rlmath.cli.make_arithmetic",
-        "--output",
-        str(folder / "data"),
-        "--seed",
-        str(seed),
-    ]
-    run("Arithmetic problems", make_data, environment)
-    make_model = [
-        python,
-        "-m",
-        "rlmath.cli.make_tiny_model",
-        "--output",
-        str(folder / "random"),
-        "--seed",
-        str(seed),
-    ]
-    run("A tiny random model", make_model, environment)
+    for title, program, part in (
+        ("Arithmetic problems", "make_arithmetic", "data"),
+        ("A tiny random model", "make_tiny_model", "random"),
+    ):
+        words = ["--output", str(folder / part), "--seed", str(seed)]
+        run(title, [sys.executable, "-P", "-m", f"rlmath.cli.{program}", *words], child_environment())
     teach(folder, seed)
 
 
 def train(folder: Path, output: Path, seed: int, layout: Layout, algorithm: str) -> dict:
-    """The training run of `folder`'s base model under torchrun, in `output`; returns its own summary. Before and after,
+    """The training run of `folder`'s base model, in `output`; returns its own summary. Before and after,
     every held-out problem is answered once at temperature 1."""
-    command = [*torchrun(layout.ranks), "-m", "rlmath.trainer", "grpo"]
+    command = [*RLMATH, "train", "--ranks", str(layout.ranks)]
     command += ["--config", str(shipped("configs/demo.yaml"))]
     command += ["--config", str(ALGORITHMS / f"{algorithm}.yaml")]
     command += [f"run.output_dir={output}", f"run.seed={seed}", f"model.path={folder / 'base'}"]

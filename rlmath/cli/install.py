@@ -16,15 +16,19 @@ import hashlib
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rlmath.config.shipped_files import PACKAGE, shipped
 
 ROOT = PACKAGE.parent
 FROM_SOURCE = "transformer-engine-torch=="
 """Of the lock for GPUs; it compiles against the torch that is installed before it."""
+LINE_SECONDS = 20.0
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -69,7 +73,8 @@ def command(argv: Sequence[str]) -> int:
     if given.device == "cpu":
         install_torch(sys.executable, [lock])
     for line in commands_of(sys.executable, lock, given.device):
-        run(line)
+        say(f"installing {lock_line(lock)}")
+        run(line, lock_line(lock))
     say("done; `rlmath doctor` says what there is")
     return 0
 
@@ -129,9 +134,9 @@ def install(args: argparse.Namespace) -> None:
     python = str(args.environment / "bin/python")
     install_torch(python, args.locks)
     for lock in args.locks:
-        say(f"installing {lock}")
+        say(f"installing {lock_line(lock)}")
         # The locks say what fits together: a package's own requirements, also about Python versions, are not asked.
-        run(pip(python, "--ignore-requires-python", "-r", str(lock)))
+        run(pip(python, "--ignore-requires-python", "-r", str(lock)), lock_line(lock))
     if args.project:
         run(pip(python, "--no-build-isolation", "--editable", str(ROOT)))
     say(f"{args.environment.name} is ready")
@@ -146,14 +151,14 @@ def install_torch(python: str, locks: list[Path]) -> None:
     pins = [line.split()[0] for line in lines if line.startswith("torch==")]
     if not pins:
         return
-    say(f"installing {pins[-1]}")
-    first = subprocess.run(pip(python, pins[-1]), capture_output=True, text=True)
-    if first.returncode == 0:
-        return
-    say(f"pip's own sources have no {pins[-1]}; asking {TORCH_CPU_INDEX}")
-    second = subprocess.run(pip(python, "--index-url", TORCH_CPU_INDEX, pins[-1]))
-    if second.returncode != 0:
-        fail(f"{pins[-1]} could not be installed. pip's own sources said:\n{first.stderr.strip()}")
+    say(f"installing {pins[-1]}, the first and largest part")
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        if call(pip(python, pins[-1]), pins[-1], stderr=said) == 0:
+            return
+        said.seek(0)
+        say(f"pip's own sources have no {pins[-1]}; asking {TORCH_CPU_INDEX}")
+        if call(pip(python, "--index-url", TORCH_CPU_INDEX, pins[-1]), pins[-1]) != 0:
+            fail(f"{pins[-1]} could not be installed. pip's own sources said:\n{said.read().strip()}")
 
 
 def pip(python: str, *arguments: str) -> list[str]:
@@ -161,9 +166,26 @@ def pip(python: str, *arguments: str) -> list[str]:
     return [python, "-m", "pip", "install", *options, *arguments]
 
 
-def run(command: list[str]) -> None:
-    if subprocess.run(command).returncode != 0:
+def run(command: list[str], what: str = "packages") -> None:
+    if call(command, what) != 0:
         fail(f"this failed: {' '.join(command)}")
+
+
+def call(command: list[str], what: str, **outputs: Any) -> int:
+    """Its exit status; a line every LINE_SECONDS says that it is still running."""
+    started = time.monotonic()
+    process = subprocess.Popen(command, **outputs)
+    while True:
+        try:
+            return process.wait(LINE_SECONDS)
+        except subprocess.TimeoutExpired:
+            say(f"still installing {what}, {time.monotonic() - started:.0f} s so far")
+
+
+def lock_line(lock: Path) -> str:
+    """Which part it is, for people."""
+    count = sum("==" in line[:80] and line[0] != "#" for line in read(lock).splitlines())
+    return f"the {count} packages of {lock.name}"
 
 
 def say(text: str) -> None:

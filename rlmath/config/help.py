@@ -29,7 +29,7 @@ MAX_NAME_BYTES = 255
 MAX_PATH_BYTES = 3500
 """The longest path: of Linux's 4,095 bytes, some are for what a run writes below its folder."""
 
-NEAR = 0.7
+NEAR = 0.65
 """Likeness (difflib's ratio) from which on a word is suggested for another."""
 MOST_NAMED = 6
 """Names of a folder, or words, that a message lists."""
@@ -252,6 +252,14 @@ def raise_problems(of_what: str, problems: list[str]) -> None:
         return
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     raise ValueError("\n".join([f"{count} with {of_what}:", *(f"  - {problem}" for problem in problems)]))
+
+
+def counted(count: int, noun: str) -> str:
+    """
+    >>> counted(1, "row"), counted(2, "row")
+    ('1 row', '2 rows')
+    """
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def near_words(word: str, words: Iterable[str]) -> list[str]:

@@ -292,7 +292,7 @@ def _ask(request: Mapping[str, Any], seconds: float, ends: float) -> dict[str, A
                 if left <= LOG_SECONDS:
                     raise HubFailedError(
                         f"{what}: the hub was not done after {seconds:g} s (run.hub_timeout_seconds). Look at the "
-                        "network; where it is only slow raise it: what has come stays in the cache."
+                        "network; where it is only slow raise it: whole files that have come stay in the cache."
                     ) from None
                 logger.info("Waiting for the hub, for at most %.0f s more: %s", left - LOG_SECONDS, what)
     finally:

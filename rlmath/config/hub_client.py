@@ -2,8 +2,9 @@
 
     python -P hub_client.py PARENT   with a request in JSON on standard input, and the answer in JSON on standard output
 
-It imports huggingface_hub and nothing of rlmath. Locks, resumed downloads and the cache are huggingface_hub's; of a
-server's answer nothing but its status is repeated in a message.
+It imports huggingface_hub and nothing of rlmath. Locks and the cache are huggingface_hub's. A server is not trusted: of
+its answer nothing but the status is repeated in a message, what huggingface_hub makes paths of are plain names, and
+listings and files are bounded.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import errno
 import glob
 import json
 import os
+import re
+import resource
 import signal
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,15 @@ FOLDERS = ["*/*"]
 """What lies in folders of a model's repository is not fetched."""
 CACHE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 """Errors of the disk that has the cache, which the user can mend; any other may be the network's, and pass."""
+MAX_LISTING_BYTES = 2**26
+"""Of all listings that one answer takes."""
+MIN_FILE_BYTES = 2**26
+"""Any file may have so many; a larger one at most as many as the largest that is listed and asked for."""
+STALE_SECONDS = 3600.0
+"""A part of a file that has not grown for so long is of a download that was ended: it is removed, and begins anew."""
+_NAMES = ("sha", "oid", "etag", "x-linked-etag", "x-repo-commit")
+"""What huggingface_hub makes names of files and folders of, in listings and headers."""
+_PLAIN = re.compile(r'(?:W/)?"?[A-Za-z0-9][A-Za-z0-9._:-]{0,199}"?')
 _PR_SET_PDEATHSIG = 1
 
 
@@ -45,6 +58,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     from huggingface_hub.errors import DryRunError
 
     try:
+        _distrust_server()
         if request["action"] == "push":
             api = HfApi()
             api.create_repo(request["name"], private=True, exist_ok=True)
@@ -61,6 +75,8 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         }
         if is_model and request["weights"]:
             wanted = [*wanted, *WEIGHT_PATTERNS]
+        _remove_stale_parts(request["name"], options["repo_type"])
+        _bound_files(request["name"], {"allow_patterns": wanted, **options})
         folder = Path(snapshot_download(request["name"], allow_patterns=wanted, **options))
         _check_complete(request, folder)
         left: list[int] = []
@@ -75,6 +91,85 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     except Exception as error:  # of the HTTP library, whose classes are not huggingface_hub's
         told = _told(request, error)
     return {"error": str(told), "may_pass": told.may_pass}
+
+
+def _distrust_server() -> None:
+    """From now on every answer of a server is looked at before huggingface_hub sees it."""
+    import httpx2
+    from huggingface_hub import set_client_factory
+    from huggingface_hub.utils._http import default_client_factory
+
+    received = 0
+
+    class Bounded(httpx2.SyncByteStream):
+        def __init__(self, stream: httpx2.SyncByteStream) -> None:
+            self._stream = stream
+
+        def __iter__(self) -> Iterator[bytes]:
+            nonlocal received
+            for part in self._stream:
+                received += len(part)
+                if received > MAX_LISTING_BYTES:
+                    raise HubError(f"the hub's listings have more than {MAX_LISTING_BYTES} bytes")
+                yield part
+
+        def close(self) -> None:
+            self._stream.close()
+
+    def look_at(response: httpx2.Response) -> None:
+        if response.request.method == "HEAD":
+            _check_names({name: value for name, value in response.headers.items() if name in _NAMES})
+        elif "/api/" in response.url.path or response.is_error:
+            if response.headers.get("content-encoding", "identity") != "identity":
+                raise HubError("the hub sends a compressed listing, which was not asked for")
+            response.stream = Bounded(response.stream)  # pyright: ignore[reportArgumentType]
+            response.read()
+            if response.is_success and "json" in response.headers.get("content-type", ""):
+                _check_names(response.json())
+
+    def client() -> httpx2.Client:
+        made = default_client_factory()
+        made.event_hooks = {**made.event_hooks, "response": [look_at]}
+        made.headers["Accept-Encoding"] = "identity"
+        return made
+
+    set_client_factory(client)
+
+
+def _check_names(listing: Any) -> None:
+    """HubError for a name in a listing or in headers that is more than a name."""
+    for value in listing if isinstance(listing, list) else ():
+        _check_names(value)
+    for name, value in listing.items() if isinstance(listing, dict) else ():
+        if name in _NAMES and not (isinstance(value, str) and _PLAIN.fullmatch(value)):
+            raise HubError(f"the hub gives a name that is none ({name}), of which no file is made")
+        _check_names(value)
+
+
+def _bound_files(name: str, wanted: Mapping[str, Any]) -> None:
+    """No file of this process becomes longer than the largest that is listed of those that are `wanted`."""
+    from huggingface_hub import HfApi, RepoFile
+    from huggingface_hub.utils import filter_repo_objects
+
+    patterns = {key: wanted[key] for key in ("allow_patterns", "ignore_patterns")}
+    most = MIN_FILE_BYTES
+    with suppress(Exception):  # without a listing nothing is downloaded either
+        where = {"revision": wanted["revision"], "repo_type": wanted["repo_type"], "recursive": True}
+        files = [one for one in HfApi().list_repo_tree(name, **where) if isinstance(one, RepoFile)]
+        found = filter_repo_objects(files, key=lambda one: one.path, **patterns)
+        most = max([most, *(one.size for one in found)])
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+
+def _remove_stale_parts(name: str, repo_type: str) -> None:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    blobs = Path(HF_HUB_CACHE) / f"{repo_type}s--{name.replace('/', '--')}" / "blobs"
+    for part in blobs.glob("*.incomplete"):
+        with suppress(OSError):
+            if time.time() - part.lstat().st_mtime > STALE_SECONDS:
+                part.unlink()
 
 
 def _check_complete(request: Mapping[str, Any], folder: Path) -> None:
@@ -109,6 +204,8 @@ def _told(request: Mapping[str, Any], error: Exception) -> HubError:
     text, name = request["text"], request["name"]
     is_missing = isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled)
     cause = error.__cause__ if is_missing and error.__cause__ is not None else error
+    if isinstance(cause, HubError):
+        return HubError(f"{text}: {cause}")
     status = int(getattr(getattr(cause, "response", None), "status_code", 0) or 0)
     if isinstance(cause, GatedRepoError):
         return HubError(
@@ -139,7 +236,7 @@ def _told(request: Mapping[str, Any], error: Exception) -> HubError:
         return HubError(f"{text}: the hub cannot be asked ({why}).", may_pass=not is_offline)
     if not is_missing:
         return HubError(
-            f"{text}: could not be downloaded ({type(cause).__name__}). The same command goes on where it ended.",
+            f"{text}: could not be downloaded ({type(cause).__name__}). The same command goes on with what is missing.",
             may_pass=True,
         )
     words = ["hf download", name, *([f"{request['file']} --repo-type dataset"] if request["file"] else ())]

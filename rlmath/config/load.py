@@ -67,13 +67,19 @@ _YAML_ERRORS = (
 
 
 def load_config(
-    yaml_paths: list[Path], overrides: list[str], saved: bool = False, stand_ins: Collection[str] = ()
+    yaml_paths: list[Path],
+    overrides: list[str],
+    saved: bool = False,
+    stand_ins: Collection[str] = (),
+    source: str = _COMMAND_LINE,
 ) -> Config:
     """Defaults, then the YAML files in their order, then the overrides; later ones win. `stand_ins` are written like
     overrides, and stand for settings that must be given where nothing gives them.
 
     >>> load_config([], ["run.output_dir=o", "model.path=m", "data.train_path=t", "run.seed=7"]).run.seed
     7
+
+    Mistakes in overrides are said to be in `source`.
 
     With `saved`, of an earlier run's settings: text that names what cannot be resolved now stays as it is written.
 
@@ -82,7 +88,7 @@ def load_config(
     they are left to `help.schema_problems`, so that they are listed with settings that do not go together. ValueError
     for a file that is missing, unreadable or not a mapping, and for a variable that is not set.
     """
-    reader = _Reader()
+    reader = _Reader(source)
     for stand_in in stand_ins:
         reader.read_override(stand_in)
     for path in yaml_paths:
@@ -193,7 +199,8 @@ def make_parser(description: str, keys: Collection[str] | None = None) -> argpar
 class _Reader:
     """Sets what a user wrote in a tree of all settings, and collects every mistake."""
 
-    def __init__(self) -> None:
+    def __init__(self, source: str) -> None:
+        self._source = source
         self._tree = copy.deepcopy(_defaults())
         self._problems: list[str] = []
 
@@ -232,26 +239,26 @@ class _Reader:
         key, equals, word = text.partition("=")
         setting, found = all_settings().get(key), self._problems.append
         if key == COMPACT_SECTION and word:
-            self._set_layout(word, _COMMAND_LINE)
+            self._set_layout(word, self._source)
         elif not equals or not key:
             nearest = _nearest_key(key) if key and setting is None else None
             hint = "." if nearest is None else f', did you mean "{nearest}"?'
-            found(f'{_COMMAND_LINE}: "{text}" is not of the form key.sub=value{hint}')
+            found(f'{self._source}: "{text}" is not of the form key.sub=value{hint}')
         elif key in section_classes():
-            found(f"{_COMMAND_LINE}: {_section_not_value(key, word)}")
+            found(f"{self._source}: {_section_not_value(key, word)}")
         elif setting is None:
-            found(f"{_COMMAND_LINE}: {_unknown(key)}")
+            found(f"{self._source}: {_unknown(key)}")
         elif not word:
-            found(f'{_COMMAND_LINE}: "{text}" has nothing after "=". Write a value ({setting.type_name}).')
+            found(f'{self._source}: "{text}" has nothing after "=". Write a value ({setting.type_name}).')
         elif setting.is_text and word[0] not in "\"'" and (word != "null" or setting.kind is str):
-            self._set(key, word, _COMMAND_LINE)
+            self._set(key, word, self._source)
         else:
             try:
                 read: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={word}"]), resolve=False)
-                self._set(key, read["value"], _COMMAND_LINE)
+                self._set(key, read["value"], self._source)
             except _YAML_ERRORS as error:
                 reason = " ".join(_bounded(error).split())
-                found(f'{_COMMAND_LINE}: the value in "{_bounded(text)}" cannot be read: {reason}')
+                found(f'{self._source}: the value in "{_bounded(text)}" cannot be read: {reason}')
 
     def config(self, saved: bool) -> Config:
         """What was read; ValueError with all mistakes."""

@@ -17,6 +17,7 @@ from rlmath.algorithms.prompt_history import PromptHistory
 from rlmath.algorithms.types import Prompt
 from rlmath.answers.verifier import check_tasks
 from rlmath.config import length_curriculum
+from rlmath.config.help import counted
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, DataConfig
 from rlmath.data import loader
@@ -335,7 +336,7 @@ class ValidationFile:
         if self.too_long:
             text += f", {self.too_long} of them too long for the context, which count as wrong"
         if self.unusable:
-            text += f"; {len(self.unusable)} rows cannot be used:"
+            text += f"; {counted(len(self.unusable), 'row')} cannot be used:"
         folder = filter(None, [folder_line(self.path)])
         return (*folder, text, *(f"    {line}" for line in unusable_lines(self.path, self.unusable)))
 

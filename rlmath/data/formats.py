@@ -483,7 +483,10 @@ def _checked_form(path: str, form: str, first: list[RawRow]) -> Form:
     if form != "auto":
         return FORMS[form]
     if found is None:
-        raise ValueError(f"{path}: rows of an unknown form. {example}. {known}")
+        change = (
+            "Rename its columns, or give data.format=my_rows.py:function, a function of yours that reads them"
+        )
+        raise ValueError(f"{path}: rows of an unknown form. {example}. {change} (docs/data.md). {known}")
     return found
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Prompt
+from rlmath.config.help import counted
 from rlmath.config.run_files import DATA_REPORT_FILE, UNUSABLE_ROWS_FILE, write_whole
 from rlmath.data.files import CHARACTERS_PER_TOKEN, folder_line
 from rlmath.data.formats import read_prompts
@@ -93,7 +94,7 @@ class FilterReport:
         """One line for the console: what the filter did."""
         name = f"{self.noun} of {self.path}" if self.path else self.noun
         if self.most_tokens is None:
-            return f"{name}: {self.read} rows, lengths not counted."
+            return f"{name}: {counted(self.read, 'row')}, lengths not counted."
         if not self.dropped:
             return (
                 f"{name}: {self.read} read, all kept; none is longer than {self.setting}={self.most_tokens}"
@@ -120,11 +121,10 @@ class FilterReport:
         )
         lines = [*filter(None, [self.files]), *form, self.line(), *shown]
         if self.repeated:
-            lines.append(f"  {self.repeated} further rows repeat earlier ones and are left out.")
+            lines.append(f"  {counted(self.repeated, 'further row')} repeating earlier ones left out.")
         if self.unusable:
-            lines.append(
-                f"  {len(self.unusable)} rows cannot be used and are left out; a run lists all in {UNUSABLE_ROWS_FILE}:"
-            )
+            left_out = f"  {counted(len(self.unusable), 'row')} cannot be used and left out"
+            lines.append(f"{left_out}; a run lists all in {UNUSABLE_ROWS_FILE}:")
             lines += [f"    {line}" for line in unusable_lines(self.path, self.unusable)]
         return tuple(lines)
 

@@ -74,7 +74,7 @@ def begin_program() -> None:
 
 
 def freeze_imported_objects() -> None:
-    """Of a program that began with `begin_program`, exclude all objects from later collections, without looking for
+    """In a program that began with `begin_program`, exclude all objects from later collections, without looking for
     garbage among them: next to all of them are what imports made. The collector stays off."""
     if not gc.isenabled():
         gc.freeze()

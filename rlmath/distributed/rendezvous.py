@@ -81,10 +81,10 @@ class _Outcome:
     """What rank 0 publishes at a sync."""
 
     nonces: dict[str, str]
-    """By rank, of those whose reports it has read."""
+    """The nonces of the ranks whose reports it has read, by rank."""
     result: dict
     ranks_port: int
-    """Of the ranks' own store, on the loopback interface; 0 on several nodes, and where the result is an error."""
+    """Port of the ranks' own store, on the loopback interface; 0 on several nodes, and where the result is an error."""
 
 
 class Rendezvous:
@@ -98,10 +98,10 @@ class Rendezvous:
         self._nonce = secrets.token_hex(8)
         self._store.set(f"info/{own.rank}", asdict(own))
         self._start: str | None = None
-        """Of other ranks than rank 0 known after the first sync, as `_ranks_port`."""
+        """Name of this start; other ranks than rank 0 know it after the first sync, as `_ranks_port`."""
         self._ranks_store: dist.TCPStore | None = None
         self._ranks_port = 0
-        """Of the ranks' own store on a single node."""
+        """Port of the ranks' own store on a single node."""
         if own.rank == 0:
             self._start = secrets.token_hex(8)
             self._store.set("start", self._start)

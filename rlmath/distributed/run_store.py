@@ -61,9 +61,9 @@ class RunStore:
         """Set the value if none is there; the one that is there then, of whichever rank."""
         return json.loads(self._store.compare_set(self._full(key), "", json.dumps(value)))
 
-    def fetch_add(self, key: str, amount: int = 1) -> int:
-        """Add to a counter that all ranks share; returns what it was before, at first 0."""
-        return self._store.add(self._full(key), amount) - amount
+    def fetch_add(self, key: str) -> int:
+        """Add 1 to a counter that all ranks share; returns what it was before, at first 0."""
+        return self._store.add(self._full(key), 1) - 1
 
     def delete(self, key: str) -> None:
         self._store.delete_key(self._full(key))

@@ -132,7 +132,7 @@ class PackedSequences(PackedSeqParams):
 
     cos: Tensor | None = None
     sin: Tensor | None = None
-    """Of every token's rotary angles, [T, 1, F]."""
+    """Cosine and sine of every token's rotary angles, [T, 1, F]."""
     buckets: tuple[Bucket, ...] = ()
     """Longest segments first."""
     _by_length: dict[tuple[int, int, int], tuple[ShortSegments | None, tuple[Bucket, ...]]] = field(
@@ -253,7 +253,7 @@ class PackedAttention(torch.nn.Module):
     def attend(
         self, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, packing: PackedSequences
     ) -> Tensor:
-        """Of queries and keys that are rotated already."""
+        """The attention of queries and keys that are rotated already."""
         if query_THD.device.type == "cpu":
             return _CPUAttention.apply(query_THD, key_TGD, value_TGD, packing).flatten(1)
         return composed_attention(query_THD, key_TGD, value_TGD, packing.buckets).flatten(1)

@@ -81,7 +81,7 @@ class CriticLearner(Learner):
 
     @torch.no_grad()
     def values(self, batches: Sequence[MicroBatch]) -> list[TokenValues]:
-        """Of every micro-batch's tokens under the present weights."""
+        """The values of every micro-batch's tokens under the present weights."""
 
         def keep(index: int, batch: MicroBatch, output_T1: Tensor) -> TokenValues:
             ends_S = output_T1[(batch.cu_seqlens_S1[1:] - 1).long().clamp(max=len(output_T1) - 1), 0]

@@ -91,8 +91,6 @@ def read_shape_file(
 def _shape_from(architecture: str, fields: _Fields) -> ModelShape:
     """The shape; whatever is missing or odd is noted in `fields.problems`, and is 1 here."""
     hidden_size, num_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
-    if fields.values.get("head_dim") is None and not has_qk_norm(architecture) and hidden_size % num_heads:
-        fields.note(f'"hidden_size" {hidden_size} is not a multiple of "num_attention_heads" {num_heads}')
     # A Qwen3's head dim does not follow from its other sizes.
     head_dim = fields.whole(
         "head_dim", default=None if has_qk_norm(architecture) else hidden_size // num_heads
@@ -104,8 +102,6 @@ def _shape_from(architecture: str, fields: _Fields) -> ModelShape:
         fields.note(
             f'"num_attention_heads" {num_heads} is not a multiple of "num_key_value_heads" {num_kv_heads}'
         )
-    if head_dim % 2 and not fields.problems:
-        fields.note(f"the head dimension is {head_dim}; rotary embeddings need an even one")
     return ModelShape(
         architecture=architecture,
         num_layers=fields.whole("num_hidden_layers", most=_MAX_LAYERS),
@@ -133,8 +129,6 @@ def _experts_from(fields: _Fields) -> dict[str, Any]:
     key = next((name for name in names if fields.values.get(name) is not None), names[1])
     experts = fields.whole(key, most=_MAX_EXPERTS)
     picked = fields.whole("num_experts_per_tok", most=_MAX_EXPERTS)
-    if picked > experts and not fields.problems:
-        fields.note(f'"num_experts_per_tok" is {picked}, more than the {experts} experts of a layer')
     scaled = fields.flag("norm_topk_prob")
     if picked == 1 and scaled and not fields.problems:
         fields.note('"num_experts_per_tok" is 1 and "norm_topk_prob" true: the router could learn nothing')
@@ -161,7 +155,7 @@ class _Fields:
         return 1
 
     def positive(self, key: str, values: dict[str, Any] | None = None) -> float:
-        """Of `values`, the file's own without them."""
+        """A number above 0 in `values`, in the file's own without them."""
         value = (self.values if values is None else values).get(key)
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max:
             return float(value)
@@ -189,14 +183,9 @@ class _Fields:
         factor, low, high = (self.positive(name, inner) for name in names)
         if high <= low and not self.problems:
             self.note(f'"high_freq_factor" is {high}; needed: more than "low_freq_factor", {low}')
-        key = "original_max_position_embeddings"
-        settings = _Fields(self.path, inner)
-        original = settings.whole(key, default=self.values.get("max_position_embeddings"))
+        settings, longest = _Fields(self.path, inner), self.values.get("max_position_embeddings")
+        original = settings.whole("original_max_position_embeddings", default=longest)
         self.problems += settings.problems
-        if self.values.get(key) not in (None, original):
-            self.note(
-                f'"{key}" is {original} for rotary embeddings and {self.values[key]!r} beside; needed: one of them'
-            )
         return RopeScaling(factor, low, high, original)
 
     def dtype(self) -> str:
@@ -275,35 +264,24 @@ def _rope_problems(path: Path, values: dict[str, Any], shape: ModelShape) -> Ite
 
 
 def _window_problems(path: Path, values: dict[str, Any], shape: ModelShape) -> Iterator[str]:
-    """A Qwen has a switch for its window, and layers that it leaves out; the others have the window alone."""
+    """A Qwen has a switch for its window; the others have the window alone."""
     kinds = values.get("layer_types")
     # transformers' own default, where config.json has none.
     window = values.get("sliding_window", 4096 if shape.architecture == "MistralForCausalLM" else None)
+    other_layers = isinstance(kinds, list) and any(kind != "full_attention" for kind in kinds)
     if shape.architecture.startswith("Qwen"):
-        if _qwen_has_window(values, shape):
+        if other_layers or (values.get("use_sliding_window") and not isinstance(kinds, list)):
             yield (
                 f"{path}: a sliding window is in use; only full attention is supported. "
                 'Set "use_sliding_window" to false, without "layer_types" of another kind.'
             )
-    elif isinstance(kinds, list) and any(kind != "full_attention" for kind in kinds):
+    elif other_layers:
         yield f'{path}: "layer_types" has other kinds than "full_attention", the only one that is supported.'
     elif window is not None and not (isinstance(window, int) and window >= shape.max_positions):
         yield (
             f'{path}: "sliding_window" is {window!r}; only full attention is supported. Needed: null, or as many as '
             f'"max_position_embeddings" ({shape.max_positions}), which you may lower to the window.'
         )
-
-
-def _qwen_has_window(values: dict[str, Any], shape: ModelShape) -> bool:
-    kinds = values.get("layer_types")
-    if isinstance(kinds, list):
-        return any(kind != "full_attention" for kind in kinds)
-    first = values.get("max_window_layers", 28)
-    # With experts, transformers gives every layer the window.
-    windowed = not isinstance(first, int) or first < shape.num_layers or shape.num_experts > 0
-    return (
-        bool(values.get("use_sliding_window")) and values.get("sliding_window", 4096) is not None and windowed
-    )
 
 
 # ---------------------------------------------------------------- the folder: config.json, weights, tokenizer

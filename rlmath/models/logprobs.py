@@ -266,7 +266,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
 
 def _row_sums(logits_TV: Tensor, targets_T: Tensor, shard: _Shard, group: dist.ProcessGroup) -> _RowSums:
-    """Of all shards. A collective."""
+    """The sums over all shards. A collective."""
     local_T = targets_T - shard.start
     mine_T = (local_T >= 0) & (local_T < shard.columns)
     column_T1 = local_T.clamp(0, max(shard.columns - 1, 0))[:, None]
@@ -322,8 +322,8 @@ def _overwrite_with_gradient(
 
 
 def _local_sums(logits_TV: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
-    """Of this shard alone: `_Shard.neg_max` of every row and, with b the shifted logits (bits, 0 at most), in rows 0
-    and 1 of the sums: the mass, sum of 2^b, and the moment, sum of b 2^b."""
+    """Sums of this shard alone: `_Shard.neg_max` of every row and, with b the shifted logits (bits, 0 at most), in rows
+    0 and 1 of the sums: the mass, sum of 2^b, and the moment, sum of b 2^b."""
     T = logits_TV.shape[0]
     neg_max_T = torch.full((T,), -MASKED_LOGIT, dtype=torch.float32, device=logits_TV.device)
     sums_3T = torch.zeros(3, T, dtype=torch.float32, device=logits_TV.device)
@@ -452,7 +452,7 @@ class _VocabParallelTeacherKL(torch.autograd.Function):
 def _teacher_kl(
     logits_TV: Tensor, both: _Shard, group: dist.ProcessGroup, teacher: TeacherRows
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the student (row 0) and the teacher (row 1): minus the largest scaled logit (bits), and the mass; and the KL
+    """For the student (row 0) and the teacher (row 1): minus the largest scaled logit (bits), and the mass; and the KL
     of every row, which is sum of p (b - c) - log mass + log mass of the teacher, b and c being the shifted logits. A
     collective."""
     T, device = logits_TV.shape[0], logits_TV.device
@@ -478,7 +478,7 @@ def _teacher_kl(
 def _add_block_sums(
     logits_TV: Tensor, both: _Shard, rows: slice, teacher: TeacherRows, neg_max_2T: Tensor, sums_3T: Tensor
 ) -> None:
-    """Of a block and this shard alone: both models' maxima and masses, and the sum of 2^b (b - c)."""
+    """Adds what a block has in this shard alone: both models' maxima and masses, and the sum of 2^b (b - c)."""
     student_RV, teacher_RV = _block(logits_TV, both, rows, teacher, neg_max_2T, find_max=True)
     weight_RV = student_RV.exp2()
     torch.sum(weight_RV, -1, out=sums_3T[0, rows])
@@ -514,8 +514,8 @@ def _teacher_kl_gradient(
     kl_T: Tensor,
     grad_kl_T: Tensor,
 ) -> Tensor:
-    """Of a block: d KL / d logit_j = p_j (log p_j - log t_j - KL) / temperature, times the incoming gradient, float32.
-    A row whose incoming gradient is 0 gets exactly 0."""
+    """The gradient of a block: d KL / d logit_j = p_j (log p_j - log t_j - KL) / temperature, times the incoming
+    gradient, float32. A row whose incoming gradient is 0 gets exactly 0."""
     student_RV, teacher_RV = _block(logits_TV, both, rows, teacher, neg_max_2T, find_max=False)
     log_mass_2R = mass_2T[:, rows].log()
     weight_RV = torch.sub(student_RV, teacher_RV, out=teacher_RV).mul_(LN2)

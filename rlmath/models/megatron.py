@@ -9,7 +9,7 @@ Weights come from `checkpoint.hf`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import megatron_patches
 from rlmath.checkpoint.hf import weight_map
 from rlmath.checkpoint.hf.weight_map import padded_vocab, placed_tensors
-from rlmath.checkpoint.hf.weights import ModelGroups, local_parameter, stream_hf_tensors
+from rlmath.checkpoint.hf.weights import local_parameter
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import ParallelConfig
 from rlmath.distributed.device import Device
@@ -270,16 +270,3 @@ def wrap_for_training(
         no_sync = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
     return wrapped
-
-
-def hf_stream(
-    chunks: Sequence[torch.nn.Module], shape: ModelShape, mesh: Mesh
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """`stream_hf_tensors` over Megatron's process groups of this run. A collective."""
-    groups = ModelGroups(
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-        parallel_state.get_expert_tensor_parallel_group(),
-        parallel_state.get_expert_model_parallel_group(),
-    )
-    return stream_hf_tensors(chunks, shape, mesh, groups)

@@ -50,12 +50,12 @@ class OffloadSets:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all sets that the settings offload."""
+        """Names of all sets that the settings offload."""
         return tuple(self._sets)
 
     @property
     def offloaded(self) -> tuple[str, ...]:
-        """Of those that are offloaded now, or whose offload or onload failed."""
+        """Names of the sets that are offloaded now, or whose offload or onload failed."""
         return tuple(name for name, one in self._sets.items() if one.offloaded)
 
     @property

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlmath.algorithms.dynamic_sampling import Selection
+from rlmath.checkpoint.hf.weights import stream_hf_tensors
 from rlmath.config.load import config_as_yaml
 from rlmath.distributed.process import library_versions
 from rlmath.models.learner import MinibatchResult
-from rlmath.models.megatron import hf_stream
 from rlmath.replay.capture import (
     PROJECTIONS,
     Capture,
@@ -125,7 +125,7 @@ def _captured(result: MinibatchResult) -> CapturedMinibatch:
 def sketch_of(trainer: PolicyTrainer) -> WeightSketch | None:
     """Of the policy as it is now, on rank 0; None elsewhere. A collective."""
     digest, projections = hashlib.sha256(), {}
-    for name, tensor in hf_stream(trainer.actor.chunks, trainer.shape, trainer.mesh):
+    for name, tensor in stream_hf_tensors(trainer.actor.chunks, trainer.shape, trainer.mesh):
         if trainer.mesh.rank == 0:
             digest.update(name.encode())
             # A copy: a parameter that NumPy has seen cannot be offloaded any more.

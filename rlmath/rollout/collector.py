@@ -42,8 +42,8 @@ from rlmath.rollout.work_queue import EngineUsage, WorkQueue
 
 logger = logging.getLogger(__name__)
 
-PUBLISH_SECONDS = 1.0
-"""Interval at which an engine publishes how much it has sampled."""
+COUNT_SECONDS = 1.0
+"""Interval at which an engine tells how much it has sampled."""
 PROGRESS_SECONDS = 20.0
 """Interval of the log lines on the progress, where there is no terminal for a bar."""
 LEAST_DONE = 0.1
@@ -157,7 +157,6 @@ class Collector:
             self._sample(by_key, work_queue, max_new_tokens, step=step, progress=progress, rewards=rewards)
         )
         progress.close()
-        progress.forget()
         work_queue.close()
         of_engines = [results for results in gathered if results is not None]
         version, sampled = self._engine.version, {}
@@ -216,7 +215,7 @@ class _Slice:
     logprobs: Sequence[float]
     stopped: bool
     text: str | None
-    """Of the whole completion, where it is finished."""
+    """Text of the whole completion, where it is finished."""
     score: Score | None = None
 
     def joined(self, work: Work, policy_version: int, step: int) -> Sampled:
@@ -229,15 +228,7 @@ class _Slice:
         """The whole completion; it must be finished."""
         assert self.text is not None
         whole = work.so_far.extended(self.token_ids, self.logprobs, policy_version, step)
-        return Completion(
-            sample_index=work.request.key[1],
-            token_ids=whole.token_ids,
-            logprobs=whole.logprobs,
-            text=self.text,
-            finish_reason="stop" if self.stopped else "length",
-            policy_version=policy_version,
-            segments=whole.segments,
-        )
+        return whole.finished(work.request.key[1], self.text, "stop" if self.stopped else "length")
 
 
 class SamplingProgress:
@@ -251,7 +242,7 @@ class SamplingProgress:
         self._shown = shown and mesh.rank == 0
         self._done = 0
         self._by_engine: dict[str, Any] = {}
-        self._started = self._published = self._logged = time.monotonic()
+        self._started = self._told = self._logged = time.monotonic()
         # None: shown on a terminal, not in a log file.
         hide_bar = None if self._shown else True
         form = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} completions{postfix}"
@@ -262,17 +253,16 @@ class SamplingProgress:
         self._done += 1
 
     def tick(self) -> None:
-        """Call it regularly. Publishes this engine's count at most once in PUBLISH_SECONDS; rank 0 shows the sum."""
+        """Call it regularly. Tells this engine's count at most once in COUNT_SECONDS; rank 0 shows the sum."""
         now = time.monotonic()
-        if not self._mesh.is_engine_leader or now - self._published < PUBLISH_SECONDS:
+        if not self._mesh.is_engine_leader or now - self._told < COUNT_SECONDS:
             return
-        self._published = now
-        self._store.set(_count_key(self._mesh.engine_index), self._done)
+        self._told = now
+        self._store.set(f"sampled/{self._mesh.engine_index}", self._done)
         if not self._shown:
             return
-        self._by_engine |= self._store.get_all(
-            [_count_key(engine) for engine in range(self._mesh.num_engines)]
-        )
+        engines = range(self._mesh.num_engines)
+        self._by_engine |= self._store.get_all([f"sampled/{engine}" for engine in engines])
         done = sum(count for count in self._by_engine.values() if isinstance(count, int))
         if not self._bar.disable:
             left = left_text(done, self._total, now - self._started)
@@ -283,16 +273,10 @@ class SamplingProgress:
             logger.info("%s", progress_line(self._title, done, self._total, now - self._started))
 
     def close(self) -> None:
+        """Call it when all engines are done. Deletes this engine's count from the store."""
         self._bar.close()
-
-    def forget(self) -> None:
-        """Delete this engine's count from the store. Call it when all engines are done."""
         if self._mesh.is_engine_leader:
-            self._store.delete(_count_key(self._mesh.engine_index))
-
-
-def _count_key(engine: int) -> str:
-    return f"sampled/{engine}"
+            self._store.delete(f"sampled/{self._mesh.engine_index}")
 
 
 def progress_line(title: str, done: int, total: int, seconds: float) -> str:

@@ -35,7 +35,7 @@ class RlmathCPUWorker(CPUWorker):
     """Methods beyond vLLM's own are called through `collective_rpc`."""
 
     _kv_cache_bytes: list[int] | None = None
-    """Of every storage, once it was released for the first time."""
+    """Size of every storage, once it was released for the first time."""
 
     def init_device(self) -> None:
         """As vLLM's, with our sampler, and with names of its own for the shared memory in which the ranks of an engine
@@ -85,8 +85,8 @@ class RlmathCPUWorker(CPUWorker):
         return tokens_R, logprobs_RV
 
     def _noise_seeds(self, rows: int, generators: dict[int, torch.Generator]) -> torch.Tensor:
-        """Of every request's next token. Its own generator, never drawn from, holds a request's seed; a greedy request
-        has none."""
+        """A seed for every request's next token. Its own generator, never drawn from, holds a request's seed; a greedy
+        request has none."""
         seeds_R = np.zeros(rows, np.uint64)
         if len(generators) < rows:
             seeds_R = torch.randint(0, 2**62, (rows,)).numpy().astype(np.uint64)

@@ -202,7 +202,22 @@ class Engine:
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of every token but the first of each sequence, given those before it, at temperature 1 (nats)."""
-        return score(self._llm, sequences)
+        from vllm import SamplingParams
+
+        # vLLM returns the log-probs of prompts only with completions.
+        parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        engine, index_of = self._llm.llm_engine, {}
+        for index, token_ids in enumerate(sequences):
+            name = f"score-{next(_REQUEST_NAMES)}"
+            index_of[name] = index
+            engine.add_request(name, {"prompt_token_ids": list(token_ids)}, parameters)
+        found: dict[int, list[float]] = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+                    found[index_of[output.request_id]] = [row[token].logprob for token, row in rows]
+        return [found[index] for index in range(len(sequences))]
 
     def close(self) -> None:
         """End vLLM's part in this process. It takes the process's own process group with it: close it last.
@@ -245,26 +260,3 @@ def open_standalone(
     if mesh is not None:
         arguments |= _mesh_arguments(mesh, device_kind)
     return _open_llm(model_path, settings, max_sequence, device_kind, arguments)
-
-
-# ---------------------------------------------------------------- log-probs of given tokens
-
-
-def score(llm: Any, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Log-probs of every token but the first of each sequence, given those before it, at temperature 1 (nats)."""
-    from vllm import SamplingParams
-
-    # vLLM returns the log-probs of prompts only with completions.
-    parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-    engine, index_of = llm.llm_engine, {}
-    for index, token_ids in enumerate(sequences):
-        name = f"score-{next(_REQUEST_NAMES)}"
-        index_of[name] = index
-        engine.add_request(name, {"prompt_token_ids": list(token_ids)}, parameters)
-    found: dict[int, list[float]] = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            if output.finished:
-                rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
-                found[index_of[output.request_id]] = [row[token].logprob for token, row in rows]
-    return [found[index] for index in range(len(sequences))]

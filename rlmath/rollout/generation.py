@@ -2,7 +2,7 @@
 come.
 
     trainers -> Admit, NewWeights, TakeSnapshot, CollectGroups, ScoreTokens, End -> engines
-    engines  -> GroupDone, WeightsTaken, Snapshot, Collected, Scored             -> trainers
+    engines  -> GroupDone, WeightsTaken, Snapshot, Rollout, Scored               -> trainers
 
 An engine draws a group when it has a free place and the trainers admit the draw: all engines draw from one counter, so
 that each prompt is drawn once. The completions of a group are sampled by one engine and scored beside, by its worker
@@ -47,7 +47,7 @@ from rlmath.distributed.bridge import Mailbox
 from rlmath.distributed.collectives import shared_store
 from rlmath.distributed.mesh import Mesh
 from rlmath.rewards.reward_manager import RewardManager, RewardWorkers
-from rlmath.rollout.collector import CollectGroups, Collector, Rollout
+from rlmath.rollout.collector import CollectGroups, Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import (
     Request,
@@ -57,7 +57,7 @@ from rlmath.rollout.sampling import (
     continued,
     requests_of,
 )
-from rlmath.rollout.weight_sync.publish import WeightReceiver
+from rlmath.rollout.weight_sync.offer import WeightReceiver
 from rlmath.rollout.work_queue import share_in_engine
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Continue:
 
 @dataclass(frozen=True)
 class NewWeights:
-    """A version is published."""
+    """A version is offered."""
 
     version: int
     """Optimizer steps."""
@@ -146,12 +146,12 @@ class WeightsTaken:
     seconds: float
     """Since it took those of the report before."""
     busy_seconds: float
-    """Of these, in steps of vLLM's."""
+    """The part of `seconds` that it spent in steps of vLLM's."""
     new_tokens: int
     interrupted: int
     """Completions that were being sampled when it took the version."""
     prefilled_again_tokens: int
-    """Of these, tokens whose KV cache is computed again."""
+    """Tokens of the interrupted completions, whose KV cache is computed again."""
     running: float
     """Completions that it decoded, mean over its steps."""
     queued_scores: int
@@ -163,13 +163,6 @@ class Snapshot:
     """What is in flight in an engine, by draw."""
 
     samples: dict[int, tuple[PartialCompletion | ScoredCompletion, ...]]
-
-
-@dataclass(frozen=True)
-class Collected:
-    """What `CollectGroups` asked for; from the first engine."""
-
-    rollout: Rollout
 
 
 @dataclass(frozen=True)
@@ -189,7 +182,7 @@ class _Group:
 
     prompt: Prompt
     requests: list[Request]
-    """Of whole completions, by sample index."""
+    """The requests of whole completions, by sample index."""
     samples: list[PartialCompletion | Completion | ScoredCompletion]
     """A completion that is finished waits for its score."""
 
@@ -260,7 +253,7 @@ class Leader:
 
 
 class GenerationLoop:
-    """Of one rank of an engine on ranks of its own."""
+    """The loop of one rank of an engine on ranks of its own."""
 
     def __init__(
         self,
@@ -285,7 +278,7 @@ class GenerationLoop:
         self._groups: dict[int, _Group] = {}
         """By draw; on ranks that lead no engine those that are being sampled."""
         self._unfinished: list[UnfinishedGroup] = []
-        """Of an earlier start; begun before any other."""
+        """Groups of an earlier start, begun before any other."""
         self._draws = _Draws(mesh.num_engines)
         self._all_drawn = True
         """Nothing more is admitted; the same on all ranks of the engine."""
@@ -300,7 +293,7 @@ class GenerationLoop:
         self._steps = 0
         self._status: int | None = None
 
-    def run(self, on_weights: Callable[[int], None] = lambda step: None) -> int:
+    def run(self, on_weights: Callable[[int], None]) -> int:
         """Sample until the trainers end the run; its exit status. `on_weights` gets the step, counted from 0, of every
         version that is taken."""
         self._on_weights = on_weights
@@ -429,7 +422,7 @@ class GenerationLoop:
         self._engine.reset_prefix_cache()
         rollout = self._collector.collect(message)  # over all engines; what is in flight waits
         if self._mesh.engine_index == 0:
-            self._send(Collected(rollout))
+            self._send(rollout)
         self._engine.reset_prefix_cache()
         self._go_on(interrupted)
 
@@ -540,17 +533,7 @@ class GenerationLoop:
         reason: FinishReason = "stop" if result.finish_reason == "stop" else "length"
         tokenizer, stopped = self._collector.tokenizer, reason == "stop"
         text = "" if self._leader is None else completion_text(tokenizer, whole.token_ids, stopped)
-        version = whole.segments[-1].policy_version
-        completion = Completion(
-            g,
-            whole.token_ids,
-            whole.logprobs,
-            text=text,
-            finish_reason=reason,
-            policy_version=version,
-            segments=whole.segments,
-        )
-        group.samples[g] = completion
+        group.samples[g] = completion = whole.finished(g, text, reason)
         if self._rewards is not None:
             self._rewards.submit(group.prompt, completion, key=(draw, g))
         elif group.is_sampled:

@@ -162,7 +162,7 @@ class Load:
     in_flight: int
     """Added and not finished."""
     waiting: int
-    """Of these, how many have no place: not begun yet, or put off because the KV cache is full."""
+    """Those in flight that have no place: not begun yet, or put off because the KV cache is full."""
 
 
 class RequestSource(Protocol):

@@ -13,7 +13,8 @@ from rlmath.config.schema import Config, RolloutConfig
 
 
 def unfinished_rules(config: Config) -> UnfinishedRules:
-    """Of partial rollouts, and of engines on ranks of their own, which have no other bound than `max_staleness`."""
+    """The rules of partial rollouts, and of engines on ranks of their own, which have no other bound than
+    `max_staleness`."""
     rollout, per_step = config.rollout, config.data.prompts_per_step
     dropped = config.selection.max_extra_prompts if config.selection.dynamic_sampling is not None else 0
     if rollout.tail == "defer":
@@ -35,9 +36,9 @@ class UnfinishedSize:
 
 
 def unfinished_size(config: Config) -> UnfinishedSize:
-    """Of "carry", and of engines on ranks of their own: groups in flight x `rollout.group_size` x the greatest number
-    of new tokens x 8 bytes, and of what a step leaves data.prompts_per_step groups fewer. The others leave no token in
-    unfinished."""
+    """The size with "carry", and with engines on ranks of their own: groups in flight x `rollout.group_size` x the
+    greatest number of new tokens x 8 bytes, and between steps data.prompts_per_step groups fewer. The others leave no
+    token unfinished."""
     if config.rollout.tail != "carry" and config.rollout.ranks == 0:
         return UnfinishedSize(0, 0)
     training = with_longest_lengths(without_validation(config)).rollout

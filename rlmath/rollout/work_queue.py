@@ -45,11 +45,11 @@ class EngineUsage:
     """What an engine did in a rollout."""
 
     seconds: float
-    """From the start to its last completion."""
+    """Time from the start to its last completion."""
     steps: int
     """Engine steps."""
     tail_steps: int
-    """Of these, the last ones, in which it began nothing and nothing waited."""
+    """The last steps, in which it began nothing and nothing waited."""
     fill: float
     """Sequences that it decoded, mean over its steps, as a share of the most that it did (0 to 1)."""
 

@@ -28,7 +28,7 @@ from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.generation import GenerationLoop, Leader, SamplingPlan
 from rlmath.rollout.sampling import training_sampling
-from rlmath.rollout.weight_sync.publish import WeightReceiver
+from rlmath.rollout.weight_sync.offer import WeightReceiver
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
 from rlmath.run.join import join_run
 from rlmath.run.prepared import PreparedRun
@@ -134,7 +134,7 @@ class EngineRank:
             leader=leader,
         )
 
-    def run(self, on_weights: Callable[[int], None] = lambda step: None) -> int:
+    def run(self, on_weights: Callable[[int], None]) -> int:
         """Until the trainers end the run; its exit status. `on_weights` gets the step, counted from 0, of every version
         that the engine takes."""
         return self._loop.run(on_weights)

@@ -227,15 +227,15 @@ class _TokenEstimates:
 def critic_metrics(results: Sequence[MinibatchResult]) -> dict[str, float]:
     """Metrics of the minibatches that were learned from, means over tokens; of all where every one was discarded."""
     kept = [result for result in results if result.discarded is None]
+    counted = kept or results
 
     def mean(name: str, of: str) -> float:
-        counted = kept or results
         return sum(one.sums[name] for one in counted) / max(1.0, sum(one.sums[of] for one in counted))
 
     return {
         "critic/loss": mean("loss", "denominator"),
         "critic/clip_share": mean("clipped", "tokens"),
-        "critic/grad_norm": sum(result.grad_norm for result in kept) / len(kept) if kept else 0.0,
+        "critic/grad_norm": sum(result.grad_norm for result in counted) / len(counted),
         "critic/learning_rate": results[-1].learning_rate,
         "critic/discarded_minibatches": float(len(results) - len(kept)),
     }

@@ -177,8 +177,7 @@ class GrpoTrainer(PolicyTrainer):
     def own_advantages(self, groups: Sequence[ScoredGroup]) -> list[list[float]] | None:
         """By a function of the user's; None where there is none, or no reward is learned from. A collective.
         UserFunctionError where it fails."""
-        teaches_alone = self.teacher is not None and not self.config.teacher.with_rewards
-        if teaches_alone or not self.hooks.gives_advantages:
+        if self.teacher is not None and not self.config.teacher.with_rewards:
             return None
         rewards_PG = [summed_rewards(group, self.config.reward) for group in groups]
         return self.hooks.advantages(rewards_PG, token_counts(groups))

@@ -117,7 +117,7 @@ def reward_metrics(scores: Sequence[Score], truncated: Sequence[bool]) -> dict[s
 
 
 def part_metrics(groups: Sequence[ScoredGroup], reward: RewardConfig) -> dict[str, float]:
-    """Of each of several rewards: the mean of what it gave, where it gave anything, and the share of completions on
+    """For each of several rewards: the mean of what it gave, where it gave anything, and the share of completions on
     which it failed. Where each is normalised for itself, a group has contrast where any of them has."""
     scores = [score for group in groups for score in group.scores]
     metrics = {}
@@ -184,7 +184,8 @@ def update_metrics(
     }
     if not results:
         return counts
-    mean = partial(_mean, kept or results)
+    counted = kept or results
+    mean = partial(_mean, counted)
     reference_kl = mean("reference_kl") if record.reward_kl is None else record.reward_kl.per_token
     kl_reward = -settings.kl_coef * reference_kl
     final_reward = task_reward + kl_reward
@@ -204,7 +205,7 @@ def update_metrics(
         "train/entropy_loss": mean("entropy"),
         "train/proximal_kl": mean("proximal_kl"),
         "train/reference_kl": reference_kl,
-        "train/grad_norm": sum(result.grad_norm for result in kept) / len(kept) if kept else 0.0,
+        "train/grad_norm": sum(result.grad_norm for result in counted) / len(counted),
         "train/learning_rate": results[-1].learning_rate,
     }
     if settings.importance_correction is not None or settings.masks_alone:
@@ -303,7 +304,7 @@ def mfu_metrics(
 
 
 def _sampling_flops(groups: Sequence[ScoredGroup], cost: Cost) -> float:
-    """Of the forward passes for all completions; a prompt is read once for its group."""
+    """FLOPs of the forward passes for all completions; a prompt is read once for its group."""
     flops = 0.0
     for group in groups:
         prompt = len(group.prompt.token_ids)

@@ -58,16 +58,11 @@ class StepHooks:
             self._selection, [(group_for_hooks(group),) for group in groups] if not self._rank else []
         )
 
-    @property
-    def gives_advantages(self) -> bool:
-        """Whether a function does."""
-        return self._advantage is not None
-
     def advantages(
         self, rewards: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]]
     ) -> list[list[float]] | None:
-        """Of every completion by group and sample, as `algorithms.advantages.advantages`; None where no function gives
-        them. A collective. UserFunctionError where the function fails."""
+        """Advantages of every completion by group and sample, as `algorithms.advantages.advantages`; None where no
+        function gives them. A collective. UserFunctionError where the function fails."""
         if self._advantage is None or not rewards:
             return None
         return self._shared(self._advantage, [(rewards, tokens)])[0]

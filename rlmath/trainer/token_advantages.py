@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -42,7 +42,7 @@ class ScoredStep:
     """What a step learns from."""
 
     number: int
-    """Of the step, from 0 over the whole run."""
+    """Number of the step, from 0 over the whole run."""
     groups: Sequence[ScoredGroup]
     rewards_PG: list[list[float]]
     tokens_PG: list[list[int]]
@@ -58,7 +58,7 @@ class PackedStep:
     minibatch_slices: tuple[slice, ...]
     """The micro-batches of each minibatch, in `batches`."""
     seed: int
-    """Of everything that the step shuffles."""
+    """Seed of everything that the step shuffles."""
 
     def orders(self, epochs: int, shuffle: bool) -> list[list[int]]:
         """The order of the minibatches in every epoch."""
@@ -162,6 +162,13 @@ class KLInReward:
         return replace(advantages, batches=list(batches), means_PG=mean_advantages, reward_kl=reward_kl)
 
 
+def _samples(batch: MicroBatch) -> Iterator[tuple[int, slice]]:
+    """Every sample's number in the step, and its tokens in the pack."""
+    bounds = itertools.pairwise(batch.cu_seqlens_S1.tolist())
+    for index, (start, end) in zip(batch.sample_indices, bounds, strict=False):
+        yield index, slice(start, end)
+
+
 def _gather_totals(
     batches: Sequence[MicroBatch],
     to_go_by_batch: Sequence[Tensor],
@@ -172,10 +179,8 @@ def _gather_totals(
     totals_N3 = torch.zeros(sum(map(len, rewards)), 3, dtype=torch.float64)
     if mesh.counts_loss:
         for batch, to_go_T in zip(batches, to_go_by_batch, strict=True):
-            counted_T = batch.completion_index_T >= 0
-            bounds = batch.cu_seqlens_S1.tolist()
-            for index, start, end in zip(batch.sample_indices, bounds, bounds[1:], strict=False):
-                K = to_go_T[start:end][counted_T[start:end]]
+            for index, tokens in _samples(batch):
+                K = to_go_T[tokens][batch.completion_index_T[tokens] >= 0]
                 if len(K):
                     totals_N3[index] = torch.stack((K[0], K.mean(), (K - K.mean()).square().sum()))
     dist.all_reduce(totals_N3)
@@ -230,7 +235,12 @@ def add_teacher_advantages(
             replace(batch, advantages_T=(batch.advantages_T.double() + coef * gap_T).float())
             for batch, gap_T in zip(batches, gaps, strict=True)
         ]
-    sums_N = _gather_sums(batches, gaps, sum(map(len, tokens)), mesh)
+    sums_N = torch.zeros(sum(map(len, tokens)), dtype=torch.float64)
+    if mesh.counts_loss:
+        for batch, gap_T in zip(batches, gaps, strict=True):
+            for index, its_tokens in _samples(batch):
+                sums_N[index] = gap_T[its_tokens].sum()
+    dist.all_reduce(sums_N)  # over gloo
     rest = iter(sums_N.tolist())
     mean = [
         [advantage + coef * next(rest) / max(1, count) for advantage, count in zip(*rows, strict=True)]
@@ -247,18 +257,6 @@ def _gap(batch: MicroBatch, policy_T: Tensor | None, teacher_T: Tensor, vocab_si
     return torch.where(counted_T, teacher_T.cpu().double() - sampled_T.double(), 0.0)
 
 
-def _gather_sums(batches: Sequence[MicroBatch], gaps: Sequence[Tensor], samples: int, mesh: Mesh) -> Tensor:
-    """The sum of every sample's gaps, on every rank; over gloo."""
-    sums_N = torch.zeros(samples, dtype=torch.float64)
-    if mesh.counts_loss:
-        for batch, gap_T in zip(batches, gaps, strict=True):
-            bounds = itertools.pairwise(batch.cu_seqlens_S1.tolist())
-            for index, (start, end) in zip(batch.sample_indices, bounds, strict=False):
-                sums_N[index] = gap_T[start:end].sum()
-    dist.all_reduce(sums_N)
-    return sums_N
-
-
 @dataclass(frozen=True)
 class TeacherInAdvantages:
     """The teacher's log-probs become part of every token's advantage."""
@@ -267,7 +265,7 @@ class TeacherInAdvantages:
     actor: Actor
     coef: float
     vocab_size: int
-    """Of the policy."""
+    """Size of the policy's vocabulary."""
     offload: OffloadSets
     timers: PhaseTimers
     mesh: Mesh

@@ -47,7 +47,7 @@ def torch_reads(state: Path) -> dict[str, Tensor]:
 
 def weights(folder: Path) -> dict[str, Tensor]:
     reader = HFReader(folder)
-    return {name: reader.tensor(name) for name in reader.names}
+    return {name: reader.tensor(name) for name in reader.files}
 
 
 def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlmath.checkpoint.convert.sources import find_megatron
-from rlmath.checkpoint.directory import open_partial, publish
+from rlmath.checkpoint.directory import finish_partial, open_partial
 from rlmath.checkpoint.hf.weights import read_metadata_files
 from tests.checkpoint.conversions import (
     EMBEDDING,
@@ -225,7 +225,7 @@ def our_checkpoint(root: Path, state: Path, step: int, model: Path) -> Path:
         (partial / "hf" / name).write_bytes(content)
     for name in ("progress.json", "config.yaml"):
         (partial / name).write_text("{}")
-    return publish(partial, step, True, {}).folder
+    return finish_partial(partial, step, True, {}).folder
 
 
 def test_checkpoints_are_found_by_any_of_their_folders(source: Path, tmp_path: Path):

@@ -15,8 +15,8 @@ import torch
 from rlmath.checkpoint.directory import (
     complete_checkpoints,
     file_entry,
+    finish_partial,
     open_partial,
-    publish,
     read_checkpoint,
     remove_partial,
     set_newer_aside,
@@ -32,7 +32,7 @@ def make(root: Path, step: int, kept: bool = False) -> Path:
     (partial / "state" / "__0_0.distcp").write_bytes(bytes(range(256)) * step)
     for name in ("progress.json", "config.yaml", "state/.metadata"):
         (partial / name).write_text("{}")
-    return publish(partial, step, kept, {}).folder
+    return finish_partial(partial, step, kept, {}).folder
 
 
 def steps(root: Path) -> list[int]:
@@ -147,10 +147,10 @@ def test_a_file_that_is_not_as_its_writer_left_it_is_not_published(tmp_path: Pat
     known = {"state/a": file_entry(partial / "state" / "a")}
     (partial / "state" / "a").write_bytes(b"123")
     with pytest.raises(ValueError, match="state/a has 3 bytes, the manifest says 4"):
-        publish(partial, 1, False, known)
+        finish_partial(partial, 1, False, known)
     (partial / "state" / "a").unlink()
     with pytest.raises(ValueError, match="state/a is not there"):
-        publish(partial, 1, False, known)
+        finish_partial(partial, 1, False, known)
     assert steps(tmp_path) == []
 
 

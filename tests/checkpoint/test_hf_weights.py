@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlmath.checkpoint.hf import weights
 from rlmath.checkpoint.hf.headers import EMBEDDING, HEAD, unexpected_tensors, weight_problems
 from rlmath.checkpoint.hf.weights import HFReader, read_metadata_files, write_hf_folder
+from tests.disks import files_no_larger_than
 from tests.tiny_models import make_model_folder, shape_of
 
 WEIGHTS = {
@@ -45,7 +46,7 @@ def single_folder(folder: Path) -> Path:
 
 def stream_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
     reader = HFReader(folder)
-    return ((name, reader.tensor(name)) for name in sorted(reader.names))
+    return ((name, reader.tensor(name)) for name in sorted(reader.files.keys()))
 
 
 def files_in(folder: Path) -> set[str]:
@@ -66,7 +67,7 @@ def test_an_output_layer_beside_tied_embeddings_is_refused_where_it_is_another(t
 
 
 def test_tensors_that_nobody_expects_are_named(source: Path) -> None:
-    names = HFReader(source).names
+    names = set(HFReader(source).files)
     odd = ["model.layers.0.self_attn.o_proj.bias", "model.layers.0.self_attn.rotary_emb.inv_freq"]
     assert unexpected_tensors(shape_of(source), [*names, *odd]) == odd[:1]
     assert unexpected_tensors(shape_of(source), names) == []
@@ -75,7 +76,7 @@ def test_tensors_that_nobody_expects_are_named(source: Path) -> None:
 @pytest.mark.parametrize("make", [single_folder, sharded_folder])
 def test_one_file_and_an_index_read_alike(tmp_path: Path, make):
     reader = HFReader(make(tmp_path / "model"))
-    assert reader.names == {"a", "b", "c"}
+    assert reader.files.keys() == {"a", "b", "c"}
     assert {name: tuple(reader.tensor(name).shape) for name in "abc"} == {"a": (2, 3), "b": (2,), "c": (4, 4)}
     for name, tensor in WEIGHTS.items():
         assert reader.tensor(name).dtype == tensor.dtype
@@ -208,8 +209,17 @@ def test_a_stream_that_breaks_leaves_no_folder_that_looks_whole(
     assert not output.exists()
     assert not any((folder / "config.json").exists() for folder in tmp_path.iterdir())
     write_hf_folder(iter(WEIGHTS.items()), read_metadata_files(source), output, torch.float32, writes=True)
-    assert HFReader(output).names == {"a", "b", "c"}
+    assert HFReader(output).files.keys() == {"a", "b", "c"}
     assert files_in(tmp_path) == {"out"}
+
+
+def test_a_disk_that_refuses_is_told_with_the_folder(tmp_path: Path, source: Path):
+    output = tmp_path / "model"
+    with files_no_larger_than(4096), pytest.raises(OSError, match=f"File too large: '{output}.partial'"):
+        write_hf_folder(
+            iter(WEIGHTS.items()), read_metadata_files(source), output, torch.float32, writes=True
+        )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_stream_that_breaks_keeps_the_model_that_was_there(tmp_path: Path, source: Path):
@@ -217,7 +227,7 @@ def test_a_stream_that_breaks_keeps_the_model_that_was_there(tmp_path: Path, sou
     write_hf_folder(iter(WEIGHTS.items()), read_metadata_files(source), output, torch.float32, writes=True)
     with pytest.raises(RuntimeError, match="a rank died"):
         write_hf_folder(broken_stream(), read_metadata_files(source), output, torch.float32, writes=True)
-    assert HFReader(output).names == {"a", "b", "c"}
+    assert HFReader(output).files.keys() == {"a", "b", "c"}
 
 
 def test_a_new_export_replaces_the_old_one_whole(tmp_path: Path, source: Path):

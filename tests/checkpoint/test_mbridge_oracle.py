@@ -68,4 +68,4 @@ def test_every_parameter_is_what_mbridge_makes_of_the_same_folder(
         wanted = bridge._weight_to_mcore_format(name, [reader.tensor(hf_name) for hf_name in hf_names])
         assert torch.equal(found, wanted), name
         used.update(hf_names)
-    assert used == reader.names
+    assert used == reader.files.keys()

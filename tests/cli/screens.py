@@ -18,7 +18,7 @@ DEMO = ("--config", "configs/demo.yaml", "run.output_dir=/nowhere/out")
 MISTAKES = (
     ("tarin",),
     ("train", *DEMO, "optimiser.lr=1"),
-    ("train", *DEMO, "model.path=/nowhere/model", "data.train_path=/nowhere/rows.jsonl"),
+    ("train", *DEMO, "model.path=/nowhere/model", "data.train_path=/nowhere/x.jsonl", "data.template=row"),
     ("sft", "--config", "/nowhere/my.yaml"),
     ("eval", "--model", "/nowhere/m", "--benchmarks", "tset", "--data-dir", "docs", "--output", "/nowhere/o"),
     ("replay", "/nowhere/run"),

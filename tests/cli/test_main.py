@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -153,7 +154,8 @@ print(config.validation.paths, config.optimizer.lr, config.parallel.tensor)
 def test_mistakes_in_settings_are_told_together() -> None:
     with pytest.raises(ValueError, match=r"(?s)optimizer\.lr.*no_such") as caught:
         rlmath.load_config(optimizer={"lr": "fast"}, run={"no_such": 1})
-    assert "model.path" in str(caught.value)
+    assert "model.path" in str(caught.value) and 'load_config: unknown key "run.no_such"' in str(caught.value)
+    assert "command line:" not in str(caught.value)
     with pytest.raises(ValueError, match="model='m'; needed: a mapping"):
         rlmath.load_config(model="m")  # pyright: ignore[reportArgumentType]
     for answer, reference in (("3", 3), (3, "3"), ("3", ["3", 3]), ("3", None)):
@@ -229,7 +231,7 @@ def test_ranks_know_how_long_they_may_save(tmp_path: Path, monkeypatch: pytest.M
     program = tmp_path / "program.py"
     program.write_text(
         "import sys\nfrom rlmath.distributed.fault_tolerance.preemption import launcher_advice\n"
-        "sys.exit(3 if launcher_advice(90.0) else 4 if launcher_advice(91.0) else 5)\n"
+        "sys.exit(3 if launcher_advice(105.0) else 4 if launcher_advice(106.0) else 5)\n"
     )
     assert train.launch(1, [str(program)], None, 89.5) == 4
 
@@ -297,6 +299,15 @@ def test_locks_and_commands_of_an_installation(capsys: pytest.CaptureFixture[str
     assert built == ["transformer-engine-torch==2.20.2"] and not set(built) & set(wheels)
     assert install.command(["cpu", "--dry-run"]) == 0
     assert "requirements/cpu.txt" in capsys.readouterr().out
+
+
+def test_an_installation_is_not_silent(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(install, "LINE_SECONDS", 0.05)
+    assert install.call([sys.executable, "-c", "import time; time.sleep(0.5); exit(3)"], "torch") == 3
+    assert "install: still installing torch, 0 s so far\n" in capsys.readouterr().out
+    assert re.fullmatch(r"the 1\d\d packages of cpu.txt", install.lock_line(shipped("requirements/cpu.txt")))
 
 
 def test_a_wheel_has_configs_launchers_and_locks(tmp_path: Path) -> None:

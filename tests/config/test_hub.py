@@ -160,6 +160,41 @@ def test_a_name_that_leads_out_of_its_folder_is_not_fetched(there: Hub, tmp_path
     assert "evil.json" not in there.downloads() and not list(tmp_path.rglob("*evil.json"))
 
 
+@pytest.mark.parametrize("where", ["/etag", "../../etag", "sha"])
+def test_a_name_of_the_server_s_is_no_path(there: Hub, tmp_path: Path, where: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    if where == "sha":
+        there.sha = f"../../../../{victim.name}"
+    else:
+        there.etag = where.replace("/etag", str(victim) if where == "/etag" else "/../../victim")
+    with pytest.raises(ValueError, match="gives a name that is none"):
+        hub.fetch([model()], LIMIT)
+    assert victim.read_text() == "mine" and there.downloads() == {}
+    assert {path.name for path in tmp_path.iterdir()} <= {"victim", "home"}
+
+
+def test_what_has_no_end_is_bounded_by_what_was_listed(there: Hub, tmp_path: Path) -> None:
+    there.endless = {"config.json"}
+    with pytest.raises(hub.HubFailedError, match="could not be downloaded"):
+        hub.fetch([model()], LIMIT)
+    assert not list(tmp_path.rglob("*.incomplete"))
+    there.endless = {"tree"}
+    with pytest.raises(ValueError, match="the hub's listings have more than"):
+        hub.fetch([model()], LIMIT)
+
+
+def test_parts_of_a_download_that_was_ended_do_not_stay(there: Hub, tmp_path: Path) -> None:
+    there.stalled = {"model.safetensors"}
+    with pytest.raises(hub.HubFailedError, match="not done after 3 s"):
+        hub.fetch([model()], 3.0)
+    (part,) = tmp_path.rglob("*.incomplete")
+    os.utime(part, (1, 1))
+    there.stalled = set()
+    hub.fetch([model()], LIMIT)
+    assert not list(tmp_path.rglob("*.incomplete"))
+
+
 # ---------------------------------------------------------------- commits
 
 

@@ -243,7 +243,7 @@ def test_a_refusal_for_too_few_prompts_says_what_became_of_the_rows(model: Path,
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ValueError, match=r"only 1 prompt is left after filtering") as error:
         audited(model, [str(tmp_path / "train.jsonl")], "data.max_prompt_tokens=100", "data.template=raw")
-    assert "4 further rows repeat earlier ones" in str(error.value)
+    assert "4 further rows repeating earlier ones" in str(error.value)
     assert "1 dropped (50.0%) because longer than data.max_prompt_tokens=100" in str(error.value)
     assert "dropped, too long (180 tokens): 'two'" in str(error.value)
 

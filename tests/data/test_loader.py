@@ -166,7 +166,7 @@ def test_the_report_is_written_with_shares_examples_and_unusable_rows(tmp_path):
     told = "\n".join(one.lines())
     assert (
         "'q', which begins 'one'" in told
-        and "1 further rows repeat" in told
+        and "1 further row repeating" in told
         and "\n    1: not JSON (...) (line 2)" in told
     )
 

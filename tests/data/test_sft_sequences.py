@@ -94,7 +94,7 @@ def test_a_row_that_cannot_be_used_is_left_out_up_to_a_share(
     found, report = load(path, tokenizer, share=0.34)
     assert len(found) == 2 and len(report.unusable) == 1
     assert why in report.unusable[0].reason and "line 2" in report.unusable[0].where
-    assert "  1 rows cannot be used and are left out" in report.lines()[1]
+    assert "  1 row cannot be used and left out" in report.lines()[1]
     with pytest.raises(
         ValueError, match=r"1 of 3 rows cannot be used, more than data.max_unusable_share=0.33"
     ):

@@ -270,3 +270,8 @@ def test_a_number_is_written_by_the_shortest_text_of_its_own_type(tmp_path):
         (row,) = read_prompts(str(tmp_path / "rows.parquet")).rows
         assert row.solutions == ("0.1",)
         assert json.loads(row.more_json)["more"] == {"rates": [0.3, None]}
+
+
+def test_columns_of_no_form_are_told_what_to_change(tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"problem": "1+1?", "ground_truth": "2"}\n')
+    assert "'ground_truth'. Rename its columns, or give data.format=" in refused(tmp_path / "t.jsonl")

@@ -51,9 +51,9 @@ def parameters(folder: Path) -> dict[str, Tensor]:
 
 
 def _export(stage: Stage, folder: Path, output: Path) -> None:
-    from rlmath.models.megatron import hf_stream
+    from rlmath.checkpoint.hf.weights import stream_hf_tensors
 
-    stream = hf_stream(stage.actor.chunks, stage.shape, stage.mesh)
+    stream = stream_hf_tensors(stage.actor.chunks, stage.shape, stage.mesh)
     write_hf_folder(stream, read_metadata_files(folder), output, torch.float32, writes=stage.mesh.rank == 0)
 
 

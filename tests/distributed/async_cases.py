@@ -111,7 +111,8 @@ def _sample(prepared: PreparedRun[Any], world: int, rank: int, device: Any, pace
         one = EngineRank(prepared.on_rank(mesh, device, workers, bridge))
         if paced:
             one._loop.__class__ = Paced
-        assert one.run() == 7
+        steps: list[int] = []
+        assert one.run(steps.append) == 7 and steps == sorted(set(steps)), steps
         one.close()
 
 

@@ -65,9 +65,7 @@ def differing(one: Target) -> list[str]:
     from rlmath.rollout.weight_sync.checksums import SyncChecksums
 
     stage, parallel = one.stage, one.stage.config.parallel
-    layout = training_layout(
-        stage.shape.num_layers, one.mesh, parallel.first_stage_layers, parallel.last_stage_layers
-    )
+    layout = training_layout(stage.shape.num_layers, one.mesh, parallel)
     checksums = SyncChecksums(stage.shape, layout, one.mesh, stage.device)
     for name, parameter in one.parameters.items():
         matrix = parameter if parameter.dim() == 2 else parameter[:, None]

@@ -39,9 +39,9 @@ def with_critic(stage: Stage, critic: CriticConfig, algorithm: AlgorithmConfig) 
 
 def critic_tensors(stage: Stage, critic: Any, shape: Any) -> dict[str, Tensor]:
     """The critic's parameters as Hugging Face tensors, whole."""
-    from rlmath.models.megatron import hf_stream
+    from rlmath.checkpoint.hf.weights import stream_hf_tensors
 
-    return {name: tensor.clone() for name, tensor in hf_stream(critic.chunks, shape, stage.mesh)}
+    return {name: tensor.clone() for name, tensor in stream_hf_tensors(critic.chunks, shape, stage.mesh)}
 
 
 def step(

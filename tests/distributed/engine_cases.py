@@ -66,7 +66,7 @@ def pair(stage: Stage, engine: Any, engine_size: int, bucket_bytes: int = 40_000
 
     mesh = replace(stage.mesh, engine_size=engine_size)
     parallel, layers = stage.config.parallel, stage.shape.num_layers
-    layout = training_layout(layers, mesh, parallel.first_stage_layers, parallel.last_stage_layers)
+    layout = training_layout(layers, mesh, parallel)
     sync = WeightTransfer(
         stage.actor.chunks, stage.shape, layout, mesh, stage.device, engine.weights, bucket_bytes
     )

@@ -142,7 +142,7 @@ def whole_run(model: Path, folder: Path) -> dict[str, Any]:
         def begin(self, steps_done: int, export: Any, asked_to_stop: Any) -> None:
             super().begin(steps_done, export, asked_to_stop)
             checkpointer = export.__self__
-            check = checkpointer._divergence
+            self.check = check = checkpointer._divergence
             found["diverges"] = check._max_discarded_steps, check.rule
             found["keeps"] = checkpointer._store._retention
             found["saves"] = checkpointer._points._frequency, checkpointer._models._frequency
@@ -154,6 +154,7 @@ def whole_run(model: Path, folder: Path) -> dict[str, Any]:
 
         def close(self, status: int) -> None:
             found["updates"] = self.actor.learner.updates
+            found["watched"] = self.check.rewards
             super().close(status)
 
     found["status"] = run_here(Observed, prepared)
@@ -202,7 +203,9 @@ def _built(trainer: Any, on_progress: Any) -> dict[str, Any]:
 def _watch(trainer: Any) -> dict[str, list[Any]]:
     """Notes what engine, vLLM, sync and learner are asked for, which they do as ever."""
     asked: dict[str, list[Any]] = {"collected": [], "vllm": [], "checks": [], "probes": [], "learned": []}
-    asked["samples"] = []
+    asked |= {"samples": [], "versions": [], "waiting": []}
+    engine, collector = trainer.engines.engine, trainer.engines.collector
+    take, manage = engine.set_weight_version, collector._reward_manager
     transfer, probe, learner = trainer.engines._transfer, trainer.engines._probe, trainer.actor.learner
     core = trainer.engines.engine._llm.llm_engine.engine_core
     collect, add, run = trainer.engines.collector.collect, core.add_request, transfer.run
@@ -239,6 +242,22 @@ def _watch(trainer: Any) -> dict[str, list[Any]]:
             asked["samples"] += [(probe._step, *row) for row in _rows_of(batch)]
         return learn(batches, old, reference, on_policy, *more)
 
+    def taking(version: int, **more: Any) -> None:
+        asked["versions"].append(version)
+        take(version, **more)
+
+    def managing(*given: Any) -> Any:
+        manager = manage(*given)
+        score = manager.collect
+
+        def scoring(on_progress: Any = None) -> Any:
+            asked["waiting"].append(on_progress == engine.on_step)
+            return score(on_progress)
+
+        manager.collect = scoring
+        return manager
+
+    engine.set_weight_version, collector._reward_manager = taking, managing
     trainer.engines.collector.collect, core.add_request = collecting, adding
     transfer.run, probe._policy.logprobs, learner.learn = running, asking, learning
     return asked

@@ -149,4 +149,13 @@ def steps(folder: Path, place: Path, plugin: str) -> dict[str, Any]:
         (place / "fail").unlink()
         again = trainer.step(1)
         trainer.close(0)
-    return {"first": first, "failed": failed, "before": (state[0], state[2]), "after": after, "again": again}
+    functions = trainer.hooks._advantage, trainer.hooks._selection, *trainer.hooks._metrics.values()
+    left = [str(one) for one in functions if one._pool._thread.is_alive()]
+    return {
+        "left": left,
+        "first": first,
+        "failed": failed,
+        "before": (state[0], state[2]),
+        "after": after,
+        "again": again,
+    }

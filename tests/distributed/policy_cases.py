@@ -211,9 +211,12 @@ def refusal(folder: Path, case: Case) -> str:
 
 def whole_tensors(stage: Stage) -> dict[str, Tensor]:
     """The actor's parameters as Hugging Face tensors, whole."""
-    from rlmath.models.megatron import hf_stream
+    from rlmath.checkpoint.hf.weights import stream_hf_tensors
 
-    return {name: tensor.clone() for name, tensor in hf_stream(stage.actor.chunks, stage.shape, stage.mesh)}
+    return {
+        name: tensor.clone()
+        for name, tensor in stream_hf_tensors(stage.actor.chunks, stage.shape, stage.mesh)
+    }
 
 
 def updates(

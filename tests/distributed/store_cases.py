@@ -33,7 +33,8 @@ class Outcome:
 def progress(step: int, updates: int, world_size: int) -> Any:
     from rlmath.checkpoint.directory import Progress
 
-    return Progress(step, 0, 8 * step, updates, step, "", world_size, (), (), "model", "data", {})
+    mine = step, 0, 8 * step, updates, step, "", world_size, (), (), "model", "data", {}
+    return Progress(*mine, learned_step=step, good_step=3)
 
 
 def open_store(stage: Stage, root: Path, keep_last: int = 2) -> Any:

@@ -76,9 +76,7 @@ def target(
     mesh, parallel = replace(stage.mesh, engine_size=engine_size), stage.config.parallel
     shapes = engine_shapes(stage.shape, engine_size)
     model = plain_model(shapes, dtype)
-    layout = training_layout(
-        stage.shape.num_layers, mesh, parallel.first_stage_layers, parallel.last_stage_layers
-    )
+    layout = training_layout(stage.shape.num_layers, mesh, parallel)
     weights = EngineWeights(model, shapes)
     sync = WeightTransfer(stage.actor.chunks, stage.shape, layout, mesh, stage.device, weights, bucket_bytes)
     return Target(model, sync, mesh, stage)
@@ -199,7 +197,7 @@ def into_vllms_own_model(folder: Path, case: Case) -> dict[str, Any]:
         before = {name: (id(parameter), parameter.data_ptr()) for name, parameter in model.named_parameters()}
         for parameter in model.parameters():
             parameter.data.fill_(torch.nan)
-        layout = training_layout(stage.shape.num_layers, mesh, None, None)
+        layout = training_layout(stage.shape.num_layers, mesh)
         weights = EngineWeights(model, engine_shapes(stage.shape, mesh.engine_size))
         sync = WeightTransfer(stage.actor.chunks, stage.shape, layout, mesh, stage.device, weights, 40_000)
         synced = Target(model, sync, mesh, stage)

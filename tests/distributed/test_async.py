@@ -95,6 +95,7 @@ def test_interrupted_completions_go_on_with_the_new_weights(
     assert sum(segment.tokens for c in completions for segment in c.segments) == sum(
         len(c.token_ids) for c in completions
     )
+    assert all(c.policy_version == c.segments[-1].policy_version for c in completions)
     later = [index for c in completions for index, _ in enumerate(c.segments)]
     assert sum(index > 0 for index in later) >= 3, "hardly any completion was interrupted"
     assert max(found.left[:-1]) > 0 and found.left[-1] == 0, "a checkpoint would have what the engine samples"

@@ -76,6 +76,7 @@ def test_when_it_diverges_and_which_steps_are_profiled(found: dict[str, Any], fo
     assert found["diverges"] == (8, RewardRule(drop=50.0, steps=11))
     profiles = {path.name.partition("-rank")[0] for path in (folder / "run" / "profile").iterdir()}
     assert profiles == {"step-000002"}
+    assert found["watched"] == [record.metrics["task_reward"] for record in found["records"]]
 
 
 def test_what_is_saved_and_what_stays(found: dict[str, Any]) -> None:
@@ -122,6 +123,13 @@ def test_syncs_are_checked_and_probed_as_often_as_asked(found: dict[str, Any]) -
     assert found["asked"]["probes"] == [0, 3]
     probed = ["sync/probe_difference" in record.metrics for record in found["records"]]
     assert probed == [True, False, False]
+
+
+def test_the_engine_knows_the_updates_of_its_weights_and_tells_of_waiting_for_scores(
+    found: dict[str, Any],
+) -> None:
+    assert found["asked"]["versions"] == [PER_STEP * step for step in range(STEPS + 1)]
+    assert found["asked"]["waiting"] == [True] * len(found["asked"]["collected"])
 
 
 def test_minibatches_are_all_samples_once_an_epoch_and_others_each_step(found: dict[str, Any]) -> None:

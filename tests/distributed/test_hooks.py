@@ -110,6 +110,7 @@ def test_a_step_learns_with_the_advantages_of_the_groups_that_are_selected(made:
         assert record.metrics["own/lengths/groups"] == len(record.groups)
         lengths = [len(one.token_ids) for group in record.groups for one in group.completions]
         assert record.metrics["own/lengths/most"] == max(lengths)
+    assert made["left"] == [], "their workers end with the trainer"
 
 
 @matrix

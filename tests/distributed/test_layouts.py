@@ -52,7 +52,7 @@ def test_the_stream_gives_back_the_very_tensors_of_the_folder(
 ) -> None:
     folder = request.getfixturevalue(model)
     streamed, reader = ranks.run(case.ranks, policy_cases.streamed, folder, case)[0], HFReader(folder)
-    assert streamed.keys() == reader.names
+    assert streamed.keys() == reader.files.keys()
     assert all(torch.equal(tensor, reader.tensor(name)) for name, tensor in streamed.items())
 
 

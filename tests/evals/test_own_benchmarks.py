@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from rlmath.answers.verifier import verify
 from rlmath.config.load import load_config, save_config
+from rlmath.config.schema import RolloutConfig
+from rlmath.distributed.device import Device
 from rlmath.evals.benchmarks import LengthLimits, Problem
 from rlmath.evals.command import parse, plan_of, rollout_of
+from rlmath.evals.model_source import resolve_model
 from rlmath.evals.plan import GREEDY_INDEX, Plan, completion_seed
+from rlmath.evals.runner import _prepare
 from rlmath.evals.sampling import Missing, _requests
+from rlmath.workers.worker_pool import VerifierPool
 from tests.distributed.rank_pool import RankPool
 from tests.evals.guessing_model import make_guessing_model
 from tests.evals.test_evaluation import evaluate_in_pool
@@ -30,7 +36,7 @@ def test_requests_have_the_seeds_the_lengths_and_the_temperatures_of_the_plan(tm
     plan = Plan(
         tmp_path, ("quiz",), tmp_path, tmp_path / "out", temperature=0.7, top_p=0.9, samples=2, seed=SEED
     )
-    problem = Problem("quiz", "q", "1+1=", (4, 5), ("2",), "math")
+    problem = Problem("q", "1+1=", (4, 5), ("2",), "math", benchmark="quiz")
     assert plan.indices == (GREEDY_INDEX, 0, 1)
     found = _requests(6, Missing(problem, plan.indices), plan, LengthLimits(8, 30))
     assert [(one.key, one.temperature, one.top_p) for one in found] == [
@@ -88,6 +94,22 @@ def test_every_option_reaches_the_plan_and_the_engines(tmp_path: Path) -> None:
     engines = rollout_of(arguments)
     assert (engines.tensor_parallel, engines.cpu_kv_cache_gib) == (2, 0.3)
     assert (engines.memory_share, engines.max_num_seqs) == (0.45, 137)
+
+
+def test_an_output_takes_no_completions_of_other_settings(tied_model: Path, tmp_path: Path) -> None:
+    row = {"prompt": "1+1=", "solutions": ["2"], "query_id": "q", "task": "math"}
+    (tmp_path / "quiz.jsonl").write_text(json.dumps(row) + "\n")
+    output, rollout, no_pool = tmp_path / "out", RolloutConfig(cuda_graphs=True), cast(VerifierPool, None)
+    device = Device("cpu", torch.device("cpu"), "gloo", torch.float32)
+    plan = Plan(tied_model, ("quiz",), tmp_path, output, samples=2, seed=SEED, template="raw")
+    plan = replace(plan, temperature=0.7, top_p=0.9, max_new_tokens=NEW_TOKENS)
+    assert [one.indices for one in _prepare(plan, rollout, no_pool, device).missing] == [plan.indices]
+    settings = json.loads((output / "settings.json").read_text())
+    assert settings["sampled"] == {"temperature": 0.7, "top_p": 0.9, "seed": SEED}
+    compared = {name: value for name, value in settings["common"].items() if not name.startswith("about_")}
+    model = resolve_model(tied_model, output).fingerprint
+    wanted = {"model": model, "template": "raw", "max_new_tokens": NEW_TOKENS, "cuda_graphs": True}
+    assert compared.items() >= wanted.items() and compared["scorer"] is None
 
 
 @pytest.fixture(scope="module")

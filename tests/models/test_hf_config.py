@@ -230,10 +230,6 @@ def test_the_original_length_is_all_positions_where_it_is_left_out_as_in_transfo
             {"rope_scaling": rope(original_max_position_embeddings="8k")},
             "\"original_max_position_embeddings\" is '8k'; needed: a whole number",
         ),
-        (
-            {"original_max_position_embeddings": 4096},
-            '"original_max_position_embeddings" is 8192 for rotary embeddings and 4096 beside',
-        ),
         ({"rope_scaling": "llama3"}, "\"rope_scaling\" asks for 'llama3'"),
         ({"rope_scaling": rope(rope_type="yarn")}, "asks for 'yarn'; only plain rotary embeddings and"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "asks for 'linear'; only plain"),
@@ -296,7 +292,6 @@ def test_a_qwen3_without_experts_has_none(tmp_path: Path):
             '"decoder_sparse_step" is 2; supported are models whose layers all have experts',
         ),
         ({"num_experts": ...}, '"num_experts" is missing; needed: a whole number from 1 to 4096'),
-        ({"num_experts_per_tok": 129}, '"num_experts_per_tok" is 129, more than the 128 experts of a layer'),
         ({"num_experts_per_tok": 1}, '"num_experts_per_tok" is 1 and "norm_topk_prob" true'),
         ({"moe_intermediate_size": ...}, '"moe_intermediate_size" is missing'),
         ({"use_sliding_window": True, "sliding_window": 4096}, "a sliding window is in use"),

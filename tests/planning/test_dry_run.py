@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from launch.train_grpo import main
-from rlmath.checkpoint.directory import Progress, open_partial, publish, write_progress
+from rlmath.checkpoint.directory import Progress, finish_partial, open_partial, write_progress
 from rlmath.config.load import load_config, save_config
 from rlmath.config.run_files import CHECKPOINTS_FOLDER
 from rlmath.config.schema import Config, SaveConfig
@@ -405,7 +405,7 @@ def test_what_a_start_refuses_to_resume_a_dry_run_refuses(dry, tied_model: Path,
         write_progress(partial, progress)
         save_config(config, partial / "config.yaml")
         (partial / "state" / ".metadata").write_text("index")
-        publish(partial, step, False, {})
+        finish_partial(partial, step, False, {})
 
     checkpoint(8, "another")
     save_config(config, output / "config.yaml")

@@ -90,7 +90,7 @@ def test_a_function_of_the_users_replaces_verifier_and_scheme(tmp_path, monkeypa
         good, bad = scores(
             workers,
             settings,
-            (prompt(more='{"level": 6}'), completion("abc")),
+            (prompt("1+1=<think>\n", more='{"level": 6}'), completion("abc")),
             (prompt(more='{"level": 6}'), completion("")),
         )
     assert (good.reward, good.verdict, good.metrics, good.correct) == (1.0, "function", (("n", 1.0),), True)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rlmath.algorithms.types import (
     Prompt,
 )
-from rlmath.checkpoint.directory import Progress, open_partial, publish, write_progress
+from rlmath.checkpoint.directory import Progress, finish_partial, open_partial, write_progress
 from rlmath.config.help import setting_values
 from rlmath.config.length_curriculum import unfinished_problem
 from rlmath.config.load import config_as_yaml, load_config
@@ -83,7 +83,7 @@ def checkpoint(
     (partial / "progress.json").write_text(json.dumps(known))
     (partial / "config.yaml").write_text(config_as_yaml(config or make_config(folder)))
     (partial / "state" / ".metadata").write_text("index")
-    return publish(partial, step, False, {}).folder
+    return finish_partial(partial, step, False, {}).folder
 
 
 def found_steps(config: Config, origin: Origin = ORIGIN) -> list[int]:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 from rlmath.config.schema import Config, RunConfig, SaveConfig, StagesConfig, ValidationConfig
+from rlmath.data.order import PromptOrder, Rollback
+from rlmath.distributed.mesh import Mesh
+from rlmath.run.recovery.checkpointing import Checkpointer
+from rlmath.run.recovery.resume import Origin
 from rlmath.run.recovery.save_schedule import (
     FIRST_POINT,
     Frequency,
@@ -40,6 +45,31 @@ def test_a_first_one_is_due_whatever_the_frequency() -> None:
 def test_never_is_never() -> None:
     assert NEVER.never
     assert due(SaveTimes(NEVER, 3, 0.0, FIRST_POINT), 100, 1e6) == []
+
+
+def test_a_checkpoint_says_where_the_run_stands() -> None:
+    """Every number is another one: none is taken for another."""
+    trainer = SimpleNamespace(
+        order=PromptOrder(20, 4, seed=1, shuffle=False),
+        actor=SimpleNamespace(learner=SimpleNamespace(updates=31)),
+        weight_syncs_per_step=1,
+        mesh=Mesh(3, 8, 2, 2, 1),
+        critic_updates=32,
+        rollbacks=(Rollback(1, 33, 34), Rollback(2, 35, 36)),
+    )
+    divergence = SimpleNamespace(discarded_steps=37, learned_step=38, good_step=39, rewards=[0.4, 0.5])
+    checkpointer = object.__new__(Checkpointer)
+    vars(checkpointer).update(
+        _trainer=trainer, _divergence=divergence, _origin=Origin("model", "data", "reward", "hooks")
+    )
+    found = checkpointer._progress(13)
+    assert (found.step, found.epoch, found.position, found.updates, found.syncs) == (13, 2, 12, 31, 13)
+    assert (found.critic_updates, found.discarded_steps) == (32, 37)
+    assert (found.learned_step, found.good_step, found.rewards) == (38, 39, (0.4, 0.5))
+    assert (found.rollback_steps, found.rollback_draw_steps) == ((33, 35), (34, 36))
+    assert (found.layout, found.world_size) == ("TP2 x PP2 x DP2", 8)
+    of = found.model_fingerprint, found.data_fingerprint, found.reward_fingerprint, found.hooks_fingerprint
+    assert of == ("model", "data", "reward", "hooks")
 
 
 def test_models_of_stages_and_the_best_one_count_until_they_are_there(

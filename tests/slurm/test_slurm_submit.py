@@ -14,7 +14,7 @@ import pytest
 from launch.slurm.cluster import Need, Partition, _ask, partition_problems, seconds_of
 from launch.slurm.programs import training
 from launch.slurm.script import BODY, Job
-from rlmath.checkpoint.directory import Progress, open_partial, publish, write_progress
+from rlmath.checkpoint.directory import Progress, finish_partial, open_partial, write_progress
 from rlmath.config.load import load_config, save_config
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MEANINGS, write_exit_status
 from rlmath.planning.checks import only_used
@@ -342,10 +342,11 @@ def test_what_a_start_would_go_on_from_may_be_queued(
     write_progress(partial, Progress(3, 0, 24, 6, 3, "TP1", 1, (), ("torch",), "model", "data", {}))
     save_config(then, partial / "config.yaml")
     (partial / "state" / ".metadata").write_text("index")
-    publish(partial, 3, False, {})
+    finish_partial(partial, 3, False, {})
     assert called(*queued, *settings)[0] == 0
-    status, _, err = called(*queued, *settings, "run.seed=4")
-    assert status == 2 and "cannot go on with other settings: run.seed: 3 there, 4 now" in err
+    status, _, err = called(*queued, *settings, "run.seed=4", "data.shuffle=false")
+    assert status == 2 and "cannot go on with other settings: run.seed: 3 there, 4 now; data.shuffle" in err
+    assert err.count("cannot go on") == 1, "one problem, however many settings"
 
 
 def test_a_shipped_config_is_given_to_the_job_by_its_place(arithmetic: Path, alone: Path) -> None:

@@ -13,30 +13,39 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from rlmath.algorithms.types import Completion, PartialCompletion, Score, ScoredCompletion, Segment
+from rlmath.algorithms.partial_rollouts import UnfinishedGroup
+from rlmath.algorithms.types import (
+    NOTHING_SAMPLED,
+    Completion,
+    PartialCompletion,
+    Score,
+    ScoredCompletion,
+    Segment,
+)
 from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished
 from rlmath.config.length_curriculum import length_stages
 from rlmath.config.schema import Config, DataConfig, ModelConfig, RolloutConfig, RunConfig, StagesConfig
 from rlmath.data.dataset import load_inputs
+from rlmath.data.order import Rollback, seed_after
 from rlmath.distributed.bridge import Bridge, Mailbox
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.collector import CollectGroups, Rollout
 from rlmath.rollout.generation import (
     Admit,
-    Collected,
     Continue,
     GroupDone,
     Snapshot,
     TakeSnapshot,
     WeightsTaken,
 )
-from rlmath.rollout.sampling import RolloutSeed, SamplingSettings
+from rlmath.rollout.sampling import RolloutSeed, SamplingSettings, request_seed, training_sampling
 from rlmath.trainer.rollouts.asynchronous import (
     AsynchronousRollouts,
     EngineConnection,
     EngineReport,
     engine_report_metrics,
 )
+from rlmath.trainer.rollouts.synchronous import PartialRollouts
 from tests.tiny_models import shape_of
 
 
@@ -134,6 +143,22 @@ def asynchronous(tmp_path: Path, model: Path, connection: EngineConnection) -> A
     return AsynchronousRollouts(config, inputs, inputs.total_steps, connection, shape.vocab_size)
 
 
+def test_a_group_that_is_carried_keeps_the_seed_of_the_step_that_drew_it(
+    tmp_path: Path, tied_model: Path
+) -> None:
+    """The run went back to step 1, and has other seeds from step 2 on: draws 3 to 5 are of step 1."""
+    unused: Any = None
+    given = asynchronous(tmp_path, tied_model, unused)
+    rollouts = PartialRollouts(given._config, given._inputs, 5, unused, given._vocab_size)
+    given._inputs.order.roll_back([Rollback(1, 1, 2)])
+    rollouts.curriculum.begin(2)
+    for draw, seed, step in ((5, 7, 1), (6, seed_after(7, 1), 2)):
+        group = UnfinishedGroup(draw, step, (NOTHING_SAMPLED,) * GROUP)
+        (row,) = rollouts._rows(group, training_sampling(given._config.rollout), 9, first=4)
+        wanted = [((4, g), request_seed(seed, step, f"q{draw}", g)) for g in range(GROUP)]
+        assert [(work.request.key, work.request.seed) for work in row] == wanted
+
+
 def drawn(files: dict[str, bytes]) -> dict[int, list[tuple[int, int]]]:
     """What a checkpoint has: tokens and steps of the last segment of every sample, by draw; steps -1 where none is."""
     unfinished = read_unfinished(files[UNFINISHED], GROUP, 101, lambda *_: "")
@@ -203,6 +228,6 @@ def test_what_is_asked_of_the_engines_for_validation_is_what_they_are_sent(
     asked = CollectGroups([], SamplingSettings(2, 0.5, 0.9, 3, 7), RolloutSeed(8, -1), "validation own", True)
     wanted = Rollout([], [])
     engine.send(done(4, 0))
-    engine.send(Collected(wanted))
+    engine.send(wanted)
     assert connection.collect(asked) == wanted and engine.next() == asked
     assert connection.groups() == [done(4, 0)], "what came meanwhile is kept"

@@ -1,6 +1,10 @@
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from rlmath.algorithms.types import Completion, Prompt, Sample, Score, ScoredGroup
+from rlmath.trainer.grpo import GrpoTrainer
 from rlmath.trainer.policy_update import make_samples
 
 
@@ -30,3 +34,12 @@ def test_samples_stand_in_the_order_of_prompt_and_sample():
 def test_advantages_must_fit_the_groups(advantages: list[list[float]]):
     with pytest.raises(ValueError, match="zip"):
         make_samples(GROUPS, advantages)
+
+
+@pytest.mark.parametrize(("drawn", "step"), [(12, 7), (28, 7), (29, 8), (32, 8)])
+def test_other_seeds_begin_with_the_first_step_of_which_nothing_is_drawn(drawn: int, step: int) -> None:
+    """Seven steps of 4 draws are done."""
+    trainer: Any = SimpleNamespace(
+        rollouts=SimpleNamespace(next_draw=drawn), order=SimpleNamespace(prompts_per_step=4)
+    )
+    assert GrpoTrainer.next_draw_step(trainer, 7) == step

@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 import pytest
@@ -6,9 +7,11 @@ from rlmath.algorithms.dynamic_sampling import Chosen, Selection
 from rlmath.algorithms.types import Completion, Prompt, RewardFailure, Score, ScoredGroup
 from rlmath.config.schema import AlgorithmConfig, RewardConfig
 from rlmath.data.seqlen_balancing import Cost
+from rlmath.models.critic import VALUE_SUMS
 from rlmath.models.learner import MinibatchResult
 from rlmath.rewards.several_rewards import TAKEN
 from rlmath.rollout.work_queue import EngineUsage
+from rlmath.trainer.critic import critic_metrics
 from rlmath.trainer.metrics import (
     UpdateRecord,
     engine_metrics,
@@ -132,6 +135,9 @@ def minibatch(tokens: float, scale: float, norm: float, lr: float, why: str | No
     return MinibatchResult(sums, {"mismatch_max": scale}, norm, lr, why)
 
 
+CRITIC_RESULT = MinibatchResult(
+    dict.fromkeys(VALUE_SUMS, 1.0), {}, math.inf, 0.1, "the gradient norm is not finite (inf)"
+)
 RESULTS = [
     minibatch(10.0, 1.0, norm=0.5, lr=0.1),
     minibatch(30.0, 5.0, norm=9.0, lr=0.2, why="mean importance ratio 6 is above 5"),
@@ -185,10 +191,19 @@ def test_the_correction_is_told_where_there_is_one():
     assert metrics["train/importance_masked_binary_kl"] == pytest.approx(7 * 12 / 30)
 
 
-def test_a_step_whose_minibatches_were_all_discarded_has_no_gradient_norm():
-    metrics = update_metrics(UpdateRecord([RESULTS[1]], ADVANTAGES, None), GROUPS, 2.0, AlgorithmConfig())
-    assert metrics["train/grad_norm"] == 0.0
-    assert metrics["train/early_stopped_minibatches"] == metrics["train/minibatches"] == 1.0
+def test_a_step_whose_minibatches_were_all_discarded_has_their_gradient_norm():
+    def of(*norms: float) -> dict[str, float]:
+        results = [replace(RESULTS[1], grad_norm=norm) for norm in norms]
+        return update_metrics(UpdateRecord(results, ADVANTAGES, None), GROUPS, 2.0, AlgorithmConfig())
+
+    metrics = of(9.0, 3.0)
+    assert metrics["train/grad_norm"] == 6.0
+    assert metrics["train/early_stopped_minibatches"] == metrics["train/minibatches"] == 2.0
+    assert (
+        of(9.0, math.inf)["train/grad_norm"]
+        == critic_metrics([CRITIC_RESULT])["critic/grad_norm"]
+        == math.inf
+    )
 
 
 def test_a_step_without_anything_to_learn_from_has_only_its_counts():

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 from rlmath.config.model_shape import VALUE_HEAD, ModelShape
@@ -38,14 +38,14 @@ class Rule:
     megatron: tuple[str, ...]
     """The tensor's names: in Megatron's local layers, and in Transformer Engine's where that differs."""
     hf: tuple[str, ...]
-    form: Form
     sizes: tuple[Size, ...]
     """Axes of the canonical form, by the names of `canonical_shape`."""
-    split_axis: int | None
-    """Axis of the canonical form that tensor-parallel ranks share; None: every rank has all of it."""
     owner: PipelineOwner
     """The pipeline stage that owns it: the first, the last, or that of its layer. "expert": of that stage, only the
     ranks that have the expert, and `split_axis` is shared by the ranks of `Mesh.expert_tensor`."""
+    split_axis: int | None = None
+    """Axis of the canonical form that tensor-parallel ranks share; None: every rank has all of it."""
+    form: Form = "plain"
 
 
 def _of_decoder(
@@ -55,29 +55,29 @@ def _of_decoder(
     return Rule(
         tuple(f"decoder.layers.{{m}}.{name}" for name in megatron.split()),
         tuple(f"model.layers.{{n}}.{name}" for name in hf.split()),
-        form,
         cast(tuple[Size, ...], tuple(sizes.split())),
-        split_axis,
         "expert" if "{x}" in megatron else "layer",
+        split_axis=split_axis,
+        form=form,
     )
 
 
 _EMBEDDING = Rule(
     ("embedding.word_embeddings.weight",),
     ("model.embed_tokens.weight",),
-    "vocab",
     ("vocab", "hidden"),
-    0,
     "first",
+    split_axis=0,
+    form="vocab",
 )
 _HEAD = (
-    Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",), "plain", ("hidden",), None, "last"),
-    Rule(("output_layer.weight",), ("lm_head.weight",), "vocab", ("vocab", "hidden"), 0, "last"),
+    Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",), ("hidden",), "last"),
+    replace(_EMBEDDING, megatron=("output_layer.weight",), hf=("lm_head.weight",), owner="last"),
 )
 _VALUE_HEAD = (
     _HEAD[0],
-    Rule(("output_layer.weight",), ("score.weight",), "plain", ("one", "hidden"), None, "last"),
-    Rule(("output_layer.bias",), ("score.bias",), "plain", ("one",), None, "last"),
+    Rule(("output_layer.weight",), ("score.weight",), ("one", "hidden"), "last"),
+    Rule(("output_layer.bias",), ("score.bias",), ("one",), "last"),
 )
 """In place of `_HEAD`: one number for each token, as transformers' ...ForTokenClassification with one label has it."""
 _INPUT_NORM = _of_decoder(
@@ -163,7 +163,7 @@ MODEL_TYPES = {
 
 
 def rules_of(architecture: str) -> tuple[Rule, ...]:
-    """Of a policy or a critic."""
+    """The rules of a policy or a critic."""
     return TABLES[architecture] if architecture in TABLES else VALUE_TABLES[architecture]
 
 

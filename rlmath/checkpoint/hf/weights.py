@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -67,11 +66,6 @@ class HFReader:
             name: file.name for file, names in promised.items() for name in names or read_header(file)
         }
         """The file of every tensor, by the tensor's name."""
-
-    @property
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        return set(self.files)
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, read from disk now. ValueError where it is not there or has no floating-point numbers."""
@@ -185,7 +179,7 @@ def load_hf_weights(
     try:
         reader = HFReader(folder)
         _fill_all(chunks, reader, shape, mesh, problems)
-        if mesh.rank == 0 and (others := unexpected_tensors(shape, reader.names)):
+        if mesh.rank == 0 and (others := unexpected_tensors(shape, reader.files)):
             text = "%s: %d tensors are no part of the model that config.json describes and are left out: %s"
             logger.warning(text, option, len(others), ", ".join(others[:3]))
     except (OSError, ValueError) as error:
@@ -204,7 +198,7 @@ def _fill_all(
 ) -> None:
     for placed in placed_tensors(shape):
         parameter = local_parameter(chunks, placed)
-        is_new_head = weight_map.is_value_head(placed.rule) and not reader.names.issuperset(placed.hf_names)
+        is_new_head = weight_map.is_value_head(placed.rule) and not reader.files.keys() >= {*placed.hf_names}
         if parameter is not None and not is_new_head:
             problems += _fill(parameter, reader, placed, shape, mesh)
     if shape.tied_embeddings and mesh.is_last_stage and mesh.pipeline > 1:
@@ -285,63 +279,55 @@ def _parameter(chunk: torch.nn.Module, name: str) -> Tensor | None:
 # ---------------------------------------------------------------- streaming a sharded model
 
 
-@dataclass(frozen=True)
-class ModelGroups:
-    """Megatron's groups of the ranks over which one model is spread."""
-
-    tensor: dist.ProcessGroup
-    pipeline: dist.ProcessGroup
-    expert_tensor: dist.ProcessGroup
-    expert: dist.ProcessGroup
-
-
 @torch.no_grad()
 def stream_hf_tensors(
-    chunks: Sequence[torch.nn.Module], shape: ModelShape, mesh: Mesh, groups: ModelGroups
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, mesh: Mesh
 ) -> Iterator[tuple[str, Tensor]]:
     """Every Hugging Face tensor of a sharded model, whole, on every rank, one after the other.
 
     A collective: all ranks must consume it to its end. At most one tensor is whole at a time.
     """
-    pipeline_ranks = dist.get_process_group_ranks(groups.pipeline)
+    from megatron.core import parallel_state  # conversions do without
+
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    pipeline_ranks = dist.get_process_group_ranks(pipeline)
     any_parameter = next(chunks[0].parameters())
-    stages = layer_stages(chunks, mesh, groups.pipeline)
+    stages = layer_stages(chunks, mesh, pipeline)
     for placed in placed_tensors(shape):
         owner = {"first": 0, "last": mesh.pipeline - 1}.get(placed.rule.owner)
         owner = stages[placed.layer] if placed.layer is not None else owner
         if owner == mesh.pipeline_rank:
-            full = _gather(
-                local_parameter(chunks, placed), any_parameter, placed, shape=shape, mesh=mesh, groups=groups
-            )
+            full = _gather(local_parameter(chunks, placed), any_parameter, placed, shape=shape, mesh=mesh)
         else:
             full = any_parameter.new_empty(weight_map.canonical_shape(placed.rule, shape, mesh.tensor))
         if mesh.pipeline > 1:
-            dist.broadcast(full, src=pipeline_ranks[owner], group=groups.pipeline)
+            dist.broadcast(full, src=pipeline_ranks[owner], group=pipeline)
         yield from zip(placed.hf_names, from_canonical(placed.rule, full, shape), strict=True)
 
 
 def _gather(
-    parameter: Tensor | None,
-    any_parameter: Tensor,
-    placed: Placed,
-    shape: ModelShape,
-    mesh: Mesh,
-    groups: ModelGroups,
+    parameter: Tensor | None, any_parameter: Tensor, placed: Placed, shape: ModelShape, mesh: Mesh
 ) -> Tensor:
     """A whole tensor, on all ranks of the stage that owns it; only an expert may lie on some of them."""
+    from megatron.core import parallel_state
+
     _, size = sharing_ranks(placed, mesh)
     part_shape = weight_map.shard_shape(placed.rule, shape, size)
     mine = any_parameter.new_empty(part_shape) if parameter is None else parameter.data.reshape(part_shape)
     mine = mine.contiguous()
     if placed.expert is not None and mesh.expert > 1:
         owner = placed.expert // (shape.num_experts // mesh.expert)
-        dist.broadcast(mine, dist.get_process_group_ranks(groups.expert)[owner], groups.expert)
+        group = parallel_state.get_expert_model_parallel_group()
+        dist.broadcast(mine, dist.get_process_group_ranks(group)[owner], group)
     else:
         assert parameter is not None, f"this stage should own {placed.hf_names}"
     if size == 1 or placed.rule.split_axis is None:
         return mine
     shards = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(shards, mine, group=groups.tensor if placed.expert is None else groups.expert_tensor)
+    group = parallel_state.get_tensor_model_parallel_group()
+    if placed.expert is not None:
+        group = parallel_state.get_expert_tensor_parallel_group()
+    dist.all_gather(shards, mine, group=group)
     return join(placed.rule, shards)
 
 
@@ -389,10 +375,12 @@ def write_hf_folder(
         partial_folder.rename(output)
         if before is not None:
             remove(before)
-    except OSError:
+    except OSError as error:
         for _ in tensors:  # a collective: the others wait for it
             pass
         remove(partial_folder)
+        if error.filename is None:
+            error.filename = str(partial_folder)
         raise
 
 
@@ -416,7 +404,7 @@ class SafetensorsWriter:
         self._files: list[list[str]] = []
         self._open: _File | None = None
         self.bytes = 0
-        """Of the numbers written so far."""
+        """Size of the numbers written so far."""
 
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
         """Append one tensor as `dtype` (float32, bfloat16 or float16); it may be on any device."""

@@ -19,7 +19,7 @@ from rlmath.models.forward_backward import ForwardBackward
 
 SEQUENCES = 4
 TOKENS = 64
-"""Of one sequence, at most."""
+"""Most tokens of one sequence."""
 EngineScores = Callable[[Sequence[Sequence[int]]], Mapping[int, Sequence[Sequence[float]]]]
 """By engine, its log-probs of every token but the first of each sequence (nats). A collective."""
 

@@ -120,7 +120,7 @@ class SyncPlan:
         return self.element_bytes * sum(self.missing.values())
 
 
-def plan_cell(
+def plan_sync(
     shape: ModelShape,
     layout: TrainingLayout,
     mesh: Mesh,
@@ -128,50 +128,18 @@ def plan_cell(
     bucket_bytes: int,
     ranks_per_node: int | None = None,
 ) -> SyncPlan:
-    """The plan for the cell of `mesh.rank`. None: all ranks are on one node."""
-    ranks = cell_of(mesh, ranks_per_node)
-    return _plan(
-        shape,
-        layout,
-        mesh=mesh,
-        ranks=ranks,
-        parts={rank: rank % mesh.engine_size for rank in ranks},
-        ranks_per_node=ranks_per_node or mesh.world_size,
-        element_bytes=element_bytes,
-        bucket_bytes=bucket_bytes,
-    )
-
-
-def plan_of_engines(
-    shape: ModelShape, layout: TrainingLayout, mesh: Mesh, element_bytes: int, bucket_bytes: int
-) -> SyncPlan:
-    """The plan for the first engine on ranks of its own, behind all training ranks, those of `mesh`. Every element
-    travels once to each rank that needs it."""
-    return _plan(
-        shape,
-        layout,
-        mesh=mesh,
-        ranks=range(mesh.world_size),
-        parts={mesh.world_size + part: part for part in range(mesh.engine_size)},
-        ranks_per_node=mesh.world_size + mesh.engine_size,  # nodes make no difference: engines have others
-        element_bytes=element_bytes,
-        bucket_bytes=bucket_bytes,
-    )
-
-
-def _plan(
-    shape: ModelShape,
-    layout: TrainingLayout,
-    mesh: Mesh,
-    ranks: Iterable[int],
-    parts: Mapping[int, int],
-    ranks_per_node: int,
-    element_bytes: int,
-    bucket_bytes: int,
-) -> SyncPlan:
-    """The plan from training ranks to those that are these parts of an engine."""
+    """The plan for the cell of `mesh.rank`; None: all ranks are on one node. Where engines have ranks of their own, it
+    is that for the first engine, behind all training ranks, those of `mesh`: every element travels once to each rank
+    that needs it."""
+    if mesh.engine_ranks:
+        ranks: Sequence[int] = range(mesh.world_size)
+        parts = {mesh.world_size + part: part for part in range(mesh.engine_size)}
+        ranks_per_node = mesh.world_size + mesh.engine_size  # nodes make no difference: engines have others
+    else:
+        ranks = cell_of(mesh, ranks_per_node)
+        parts = {rank: rank % mesh.engine_size for rank in ranks}
     coordinates_of = {rank: coordinates(replace(mesh, rank=rank)) for rank in ranks}
-    senders = Senders(coordinates_of, ranks_per_node)
+    senders = Senders(coordinates_of, ranks_per_node or mesh.world_size)
     held = by_region({at: training_blocks(shape, layout, at) for at in sorted(set(coordinates_of.values()))})
     overlaps_of_part = [
         intersections(engine_blocks(shape, mesh.engine_size, part), held) for part in range(mesh.engine_size)
@@ -186,14 +154,14 @@ def _plan(
         overlap = needed[rank][number]
         own = overlap.sources.get(coordinates_of[rank]) if rank in coordinates_of else None
         if own is not None:
-            local[rank].append(_copy(rank, rank, own, overlap.target))
+            local[rank].append(_copy((rank, rank), own, overlap.target))
             continue
         step = max(1, budget // SLICES_OF_A_BUCKET // overlap.target.cols)
         for start in range(0, overlap.target.rows, step):
             rows = min(step, overlap.target.rows - start)
             source = senders.choose(rank, overlap.sources, rows * overlap.target.cols)
             held_there = overlap.sources[coordinates_of[source]]
-            travelling.append(_copy(source, rank, held_there, overlap.target, start, rows))
+            travelling.append(_copy((source, rank), held_there, overlap.target, start=start, rows=rows))
     return SyncPlan(
         local={rank: tuple(mine) for rank, mine in local.items()},
         rounds=_in_rounds(travelling, {*coordinates_of, *parts}, budget),
@@ -210,12 +178,11 @@ def _plan(
 
 
 def _copy(
-    source: int, target: int, held: Block, needed: Block, start: int = 0, rows: int | None = None
+    ranks: tuple[int, int], held: Block, needed: Block, start: int = 0, rows: int | None = None
 ) -> Copy:
-    """Of `rows` rows from `start` on; None: of all."""
+    """From one rank to another: `rows` rows of what is needed, from `start` on; None: all of them."""
     return Copy(
-        source,
-        target,
+        *ranks,
         tensor=needed.tensor,
         row=needed.row + start,
         col=needed.col,

@@ -17,11 +17,13 @@ from typing import NamedTuple
 
 from rlmath.checkpoint.hf.weight_map import Placed, canonical_shape, hf_shapes, padded_vocab, placed_tensors
 from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import ParallelConfig
 from rlmath.distributed.mesh import Mesh
 
 ENGINE_VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this before it splits it."""
 
+EVEN_STAGES = ParallelConfig()
 TIED_HEAD = "tied head"
 """Key of the last stage's copy of a tied embedding."""
 
@@ -71,20 +73,15 @@ class Coordinates(NamedTuple):
 
 
 def coordinates(mesh: Mesh) -> Coordinates:
-    """Of the mesh's rank."""
+    """Where the mesh's rank is."""
     return Coordinates(mesh.tensor_rank, mesh.pipeline_rank, mesh.expert_rank, mesh.expert_tensor_rank)
 
 
-def training_layout(
-    layers: int, mesh: Mesh, first_stage_layers: int | None, last_stage_layers: int | None
-) -> TrainingLayout:
+def training_layout(layers: int, mesh: Mesh, parallel: ParallelConfig = EVEN_STAGES) -> TrainingLayout:
     """The layout that Megatron makes of the settings, which `planning.parallelism` has checked."""
-    return TrainingLayout(
-        mesh.tensor,
-        stage_layers(layers, mesh.pipeline, mesh.virtual_pipeline, first_stage_layers, last_stage_layers),
-        mesh.expert,
-        mesh.expert_tensor,
-    )
+    first, last = parallel.first_stage_layers, parallel.last_stage_layers
+    stages = stage_layers(layers, mesh.pipeline, mesh.virtual_pipeline, first, last)
+    return TrainingLayout(mesh.tensor, stages, mesh.expert, mesh.expert_tensor)
 
 
 def stage_layers(

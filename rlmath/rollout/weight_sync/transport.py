@@ -8,7 +8,6 @@ import os
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,21 +17,10 @@ from rlmath.distributed.collectives import all_gather_objects
 from rlmath.rollout.weight_sync.reshard_plan import Copy, RankRound
 
 
-class Transport(Protocol):
-    """Carries the rounds of one sync, in order; `start` may be called for the next round before `finish` of this."""
-
-    def start(self, number: int) -> None:
-        """Send round `number` on its way."""
-
-    def finish(self, number: int) -> dict[int, Tensor]:
-        """What has arrived in round `number`: by sending rank, its copies one after the other."""
-
-    def close(self) -> None:
-        """Free the buffers."""
-
-
 def run_rounds(
-    transport: Transport, rounds: int, on_round: Callable[[int, Callable[[], dict[int, Tensor]]], None]
+    transport: Messages | SharedBuckets,
+    rounds: int,
+    on_round: Callable[[int, Callable[[], dict[int, Tensor]]], None],
 ) -> None:
     """Carry out so many rounds, the next one on its way meanwhile: `on_round` gets the number of one, and what waits
     for its buckets and returns them by their senders."""
@@ -66,7 +54,8 @@ def exchange_in_world(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tu
 
 
 class Messages:
-    """Grouped sends and receives, double-buffered: while one bucket is unpacked, the next travels."""
+    """Grouped sends and receives, double-buffered: while one bucket is unpacked, the next travels. `start` of the next
+    round may be called before `finish` of this one, which gives, by sending rank, its copies one after the other."""
 
     def __init__(
         self,

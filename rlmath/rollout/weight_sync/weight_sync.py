@@ -27,9 +27,9 @@ from rlmath.distributed.device import Device, synchronize
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.engine_weights import EngineWeights
 from rlmath.rollout.weight_sync.checksums import SyncChecksums
-from rlmath.rollout.weight_sync.reshard_plan import Copy, RankRound, cells, plan_cell, rank_rounds
+from rlmath.rollout.weight_sync.reshard_plan import Copy, RankRound, cells, plan_sync, rank_rounds
 from rlmath.rollout.weight_sync.shard_layouts import TIED_HEAD, TrainingLayout, parameter_key
-from rlmath.rollout.weight_sync.transport import Messages, SharedBuckets, Transport, run_rounds, share_memory
+from rlmath.rollout.weight_sync.transport import Messages, SharedBuckets, run_rounds, share_memory
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class WeightTransfer:
         if device.kind == "cuda":
             # The first call of an NCCL group must be one that all its ranks make; not all of them send.
             dist.all_reduce(torch.zeros(1, device=device.torch_device))
-        plan = plan_cell(
+        plan = plan_sync(
             shape,
             layout,
             mesh,
@@ -126,7 +126,7 @@ class WeightTransfer:
             bytes_received=self._bytes_received,
         )
 
-    def _open_transport(self) -> Transport:
+    def _open_transport(self) -> Messages | SharedBuckets:
         dtype = self._weights.dtype
         if self._memory is None:
             return Messages(self._rounds, self._pack, dtype, self._device.torch_device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,7 +12,12 @@ import torch
 from torch import Tensor
 
 from rlmath.checkpoint.directory import Checkpoint, Progress, complete_checkpoints, remove, sound_checkpoints
-from rlmath.checkpoint.hf.weights import read_metadata_files, with_stop_tokens, write_hf_folder
+from rlmath.checkpoint.hf.weights import (
+    read_metadata_files,
+    stream_hf_tensors,
+    with_stop_tokens,
+    write_hf_folder,
+)
 from rlmath.checkpoint.manager import CheckpointManager, Retention, Saved
 from rlmath.config.length_curriculum import has_length_stages, length_stages
 from rlmath.config.load import config_as_yaml
@@ -19,7 +25,6 @@ from rlmath.config.run_files import CHECKPOINTS_FOLDER, EXPORT_FOLDER, MODELS_FO
 from rlmath.distributed.collectives import broadcast_from_rank_zero, reduce_over_ranks
 from rlmath.distributed.fault_tolerance.preemption import REASONS, StopRequest
 from rlmath.distributed.process import library_versions
-from rlmath.models.megatron import hf_stream
 from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.run.divergence import DivergenceCheck
 from rlmath.run.recovery import save_schedule
@@ -148,17 +153,27 @@ class Checkpointer:
         where the disk refuses, DivergedError where it is not finite."""
         self._divergence.raise_if_not_finite()
         trainer = self._trainer
-        stream = self._with_progress(hf_stream(trainer.actor.chunks, trainer.shape, trainer.mesh))
+        stream = self._with_progress(stream_hf_tensors(trainer.actor.chunks, trainer.shape, trainer.mesh))
         dtype, writes = getattr(torch, save_schedule.export_format(trainer.config)), trainer.mesh.rank == 0
         write_hf_folder(stream, {**self._metadata_files, **(more or {})}, folder, dtype, writes)
 
-    def export_final_model(self) -> None:
-        """Write the trained model in Hugging Face form. A collective."""
-        folder = self._folder / EXPORT_FOLDER
-        with self._trainer.timers.phase("export"):
-            self.export(folder)
-        if self._trainer.mesh.rank == 0:
-            logger.info("The trained model is in %s", folder)
+    def export_final_model(self) -> str | None:
+        """Write the trained model in Hugging Face form. A collective. Why the disk refuses it, on all ranks; None where
+        it is written."""
+        folder, refused, trainer = self._folder / EXPORT_FOLDER, None, self._trainer
+        needed = save_schedule.export_bytes(trainer.config, trainer.shape)
+        try:
+            with trainer.timers.phase("export"):
+                self.export(folder)
+        except OSError as error:
+            free = shutil.disk_usage(self._folder).free
+            refused = f"{error} ({free / 2**30:.3f} GiB free, {needed / 2**30:.3f} needed)"
+        refused = broadcast_from_rank_zero(refused)
+        if trainer.mesh.rank == 0 and refused is None:
+            size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+            note = save_schedule.export_note(trainer.config, self._metadata_files["config.json"], size)
+            logger.info("The trained model is in %s%s", folder, note)
+        return refused
 
     def export_length_stage(self, step: int, even_if_there: bool) -> None:
         """Export the model to models/stage-N where a length stage ends with `step` steps done. A collective. If the

@@ -40,7 +40,6 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.collector import CollectGroups, Rollout
 from rlmath.rollout.generation import (
     Admit,
-    Collected,
     Continue,
     GroupDone,
     Scored,
@@ -71,7 +70,7 @@ class EngineReport:
 
     taken: WeightsTaken
     latency_seconds: float
-    """From the end of the step that made the weights to an engine's first token with them, as rank 0 sees it."""
+    """Time from the end of the step that made the weights to an engine's first token with them, as rank 0 sees it."""
 
 
 Samples = tuple[PartialCompletion | ScoredCompletion, ...]
@@ -83,23 +82,19 @@ class EngineConnection:
 
     def __init__(self, mesh: Mesh, mailbox: Mailbox | None, on_progress: Callable[[], None]) -> None:
         self._mesh, self._mailbox, self._on_progress = mesh, mailbox, on_progress
-        self._leaders = range(mesh.world_size, mesh.world_size + mesh.engine_ranks, mesh.engine_size)
+        self.leaders = range(mesh.world_size, mesh.world_size + mesh.engine_ranks, mesh.engine_size)
+        """First ranks of the engines."""
         self._done: list[GroupDone] = []
         self._reports: list[EngineReport] = []
 
     def send(self, message: object) -> None:
         """To all engines."""
-        for leader in self._leaders:
+        for leader in self.leaders:
             self.send_to(leader, message)
 
     def send_to(self, leader: int, message: object) -> None:
         if self._mailbox is not None and self._mesh.rank == 0:
             self._mailbox.send(leader, message)
-
-    @property
-    def leaders(self) -> Sequence[int]:
-        """First ranks of the engines."""
-        return self._leaders
 
     def groups(self) -> list[GroupDone]:
         """The groups that are done and were not returned yet; waits for at least one. A collective."""
@@ -121,19 +116,19 @@ class EngineConnection:
         """What is in flight in the engines, by draw, and the groups that are done and not returned. On rank 0 only."""
         self.send(TakeSnapshot())
         found: dict[int, Samples] = {}
-        for one in self._answers(Snapshot, len(self._leaders)):
+        for one in self._answers(Snapshot, len(self.leaders)):
             found |= one.samples
         return found | {one.draw: one.samples for one in self._done}
 
     def collect(self, what: CollectGroups) -> Rollout:
-        """As `Collector.collect`, by the engines, with the weights that were published last. A collective."""
+        """As `Collector.collect`, by the engines, with the weights that were offered last. A collective."""
         self.send(what)
-        return self._shared_answers(Collected, 1)[0].rollout
+        return self._shared_answers(Rollout, 1)[0]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> dict[int, list[list[float]]]:
         """By engine: log-probs of every token but the first of each sequence (nats). A collective."""
         self.send(ScoreTokens(sequences))
-        return {one.engine: one.logprobs for one in self._shared_answers(Scored, len(self._leaders))}
+        return {one.engine: one.logprobs for one in self._shared_answers(Scored, len(self.leaders))}
 
     def _shared_answers(self, kind: type, count: int) -> list:
         """`_answers` of rank 0, on all ranks. A collective."""

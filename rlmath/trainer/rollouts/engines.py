@@ -35,9 +35,9 @@ from rlmath.rollout.generation import End, NewWeights
 from rlmath.rollout.memory_monitor import MemoryMonitor
 from rlmath.rollout.memory_switch import CPU_COMPARES_EVERY, MemorySwitch
 from rlmath.rollout.weight_sync.logprob_probe import Probe, is_due
-from rlmath.rollout.weight_sync.publish import WeightPublisher
-from rlmath.rollout.weight_sync.reshard_plan import SyncPlan, bucket_bytes, plan_of_engines
-from rlmath.rollout.weight_sync.shard_layouts import TrainingLayout, engine_shapes, training_layout
+from rlmath.rollout.weight_sync.offer import WeightSender
+from rlmath.rollout.weight_sync.reshard_plan import SyncPlan, bucket_bytes, plan_sync
+from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, training_layout
 from rlmath.rollout.weight_sync.weight_sync import SyncReport, WeightTransfer
 from rlmath.trainer.context import RankContext
 from rlmath.trainer.rollouts.asynchronous import AsynchronousRollouts, EngineConnection
@@ -149,7 +149,7 @@ class ColocatedEngines(Engines):
         self._transfer = WeightTransfer(
             actor.chunks,
             self._shape,
-            layout=layout_of(config, self._shape, mesh),
+            layout=training_layout(self._shape.num_layers, mesh, config.parallel),
             mesh=mesh,
             device=device,
             weights=self.engine.weights,
@@ -223,7 +223,7 @@ class SeparateEngines(Engines):
 
     def connect(self, actor: Actor, offload: OffloadSets) -> None:
         plan = engines_plan(self._config, self._shape, self._mesh, self._device)
-        self._publisher = WeightPublisher(
+        self._sender = WeightSender(
             actor.chunks,
             self._shape,
             plan=plan,
@@ -244,7 +244,7 @@ class SeparateEngines(Engines):
         """The engines take the weights when they can; the trainers do not wait for that, but for the version before."""
         self._step, learned_at = step, time.monotonic()
         with self._timers.phase("sync"):
-            self._waited = self._publisher.publish()
+            self._waited = self._sender.offer()
         self._connection.send(NewWeights(version, step, learned_at))
         yield
 
@@ -254,14 +254,14 @@ class SeparateEngines(Engines):
 
     def metrics(self) -> dict[str, float]:
         return {
-            "sync/sent_gib": self._publisher.bytes_sent / 2**30,
+            "sync/sent_gib": self._sender.bytes_sent / 2**30,
             "seconds/sync_wait_for_engines": self._waited,
         }
 
     def close(self, status: int) -> None:
         self._connection.send(End(status))
         self._mailbox.close()
-        self._publisher.close()
+        self._sender.close()
 
 
 # ---------------------------------------------------------------- what both sides derive from the settings
@@ -273,16 +273,11 @@ def validation_scorer(config: Config, mesh: Mesh) -> RewardWorkers | None:
     return None if hook is None else open_scorer(hook, config.reward)
 
 
-def layout_of(config: Config, shape: ModelShape, mesh: Mesh) -> TrainingLayout:
-    parallel = config.parallel
-    return training_layout(shape.num_layers, mesh, parallel.first_stage_layers, parallel.last_stage_layers)
-
-
 def engines_plan(config: Config, shape: ModelShape, mesh: Mesh, device: Device) -> SyncPlan:
     """How weights come from the training ranks, those of `mesh`, to the first engine on ranks of its own."""
     buckets = bucket_bytes(config.sync.bucket_mib, device.kind, mesh.world_size + mesh.engine_ranks)
-    layout = layout_of(config, shape, mesh)
-    return plan_of_engines(shape, layout, mesh, device.params_dtype.itemsize, buckets)
+    layout = training_layout(shape.num_layers, mesh, config.parallel)
+    return plan_sync(shape, layout, mesh, device.params_dtype.itemsize, buckets)
 
 
 def probe_length(config: Config) -> int:

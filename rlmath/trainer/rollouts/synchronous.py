@@ -69,11 +69,11 @@ class StepRollout:
     rounds: list[list[EngineUsage]]
     """What every engine did, by rollout of the step."""
     scores: list[Score]
-    """Of all that was sampled and leaves."""
+    """Scores of all that was sampled and leaves."""
     sampled_tokens: int
     """New tokens of the step; those of `selection` where every completion is sampled to its end."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of what is in flight."""
+    """Metrics of what is in flight."""
 
 
 Keep = Callable[[Sequence[ScoredGroup]], list[bool]]
@@ -191,7 +191,7 @@ class Rounds:
     """What the rounds of a step did."""
 
     usages: list[list[EngineUsage]] = field(default_factory=list)
-    """Of every engine, by round."""
+    """What every engine did, by round."""
     new_tokens: int = 0
     prefilled_again: int = 0
     """Sampled tokens that were prefilled again."""

@@ -14,8 +14,9 @@ from torch import Tensor
 from rlmath.checkpoint.hf.weight_map import hf_shapes, placed_tensors
 from rlmath.checkpoint.hf.weights import shard, to_canonical
 from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import ParallelConfig
 from rlmath.distributed.mesh import Mesh
-from rlmath.rollout.weight_sync.reshard_plan import SyncPlan, cells, plan_cell
+from rlmath.rollout.weight_sync.reshard_plan import SyncPlan, cells, plan_sync
 from rlmath.rollout.weight_sync.shard_layouts import TIED_HEAD, TrainingLayout, parameter_key, training_layout
 
 SMALL = ModelShape(
@@ -66,7 +67,8 @@ class Layout:
         )
 
     def training(self, engine_size: int = 1) -> TrainingLayout:
-        return training_layout(4, self.mesh(engine_size), self.first, self.last)
+        uneven = ParallelConfig(first_stage_layers=self.first, last_stage_layers=self.last)
+        return training_layout(4, self.mesh(engine_size), uneven)
 
     def __str__(self) -> str:
         sizes = f"TP{self.tensor}xCP{self.context}xPP{len(self.stages)}xDP{self.data}"
@@ -169,7 +171,7 @@ def plan_of_all(
 ) -> SyncPlan:
     """The plans of all cells, side by side in each round."""
     plans = [
-        plan_cell(shape, layout, replace(mesh, rank=cell[0]), element_bytes, bucket_bytes, ranks_per_node)
+        plan_sync(shape, layout, replace(mesh, rank=cell[0]), element_bytes, bucket_bytes, ranks_per_node)
         for cell in cells(mesh, ranks_per_node)
     ]
     return SyncPlan(

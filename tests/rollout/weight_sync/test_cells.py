@@ -8,7 +8,7 @@ from itertools import chain
 import pytest
 
 from rlmath.distributed.mesh import Mesh
-from rlmath.rollout.weight_sync.reshard_plan import cell_of, cells, plan_cell, rank_rounds
+from rlmath.rollout.weight_sync.reshard_plan import cell_of, cells, plan_sync, rank_rounds
 from rlmath.rollout.weight_sync.shard_layouts import coordinates, training_layout
 from tests.rollout.weight_sync.oracle import EXPERTS, SMALL
 
@@ -51,10 +51,10 @@ def test_every_rank_is_in_one_cell_and_each_has_all_shards(name: str) -> None:
 @pytest.mark.parametrize("name", MESHES)
 def test_cells_are_alike_and_all_ranks_of_one_make_the_same_plan(name: str) -> None:
     mesh, shape = MESHES[name], EXPERTS if name == "experts" else SMALL
-    how, nodes = (shape, training_layout(4, mesh, None, None)), NODES.get(name)
+    how, nodes = (shape, training_layout(4, mesh)), NODES.get(name)
     found, sizes = cells(mesh, nodes), set()
     for cell in found:
-        plans = [plan_cell(*how, replace(mesh, rank=rank), 4, BUCKET, nodes) for rank in (cell[0], cell[-1])]
+        plans = [plan_sync(*how, replace(mesh, rank=rank), 4, BUCKET, nodes) for rank in (cell[0], cell[-1])]
         assert plans[0] == plans[1] and tuple(plans[0].local) == tuple(plans[0].missing) == cell
         places = {rank: place for place, rank in enumerate(cell)}
         sizes.add(tuple((places[c.source], places[c.target], c[2:]) for c in chain(*plans[0].rounds)))
@@ -65,7 +65,7 @@ def test_a_rank_plans_no_more_with_more_ranks() -> None:
     planned, peers = [], []
     for ranks in (16, 32, 64, 128, 256, 512):
         mesh = Mesh(ranks - 1, ranks, 2, 2, 1)
-        plan = plan_cell(SMALL, training_layout(4, mesh, None, None), mesh, 4, BUCKET, ranks_per_node=8)
+        plan = plan_sync(SMALL, training_layout(4, mesh), mesh, 4, BUCKET, ranks_per_node=8)
         planned.append((sum(map(len, plan.rounds)), sum(map(len, plan.local.values())), len(plan.rounds)))
         rounds = rank_rounds(plan, mesh.rank)
         peers.append(len({peer for one in rounds for peer in (*one.sends, *one.receives)}))
@@ -76,7 +76,7 @@ def test_a_rank_plans_no_more_with_more_ranks() -> None:
 def test_sending_is_shared_where_all_ranks_are_one_cell() -> None:
     """Stages of 60 ranks on nodes of 8; the holders of a node come first, and are shared as evenly as the others."""
     mesh = Mesh(0, 120, 2, 2, 2)
-    plan = plan_cell(SMALL, training_layout(4, mesh, None, None), mesh, 4, BUCKET, ranks_per_node=8)
+    plan = plan_sync(SMALL, training_layout(4, mesh), mesh, 4, BUCKET, ranks_per_node=8)
     assert len(plan.local) == 120
     sent = [plan.bytes_sent(rank) for rank in range(120)]
     assert sum(sent) == plan.lower_bound

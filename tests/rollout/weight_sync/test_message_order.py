@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlmath.distributed.mesh import Mesh
-from rlmath.rollout.weight_sync.reshard_plan import plan_cell, rank_rounds
+from rlmath.rollout.weight_sync.reshard_plan import plan_sync, rank_rounds
 from rlmath.rollout.weight_sync.shard_layouts import training_layout
 from rlmath.rollout.weight_sync.transport import Messages
 from tests.rollout.weight_sync.oracle import EXPERTS, SMALL
@@ -51,10 +51,10 @@ def told(name: str) -> dict[int, list[Group]]:
     """By rank, the groups of a sync as `WeightTransfer.run` starts and finishes its rounds."""
     mesh = LAYOUTS[name]
     shape = EXPERTS if mesh.expert > 1 else SMALL
-    layout = training_layout(shape.num_layers, mesh, None, None)
+    layout = training_layout(shape.num_layers, mesh)
     found = {}
     for rank in range(mesh.world_size):
-        plan = plan_cell(shape, layout, replace(mesh, rank=rank), 2, BUCKET)
+        plan = plan_sync(shape, layout, replace(mesh, rank=rank), 2, BUCKET)
         rounds, recorder = rank_rounds(plan, rank), Recorder()
         transport = Messages(rounds, lambda *_: None, torch.bfloat16, torch.device("meta"), recorder)
         transport.start(0)

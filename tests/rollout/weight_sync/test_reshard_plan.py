@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlmath.config.model_shape import ModelShape
 from rlmath.distributed.mesh import Mesh
-from rlmath.rollout.weight_sync.reshard_plan import Copy, SyncPlan, plan_cell, rank_rounds
+from rlmath.rollout.weight_sync.reshard_plan import Copy, SyncPlan, plan_sync, rank_rounds
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, training_layout
 from tests.rollout.weight_sync.oracle import (
     EXPERTS,
@@ -335,7 +335,7 @@ def test_a_model_of_32_billion_parameters_is_planned_for_128_ranks(engine_size: 
     )
     mesh = Mesh(127, 128, 8, 4, engine_size)
     bucket = 64 * 2**20
-    plan = plan_cell(shape, training_layout(64, mesh, None, None), mesh, 2, bucket, ranks_per_node=8)
+    plan = plan_sync(shape, training_layout(64, mesh), mesh, 2, bucket, ranks_per_node=8)
     assert sum(map(plan.bytes_sent, plan.local)) == plan.lower_bound > 0
     assert plan.largest_bucket_bytes <= bucket
     done = [name for round_ in rank_rounds(plan, 127) for name in round_.complete]

@@ -47,7 +47,7 @@ def test_layers_by_stage(arguments: tuple[int, ...], stages: list[list[int]]) ->
 
 def test_a_training_layout_is_that_of_the_mesh() -> None:
     mesh = Layout(tensor=2, stages=((0, 2), (1, 3)), virtual=2).mesh(1)
-    assert training_layout(4, mesh, None, None) == TrainingLayout(2, ((0, 2), (1, 3)))
+    assert training_layout(4, mesh) == TrainingLayout(2, ((0, 2), (1, 3)))
 
 
 def held(layout: TrainingLayout, rank: int, stage: int, tied: bool = False) -> list[Block]:

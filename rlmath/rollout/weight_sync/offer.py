@@ -1,15 +1,15 @@
-"""New weights for engines on ranks of their own: trainers publish a version, and every engine takes it when it can.
+"""New weights for engines on ranks of their own: trainers offer a version, and every engine takes it when it can.
 
-    trainer   publish(): copies its parameters, tells nobody, trains on
+    trainer   offer(): copies its parameters, tells nobody, trains on
               its thread serves one engine after the other from that copy
     engine    take(): draws a turn, asks all trainers, receives its parts in rounds, writes them in place
 
 Trainers serve engines in the order of their turns, which is the same on all of them: two engines that wait for each
-other's senders cannot happen. Weights are published when all engines have those before, and every engine takes all that
-are published, so that both sides count them alike. (Versions would not do: where a step learned nothing, the next one
-publishes the same.)
+other's senders cannot happen. Weights are offered when all engines have those before, and every engine takes all that
+are offered, so that both sides count them alike. (Versions would not do: where a step learned nothing, the next one
+offers the same.)
 
-The plan (`reshard_plan.plan_of_engines`) is the same for every engine but for its ranks. Buckets travel over the
+The plan (`reshard_plan.plan_sync`) is the same for every engine but for its ranks. Buckets travel over the
 bridge, through the memory of the hosts.
 """
 
@@ -38,17 +38,17 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class WeightsWanted:
-    """An engine asks a training rank for the weights that were published last."""
+    """An engine asks a training rank for the weights that were offered last."""
 
     turn: int
     """Engines are served in the order of their turns, counted from 0 over the whole start."""
     engine: int
-    publication: int
+    offer: int
     """Counted from 1 over the whole start."""
 
 
-class WeightPublisher:
-    """Of one training rank: holds the published weights, and sends them to the engines that ask for them."""
+class WeightSender:
+    """A training rank's side: holds the offered weights, and sends them to the engines that ask for them."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class WeightPublisher:
         bridge: Bridge,
         mailbox: Mailbox,
     ) -> None:
-        """`plan` is `plan_of_engines`; `dtype` is the engines' number format."""
+        """`plan` is `plan_sync`; `dtype` is the engines' number format."""
         self._sources = source_matrices(chunks, shape)
         self._copies = {
             name: torch.empty(one.shape, dtype=dtype, device=HOST, pin_memory=device.kind == "cuda")
@@ -72,14 +72,14 @@ class WeightPublisher:
         self._mesh, self._device, self._dtype, self._bridge = mesh, device, dtype, bridge
         self._bytes = plan.bytes_sent(mesh.rank) * mesh.num_engines
         self._mailbox, self._wanted = mailbox, mailbox.box(WeightsWanted)
-        self._published = 0
+        self._offered = 0
         self._to_serve = 0
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        threading.Thread(target=self._serve, name="publish-weights", daemon=True).start()
+        threading.Thread(target=self._serve, name="send-weights", daemon=True).start()
 
     @torch.no_grad()
-    def publish(self) -> float:
+    def offer(self) -> float:
         """Take a copy of the parameters, once all engines have the one before; how long that took to wait for
         (seconds). RuntimeError where the thread has failed."""
         started = time.perf_counter()
@@ -91,7 +91,7 @@ class WeightPublisher:
             for name, source in self._sources.items():
                 self._copies[name].copy_(source, non_blocking=True)
             synchronize(self._device)
-            self._published += 1
+            self._offered += 1
             self._to_serve = self._mesh.num_engines
             self._changed.notify_all()
         return waited
@@ -102,7 +102,7 @@ class WeightPublisher:
 
     @property
     def bytes_sent(self) -> int:
-        """What this rank sends at a publication to all engines (bytes)."""
+        """What this rank sends of an offer to all engines (bytes)."""
         return self._bytes
 
     def _serve(self) -> None:
@@ -118,13 +118,13 @@ class WeightPublisher:
                     waiting[wanted.message.turn] = wanted.message
                 wanted = waiting.pop(turn)
                 with self._changed:
-                    self._changed.wait_for(lambda number=wanted.publication: self._published == number)
+                    self._changed.wait_for(lambda number=wanted.offer: self._offered == number)
                 self._send(wanted.engine)
                 turn += 1
                 with self._changed:
                     self._to_serve -= 1
                     self._changed.notify_all()
-        except BaseException as error:  # of any kind: `publish` raises it in the main thread
+        except BaseException as error:  # of any kind: `offer` raises it in the main thread
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
@@ -144,7 +144,7 @@ class WeightPublisher:
 
 
 class WeightReceiver:
-    """Of one rank of an engine: writes published weights into the engine's."""
+    """The side of one rank of an engine: writes offered weights into the engine's."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class WeightReceiver:
         mailbox: Mailbox | None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`plan` is `plan_of_engines`, `mesh` that of the engines' world; the first rank of an engine has the
+        """`plan` is `plan_sync`, `mesh` that of the engines' world; the first rank of an engine has the
         `mailbox`. `on_progress` is called for every round."""
         self._weights, self._mesh, self._device = weights, mesh, device
         self._bridge, self._mailbox, self._on_progress = bridge, mailbox, on_progress
@@ -171,7 +171,7 @@ class WeightReceiver:
 
     @torch.no_grad()
     def take(self) -> float:
-        """All of the engine's weights become those of the next publication; how long that took (seconds). All ranks of
+        """All of the engine's weights become those of the next offer; how long that took (seconds). All ranks of
         the engine call it."""
         started = time.perf_counter()
         self._taken += 1
