@@ -26,7 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rlmath.answers.extraction import extract_boxed
-from rlmath.workers.worker_pool import VerifierPool
+from rlmath.workers.worker_pool import WorkerPool
 from tools.figures import print_figure
 
 CASES = Path(__file__).resolve().parents[1] / "tests" / "answers" / "cases.jsonl"
@@ -143,7 +143,7 @@ def library_seconds(cases: Sequence[Case]) -> float:
 
 def pool_seconds(cases: Sequence[Case], workers: int, limit: float = 5.0) -> float:
     """Our pool, from the first answer to the last verdict, its start not counted (seconds)."""
-    with VerifierPool(workers, limit) as pool:
+    with WorkerPool(workers, limit) as pool:
         # As many as there are workers, so that all of them have started.
         for future in [
             pool.submit(f"\\boxed{{\\sqrt{{{n + 2}}}}}", ("2.5x",), "math") for n in range(workers)
@@ -213,7 +213,7 @@ def bench_functions(
     texts = ["hang"] * hangs + ["x"] * answers
     random.Random(SEED).shuffle(texts)
     row = {"seconds": seconds}
-    with VerifierPool(workers, limit, function=function) as pool:
+    with WorkerPool(workers, limit, function=function) as pool:
         pool.call("x", [], {"seconds": 0.0}).result()
         started = time.perf_counter()
         results = pool.results([pool.call(text, [], row) for text in texts])

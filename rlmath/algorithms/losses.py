@@ -141,7 +141,7 @@ class TokenLoss:
     """Tokens that the mask of the binary KL left out."""
 
 
-def token_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
+def policy_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
     """The loss of one micro-batch, as the module's table has it."""
     counted_T = tokens.weights_T > 0
     new_T = torch.where(counted_T, tokens.logprobs_T, 0.0)

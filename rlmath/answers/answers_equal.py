@@ -10,11 +10,12 @@ import re
 from collections.abc import Iterator
 from functools import lru_cache
 
+from rlmath.answers.compare_values import mentions, symbols, value_of
 from rlmath.answers.equivalence import (
     Equivalence,
     names_agree,
 )
-from rlmath.answers.evaluate import mentions, symbols, value_of
+from rlmath.answers.evaluate import FINITE, INFINITE
 from rlmath.answers.extraction import DECLARED, NAMED_BEFORE
 from rlmath.answers.families import (
     same_antiderivative,
@@ -32,7 +33,6 @@ from rlmath.answers.normalize import (
     plain_unicode,
     without_layout,
 )
-from rlmath.answers.numbers import FINITE, INFINITE
 from rlmath.answers.parser import parse_answer
 from rlmath.answers.sentences import plain_sentences, says_order
 from rlmath.answers.special_forms import (

@@ -11,13 +11,14 @@ from itertools import chain, combinations, permutations
 from operator import eq
 from typing import Any
 
-from rlmath.answers.evaluate import (
+from rlmath.answers.compare_values import (
     proportion,
     same_expression,
     same_number,
     symbols,
     value_of,
 )
+from rlmath.answers.evaluate import to_mp
 from rlmath.answers.families import (
     MAX_CONSTANTS,
     linear_in,
@@ -28,7 +29,6 @@ from rlmath.answers.families import (
     substituted,
     with_letter_i,
 )
-from rlmath.answers.numbers import to_mp
 from rlmath.answers.real_sets import RealSet
 from rlmath.answers.syntax_tree import Call, Expr, MatrixOf, Num, Scalar, Sym
 from rlmath.answers.units import DEGREE, PERCENT, RADIAN, Unit, compatible

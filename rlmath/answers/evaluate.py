@@ -1,402 +1,343 @@
-"""Compares expressions by value: exact fractions where possible, else 100 digits by mpmath.
+"""The value of an expression at a point: exact fractions where possible, else 100 digits by mpmath; sizes are bounded.
 
-Two expressions are equal if they agree wherever both are defined: at one point if they are constant, at several fixed
-points if they have symbols. So no simplification is needed, which could hang. Sizes are bounded.
+Arithmetic comes first, then the functions, then `evaluate`.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-import zlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from rlmath.answers.normalize import MAX_DIGITS, NotMathematics, Unsupported
-from rlmath.answers.numbers import (
-    AGREE,
-    DIGITS,
-    INDEX,
-    INFINITE,
-    MP,
-    REPEATED,
-    ZERO,
-    Context,
-    Undefined,
-    Value,
-    evaluate,
-    is_finite,
-    is_whole,
-    mpc,
-    mpf,
-    to_mp,
-    to_real,
-)
+from mpmath import MPContext
+
+from rlmath.answers.normalize import NotMathematics
 from rlmath.answers.syntax_tree import Call, Expr, Num, Sym
 
-RELATIVE_TOLERANCE = mpf(1) / 10**11
-"""Tolerance between a decimal of at least `MIN_DIGITS` significant digits and the exact value that it represents."""
-MIN_DIGITS = 12
-_SPARE_DIGITS = 3
-PROTOCOL_TOLERANCE = 1e-4
-"""The relative tolerance of the Qwen2.5-Math evaluation."""
+DIGITS = 50
+MORE_DIGITS = 100
+"""Every value that is not exact is computed with both precisions; if they disagree, it is unknown."""
+MP = MPContext()
+"""A separate context: other users of mpmath in this process keep their precision."""
+MP.dps = MORE_DIGITS
+mpf, mpc = MP.mpf, MP.mpc
+MAX_BITS = 65_536
+"""Largest number that is computed (bits of numerator and denominator, or of the integer part): 2^65536."""
+AGREE = mpf(10) ** -65
+"""Relative tolerance of equality: 30 of the 100 digits may be lost to rounding."""
+ZERO = mpf(10) ** -30
+"""Largest error of a sum whose terms cancel."""
+MAX_FACTORIAL = 5000
+"""Largest number whose factorial is computed exactly."""
+MAX_TERMS = 1500
+"""Most terms of all sums together, at one point."""
+INDEX = "index "
+"""Before the letter of a sum's index."""
+FINITE = frozenset(("sum", "prod"))
+INFINITE = frozenset(("series", "infinite product"))
+REPEATED = FINITE | INFINITE
+Value = Any
+"""A Fraction, or a real or complex number of `MP`."""
 
 
-@dataclass(frozen=True)
-class ApproximateValue:
-    """A value at one point, with a bound of its rounding error."""
-
-    value: Value
-    rounding: Any
+class Undefined(Exception):
+    """There is no real (or, with i, complex) value: a division by zero, the root of a negative number."""
 
 
-_REAL_POINTS = 12
-_WHOLE_POINTS = 14
-_POSITIVE_POINTS = 4
-"""At the first of the real points all letters are positive."""
-_FAR_POINTS = (4, 5, 6, 8)
-"""Of the real points, those that are looked at once more, far out: every letter has both signs there."""
-_MOST_REACH = 10**40
-_SIZES = (Fraction(7, 10), Fraction(23, 11), Fraction(13, 3), Fraction(1, 7), Fraction(97, 9), Fraction(3, 2))
-_WHOLE_SIZES = (5, 6, 7, 8, 9, 10, 11, 12, 17, 18, 13, 14)
-_SMALL_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 1, 3, 9, 12)
-_SMALL_LETTERS = frozenset("ijkrst")
-_STEPWISE = frozenset(("floor", "ceil", "factorial", "binom", "gcd", "lcm"))
-_IMAGINARY = frozenset(("i",))
-_REAL_LETTERS = frozenset("xyztuvw")
+@dataclass
+class Context:
+    """The inputs of an evaluation."""
+
+    values: Mapping[str, Fraction]
+    complex_numbers: bool
+    """Whether roots and logarithms of negative numbers are defined."""
+    series_terms: int = 0
+    """How many terms of an infinite sum stand for it; 0 where it is undefined."""
+    terms_left: int = MAX_TERMS
 
 
-@lru_cache(maxsize=4096)
-def symbols(expr: Expr) -> frozenset[str]:
-    if isinstance(expr, Sym):
-        return frozenset(() if expr.name.startswith(INDEX) else (expr.name,))
-    if isinstance(expr, Num):
-        return frozenset()
-    return frozenset().union(*(symbols(arg) for arg in expr.args))
+def to_mp(value: Value) -> Any:
+    return mpf(value.numerator) / value.denominator if type(value) is Fraction else value
 
 
-@lru_cache(maxsize=4096)
-def mentions(expr: Expr, names: frozenset[str]) -> bool:
-    """Whether any of these operations is in the expression."""
-    return isinstance(expr, Call) and (expr.name in names or any(mentions(arg, names) for arg in expr.args))
+def bounded(value: Value) -> Value:
+    if type(value) is Fraction:
+        if value.numerator.bit_length() > MAX_BITS or value.denominator.bit_length() > MAX_BITS:
+            raise NotMathematics("a number too large to be compared")
+        return value
+    if not is_finite(value):
+        raise Undefined
+    size = abs(value)
+    if size and abs(MP.mag(size)) > MAX_BITS:
+        raise NotMathematics("a number too large to be compared")
+    return value
 
 
-@lru_cache(maxsize=4096)
-def _letter_value(name: str, point: int, whole: bool) -> Fraction:
-    """The value of a letter at a point: of all sizes and both signs, different for every letter."""
-    seed = zlib.crc32(name.encode())
-    if whole:
-        if point >= len(_WHOLE_SIZES):
-            return Fraction((60, 1009)[point - len(_WHOLE_SIZES)] + seed % 97)
-        sizes = _SMALL_SIZES if name[:1] in _SMALL_LETTERS else _WHOLE_SIZES
-        step = (1, 5, 7, 11)[seed // 12 % 4]  # a different order for every letter
-        return Fraction(sizes[(point * step + seed // 97) % len(sizes)])
-    offset = Fraction(seed % 89, 977) + Fraction(point * (seed % 7 + 1), 211)
-    size = _SIZES[(point + seed) % len(_SIZES)] + offset
-    if point < _POSITIVE_POINTS:
-        return size
-    signs = (seed % 7 + 1) & (point - _POSITIVE_POINTS)  # half of the points, different for every letter
-    return -size if signs.bit_count() % 2 else size
+def to_real(value: Value) -> Any:
+    value = to_mp(value)
+    if isinstance(value, mpc):
+        if abs(value.imag) > AGREE * (1 + abs(value.real)):
+            raise Undefined
+        return value.real
+    return value
 
 
-@lru_cache(maxsize=8192)
-def value_of(
-    expr: Expr,
-    point: int = 0,
-    whole: bool | frozenset[str] = False,
-    complex_numbers: bool = False,
-    series_terms: int = 0,
-    scale: int = 1,
-) -> ApproximateValue | None:
-    """The value at one of the fixed points, None if it is undefined. Raises NotMathematics for a constant beyond our
-    limits, or one that is unknown because too many digits cancel.
+def is_finite(value: Value) -> bool:
+    return type(value) is Fraction or bool(MP.isfinite(value))
 
-    Letters have whole values if `whole`, or if they are in it. Roots and logarithms of negative numbers are defined
-    only with `complex_numbers`, or if i occurs, infinite sums only by their first `series_terms`. The letters' values
-    are multiplied by `scale`.
-    """
-    names = symbols(expr)
-    values = {
-        name: scale * _letter_value(name, point, whole if isinstance(whole, bool) else name in whole)
-        for name in names
-    }
-    context = Context(values, complex_numbers or mentions(expr, _IMAGINARY), series_terms)
-    try:
-        return _checked_value(expr, context)
-    except Undefined:
+
+def added(a: Value, b: Value) -> Value:
+    return a + b if type(a) is Fraction and type(b) is Fraction else to_mp(a) + to_mp(b)
+
+
+def multiplied(a: Value, b: Value) -> Value:
+    return a * b if type(a) is Fraction and type(b) is Fraction else to_mp(a) * to_mp(b)
+
+
+def divided(a: Value, b: Value) -> Value:
+    if b == 0:
+        raise Undefined
+    return a / b if type(a) is Fraction and type(b) is Fraction else to_mp(a) / to_mp(b)
+
+
+def is_whole(value: Value) -> bool:
+    return type(value) is Fraction and value.denominator == 1
+
+
+def power(base: Value, exponent: Value, context: Context) -> Value:
+    if type(base) is Fraction and type(exponent) is Fraction:
+        if base == 0:
+            if exponent <= 0:
+                raise Undefined
+            return Fraction(0)
+        if exponent.denominator == 1:
+            bits = max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent)
+            if bits <= MAX_BITS:
+                return base ** int(exponent)
+        else:
+            return _root(base, exponent, context)
+    if base == 0:
+        raise Undefined
+    if not is_whole(exponent) and not context.complex_numbers and to_real(base) < 0:
+        raise Undefined
+    check_bits(MP.log(abs(to_mp(base)), 2) * abs(to_mp(exponent)))
+    if is_whole(exponent):
+        return to_mp(base) ** int(exponent)
+    return MP.power(to_mp(base), to_mp(exponent))
+
+
+def check_bits(bits: Any) -> None:
+    if not abs(bits) < MAX_BITS:
+        raise NotMathematics("a number too large to be compared")
+
+
+def _root(base: Fraction, exponent: Fraction, context: Context) -> Value:
+    """base ** exponent; exact if the root is rational, real for odd roots of negative numbers."""
+    if abs(exponent.numerator) > 1000 or exponent.denominator > 1000:
+        check_bits(MP.log(abs(to_mp(base)), 2) * to_mp(exponent))
+    index = exponent.denominator
+    sign = 1
+    if base < 0:
+        if context.complex_numbers:
+            return MP.power(to_mp(base), to_mp(exponent))
+        if index % 2 == 0:
+            raise Undefined
+        sign = -1 if exponent.numerator % 2 else 1
+        base = -base
+    above, below = _whole_root(base.numerator, index), _whole_root(base.denominator, index)
+    if above is not None and below is not None:
+        return sign * power(Fraction(above, below), Fraction(exponent.numerator), context)
+    return sign * MP.power(to_mp(base), to_mp(exponent))
+
+
+def _whole_root(number: int, index: int) -> int | None:
+    if number.bit_length() >= 150 or index > 64:
         return None
-    except NotMathematics:
-        if values:
-            return None
-        raise
+    root = int(MP.nint(MP.root(mpf(number), index)))
+    return root if root**index == number else None
 
 
-def _checked_value(expr: Expr, context: Context) -> ApproximateValue:
-    value = evaluate(expr, context)
-    if type(value) is Fraction or not is_finite(value):
-        return ApproximateValue(value, mpf(0))
-    with MP.workdps(DIGITS):
-        rough = evaluate(expr, context)
-    off = abs(to_mp(value) - to_mp(rough))
-    if off > ZERO and off > abs(value) / 10**20:
-        raise NotMathematics("a value lost in rounding")
-    return ApproximateValue(value, off)
+# ---------------------------------------------------------------- functions
+def _sqrt(value: Value, context: Context) -> Value:
+    if type(value) is Fraction:
+        return power(value, Fraction(1, 2), context)
+    return _REAL_SQRT(value, context)
 
 
-def _agree(one: ApproximateValue, other: ApproximateValue) -> bool:
-    a, b = one.value, other.value
-    if type(a) is Fraction and type(b) is Fraction:
-        return a == b
-    x, y = to_mp(a), to_mp(b)
-    if MP.isinf(x) or MP.isinf(y):
-        return x == y
-    difference = abs(x - y)
-    if difference <= AGREE * max(abs(x), abs(y)):
-        return True
-    # A sum whose terms cancel: it is known to be within its rounding error only.
-    return difference <= ZERO and difference <= min(one.rounding + other.rounding, ZERO)
+def _real_function(
+    function: Callable, domain: Callable[[Any], bool] = lambda _: True
+) -> Callable[[Value, Context], Value]:
+    """A function of mpmath, undefined for real arguments outside its domain unless complex numbers are allowed."""
 
-
-def same_expression(one: Expr, other: Expr) -> bool:
-    """Whether two expressions are the same function of their symbols, or the same number."""
-    if one == other:
-        return True
-    if mentions(one, REPEATED) or mentions(other, REPEATED):
-        return _same_series(one, other)
-    both = symbols(one) | symbols(other)
-    about_i = mentions(one, _IMAGINARY) or mentions(other, _IMAGINARY)
-    if not both:
+    def evaluate(value: Value, context: Context) -> Value:
+        number = to_mp(value)
+        if number and MP.mag(number) > MAX_BITS:
+            raise NotMathematics("an argument too large")
+        if not context.complex_numbers and not domain(to_real(number)):
+            raise Undefined
         try:
-            a, b = value_of(one, complex_numbers=about_i), value_of(other, complex_numbers=about_i)
-        except NotMathematics:
-            residues = [(_residue(one, prime), _residue(other, prime)) for prime in _PRIMES]
-            if any(None in pair for pair in residues):
-                raise
-            return all(ours == theirs for ours, theirs in residues)
-        return a is not None and b is not None and _agree(a, b)
-    whole = any(mentions(expr, _STEPWISE) or _whole_only(expr) for expr in (one, other))
-    steps_of_reals = whole and any(name[:1] in _REAL_LETTERS for name in both)
-    places = [(point, whole) for point in range(_WHOLE_POINTS)]
-    if not whole or steps_of_reals:
-        places = [(point, False) for point in range(_REAL_POINTS)] + places[: 3 * steps_of_reals]
-    pairs = (
-        (value_of(one, point, at_whole, about_i), value_of(other, point, at_whole, about_i))
-        for point, at_whole in places
-    )
-    far = _far_values(one, other, whole, about_i)
-    return _agree_wherever_defined(pairs, least=2) and all(_agree(a, b) for a, b in far)
+            return function(number)
+        except (ValueError, ZeroDivisionError) as error:
+            raise Undefined from error
+
+    return evaluate
 
 
-def _far_values(
-    one: Expr, other: Expr, whole: bool = False, complex_numbers: bool = False
-) -> Iterator[tuple[ApproximateValue, ApproximateValue]]:
-    """Values of both beyond all numbers in them, where `\\max(x, -1000)` is not x; only where both are defined."""
-    scale = 10 * min(_reach(one) * _reach(other), _MOST_REACH)
-    for point in _FAR_POINTS:
-        a, b = (value_of(expr, point, whole, complex_numbers, scale=scale) for expr in (one, other))
-        if a is not None and b is not None:
-            yield a, b
+def _exp(value: Value, context: Context) -> Value:
+    check_bits(abs(to_mp(value)) * 2)
+    return Fraction(1) if value == 0 else MP.exp(to_mp(value))
 
 
-@lru_cache(maxsize=4096)
-def _reach(expr: Expr) -> int:
-    """The product of the sizes of all numbers in an expression, rounded up."""
-    if isinstance(expr, Call) and symbols(expr):
-        return min(math.prod(map(_reach, expr.args)), _MOST_REACH)
-    found = None if isinstance(expr, Sym) else value_of(expr, complex_numbers=True)
-    return 1 if found is None or not is_finite(found.value) else min(int(abs(found.value)) + 1, _MOST_REACH)
+_whole_factorial = lru_cache(maxsize=64)(math.factorial)
 
 
-def _agree_wherever_defined(
-    pairs: Iterable[tuple[ApproximateValue | None, ApproximateValue | None]], least: int
-) -> bool:
-    """Whether both values of each pair agree, at `least` pairs or more, and seldom one alone is undefined (None)."""
-    met = missed = 0
-    for a, b in pairs:
-        if a is None or b is None:
-            missed += (a is None) != (b is None)
-            continue
-        if not _agree(a, b):
-            return False
-        met += 1
-    return met >= least and 4 * missed <= met + missed
+def _factorial(value: Value, context: Context) -> Value:
+    if is_whole(value):
+        number = int(value)
+        if number < 0:
+            raise Undefined
+        if number <= MAX_FACTORIAL:
+            return Fraction(_whole_factorial(number))
+    check_bits(abs(to_mp(value)) * 16)
+    return _real_function(MP.factorial, lambda x: x > -1)(value, context)
 
 
-_SERIES_TERMS = 9
-_STEPS = frozenset(("floor", "ceil"))
-_SERIES_POINTS = 8
+def _double_factorial(value: Value, context: Context) -> Value:
+    if not is_whole(value) or not 0 <= value <= 1000:
+        raise Undefined
+    return Fraction(math.prod(range(int(value), 1, -2)))
 
 
-def _same_series(one: Expr, other: Expr) -> bool:
-    """Whether two expressions with sums or products of many terms are the same. Raises Unsupported where only one has
-    infinitely many, and for steps, which few points do not tell from lines."""
-    if mentions(one, _STEPS) or mentions(other, _STEPS):
-        raise NotMathematics("steps in a sum")
-    infinite = {mentions(expr, INFINITE) for expr in (one, other)}
-    if len(infinite) > 1:
-        raise Unsupported("an infinite sum")
-    both = symbols(one) | symbols(other)
-    whole = _whole_letters(one) | _whole_letters(other)
-    terms = _SERIES_TERMS if True in infinite else 0
-    pairs = (
-        (value_of(one, point, whole, series_terms=terms), value_of(other, point, whole, series_terms=terms))
-        for point in range(_SERIES_POINTS if both else 1)
-    )
-    return _agree_wherever_defined(pairs, least=4 if both else 1)
+def _binomial(n: Value, k: Value) -> Value:
+    if is_whole(n) and is_whole(k) and 0 <= k <= n <= MAX_FACTORIAL:
+        return Fraction(math.comb(int(n), int(k)))
+    check_bits(abs(to_mp(n)) * 2)
+    return MP.binomial(to_mp(n), to_mp(k))
 
 
-def _whole_letters(expr: Expr) -> frozenset[str]:
-    """The letters in the bounds of sums and products, and in factorials and the like."""
-    if not isinstance(expr, Call):
-        return frozenset()
-    if expr.name in _STEPWISE:
-        return symbols(expr)
-    inner = frozenset().union(*map(_whole_letters, expr.args))
-    if expr.name in REPEATED:
-        inner |= frozenset().union(*map(symbols, expr.args[1:-1]))
-    return inner
+def _floor(value: Value, up: bool) -> Value:
+    if type(value) is Fraction:
+        return Fraction(-(-value // 1) if up else value // 1)
+    number = to_real(value)
+    if MP.isinf(number) or MP.mag(number) > 150:
+        raise Undefined
+    nearest = MP.nint(number)
+    if abs(number - nearest) < AGREE * (1 + abs(number)):
+        return Fraction(int(nearest))
+    return Fraction(int(MP.ceil(number) if up else MP.floor(number)))
 
 
-_PRIMES = (2**255 - 19, 2**448 - 2**224 - 1, 10**100 + 267)
-_MOST_EXPONENT_BITS = 512
-"""Less than two exponents differ by whose powers are equal modulo all of the primes."""
+def _ratio(numerator: Callable, denominator: Callable) -> Callable:
+    """numerator/denominator, undefined where the denominator is zero up to rounding."""
+
+    def evaluate(number: Any) -> Any:
+        below = denominator(number)
+        if abs(below) < ZERO:
+            raise ZeroDivisionError
+        return numerator(number) / below
+
+    return evaluate
 
 
-def _residue(expr: Expr, prime: int) -> int | None:
-    """A number that is too large to be computed modulo a prime; None if it is not made of rational numbers and their
-    whole powers. Numbers with the same residues are equal, up to a chance that is negligible."""
+_REAL_SQRT = _real_function(MP.sqrt, lambda x: x >= 0)
+_ONE_ARGUMENT: dict[str, Callable[[Value, Context], Value]] = {
+    "sqrt": _sqrt,
+    "exp": _exp,
+    "factorial": _factorial,
+    "factorial2": _double_factorial,
+    "sin": _real_function(MP.sin),
+    "cos": _real_function(MP.cos),
+    "tan": _real_function(_ratio(MP.sin, MP.cos)),
+    "cot": _real_function(_ratio(MP.cos, MP.sin)),
+    "sec": _real_function(_ratio(lambda _: 1, MP.cos)),
+    "csc": _real_function(_ratio(lambda _: 1, MP.sin)),
+    "arcsin": _real_function(MP.asin, lambda x: abs(x) <= 1),
+    "arccos": _real_function(MP.acos, lambda x: abs(x) <= 1),
+    "arctan": _real_function(MP.atan),
+    "sinh": _real_function(MP.sinh),
+    "cosh": _real_function(MP.cosh),
+    "tanh": _real_function(MP.tanh),
+    "ln": _real_function(MP.log, lambda x: x > 0),
+    "log": _real_function(MP.log10, lambda x: x > 0),
+    "abs": lambda value, _: abs(value),
+    "floor": lambda value, _: _floor(value, up=False),
+    "ceil": lambda value, _: _floor(value, up=True),
+    "neg": lambda value, _: -value,
+    "percent": lambda value, _: divided(value, Fraction(100)),
+    "deg": lambda value, _: multiplied(to_mp(value) / 180, MP.pi),
+}
+_TWO_ARGUMENTS = {"add": added, "mul": multiplied, "div": divided, "binom": _binomial}
+_CONSTANTS: dict[str, Callable[[], Value]] = {
+    "pi": lambda: +MP.pi,
+    "e": lambda: +MP.e,
+    "i": lambda: mpc(0, 1),
+    "inf": lambda: mpf("inf"),
+}
+
+
+def evaluate(expr: Expr, context: Context) -> Value:
+    """The value of an expression. Infinity is a value only by itself. Raises Undefined, or NotMathematics beyond our
+    limits."""
     if isinstance(expr, Num):
-        return expr.value.numerator * pow(expr.value.denominator, -1, prime) % prime
-    if not isinstance(expr, Call) or expr.name not in ("add", "neg", "mul", "div", "pow"):
-        return None
-    first = _residue(expr.args[0], prime)
-    if expr.name == "pow":
-        exponent = value_of(expr.args[1])
-        if not first or exponent is None or exponent.value is None or not is_whole(exponent.value):
-            return None
-        times = int(exponent.value)
-        return pow(first, times, prime) if times.bit_length() <= _MOST_EXPONENT_BITS else None
-    second = _residue(expr.args[-1], prime)
-    if first is None or second is None or (expr.name == "div" and second == 0):
-        return None
-    if expr.name == "add":
-        return (first + second) % prime
-    if expr.name == "neg":
-        return -first % prime
-    return first * (second if expr.name == "mul" else pow(second, -1, prime)) % prime
+        return expr.value
+    if isinstance(expr, Sym):
+        return context.values[expr.name]
+    if not expr.args and expr.name in _CONSTANTS:
+        return _CONSTANTS[expr.name]()
+    if expr.name in REPEATED:
+        return _repeated(expr, context)
+    args = [evaluate(arg, context) for arg in expr.args]
+    if not all(is_finite(arg) for arg in args):
+        if expr.name == "neg":
+            return -args[0]
+        raise Undefined
+    try:
+        return bounded(_apply(expr.name, args, context))
+    except (ZeroDivisionError, OverflowError) as error:
+        raise Undefined from error
 
 
-def _whole_only(expr: Expr) -> bool:
-    """Whether it contains a negative number to the power of a symbol: (-1)^n."""
-    if not isinstance(expr, Call):
-        return False
-    if expr.name == "pow" and symbols(expr.args[1]) and not symbols(expr.args[0]):
-        base = value_of(expr.args[0])
-        return base is not None and isinstance(base.value, Fraction) and base.value < 0
-    return any(_whole_only(arg) for arg in expr.args)
+def _apply(name: str, args: list[Value], context: Context) -> Value:
+    if name in _ONE_ARGUMENT:
+        return _ONE_ARGUMENT[name](args[0], context)
+    a, b = args[0], args[-1]
+    if name in _TWO_ARGUMENTS:
+        return _TWO_ARGUMENTS[name](a, b)
+    if name == "pow":
+        return power(a, b, context)
+    if name == "root":
+        return power(a, divided(Fraction(1), b), context)
+    if name == "logbase":
+        return divided(_ONE_ARGUMENT["ln"](a, context), _ONE_ARGUMENT["ln"](b, context))
+    if name in ("min", "max"):
+        return (min if name == "min" else max)(args, key=to_real)
+    if name in ("gcd", "lcm"):
+        if not all(is_whole(value) and abs(value) < 10**200 for value in args):
+            raise Undefined
+        return Fraction((math.gcd if name == "gcd" else math.lcm)(*(int(value) for value in args)))
+    raise NotMathematics(f"no value for {name}")
 
 
-def is_constant(expr: Expr) -> bool:
-    """Whether an expression has the same value at all fixed points where it is defined."""
-    found = [seen for point in range(_REAL_POINTS) if (seen := value_of(expr, point)) is not None]
-    found += [far for far, _ in _far_values(expr, expr)]
-    return len(found) >= 2 and all(_agree(found[0], other) for other in found[1:])
-
-
-def proportion(one: Expr, other: Expr) -> Any:
-    """The constant real number c with one = c * other, or None if there is none (or it is zero)."""
-    ratios: list[Any] = []
-    near = ((value_of(one, point), value_of(other, point)) for point in range(_REAL_POINTS))
-    for a, b in itertools.chain(near, _far_values(one, other)):
-        if a is None or b is None or a.value == 0 or b.value == 0:
-            continue
-        if not (is_finite(a.value) and is_finite(b.value)):
-            return None
-        ratios.append(to_mp(a.value) / to_mp(b.value))
-        if abs(ratios[-1] - ratios[0]) > AGREE * abs(ratios[0]):
-            return None
-    return to_real(ratios[0]) if len(ratios) >= 2 and not isinstance(ratios[0], mpc) else None
-
-
-def same_number(gold: Expr, answer: Expr, protocol: bool = False) -> bool:
-    """Whether two constants are equal.
-
-    A reference written as a decimal of at least `MIN_DIGITS` significant digits also equals the exact value, if that is
-    no finite decimal or a short one, within `RELATIVE_TOLERANCE`, and longer or shorter decimals of at least as many
-    digits; if the reference is exact, the answer must be. With `protocol`, as in the Qwen2.5-Math evaluation, any two
-    real numbers within `PROTOCOL_TOLERANCE` are equal, and a decimal of two or more places equals a number that rounds
-    to it (3.14 and pi).
-    """
-    if same_expression(gold, answer):
-        return True
-    a, b = value_of(gold), value_of(answer)
-    if a is None or b is None:
-        return False
-    x, y = to_mp(a.value), to_mp(b.value)
-    if any(isinstance(value, mpc) or MP.isinf(value) for value in (x, y)):
-        return False
-    one, other = _decimal(gold), _decimal(answer)
-    if protocol:
-        if abs(x - y) <= PROTOCOL_TOLERANCE * max(abs(x), abs(y)):
-            return True
-        pairs = ((one, b.value), (other, a.value))
-        return any(d is not None and _places(d) >= 2 and rounds_to(d, value) for d, value in pairs)
-    if one is None:
-        return False
-    represented = _represents(one, b.value)
-    if represented or other is None:
-        return represented
-    if _rounded_reference(one) and _places(other) > _places(one):
-        return abs(one.value - other.value) < Fraction(1, 2 * 10 ** _places(one))
-    short, long = sorted((one, other), key=lambda decimal: decimal.digits or 0)
-    return _places(short) < _places(long) and _represents(short, long.value, exact=False)
-
-
-def _decimal(expr: Expr) -> Num | None:
-    return expr if isinstance(expr, Num) and expr.digits is not None else None
-
-
-def _places(decimal: Num) -> int:
-    """Digits after the point, without trailing zeros."""
-    enough = (n for n in range(2 * MAX_DIGITS) if (decimal.value * 10**n).denominator == 1)
-    return next(enough, 2 * MAX_DIGITS)
-
-
-def _rounded_reference(decimal: Num) -> bool:
-    """Whether a decimal looks rounded: three digits or more, the last not zero, and no multiple of 1/16."""
-    digits = decimal.digits or 0
-    scaled = abs(decimal.value) * 10 ** _places(decimal)
-    written = scaled.denominator == 1 and len(str(int(scaled))) == digits
-    return digits >= 3 and written and decimal.value.denominator not in (1, 2, 4, 8, 16)
-
-
-def _represents(decimal: Num, value: Value, exact: bool = True) -> bool:
-    if exact and isinstance(value, Fraction) and _finite(value) and not _is_short(value, decimal):
-        return False
-    number, target = to_mp(decimal.value), to_mp(value)
-    if (decimal.digits or 0) < MIN_DIGITS:
-        return False
-    if not exact:
-        return abs(number - target) < mpf(10) ** -_places(decimal)
-    return abs(number - target) <= RELATIVE_TOLERANCE * abs(target) * (1 + AGREE)
-
-
-def _is_short(value: Fraction, decimal: Num) -> bool:
-    """Whether a finite decimal, 0.3, has so few digits that the rounding of a computer explains 0.30000000000000004."""
-    digits = str(abs(value) * 10 ** _places(Num(value))).strip("0")
-    return len(digits) + _SPARE_DIGITS <= (decimal.digits or 0)
-
-
-def _finite(value: Fraction) -> bool:
-    """Whether it is a finite decimal."""
-    return pow(10, value.denominator.bit_length(), value.denominator) == 0
-
-
-def rounds_to(expr: Expr, value: Value) -> bool:
-    """Whether a value rounds to a number at the last place that the number was written with."""
-    if not isinstance(expr, Num) or not _finite(expr.value) or isinstance(to_mp(value), mpc):
-        return False
-    return abs(to_mp(expr.value) - to_real(value)) <= mpf(10) ** -_places(expr) / 2
+def _repeated(expr: Call, context: Context) -> Value:
+    """The value of a sum or product over an index; of an infinite one that of its first terms."""
+    index, low, *high, body = expr.args
+    assert isinstance(index, Sym)
+    first = evaluate(low, context)
+    last = evaluate(high[0], context) if high else first + context.series_terms - 1
+    if not (is_whole(first) and is_whole(last)) or last < first - 1 or (not high and last < first):
+        raise Undefined
+    is_sum = expr.name in ("sum", "series")
+    total: Value = Fraction(0 if is_sum else 1)
+    inner = replace(context, values=dict(context.values))
+    for at in range(int(first), int(last) + 1):
+        inner.terms_left -= 1
+        if inner.terms_left < 0:
+            raise Undefined
+        inner.values[index.name] = Fraction(at)  # type: ignore[index]
+        term = evaluate(body, inner)
+        total = bounded(added(total, term) if is_sum else multiplied(total, term))
+    context.terms_left = inner.terms_left
+    return total

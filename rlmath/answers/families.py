@@ -14,9 +14,9 @@ from functools import reduce
 from itertools import permutations
 from typing import Any
 
-from rlmath.answers.evaluate import is_constant, mentions, same_expression, symbols, value_of
+from rlmath.answers.compare_values import is_constant, mentions, same_expression, symbols, value_of
+from rlmath.answers.evaluate import INDEX, MP, is_finite, mpc, mpf, to_mp
 from rlmath.answers.normalize import NotMathematics, Unevaluated
-from rlmath.answers.numbers import INDEX, MP, is_finite, mpc, mpf, to_mp
 from rlmath.answers.syntax_tree import Call, Expr, Num, Sym
 
 

@@ -14,9 +14,9 @@ from functools import lru_cache
 from itertools import pairwise
 from math import isqrt, lcm
 
-from rlmath.answers.evaluate import symbols
+from rlmath.answers.compare_values import symbols
+from rlmath.answers.evaluate import Context, Undefined, evaluate
 from rlmath.answers.normalize import NotMathematics, Unsupported, word_set
-from rlmath.answers.numbers import Context, Undefined, evaluate
 from rlmath.answers.parser import parse_answer
 from rlmath.answers.phrases import NUMBER_WORDS
 from rlmath.answers.syntax_tree import Scalar

@@ -12,15 +12,15 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import chain
 
+from rlmath.answers.compare_values import mentions, symbols
 from rlmath.answers.equivalence import (
     Equivalence,
     Interpretations,
     classes_of,
     single_member,
 )
-from rlmath.answers.evaluate import mentions, symbols
+from rlmath.answers.evaluate import is_finite, mpf
 from rlmath.answers.normalize import NotMathematics, Unsupported
-from rlmath.answers.numbers import is_finite, mpf
 from rlmath.answers.real_sets import RealSet, interval, point, whole_line
 from rlmath.answers.solution_sets import (
     FLIPPED,

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from fractions import Fraction
 
 from rlmath.answers import lexer
-from rlmath.answers.evaluate import symbols
+from rlmath.answers.compare_values import symbols
 from rlmath.answers.families import PARAMETERS, explained, operands
 from rlmath.answers.lexer import Token
 from rlmath.answers.normalize import GREEK, NotMathematics, Unsupported

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 
-from rlmath.answers.evaluate import mentions, symbols
+from rlmath.answers.compare_values import mentions, symbols
 from rlmath.answers.lexer import (
     AS_WRITTEN,
     CURRENCIES,

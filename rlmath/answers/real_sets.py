@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cmp_to_key
 
+from rlmath.answers.evaluate import AGREE, MP, Value, is_finite, mpc, mpf, to_mp
 from rlmath.answers.normalize import NotMathematics
-from rlmath.answers.numbers import AGREE, MP, Value, is_finite, mpc, mpf, to_mp
 
 Bound = Value
 

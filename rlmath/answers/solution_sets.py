@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from rlmath.answers.evaluate import mentions, rounds_to, symbols, value_of
+from rlmath.answers.compare_values import mentions, rounds_to, symbols, value_of
+from rlmath.answers.evaluate import MP, divided, is_finite, mpf, to_mp
 from rlmath.answers.families import linear_in, operands
 from rlmath.answers.normalize import NotMathematics
-from rlmath.answers.numbers import MP, divided, is_finite, mpf, to_mp
 from rlmath.answers.real_sets import Bound, RealSet, interval, point
 from rlmath.answers.syntax_tree import Answer, Call, Expr, Group, Name, Num, Relation, Scalar, Sym
 from rlmath.answers.units import DEGREE, PERCENT

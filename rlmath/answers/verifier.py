@@ -90,7 +90,7 @@ def check_tasks(tasks: Iterable[str]) -> None:
 def verify(completion: str, solutions: Sequence[str], task: str = "math", rules: Rules = STRICT) -> Verdict:
     """Whether the final answer of a completion equals any of the solutions.
 
-    Has no time limit: a process that must not hang uses `VerifierPool`.
+    Has no time limit: a process that must not hang uses `WorkerPool`.
     """
     assert task in TASKS, task
     answer = extract_answer(completion, rules.answer_from)

@@ -51,7 +51,7 @@ class Staged:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class FileToWrite:
     """One file to write."""
 
     path: str
@@ -167,7 +167,7 @@ def _blocked_stop_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _lay_out(buckets: Sequence[Any]) -> tuple[int, list[Bucket]]:
+def _lay_out(buckets: Sequence[Any]) -> tuple[int, list[FileToWrite]]:
     """The bytes in all, and the jobs with each tensor's offset."""
     at, jobs = 0, []
     for path, key, (objects, tensors) in buckets:
@@ -175,12 +175,12 @@ def _lay_out(buckets: Sequence[Any]) -> tuple[int, list[Bucket]]:
         for item, tensor in tensors:
             staged.append(Staged(item, at, tuple(tensor.shape), tensor.dtype))
             at += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        jobs.append(Bucket(str(path), key, [(item, data.getvalue()) for item, data in objects], staged))
+        jobs.append(FileToWrite(str(path), key, [(item, data.getvalue()) for item, data in objects], staged))
     return at, jobs
 
 
 @torch.no_grad()
-def _copy(buckets: Sequence[Any], jobs: Sequence[Bucket], memory: int) -> None:
+def _copy(buckets: Sequence[Any], jobs: Sequence[FileToWrite], memory: int) -> None:
     with mmap.mmap(memory, 0) as mapped:  # all of it
         for (_, _, (_, tensors)), job in zip(buckets, jobs, strict=True):
             for (_, tensor), staged in zip(tensors, job.tensors, strict=True):
@@ -211,7 +211,7 @@ def main() -> None:
             connection.send(_write(connection.recv(), memory))
 
 
-def _write(jobs: Sequence[Bucket], memory: int) -> Written:
+def _write(jobs: Sequence[FileToWrite], memory: int) -> Written:
     path = Path(jobs[0].path)
     try:
         # A private mapping: torch wants a buffer that it may write to.
@@ -226,7 +226,7 @@ def _write(jobs: Sequence[Bucket], memory: int) -> Written:
         return Written([], {}, write_error_text(error, path))
 
 
-def _write_file(job: Bucket, mapped: mmap.mmap) -> list[Any]:
+def _write_file(job: FileToWrite, mapped: mmap.mmap) -> list[Any]:
     """The file as Megatron's own writer makes it (`FileSystemWriterAsync.write_preloaded_data`), without importing
     Megatron, which would take most of this process's start."""
     # torch's, and as unstable as the name says; Megatron calls it as well.

@@ -77,7 +77,7 @@ class Saved:
 
 
 @dataclass
-class _Unfinished:
+class _SaveInFlight:
     partial: Path
     step: int
     kept: bool
@@ -107,7 +107,7 @@ class CheckpointManager:
         self._models, self._device = models, device
         self._rank = dist.get_rank()
         self._writer: WriterProcess | None = None
-        self._unfinished: _Unfinished | None = None
+        self._unfinished: _SaveInFlight | None = None
         self._removals: list[threading.Thread] = []
 
     def warm_up(self) -> None:
@@ -144,7 +144,7 @@ class CheckpointManager:
         assert not self.busy, "finish the save in flight first"
         state, progress = self._state(progress)
         partial = directory.partial_of(self._root, progress.step)
-        self._unfinished = save = _Unfinished(partial, progress.step, kept, progress.sound_before)
+        self._unfinished = save = _SaveInFlight(partial, progress.step, kept, progress.sound_before)
         files = files or {}
         beside = sum(map(len, files.values()))
         error = self._room_for(state, beside) or self._open(progress, settings_yaml, files)
@@ -252,7 +252,7 @@ class CheckpointManager:
             )
         return collectives.first_error(error)
 
-    def _plan(self, save: _Unfinished, state: dict[str, Any]) -> list[Any]:
+    def _plan(self, save: _SaveInFlight, state: dict[str, Any]) -> list[Any]:
         """Let Megatron plan which rank writes what; returns what this rank writes. Not by its `save`, which writes on
         rank 0 between collectives: a full disk must not leave the other ranks waiting."""
         strategy = _Strategy("torch_dist", 1, thread_count=1)
@@ -263,7 +263,7 @@ class CheckpointManager:
         save.files, save.metadata = strategy.planned
         return request.async_fn_args[1] if request.async_fn is not None else []
 
-    def _submit(self, save: _Unfinished, buckets: Sequence[Any]) -> str | None:
+    def _submit(self, save: _SaveInFlight, buckets: Sequence[Any]) -> str | None:
         """Pass this rank's part to the writer process; returns the error."""
         save.writes = bool(buckets)
         try:
@@ -275,7 +275,7 @@ class CheckpointManager:
             save.files.write_buckets = None  # Megatron's own copies
         return None
 
-    def _complete(self, save: _Unfinished, written: Sequence[Written]) -> Checkpoint | str:
+    def _complete(self, save: _SaveInFlight, written: Sequence[Written]) -> Checkpoint | str:
         """On rank 0, without collectives: the others wait for the outcome, whatever the disk does."""
         known = {f"{STATE}/{name}": entry for one in written for name, entry in one.files.items()}
         state = save.partial / STATE

@@ -34,7 +34,7 @@ from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, MISTAKE, rea
 from rlmath.distributed.process import end_with_parent
 from rlmath.telemetry.metrics_writer import read_metrics
 from rlmath.telemetry.samples import read_samples, sample_files
-from rlmath.workers.worker_pool import VerifierPool
+from rlmath.workers.worker_pool import WorkerPool
 
 VERIFY_SECONDS = 5.0
 """Time limit of one answer."""
@@ -62,9 +62,9 @@ def verify(
 
 
 @cache
-def _pool(answer_from: str) -> VerifierPool:
+def _pool(answer_from: str) -> WorkerPool:
     """One for each way to find the answer; they end with this process."""
-    pool = VerifierPool(1, VERIFY_SECONDS, rules=Rules(answer_from))
+    pool = WorkerPool(1, VERIFY_SECONDS, rules=Rules(answer_from))
     atexit.register(pool.close)
     return pool
 

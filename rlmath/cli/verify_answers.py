@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from rlmath.answers.verifier import MAX_SOLUTIONS, TASKS, Rules, Verdict
 from rlmath.config.terminal import escape_terminal
-from rlmath.workers.worker_pool import VerifierPool
+from rlmath.workers.worker_pool import WorkerPool
 
 WAITING = 4096
 """Most answers that are queued at once."""
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     rules = Rules(options.answer_from, protocol=options.loose)
     try:
-        pool = VerifierPool(options.workers, options.timeout, rules=rules)
+        pool = WorkerPool(options.workers, options.timeout, rules=rules)
     except ValueError as error:
         print(f"rlmath verify: {error}", file=sys.stderr)
         return 2
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if broken else 0
 
 
-def _verify_all(source: Path, pool: VerifierPool, out: TextIO) -> tuple[Counter[str], int]:
+def _verify_all(source: Path, pool: WorkerPool, out: TextIO) -> tuple[Counter[str], int]:
     """(counts by verdict, and of "correct"; number of malformed lines)."""
     counts: Counter[str] = Counter()
     broken = 0

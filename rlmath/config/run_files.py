@@ -48,7 +48,7 @@ BEST_FOLDER = "best_model"
 MODELS_FOLDER = "models"
 """Models of kept checkpoints, and of stages, in the same form."""
 
-UNFINISHED = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
+TEMPORARY_FILE = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 """The name of a file that `write_whole` has not finished."""
 
 
@@ -72,5 +72,5 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def remove_unfinished(folder: Path) -> None:
     """Remove what `write_whole` of a process that was killed has left in a folder, if it is there."""
     for path in folder.glob(".*.tmp"):
-        if UNFINISHED.fullmatch(path.name) and path.is_file():
+        if TEMPORARY_FILE.fullmatch(path.name) and path.is_file():
             path.unlink()

@@ -49,7 +49,7 @@ from rlmath.run.recovery.hub_inputs import fetch_ids
 from rlmath.run.run_dir import sole_user
 from rlmath.workers.hooks import hooks_fingerprint
 from rlmath.workers.user_functions import word_or_function
-from rlmath.workers.worker_pool import VerifierPool
+from rlmath.workers.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -91,10 +91,10 @@ def evaluate(
         if mesh.is_engine_leader:
             # Started before process groups and engines, so that the workers do not inherit their threads.
             pool = stack.enter_context(
-                VerifierPool(reward_workers, reward_timeout, rules=Rules(plan.answer_from))
+                WorkerPool(reward_workers, reward_timeout, rules=Rules(plan.answer_from))
             )
             if (hook := plan.scorer_hook) is not None:
-                scorer = stack.enter_context(VerifierPool(reward_workers, reward_timeout, function=hook))
+                scorer = stack.enter_context(WorkerPool(reward_workers, reward_timeout, function=hook))
         plan, store = _plan_after_rendezvous(plan)
         init_process_group(device, COLLECTIVE_TIMEOUT_SECONDS, store)
         # The end of an engine destroys the group too.
@@ -139,7 +139,7 @@ def _prepare_on_rank_zero(
     rollout: RolloutConfig,
     mesh: Mesh,
     device: Device,
-    pool: VerifierPool | None,
+    pool: WorkerPool | None,
     stack: ExitStack,
 ) -> _Prepared:
     """`_prepare` on rank 0, sent to all; a ValueError of rank 0 is raised on all ranks."""
@@ -158,7 +158,7 @@ def _prepare_on_rank_zero(
     return prepared
 
 
-def _prepare(plan: Plan, rollout: RolloutConfig, pool: VerifierPool, device: Device) -> _Prepared:
+def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Device) -> _Prepared:
     paths = {name: find_benchmark(name, plan.data_dir) for name in plan.benchmarks}
     model = resolve_model(Path(plan.model), plan.output)
     tokenizer = load_tokenizer(

@@ -29,7 +29,7 @@ from rlmath.rollout.engine import end_engine, open_standalone
 from rlmath.rollout.sampling import Request, RequestResult, sample
 from rlmath.rollout.work_queue import WorkQueue
 from rlmath.workers.function_calls import FunctionResult
-from rlmath.workers.worker_pool import VerifierPool
+from rlmath.workers.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +64,8 @@ def sample_missing(
     lengths: LengthLimits,
     mesh: Mesh,
     model: Path,
-    pool: VerifierPool | None,
-    scorer: VerifierPool | None = None,
+    pool: WorkerPool | None,
+    scorer: WorkerPool | None = None,
 ) -> None:
     """Sample, verify and write. The engines share the work; in each engine the rank with a `pool` writes."""
     requests = [_requests(number, one, plan, lengths) for number, one in enumerate(missing)]
@@ -118,11 +118,11 @@ class Verification:
 
     def __init__(
         self,
-        pool: VerifierPool,
+        pool: WorkerPool,
         tokenizer: PreTrainedTokenizerFast,
         problems: Mapping[int, Problem],
         write: Callable[[str, CompletionRecord], None],
-        scorer: VerifierPool | None = None,
+        scorer: WorkerPool | None = None,
         answer_from: str = "boxed",
     ) -> None:
         """`problems` by the first part of the requests' keys; `write` takes the benchmark's name and the record. The

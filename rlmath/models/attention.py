@@ -29,7 +29,7 @@ BUCKET_FILL = 0.75
 
 
 @dataclass(frozen=True)
-class Bucket:
+class SegmentBucket:
     """Segments of similar length, as index tensors between the packed and the padded layout."""
 
     gather_NM: Tensor
@@ -88,7 +88,7 @@ class HeadRows:
         return x.index_select(0, self.to_packed).view(-1, self.heads, x.shape[1])
 
 
-def _head_rows(buckets: Sequence[Bucket], T: int, heads: int) -> HeadRows:
+def _head_rows(buckets: Sequence[SegmentBucket], T: int, heads: int) -> HeadRows:
     head_H = torch.arange(heads, device=buckets[0].gather_NM.device)
     from_packed, first = [], 0
     to_packed_TH = head_H.new_zeros(T, heads)
@@ -133,13 +133,13 @@ class PackedSequences(PackedSeqParams):
     cos: Tensor | None = None
     sin: Tensor | None = None
     """Cosine and sine of every token's rotary angles, [T, 1, F]."""
-    buckets: tuple[Bucket, ...] = ()
+    buckets: tuple[SegmentBucket, ...] = ()
     """Longest segments first."""
-    _by_length: dict[tuple[int, int, int], tuple[ShortSegments | None, tuple[Bucket, ...]]] = field(
+    _by_length: dict[tuple[int, int, int], tuple[ShortSegments | None, tuple[SegmentBucket, ...]]] = field(
         default_factory=dict, init=False, repr=False
     )
 
-    def by_length(self, H: int, G: int, D: int) -> tuple[ShortSegments | None, tuple[Bucket, ...]]:
+    def by_length(self, H: int, G: int, D: int) -> tuple[ShortSegments | None, tuple[SegmentBucket, ...]]:
         """The short segments for heads like these, None where there are none, and the buckets of the others; computed
         once for all layers."""
         key = H, G, D
@@ -171,14 +171,14 @@ def bucket_segments(lengths: list[int]) -> list[list[int]]:
     return groups
 
 
-def _make_bucket(starts_N: Tensor, lengths_N: Tensor) -> Bucket:
+def _make_bucket(starts_N: Tensor, lengths_N: Tensor) -> SegmentBucket:
     longest = int(lengths_N.max())
     offsets_M = torch.arange(longest, device=starts_N.device)
     filled_NM = offsets_M[None, :] < lengths_N[:, None]
     gather_NM = starts_N[:, None] + torch.minimum(offsets_M[None, :], lengths_N[:, None] - 1)
     in_place = bool((lengths_N == longest).all()) and bool((starts_N.diff() == longest).all())
     slots_K = filled_NM.flatten().nonzero().squeeze(1)
-    return Bucket(gather_NM, slots_K, gather_NM[filled_NM], int(starts_N[0]) if in_place else None)
+    return SegmentBucket(gather_NM, slots_K, gather_NM[filled_NM], int(starts_N[0]) if in_place else None)
 
 
 def pack_sequences(
@@ -260,7 +260,7 @@ class PackedAttention(torch.nn.Module):
 
 
 def composed_attention(
-    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, buckets: tuple[Bucket, ...]
+    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, buckets: tuple[SegmentBucket, ...]
 ) -> Tensor:
     """The attention of torch's own choice over the buckets, on any device: [T, H, D]."""
     out_THD = query_THD.new_zeros(query_THD.shape)

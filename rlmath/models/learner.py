@@ -22,7 +22,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rlmath.algorithms.early_stop import EarlyStop, MinibatchSums, discard_reason
-from rlmath.algorithms.losses import LossSettings, TokenInputs, TokenLoss, token_loss
+from rlmath.algorithms.losses import LossSettings, TokenInputs, TokenLoss, policy_loss
 from rlmath.data.packing import MicroBatch
 from rlmath.distributed.collectives import reduce_over_ranks
 from rlmath.models.forward_backward import ForwardBackward
@@ -194,7 +194,7 @@ class GrpoLearner(Learner):
             n_segments=batch.n_segments,
             teacher_kl_T=teacher_kl[0] if teacher_kl else None,
         )
-        terms = token_loss(tokens, self.settings)
+        terms = policy_loss(tokens, self.settings)
         mismatch_T = torch.where(weights_T > 0, (recomputed_T - behaviour_T).abs(), 0.0)
         metrics = {name: getattr(terms, name) for name in LOSS_SUMS}
         metrics |= {"mismatch": mismatch_T.sum(), "mismatch_max": mismatch_T.max()}

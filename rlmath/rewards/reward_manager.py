@@ -16,7 +16,7 @@ from rlmath.rewards.several_rewards import RewardWorkers, reward_hooks, rewards_
 from rlmath.workers.function_calls import FunctionResult
 from rlmath.workers.hooks import Hook
 from rlmath.workers.user_functions import UserFunctionError
-from rlmath.workers.worker_pool import VerifierPool
+from rlmath.workers.worker_pool import WorkerPool
 
 
 def open_reward_workers(reward: RewardConfig, plugins: Sequence[str] = ()) -> RewardWorkers:
@@ -90,7 +90,7 @@ def _try_function(hook: Hook, reward: RewardConfig, prompt: Prompt) -> tuple[str
         setting = named = f"{hook.setting}={hook.spec}"
         outcome = "Such answers do without it."
     failures: list[FunctionResult] = []
-    with VerifierPool(1, reward.timeout_seconds, function=hook) as pool:
+    with WorkerPool(1, reward.timeout_seconds, function=hook) as pool:
         for completion in _made_up_completions(prompt):
             try:
                 result = pool.call(completion, prompt.solutions, prompt.row).result()
@@ -197,7 +197,7 @@ class RewardManager:
         """The scores of all completions submitted since the last call, in that order, when all are there: answers time
         out one by one, each after `reward.timeout_seconds` of its own. `on_progress` is called every second."""
         submitted, self._submitted = self._submitted, []
-        VerifierPool.results([future for one in submitted for future in one.futures.values()], on_progress)
+        WorkerPool.results([future for one in submitted for future in one.futures.values()], on_progress)
         return [self._score(one) for one in submitted]
 
     def take_finished(self, wait: bool = False) -> list[tuple[Any, Score]]:

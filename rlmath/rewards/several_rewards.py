@@ -29,7 +29,7 @@ from rlmath.config.schema import RewardConfig
 from rlmath.rewards.schemes import Scheme, raw_reward
 from rlmath.workers.function_calls import FunctionResult
 from rlmath.workers.hooks import REWARD_WORDS, Hook
-from rlmath.workers.worker_pool import VerifierPool
+from rlmath.workers.worker_pool import WorkerPool
 
 BUILT_IN = REWARD_WORDS
 TAKEN = ("correct", "boxed", "truncated", "failures", "verdict", "own", "queue_wait_s", "queue_wait_s_max")
@@ -99,12 +99,12 @@ class RewardWorkers:
     """The workers of the verifier, where correctness counts, and of every function of the user's."""
 
     def __init__(self, hooks: Mapping[str, Hook | None], reward: RewardConfig) -> None:
-        """Returns at once, as `VerifierPool`. `hooks` are functions by the reward's name; None: the verifier."""
+        """Returns at once, as `WorkerPool`. `hooks` are functions by the reward's name; None: the verifier."""
         rules = Rules(reward.answer_from, protocol=not reward.strict)
-        self.by_name: dict[str, VerifierPool] = {}
+        self.by_name: dict[str, WorkerPool] = {}
         with contextlib.ExitStack() as stack:
             for name, hook in hooks.items():
-                pool = VerifierPool(reward.workers, reward.timeout_seconds, rules=rules, function=hook)
+                pool = WorkerPool(reward.workers, reward.timeout_seconds, rules=rules, function=hook)
                 self.by_name[name] = stack.enter_context(pool)
             self._stack = stack.pop_all()
 

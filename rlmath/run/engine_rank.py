@@ -26,7 +26,7 @@ from rlmath.planning.memory_estimate import engine_mesh_of, mesh_of
 from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers
 from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
-from rlmath.rollout.generation import GenerationLoop, Leader, SamplingPlan
+from rlmath.rollout.engine_loop import EngineLoop, Leader, SamplingPlan
 from rlmath.rollout.sampling import training_sampling
 from rlmath.rollout.weight_sync.offer import WeightReceiver
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
@@ -103,7 +103,7 @@ class EngineRank:
         leader = None
         if self._mailbox is not None and context.workers is not None:
             leader = Leader(self._mailbox, context.workers)
-        self._loop = GenerationLoop(
+        self._loop = EngineLoop(
             engine,
             mesh,
             receiver=WeightReceiver(

@@ -45,7 +45,7 @@ from rlmath.config.run_files import (
     ROLLBACKS_FILE,
     STACKS_FOLDER,
     SUMMARY_FILE,
-    UNFINISHED,
+    TEMPORARY_FILE,
     VALIDATION_FILE,
 )
 from rlmath.config.schema import Config
@@ -66,7 +66,7 @@ _OWN_FILES = (METRICS_FILE, VALIDATION_FILE, SUMMARY_FILE, LOG_FILE, ROLLBACKS_F
 """What a run reads again, or writes over."""
 _NO_OBSTACLE = (LOCK_FILE, EXIT_STATUS_FILE, exit_codes.RESERVED_NAME, STACKS_FOLDER)
 """What a start that broke early leaves."""
-_SCRATCH = re.compile(f"{UNFINISHED.pattern}|{exit_codes.SCRATCH.pattern}")
+_SCRATCH = re.compile(f"{TEMPORARY_FILE.pattern}|{exit_codes.SCRATCH.pattern}")
 
 
 def stage_folder(output_dir: str | Path, number: int) -> Path:

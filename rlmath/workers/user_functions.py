@@ -1,6 +1,6 @@
 """Functions of the user's, of the kinds of `rlmath.workers.hooks`, called in worker processes.
 
-    UserFunction (this process) -> VerifierPool of one worker -> the function
+    UserFunction (this process) -> WorkerPool of one worker -> the function
 
 A call that hangs, fills memory, ends its process or leaves others costs that call alone, as with reward functions. The
 functions of rewards and scorers are called by `RewardManager`.
@@ -18,7 +18,7 @@ from rlmath.algorithms.types import ScoredGroup
 from rlmath.config.schema import Config
 from rlmath.workers.function_calls import HookResult
 from rlmath.workers.hooks import Hook, hook_of
-from rlmath.workers.worker_pool import VerifierPool
+from rlmath.workers.worker_pool import WorkerPool
 
 CALL_SECONDS = 60.0
 """Time limit of one call, by the clock."""
@@ -42,7 +42,7 @@ class UserFunction:
         """Returns at once. `seconds` is the time limit of a call."""
         self.hook = hook
         self._seconds = seconds
-        self._pool = VerifierPool(1, seconds, function=hook)
+        self._pool = WorkerPool(1, seconds, function=hook)
         self.was_late = False
         """Whether the last call took too long."""
 

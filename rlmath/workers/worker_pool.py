@@ -1,6 +1,6 @@
 """Verifies answers and calls the user's functions in worker processes, each with its own time and memory limit.
 
-    VerifierPool (this process, one thread) -- socket --> fork server -- fork --> workers
+    WorkerPool (this process, one thread) -- socket --> fork server -- fork --> workers
 
 The time limit of an answer begins when a worker gets it: waiting is never a timeout. A check that hangs or crashes ends
 only its own worker, in whose place the fork server forks another one within milliseconds. A worker
@@ -134,11 +134,11 @@ class _Worker:
             return 0.0
 
 
-class VerifierPool:
+class WorkerPool:
     r"""Verifies completions and calls functions. `submit` and `call` from any thread; futures resolve in the pool's
     thread.
 
-    >>> with VerifierPool(workers=1, timeout_seconds=5.0) as pool:
+    >>> with WorkerPool(workers=1, timeout_seconds=5.0) as pool:
     ...     pool.submit("\\boxed{\\frac{1}{2}}", ("\\boxed{50\\%}",), "math").result().verdict
     'symbolic'
     """

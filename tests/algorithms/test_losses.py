@@ -17,7 +17,7 @@ from rlmath.algorithms.losses import (
     LossSettings,
     Normalisation,
     TokenInputs,
-    token_loss,
+    policy_loss,
 )
 from tests.algorithms.test_losses_textbook import SUMS, with_leaves
 
@@ -93,7 +93,7 @@ def test_the_clipped_surrogate_of_one_token(
 ):
     # the geometric mean of one ratio is that ratio
     leaf, tokens = one_token(ratio, advantage)
-    terms = token_loss(tokens, replace(shape, kind=kind))
+    terms = policy_loss(tokens, replace(shape, kind=kind))
     assert terms.loss.item() == pytest.approx(loss, abs=1e-12)
     assert gradient(terms.loss, leaf) == pytest.approx([slope], abs=1e-12)
     assert terms.clipped.item() == clipped
@@ -120,7 +120,7 @@ def test_cispo_cuts_the_weight_and_keeps_the_gradient(
     advantage: float, ratio: float, weight: float, clipped: int
 ):
     leaf, tokens = one_token(ratio, advantage)
-    terms = token_loss(tokens, replace(DUAL, kind="cispo"))
+    terms = policy_loss(tokens, replace(DUAL, kind="cispo"))
     # -A clip(r) log policy, with log policy = ln r - 1
     assert terms.loss.item() == pytest.approx(-advantage * weight * (math.log(ratio) - 1), abs=1e-12)
     assert gradient(terms.loss, leaf) == pytest.approx([-advantage * weight], abs=1e-12)
@@ -134,7 +134,7 @@ def test_before_the_first_update_all_kinds_have_the_policy_gradient(kind: LossKi
     if kind == "gspo":
         # each token has half of -A from either of the two; in the paper they share one advantage
         tokens = replace(tokens, advantages_T=torch.tensor([1.5, 1.5, 2.0], dtype=torch.float64))
-    terms = token_loss(tokens, replace(DUAL, kind=kind))
+    terms = policy_loss(tokens, replace(DUAL, kind=kind))
     assert gradient(terms.loss, leaf) == pytest.approx((-tokens.advantages_T).tolist())
     assert terms.clipped.item() == 0.0
 
@@ -144,7 +144,7 @@ def test_before_the_first_update_all_kinds_have_the_policy_gradient(kind: LossKi
 
 def test_gspo_weighs_the_gradient_of_each_token_by_its_own_advantage():
     leaf, tokens = inputs([-1.0, -1.0], advantages=[2.0, 0.0])
-    assert gradient(token_loss(tokens, LossSettings("gspo")).loss, leaf) == [-2.0, 0.0]
+    assert gradient(policy_loss(tokens, LossSettings("gspo")).loss, leaf) == [-2.0, 0.0]
 
 
 @settings(max_examples=60, deadline=None)
@@ -183,7 +183,7 @@ def test_gspo_equals_the_papers_objective_over_sequences(
         segments_T=segments_T,
         n_segments=S,
     )
-    loss = token_loss(tokens, LossSettings("gspo", low, high)).loss / S
+    loss = policy_loss(tokens, LossSettings("gspo", low, high)).loss / S
     assert loss.item() == pytest.approx(-objective.item(), abs=1e-12)
     wanted = torch.autograd.grad(-objective, theirs)[0]
     torch.testing.assert_close(torch.autograd.grad(loss, ours)[0], wanted, rtol=1e-10, atol=1e-12)
@@ -199,7 +199,7 @@ def test_gspo_equals_the_papers_objective_over_sequences(
 )
 def test_kl_is_part_of_the_loss(kind: KLKind, value: float, slope: float):
     leaf, tokens = inputs([math.log(0.5)], reference=[math.log(0.25)], advantages=[2.0])
-    terms = token_loss(tokens, LossSettings(kl_coef=10.0, kl_kind=kind))
+    terms = policy_loss(tokens, LossSettings(kl_coef=10.0, kl_kind=kind))
     assert terms.loss.item() == pytest.approx(-2.0 + 10 * value, abs=1e-5)
     assert gradient(terms.loss, leaf) == pytest.approx([-2.0 + 10 * slope], abs=1e-5)
     assert terms.reference_kl.item() == pytest.approx(value, abs=1e-6)
@@ -208,7 +208,7 @@ def test_kl_is_part_of_the_loss(kind: KLKind, value: float, slope: float):
 def test_entropy_is_subtracted_and_carries_a_gradient():
     leaf, tokens = inputs([-1.0, -1.0, -1.0], advantages=[2.0] * 3, weights=[0.5, 1.0, 0.0])
     entropy_T = torch.tensor([0.7, 1.1, 9.0], dtype=torch.float64, requires_grad=True)
-    terms = token_loss(replace(tokens, entropy_T=entropy_T), LossSettings(entropy_coef=0.1))
+    terms = policy_loss(replace(tokens, entropy_T=entropy_T), LossSettings(entropy_coef=0.1))
     # 0.5 (-2 - 0.07) + 1 (-2 - 0.11)
     assert terms.loss.item() == pytest.approx(-3.145)
     by_logprob, by_entropy = torch.autograd.grad(terms.loss, [leaf, entropy_T])
@@ -220,7 +220,7 @@ def test_entropy_is_subtracted_and_carries_a_gradient():
 def test_without_a_coefficient_entropy_is_only_counted():
     leaf, tokens = inputs([-1.0], advantages=[2.0])
     entropy_T = torch.tensor([0.7], dtype=torch.float64, requires_grad=True)
-    terms = token_loss(replace(tokens, entropy_T=entropy_T), LossSettings(entropy_coef=0.0))
+    terms = policy_loss(replace(tokens, entropy_T=entropy_T), LossSettings(entropy_coef=0.0))
     assert torch.autograd.grad(terms.loss, [leaf, entropy_T], allow_unused=True)[1] is None
     assert terms.loss.item() == -2.0
     assert terms.entropy.item() == pytest.approx(0.7)
@@ -231,7 +231,7 @@ def test_only_the_loss_carries_a_gradient(kind: LossKind):
     _, tokens = inputs([-1.0, -2.0], reference=[-1.5, -1.5], entropy=[1.0, 1.0])
     entropy_T = torch.ones(2, dtype=torch.float64, requires_grad=True)
     shape = LossSettings(kind, correction=Correction("token"), kl_coef=0.1, entropy_coef=0.1)
-    terms = token_loss(replace(tokens, entropy_T=entropy_T), shape)
+    terms = policy_loss(replace(tokens, entropy_T=entropy_T), shape)
     assert {name for name in SUMS if getattr(terms, name).requires_grad} == {"loss"}
 
 
@@ -267,7 +267,7 @@ def test_what_stands_at_tokens_without_weight_reaches_neither_value_nor_gradient
         tensors[column][1] = poison
         tokens = TokenInputs(**tensors, weights_T=torch.tensor([1.0, 0.0, 0.5]), **SEGMENTS)
         tokens, leaves = with_leaves(tokens)
-        terms = token_loss(tokens, replace(EVERYTHING, kind=kind, correction=correction))
+        terms = policy_loss(tokens, replace(EVERYTHING, kind=kind, correction=correction))
         terms.loss.backward()
         return [getattr(terms, name).item() for name in SUMS], [leaf.grad.tolist() for leaf in leaves]
 
@@ -284,7 +284,7 @@ def test_a_counted_nan_is_seen(kind: LossKind, correction: Correction, column: s
     tensors = {name: torch.tensor(values) for name, values in COLUMNS.items()}
     tensors[column][1] = math.nan
     tokens = TokenInputs(**tensors, weights_T=torch.ones(3), **SEGMENTS)
-    terms = token_loss(tokens, replace(EVERYTHING, kind=kind, correction=correction))
+    terms = policy_loss(tokens, replace(EVERYTHING, kind=kind, correction=correction))
     assert math.isnan(terms.loss.item())
 
 
@@ -296,7 +296,7 @@ def test_a_ratio_that_overflows_is_seen(kind: LossKind, advantage: float, shape:
     tokens = TokenInputs(
         row, row, row - 200, row - 200, None, row + advantage, row + 1, torch.zeros(1, dtype=torch.int64), 1
     )
-    assert token_loss(tokens, replace(shape, kind=kind)).ratio.item() == math.inf
+    assert policy_loss(tokens, replace(shape, kind=kind)).ratio.item() == math.inf
 
 
 @pytest.mark.parametrize("kind", LOSS_KINDS)
@@ -304,7 +304,7 @@ def test_a_ratio_that_overflows_is_seen(kind: LossKind, advantage: float, shape:
 def test_no_counted_token_gives_zeros_with_a_gradient_of_zeros(kind: LossKind, correction: Correction | None):
     tensors = {name: torch.tensor(values) for name, values in COLUMNS.items()}
     tokens, leaves = with_leaves(TokenInputs(**tensors, weights_T=torch.zeros(3), **SEGMENTS))
-    terms = token_loss(tokens, replace(EVERYTHING, kind=kind, correction=correction))
+    terms = policy_loss(tokens, replace(EVERYTHING, kind=kind, correction=correction))
     terms.loss.backward()
     assert [getattr(terms, name).item() for name in SUMS] == [0.0] * len(SUMS)
     assert [leaf.grad.tolist() for leaf in leaves] == [[0.0] * 3] * 2
@@ -316,8 +316,8 @@ def test_the_kl_to_a_teacher_has_the_tokens_weights_and_no_ratio():
     weights_T, kl_T = torch.tensor([1.0, 0.0, 0.5]), torch.tensor([0.2, math.nan, 0.4], requires_grad=True)
     plain = TokenInputs(**tensors, weights_T=weights_T, **SEGMENTS)
     settings = LossSettings(teacher_coef=0.5)
-    with_teacher = token_loss(replace(plain, teacher_kl_T=kl_T), settings)
-    without = token_loss(plain, settings)
+    with_teacher = policy_loss(replace(plain, teacher_kl_T=kl_T), settings)
+    without = policy_loss(plain, settings)
     assert (with_teacher.loss - without.loss).item() == pytest.approx(0.2)
     assert with_teacher.teacher_kl.item() == pytest.approx(0.6) and without.teacher_kl.item() == 0.0
     with_teacher.loss.backward()

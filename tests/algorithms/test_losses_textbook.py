@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlmath.algorithms.importance_sampling import Correction
 from rlmath.algorithms.kl import KL_KINDS
-from rlmath.algorithms.losses import LOSS_KINDS, LossSettings, TokenInputs, TokenLoss, token_loss
+from rlmath.algorithms.losses import LOSS_KINDS, LossSettings, TokenInputs, TokenLoss, policy_loss
 
 SUMS = tuple(field.name for field in fields(TokenLoss))
 
@@ -200,7 +200,7 @@ def gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 @given(packs, rules)
 def test_all_sums_and_gradients_equal_the_papers_formulas(pack: TokenInputs, rule: LossSettings):
     tokens, leaves = with_leaves(pack)
-    got = token_loss(tokens, rule)
+    got = policy_loss(tokens, rule)
     book_tokens, book_leaves = with_leaves(pack)
     wanted = Book(book_tokens, rule).sums()
     for name in SUMS:
@@ -227,7 +227,7 @@ def test_a_pack_split_between_segments_gives_the_same_sums_and_gradients(
         with_leaves(part(first_T, 0, border)),
         with_leaves(part(~first_T, border, pack.n_segments - border)),
     ]
-    once, split = token_loss(whole, rule), [token_loss(tokens, rule) for tokens, _ in parts]
+    once, split = policy_loss(whole, rule), [policy_loss(tokens, rule) for tokens, _ in parts]
     for name in SUMS:
         sums = getattr(split[0], name) + getattr(split[1], name)
         torch.testing.assert_close(sums, getattr(once, name), rtol=1e-12, atol=1e-12)

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from rlmath.workers.worker_pool import VerifierPool
+from rlmath.workers.worker_pool import WorkerPool
 from tests.answers.attacks import HANG_SOLUTIONS, HANGS, MARKER, QUICK, SOLUTIONS
 from tests.workers.test_worker_pool import HALF, children, is_alive, wait_until, warm
 
@@ -21,7 +21,7 @@ def batch(tmp_path_factory):
     marker = tmp_path_factory.mktemp("attacks") / "written"
     attacks = [text.replace(MARKER, str(marker)) for text in (*QUICK, *HANGS)]
     before = set(children(os.getpid()))
-    with VerifierPool(WORKERS, LIMIT_SECONDS) as pool:
+    with WorkerPool(WORKERS, LIMIT_SECONDS) as pool:
         (fork_server,) = set(children(os.getpid())) - before
         warm(pool)
         asked = [(text, SOLUTIONS) for text in attacks[: len(QUICK)]]

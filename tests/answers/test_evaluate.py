@@ -2,7 +2,7 @@
 
 import mpmath
 
-from rlmath.answers.evaluate import same_number, value_of
+from rlmath.answers.compare_values import same_number, value_of
 from rlmath.answers.normalize import NotMathematics, plain_unicode
 from rlmath.answers.parser import parse_answer
 from rlmath.answers.syntax_tree import Scalar

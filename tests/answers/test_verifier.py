@@ -119,7 +119,7 @@ def test_rows_of_an_unsupported_task_are_refused():
 
 def test_the_cheap_half_loads_neither_sympy_nor_torch():
     code = (
-        "import sys; from rlmath.workers.worker_pool import VerifierPool; from rlmath.answers.verifier import verify;"
+        "import sys; from rlmath.workers.worker_pool import WorkerPool; from rlmath.answers.verifier import verify;"
         "verify('\\\\boxed{1}', ['1'], 'math');"
         "print({'sympy', 'torch', 'math_verify', 'mpmath'} & set(sys.modules))"
     )

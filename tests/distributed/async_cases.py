@@ -82,10 +82,10 @@ def _store() -> dist.Store:
 
 
 def _sample(prepared: PreparedRun[Any], world: int, rank: int, device: Any, paced: bool) -> None:
-    from rlmath.rollout.generation import GenerationLoop
+    from rlmath.rollout.engine_loop import EngineLoop
     from rlmath.run.engine_rank import EngineRank, open_scorers
 
-    class Paced(GenerationLoop):
+    class Paced(EngineLoop):
         """Samples no further while the trainer has all that it needs for its step, until it gets the next weights."""
 
         def _begin(self, draw: int, samples: Any) -> None:

@@ -20,7 +20,7 @@ from rlmath.evals.model_source import resolve_model
 from rlmath.evals.plan import GREEDY_INDEX, Plan, completion_seed
 from rlmath.evals.runner import _prepare
 from rlmath.evals.sampling import Missing, _requests
-from rlmath.workers.worker_pool import VerifierPool
+from rlmath.workers.worker_pool import WorkerPool
 from tests.distributed.rank_pool import RankPool
 from tests.evals.guessing_model import make_guessing_model
 from tests.evals.test_evaluation import evaluate_in_pool
@@ -99,7 +99,7 @@ def test_every_option_reaches_the_plan_and_the_engines(tmp_path: Path) -> None:
 def test_an_output_takes_no_completions_of_other_settings(tied_model: Path, tmp_path: Path) -> None:
     row = {"prompt": "1+1=", "solutions": ["2"], "query_id": "q", "task": "math"}
     (tmp_path / "quiz.jsonl").write_text(json.dumps(row) + "\n")
-    output, rollout, no_pool = tmp_path / "out", RolloutConfig(cuda_graphs=True), cast(VerifierPool, None)
+    output, rollout, no_pool = tmp_path / "out", RolloutConfig(cuda_graphs=True), cast(WorkerPool, None)
     device = Device("cpu", torch.device("cpu"), "gloo", torch.float32)
     plan = Plan(tied_model, ("quiz",), tmp_path, output, samples=2, seed=SEED, template="raw")
     plan = replace(plan, temperature=0.7, top_p=0.9, max_new_tokens=NEW_TOKENS)

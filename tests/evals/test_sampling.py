@@ -18,7 +18,7 @@ from rlmath.rollout import collector
 from rlmath.rollout.collector import SamplingProgress
 from rlmath.rollout.sampling import Request, RequestResult
 from rlmath.workers.hooks import Hook
-from rlmath.workers.worker_pool import VerifierPool
+from rlmath.workers.worker_pool import WorkerPool
 from tests.answers.attacks import HANG_SOLUTIONS, HANGS
 
 
@@ -37,7 +37,7 @@ def test_hostile_completions_cost_their_time_limit_and_nothing_else(
     tokenizer = load_tokenizer(str(untied_model))
     problem = Problem("q", "One?<think>\n", (1, 2), (*HANG_SOLUTIONS, "1"), "math", benchmark="quiz")
     found: list[tuple[str, CompletionRecord]] = []
-    with VerifierPool(1, 1.0) as pool:
+    with WorkerPool(1, 1.0) as pool:
         verification = Verification(pool, tokenizer, {0: problem}, lambda *written: found.append(written))
         for index, text in zip((GREEDY_INDEX, 0, 1, 2, 3, 4), texts, strict=True):
             tokens = (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)
@@ -77,7 +77,7 @@ def test_a_scorer_of_the_users_says_what_is_right_in_a_worker_of_its_own(
     problem = Problem("q", "One?", (1, 2), ("1",), "math", '{"level": 3}', benchmark="quiz")
     found: list[CompletionRecord] = []
     hook = Hook("scorer", f"{tmp_path}/own.py:scorer", "--scorer")
-    with VerifierPool(1, 1.0) as pool, VerifierPool(1, 1.0, function=hook) as scorer:
+    with WorkerPool(1, 1.0) as pool, WorkerPool(1, 1.0, function=hook) as scorer:
         verification = Verification(pool, tokenizer, {0: problem}, lambda _, one: found.append(one), scorer)
         for index, text in enumerate(texts):
             tokens = (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)

@@ -30,7 +30,7 @@ from rlmath.data.order import Rollback, seed_after
 from rlmath.distributed.bridge import Bridge, Mailbox
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.collector import CollectGroups, Rollout
-from rlmath.rollout.generation import (
+from rlmath.rollout.engine_loop import (
     Admit,
     Continue,
     GroupDone,

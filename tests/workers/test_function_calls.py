@@ -7,7 +7,7 @@ import pytest
 
 from rlmath.workers.fork_server import MAX_PRINTED_LINES
 from rlmath.workers.hooks import code_fingerprint, function_problem
-from rlmath.workers.worker_pool import VerifierPool
+from rlmath.workers.worker_pool import WorkerPool
 from tests.workers.test_worker_pool import is_alive, wait_until
 
 SOURCE = """
@@ -70,7 +70,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_number_and_metrics_come_back(folder):
-    with VerifierPool(1, 30.0, function="my_rewards:by_length") as pool:
+    with WorkerPool(1, 30.0, function="my_rewards:by_length") as pool:
         said = pool.call("four", ["6"], ROW).result(60)
     assert (said.reward, said.metrics, said.failure) == (-2.0, (("level", 3.0), ("id", 3.0)), None)
 
@@ -86,14 +86,14 @@ def test_number_and_metrics_come_back(folder):
     ],
 )
 def test_what_is_no_reward_is_a_failure(folder, name, completion, message):
-    with VerifierPool(1, 30.0, function=f"my_rewards:{name}") as pool:
+    with WorkerPool(1, 30.0, function=f"my_rewards:{name}") as pool:
         said = pool.call(completion, ["6"], ROW).result(60)
     assert said.failure == "error"
     assert message in said.message
 
 
 def test_a_failure_has_the_last_lines_of_its_traceback(folder):
-    with VerifierPool(1, 30.0, function="my_rewards:deep") as pool:
+    with WorkerPool(1, 30.0, function="my_rewards:deep") as pool:
         first, *trace = pool.call("x", [], ROW).result(60).message.splitlines()
     assert first == "KeyError: 'levle'"
     assert [line.strip() for line in trace if "File" in line] == [
@@ -104,7 +104,7 @@ def test_a_failure_has_the_last_lines_of_its_traceback(folder):
 
 def test_what_a_function_prints_is_logged_bounded_and_without_control_characters(folder, caplog):
     caplog.set_level("INFO")
-    with VerifierPool(1, 30.0, function="my_rewards:talks") as pool:
+    with WorkerPool(1, 30.0, function="my_rewards:talks") as pool:
         assert pool.call("1", [], ROW).result(60).reward == 1.0
         assert pool.call("100", [], ROW).result(60).reward == 1.0
     told = [record.getMessage() for record in caplog.records if "prints" in record.getMessage()]
@@ -122,7 +122,7 @@ def test_what_a_function_prints_is_logged_bounded_and_without_control_characters
 def test_a_function_that_prints_without_end_is_ended_by_its_limit(folder, caplog):
     caplog.set_level("INFO")
     (folder / "chatty.py").write_text("def reward(*_):\n    while True:\n        print('x' * 1000)\n")
-    with VerifierPool(1, 1.0, function="chatty:reward") as pool:
+    with WorkerPool(1, 1.0, function="chatty:reward") as pool:
         assert pool.call("x", [], ROW).result(60).failure == "timeout"
     assert len(caplog.records) <= MAX_PRINTED_LINES + 1
 
@@ -135,7 +135,7 @@ def test_a_file_can_be_named_and_finds_the_modules_beside_it(folder, tmp_path_fa
     )
     for spec in ("mine/json.py:steps", f"{folder}/mine/json.py:steps"):
         assert function_problem(spec) is None
-        with VerifierPool(1, 30.0, function=spec) as pool:
+        with WorkerPool(1, 30.0, function=spec) as pool:
             assert pool.call("x", [], ROW).result(60).reward == 3.0
     assert "has no function 'step'" in function_problem("mine/json.py:step")
     assert "mine/jsn.py" in function_problem("mine/jsn.py:steps")
@@ -167,7 +167,7 @@ def test_names_are_checked_as_values_are(folder):
         "\u202ex": False,
     }
     asked |= {"x" * 100: True, "Länge in Wörtern": True, "a/b": True, "字": True}
-    with VerifierPool(1, 30.0, function="my_rewards:echo") as pool:
+    with WorkerPool(1, 30.0, function="my_rewards:echo") as pool:
         futures = {name: pool.call("x", [], {"name": name}) for name in asked}
         said = {name: future.result(60) for name, future in futures.items()}
     for name, is_good in asked.items():
@@ -177,14 +177,14 @@ def test_names_are_checked_as_values_are(folder):
 
 
 def test_finite_numbers_stay_what_they_are(folder):
-    with VerifierPool(1, 30.0, function="my_rewards:huge") as pool:
+    with WorkerPool(1, 30.0, function="my_rewards:huge") as pool:
         said = pool.call("-1e30", [], ROW).result(60)
     assert (said.reward, said.metrics) == (-1e30, (("size", 1e308),))
 
 
 def test_a_hanging_answer_costs_no_answer_that_waits(folder):
     asked = ["slow" if number % 6 == 3 else str(number) for number in range(24)]
-    with VerifierPool(2, 1.0, function="my_rewards:slow") as pool:
+    with WorkerPool(2, 1.0, function="my_rewards:slow") as pool:
         results = pool.results([pool.call(text, [], ROW) for text in asked])
     assert [one.failure for one in results] == ["timeout" if text == "slow" else None for text in asked]
 
@@ -207,7 +207,7 @@ def test_a_function_that_cannot_be_loaded_is_refused_with_the_reason(folder, spe
 
 
 def test_a_pool_whose_function_cannot_be_loaded_raises_the_reason(folder):
-    with VerifierPool(1, 5.0, function="breaks:plain") as pool:
+    with WorkerPool(1, 5.0, function="breaks:plain") as pool:
         with pytest.raises(RuntimeError, match=r"reward\.function: importing 'breaks' failed"):
             pool.call("x", [], ROW).result(60)
 
@@ -236,6 +236,6 @@ def test_a_module_that_ignores_the_ends_of_its_children_is_served(folder):
         "import os, signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\ndef dies(*_):\n    os._exit(3)\n"
     )
     (folder / "ignores.py").write_text(source)
-    with VerifierPool(1, 30.0, function="ignores:dies") as pool:
+    with WorkerPool(1, 30.0, function="ignores:dies") as pool:
         messages = [pool.call("x", [], ROW).result(60).message for _ in range(4)]
     assert messages == ["its worker ended (exit code 3)"] * 4

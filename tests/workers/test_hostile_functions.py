@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlmath.workers.fork_server import MAX_PROCESSES
-from rlmath.workers.worker_pool import VerifierPool
+from rlmath.workers.worker_pool import WorkerPool
 from tests.workers.test_worker_pool import children, wait_until
 
 NAP = f"599.{os.getpid()}1"
@@ -118,13 +118,13 @@ def folder(tmp_path_factory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def pool(folder) -> Iterator[VerifierPool]:
+def pool(folder) -> Iterator[WorkerPool]:
     """Of one worker, so that every answer follows another in it."""
-    with VerifierPool(1, 30.0, function="hostile_rewards:reward") as shared:
+    with WorkerPool(1, 30.0, function="hostile_rewards:reward") as shared:
         yield shared
 
 
-def ask(pool: VerifierPool, *completions: str) -> list:
+def ask(pool: WorkerPool, *completions: str) -> list:
     futures = [pool.call(completion, [], {}) for completion in completions]
     return [future.result(120) for future in futures]
 
@@ -171,7 +171,7 @@ def test_what_the_module_starts_lives_as_long_as_the_pool(folder):
     (folder / "helped.py").write_text(
         f"{helper}def reward(text, *_):\n    return 1.0, {{'helper': helper.pid, 'worker': os.getpid()}}\n"
     )
-    with VerifierPool(1, 30.0, function="helped:reward") as pool:
+    with WorkerPool(1, 30.0, function="helped:reward") as pool:
         first = dict(ask(pool, "x")[0].metrics)
         os.kill(
             int(first["worker"]), signal.SIGKILL
@@ -186,7 +186,7 @@ def test_a_child_can_be_terminated(pool):
 
 
 def test_processes_end_with_the_time_limit_and_with_the_pool(folder):
-    with VerifierPool(1, 1.5, function="hostile_rewards:reward") as pool:
+    with WorkerPool(1, 1.5, function="hostile_rewards:reward") as pool:
         assert ask(pool, "hang_with_children now")[0].failure == "timeout"
         wait_until(lambda: not naps())
         asked = pool.call("hang_with_children now", [], {})
@@ -197,8 +197,8 @@ def test_processes_end_with_the_time_limit_and_with_the_pool(folder):
 
 def test_processes_end_with_a_trainer_that_is_killed(folder):
     code = (
-        "import sys; from rlmath.workers.worker_pool import VerifierPool\n"
-        "pool = VerifierPool(1, 60.0, function='hostile_rewards:reward')\n"
+        "import sys; from rlmath.workers.worker_pool import WorkerPool\n"
+        "pool = WorkerPool(1, 60.0, function='hostile_rewards:reward')\n"
         "pool.call('hang_with_children now', [], {}); sys.stdin.read()"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
@@ -211,7 +211,7 @@ def test_processes_end_with_a_trainer_that_is_killed(folder):
 
 
 def test_the_memory_limit_is_that_of_all_processes_together(folder):
-    with VerifierPool(1, 30.0, memory_bytes=400 * 2**20, function="hostile_rewards:reward") as pool:
+    with WorkerPool(1, 30.0, memory_bytes=400 * 2**20, function="hostile_rewards:reward") as pool:
         said = ask(pool, "three", "hold now", "seven")
     assert "together held more memory" in said[1].message
     assert not failures_among_others(said, 1)

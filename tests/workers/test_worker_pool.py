@@ -11,7 +11,7 @@ import pytest
 
 from rlmath.answers.verifier import Verdict
 from rlmath.workers import worker as worker_module
-from rlmath.workers.worker_pool import VerifierPool
+from rlmath.workers.worker_pool import WorkerPool
 from tests.answers.attacks import boxed, hanging
 
 
@@ -53,10 +53,10 @@ def wait_until(condition, seconds: float = 20.0) -> None:
 
 
 @contextmanager
-def lone_pool(timeout_seconds: float) -> Iterator[tuple[VerifierPool, int]]:
+def lone_pool(timeout_seconds: float) -> Iterator[tuple[WorkerPool, int]]:
     """A pool of one worker, and its fork server's process id."""
     before = set(children(os.getpid()))
-    with VerifierPool(workers=1, timeout_seconds=timeout_seconds) as single:
+    with WorkerPool(workers=1, timeout_seconds=timeout_seconds) as single:
         (fork_server,) = set(children(os.getpid())) - before
         yield single, fork_server
 
@@ -69,12 +69,12 @@ def single():
 
 @pytest.fixture(scope="module")
 def pool():
-    with VerifierPool(workers=2, timeout_seconds=1.0) as shared:
+    with WorkerPool(workers=2, timeout_seconds=1.0) as shared:
         warm(shared)
         yield shared
 
 
-def warm(pool: VerifierPool) -> None:
+def warm(pool: WorkerPool) -> None:
     """Wait until both workers have imported the verifier and verified a wrong answer, the first of which takes
     most of a second; on a busy machine that alone may take a limit."""
     both = ("\\boxed{0.71}", "\\boxed{0.72}")
@@ -159,7 +159,7 @@ def test_equal_questions_are_asked_once(pool):
 
 def test_an_answer_that_waited_longer_than_its_limit_is_judged():
     progress = []
-    with VerifierPool(workers=1, timeout_seconds=0.5) as pool:
+    with WorkerPool(workers=1, timeout_seconds=0.5) as pool:
         asked = [pool.submit(hang(n), HALF, "math") for n in range(4)]
         asked.append(pool.submit("\\boxed{\\frac{4}{8}}", HALF, "math"))
         results = pool.results(asked, lambda: progress.append(1))
@@ -230,7 +230,7 @@ def test_many_solutions_are_compared_in_a_worker_under_its_limit(pool):
 
 def test_limits_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match=r"reward\.workers is 0"):
-        VerifierPool(workers=0, timeout_seconds=5.0)
+        WorkerPool(workers=0, timeout_seconds=5.0)
     for seconds in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=r"reward\.timeout_seconds"):
-            VerifierPool(workers=1, timeout_seconds=seconds)
+            WorkerPool(workers=1, timeout_seconds=seconds)

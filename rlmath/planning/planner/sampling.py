@@ -51,7 +51,7 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class Rollout:
+class PlannedRollout:
     """What the engine that ends last does."""
 
     sampled: Sampled
@@ -75,7 +75,7 @@ def sampled_once(inputs: StepInputs) -> Sampled:
     return Sampled(count, count * lengths.mean, count * lengths.moment(2))
 
 
-def rollout_of(inputs: StepInputs) -> Rollout:
+def rollout_of(inputs: StepInputs) -> PlannedRollout:
     """The rollout of a step, by engines on all ranks of the cluster, or on its `rollout.ranks` last ones.
 
     Engines of their own that may be ahead of training decode completions of later steps, too, so that there is no tail:
@@ -96,7 +96,7 @@ def rollout_of(inputs: StepInputs) -> Rollout:
         slots = max(1, round(sampled.tokens / engines / steps))
     handled = batch.tokens / engines if rollout.ranks else batch.tokens
     work = sampling_work(inputs, sampled, engines, steps) + Work(tokens=handled)
-    return Rollout(sampled, work, slots, requests, steps, tail, engine_of(inputs).weights)
+    return PlannedRollout(sampled, work, slots, requests, steps, tail, engine_of(inputs).weights)
 
 
 # ---------------------------------------------------------------- the schedule of one engine

@@ -31,7 +31,7 @@ from rlmath.planning.memory_estimate import (
 from rlmath.planning.planner.lengths import Batch, lengths_with_mean
 from rlmath.planning.planner.sampling import (
     BUCKET_MESSAGES,
-    Rollout,
+    PlannedRollout,
     engine_of,
     rollout_of,
 )
@@ -68,7 +68,7 @@ class StepPlan:
     batch: Batch
     parts: Mapping[str, Mapping[str, float]]
     """Seconds by phase, by coefficient."""
-    rollout: Rollout
+    rollout: PlannedRollout
     microbatches: int
     """Micro-batches of a minibatch on a data-parallel rank."""
     idle_share: float
@@ -194,7 +194,7 @@ def recomputes_logprobs(config: Config) -> bool:
     return algorithm.recompute_logprobs and (in_advantages or not only_one)
 
 
-def tail_seconds(rollout: Rollout, cluster: Cluster, coefficients: Coefficients) -> float:
+def tail_seconds(rollout: PlannedRollout, cluster: Cluster, coefficients: Coefficients) -> float:
     """What the steps of the tail cost whatever their batch: the weights, and the engine's own time."""
     share = rollout.tail_steps / rollout.steps
     weights, messages = rollout.weights * rollout.tail_steps, rollout.work.messages * share

@@ -31,7 +31,7 @@ from rlmath.models.offload import RESTING, OffloadSets
 from rlmath.rewards.reward_manager import RewardWorkers, open_scorer
 from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
-from rlmath.rollout.generation import End, NewWeights
+from rlmath.rollout.engine_loop import End, NewWeights
 from rlmath.rollout.memory_monitor import MemoryMonitor
 from rlmath.rollout.memory_switch import CPU_COMPARES_EVERY, MemorySwitch
 from rlmath.rollout.weight_sync.logprob_probe import Probe, is_due

@@ -252,7 +252,7 @@ class Leader:
     workers: RewardWorkers
 
 
-class GenerationLoop:
+class EngineLoop:
     """The loop of one rank of an engine on ranks of its own."""
 
     def __init__(
