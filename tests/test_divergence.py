@@ -72,3 +72,13 @@ def test_a_row_of_discarded_steps_ends_the_run_and_the_next_start(arithmetic: Pa
     assert f"diverged in step {last}: every minibatch of 3 steps in a row" in again
     assert read_exit_status(folder).status == DIVERGED and saved_steps(folder) == [last - 1, last - 2, sound]
     assert not (folder / "hf_model").exists()
+
+
+@pytest.mark.full
+def test_a_model_that_the_last_update_broke_is_not_finished(arithmetic: Path, tmp_path: Path) -> None:
+    """No later minibatch sees it: the weights are finite, and give no log-probs."""
+    folder = tmp_path / "run"
+    start(arithmetic, folder, SFT, "optimizer.lr=1e30", "optimizer.warmup_steps=0", "run.total_steps=1")
+    ended = read_exit_status(folder)
+    assert ended.status == DIVERGED and "gives log-probs that are not finite" in ended.message
+    assert not (folder / "hf_model").exists()

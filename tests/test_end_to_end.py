@@ -298,7 +298,7 @@ def test_a_reward_function_that_fails_on_every_answer_ends_the_run_and_corrected
         in console
     )
     assert "KeyError: 'no such column'" in console and f'File "{file}", line 7, in reward' in console
-    assert "step 1 is saved, and the same command resumes from there" in console
+    assert "Correct the function: the same command resumes after step 1" in console
     assert "reward.function prints: called" in console
     ended = read_exit_status(folder)
     assert ended.status == MISTAKE and "KeyError: 'no such column'" in ended.message

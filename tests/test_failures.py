@@ -150,7 +150,9 @@ def test_control_c_saves_and_says_that_the_same_command_resumes(arithmetic: Path
     assert status.status == SAVED_AND_STOPPED, told
     step = rows[-1]["step"]
     assert complete_checkpoints(output / "checkpoints")[0][0].step == step
-    assert own_lines(told)[-1].endswith(f"after step {step}, which is saved: the same command resumes"), told
+    assert own_lines(told)[-1].endswith(
+        f"after step {step}, which is saved: the same command resumes after step {step}"
+    ), told
     assert "KeyboardInterrupt" not in told and told.count("Traceback") == told.count("SignalException: "), (
         told
     )

@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 _MARK = "RLMATH_DRILL"
 LOOK_SECONDS = 0.01
 """How often files are looked for; phases of a tiny run take tens of milliseconds."""
-STOP_OPTIONS = ("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "--shutdown-timeout=300")
+STOP_OPTIONS = ("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "--shutdown-timeout=315")
 """So torchrun passes SIGUSR1 on and leaves its ranks the time to save."""
 
 

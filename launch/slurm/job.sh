@@ -78,7 +78,7 @@ prepare_command() {
     command=(
         "$python" -m torch.distributed.run
         --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$ranks_per_node" --max-restarts=0
-        --signals-to-handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" --shutdown-timeout="$grace_seconds"
+        --signals-to-handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" --shutdown-timeout="$((grace_seconds + 15))"
         --rdzv-backend=c10d --rdzv-endpoint="$(meeting_point)" --rdzv-id="$SLURM_JOB_ID.$restart"
         "$program" "${arguments[@]}"
     )

@@ -25,7 +25,6 @@ from rlmath.answers.integer_sets import same_integers
 from rlmath.answers.interpret import interpret
 from rlmath.answers.lexer import Reading
 from rlmath.answers.normalize import (
-    PERMUTATION_OR_POINT,
     NotMathematics,
     Unevaluated,
     Unsupported,
@@ -122,8 +121,6 @@ def equal_by_grammar(answer: str, gold: str, rules: Rules, declared: tuple[str, 
     with_remark = _REMARK.search(gold) is not None
     ours = _readings(_without_working(answer, gold), False)
     golds = _readings(_without_working(gold, answer), with_remark)
-    if (match := PERMUTATION_OR_POINT.fullmatch(answer.strip())) and int(match[1]) >= int(match[2]):
-        ours = (*ours, parse_answer(f"\\binom{{{match[1]}}}{{{match[2]}}} \\cdot {match[2]}!"))
     if _repeats_question(ours[0], golds[0]) and not _leaves_work(golds[0]):
         return False  # the question repeated
     if isinstance(ours[0], Unsupported) and _UNEVALUATED.search(answer) and not _UNEVALUATED.search(gold):

@@ -338,7 +338,6 @@ def same_number(gold: Expr, answer: Expr, protocol: bool = False) -> bool:
     x, y = to_mp(a.value), to_mp(b.value)
     if any(isinstance(value, mpc) or MP.isinf(value) for value in (x, y)):
         return False
-    gold, answer = _mantissas(gold, answer)
     one, other = _decimal(gold), _decimal(answer)
     if protocol:
         if abs(x - y) <= PROTOCOL_TOLERANCE * max(abs(x), abs(y)):
@@ -354,16 +353,6 @@ def same_number(gold: Expr, answer: Expr, protocol: bool = False) -> bool:
         return abs(one.value - other.value) < Fraction(1, 2 * 10 ** _places(one))
     short, long = sorted((one, other), key=lambda decimal: decimal.digits or 0)
     return _places(short) < _places(long) and _represents(short, long.value, exact=False)
-
-
-def _mantissas(gold: Expr, answer: Expr) -> tuple[Expr, Expr]:
-    """The decimals before one power of ten, `6.02` and `6.022`; both expressions if they are no such products."""
-    if not (isinstance(gold, Call) and isinstance(answer, Call) and gold.name == answer.name == "mul"):
-        return gold, answer
-    (one, power), (other, same) = gold.args, answer.args
-    if power == same and not symbols(power) and isinstance(one, Num) and isinstance(other, Num):
-        return one, other
-    return gold, answer
 
 
 def _decimal(expr: Expr) -> Num | None:

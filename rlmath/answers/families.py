@@ -140,7 +140,7 @@ def same_line(gold: Sequence[Expr], answer: Sequence[Expr], of_reals: bool) -> b
 def _line(exprs: Sequence[Expr]) -> tuple[list[Fraction], list[Fraction]] | None:
     """(point at 0, difference to that at 1) of expressions linear in one parameter; None for others."""
     letters = frozenset().union(*map(symbols, exprs))
-    if len(letters) != 1 or not letters <= _PARAMETERS:
+    if len(letters) != 1 or not letters <= PARAMETERS:
         return None
     (letter,) = letters
     lines = [line for expr in exprs if (line := linear_in(expr, letter)) is not None]
@@ -160,7 +160,8 @@ def linear_in(expr: Expr, letter: str) -> tuple[Fraction, Fraction] | None:
     return (start, slope) if values == [start + at * slope for at in points] else None
 
 
-_PARAMETERS = frozenset(("t", "s", "u", "r", "k", "lambda", "mu", "alpha"))
+PARAMETERS = frozenset(("t", "s", "u", "r", "k", "lambda", "mu", "alpha"))
+"""Letters of the parameter of a line."""
 
 # ---------------------------------------------------------------- progressions
 _INDICES = frozenset(("k", "n", "m", "l", "j"))

@@ -255,13 +255,6 @@ def _take_bound(found: _Described, match: re.Match[str], negated: bool) -> bool:
     return True
 
 
-def _take_exceptions(found: _Described, match: re.Match[str], negated: bool) -> bool:
-    """`except 1 and 2`."""
-    if not negated:
-        found.add(frozenset(_whole_numbers(match[1])).__contains__, True)
-    return not negated
-
-
 def _take_set(found: _Described, match: re.Match[str], negated: bool) -> bool:
     """`\\in \\mathbb{N}`, or another set of integers."""
     part = (match[2] or "").strip("{} ").replace(" ", "")
@@ -293,7 +286,6 @@ _PARTS: tuple[tuple[re.Pattern[str], Callable[[_Described, re.Match[str], bool],
     (_DIVIDES, _take_divides),
     (_CONGRUENCE, _take_congruence),
     (_pattern(rf"(\\geq?|> =|>|greater than|more than|at least) ({_NUMBER}) "), _take_bound),
-    (_pattern(rf"(?:other than|except|excluding) (?:for )?({_SEVERAL})(?!(?:,|and|or) .)"), _take_exceptions),
     (
         re.compile(
             r"\\in \\mathbb (?:\{ )?([NZ])(?: \})? (?:(?:\^|_) ((?:\{ )?(?:\+|\*|(?:\\geq?|>) [01]|0)(?: \})?) )?"

@@ -25,7 +25,6 @@ from rlmath.answers.real_sets import RealSet, interval, point, whole_line
 from rlmath.answers.solution_sets import (
     FLIPPED,
     PLUS_MINUS,
-    absolute_value,
     any_symbols,
     bound_of,
     difference_of,
@@ -294,10 +293,6 @@ def _interpret_equation(relation: Relation) -> Interpretations:
     if value is None and equations is not None:
         return Interpretations(sign="=", equations=equations)
     if value is None:
-        if (values := absolute_value(relation)) is not None:
-            letter, bound = values
-            both = Call("pm", (Num(Fraction(0)), bound))
-            return replace(interpret(Scalar(both)), name=letter, difference=difference, sign="=")
         if difference is not None:
             asked = tuple(map(interpret, value_of_expression(sides)))
             return Interpretations(difference=difference, sign="=", asked=asked)

@@ -126,7 +126,6 @@ def _roots(text: str) -> str:
 
 _POWER_OF_TEN = re.compile(r"(?<=[0-9])\s?x\s?(?=10\s?(?:\^|\*\*))")
 _DOTTED_DIGIT = re.compile(r"(?<=[0-9.])\\(dot|bar|overline)\s?([0-9])(?![0-9])")
-_DIVIDED = re.compile(r"([0-9]{1,9}) ?(?:\\text\s?\{)? ?(?:R|remainder|with remainder) ?\}? ?([0-9]{1,9})")
 _OUT_OF = re.compile(r"([0-9]{1,9}) ?(?:\\text\s?\{)? ?(?:out of|in) ?\}? ?([0-9]{1,9})")
 _CHOSEN = r"\{?([0-9]{1,4}|n)\}?"
 _FROM = r"\{?([0-9]{1,4}|[kr])\}?"
@@ -135,12 +134,6 @@ _COMBINATIONS = re.compile(
     rf"|(?<![A-Za-z\\])C\s?\(\s?{_CHOSEN}\s?,\s?{_FROM}\s?\)|(?<![A-Za-z\\])C_{_CHOSEN}\s?\^\s?{_FROM}"
     r"|^([0-9]{1,4})C([0-9]{1,4})$"
 )
-_PERMUTATIONS = re.compile(
-    r"^(?:\{\}\s?)?[_^]\s?\{?([0-9]{1,3})\}?\s?(?:\\(?:mathrm|text)\s?\{\s?P\s?\}|P)\s?_\s?\{?([0-9]{1,3})\}?$"
-    r"|^([0-9]{1,3})P([0-9]{1,3})$"
-)
-PERMUTATION_OR_POINT = re.compile(r"P ?\( ?([0-9]{1,3}) ?, ?([0-9]{1,3}) ?\)")
-_HEXADECIMAL = re.compile(r"0[xX][0-9A-Fa-f]{1,16}|0[bB][01]{1,64}")
 _BOUND = re.compile(
     r"(?:\\text\s?\{ ?)?(?:([a-z])\s?(?:\\text\s?\{)?(?: ?(?:is|must be)) )?(?:\\text\s?\{ ?)?"
     r"(at least|at most|no less than|no more than|not less than|not more than|greater than or equal to"
@@ -171,11 +164,6 @@ def other_notation(text: str) -> str:
         text = _DOTTED_DIGIT.sub(r"\\\1{\2}", text)
     if "C" in text:
         text = _COMBINATIONS.sub(_as_binomial, text)
-    if "P" in text and (match := _PERMUTATIONS.fullmatch(text)):
-        n, k = (int(group) for group in match.groups() if group is not None)
-        return f"\\binom{{{n}}}{{{k}}} \\cdot {k}!" if k <= n else text
-    if text[:1] == "0" and _HEXADECIMAL.fullmatch(text):
-        return str(int(text, 0))
     if ("than" in text or "at " in text) and (match := _BOUND.fullmatch(text)):
         sign, letter, bound = _BOUND_SIGNS[match[2]], match[1], match[3]
         if letter:
@@ -190,11 +178,8 @@ def other_notation(text: str) -> str:
         text = _MEASURE.sub("", text)
     if "(" in text and "," in text:
         text = _POINT_NAME.sub(r"\1=(", _POINT_WORD.sub("", text))
-    if text[:1].isdigit() and not text.isdigit():
-        if match := _DIVIDED.fullmatch(text):
-            return f"quotient={match[1]}, remainder={match[2]}"
-        if (match := _OUT_OF.fullmatch(text)) and int(match[2]):
-            return f"{match[1]}/{match[2]}"
+    if text[:1].isdigit() and not text.isdigit() and (match := _OUT_OF.fullmatch(text)) and int(match[2]):
+        return f"{match[1]}/{match[2]}"
     money = _MONEY_WORD.match(text) if text[:1] in _MONEY_BEGINS else None
     return _CURRENCY.get(money[1], "\\rupee ") + text[money.end() :] if money else text
 

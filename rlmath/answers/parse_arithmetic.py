@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from rlmath.answers import lexer
 from rlmath.answers.evaluate import symbols
-from rlmath.answers.families import explained, operands
+from rlmath.answers.families import PARAMETERS, explained, operands
 from rlmath.answers.lexer import Token
 from rlmath.answers.normalize import GREEK, NotMathematics, Unsupported
 from rlmath.answers.syntax_tree import (
@@ -38,8 +38,6 @@ MAX_MARKS = 10
 AFTER_INTERVAL = frozenset(
     ("", ",", ";", ".", "and", "or", "\\cup", "\\cap", "\\setminus", "\\backslash", "}", "\\}")
 )
-PARAMETERS = frozenset(("t", "s", "u", "r", "k", "lambda", "mu", "alpha"))
-"""Letters of the parameter of a line."""
 
 
 class Arithmetic(ABC):

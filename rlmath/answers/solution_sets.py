@@ -1,4 +1,4 @@
-"""What relations and their sides say: the bounds of inequalities, absolute values, plus-minus signs, lines in space."""
+"""What relations and their sides say: the bounds of inequalities, plus-minus signs, names and values."""
 
 from __future__ import annotations
 
@@ -101,19 +101,6 @@ def linear(expr: Expr) -> tuple[str, Fraction, Fraction] | None:
     (letter,) = letters
     line = linear_in(expr, letter)
     return (letter, line[1], line[0]) if line is not None and line[1] else None
-
-
-def absolute_value(relation: Relation) -> tuple[str, Expr] | None:
-    """(letter, positive number) of `|k| = 4`, else None."""
-    if len(relation.sides) != 2 or relation.ops != ("=",):
-        return None
-    for side, other in (relation.sides, relation.sides[::-1]):
-        expr, bound = relation_side(side), bound_of(other)
-        if not (isinstance(expr, Call) and expr.name == "abs" and isinstance(expr.args[0], Sym)):
-            continue
-        positive = bound is not None and is_finite(bound) and bound > 0
-        return (expr.args[0].name, other.expr) if positive and isinstance(other, Scalar) else None
-    return None
 
 
 def whole_numbers(reals: RealSet) -> tuple[int | None, int | None]:

@@ -183,7 +183,6 @@ _KNOWN: dict[str, Known] = (
         **_scaled("mass length-1 time-2", {"atm atmosphere": 101_325_000}),
         **_scaled("celsius", {"celsius": 1}),
         **_scaled("fahrenheit", {"fahrenheit": 1}),
-        **_scaled("light-year", {"ly": 1}),
         # several in one word
         "mph": (_dimensions("length time-1"), 63360 * _INCH / 3600),
         "kph": (_dimensions("length time-1"), Fraction(1000, 3600)),
@@ -277,11 +276,6 @@ def read_unit(tokens: Sequence[Token]) -> Unit | None:
         elif lower in ("unit", "units"):
             step += _exponent(tokens, position + 1)[1]
             pending = 1
-        elif (
-            lower == "light" and position + 1 < len(tokens) and tokens[position + 1].text in ("year", "years")
-        ):
-            step = 2
-            _multiply(dimensions, (("light-year", 1),), sign)
         elif lower == "\\frac" and sign == 1 and (quotient := _quotient(tokens, position)) is not None:
             over, step = quotient
             factor *= over.factor

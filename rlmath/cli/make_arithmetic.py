@@ -32,6 +32,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlmath.checkpoint.convert.sources import check_output
+
 MAX_DIGITS = 6
 """More columns than this do not fit the demo's model."""
 
@@ -175,12 +177,7 @@ def main(argv: list[str] | None = None) -> None:
     train, heldout = make_problems(args.seed, args.train, args.heldout, args.digits)
     worked = worked_rows(train, args.worked, args.accuracy, args.seed)
     worked_heldout = worked_rows(heldout, min(args.worked, len(heldout)), args.accuracy, args.seed)
-    if args.output.exists() and not args.output.is_dir():
-        raise ValueError(f"--output {args.output} is a file; name a folder")
-    if args.output.exists() and any(args.output.iterdir()):
-        raise ValueError(
-            f"--output {args.output} is there already and is not an empty folder; name a new one"
-        )
+    check_output(args.output)
     args.output.mkdir(parents=True, exist_ok=True)
     for name, rows in (
         ("train", [problem.row() for problem in train]),

@@ -18,6 +18,8 @@ from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
+from rlmath.checkpoint.convert.sources import check_output
+
 MAX_POSITIONS = 512
 _PAD, _EOS, _UNK, _BOXED = "<pad>", "<eos>", "<unk>", "\\boxed{"
 
@@ -97,12 +99,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default {default})")
     parser.add_argument("--tied", action="store_true", help="share input and output embeddings")
     args = parser.parse_args(argv)
-    if args.output.exists() and not args.output.is_dir():
-        raise ValueError(f"--output {args.output} is a file; name a folder")
-    if args.output.exists() and any(args.output.iterdir()):
-        raise ValueError(
-            f"--output {args.output} is there already and is not an empty folder; name a new one"
-        )
+    check_output(args.output)
     return args
 
 

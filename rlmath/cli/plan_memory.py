@@ -116,7 +116,6 @@ def table(plan: MemoryPlan) -> str:
         " " * width + "".join(f"{phase:>11}" for phase in phases),
     ]
     lines += [f"{name:<{width}}" + "".join(_cell(size) for size in sizes) for name, sizes in rows]
-    lines += [f"{part} in the host's memory {size / GIB:.3f}" for part, size in plan.host.items()]
     return "\n".join(lines)
 
 

@@ -11,16 +11,23 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
+from rlmath.checkpoint.directory import complete_checkpoints
 from rlmath.config.help import raise_problems
 from rlmath.config.load import load_config, make_parser
-from rlmath.config.run_files import EXIT_STATUS_FILE
+from rlmath.config.run_files import CHECKPOINTS_FOLDER, EXIT_STATUS_FILE
 from rlmath.config.schema import RunConfig
 from rlmath.config.shipped_files import PACKAGE
-from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE, read_exit_status
-from rlmath.distributed.fault_tolerance.preemption import WANTED_SIGNALS
+from rlmath.distributed.fault_tolerance.exit_codes import (
+    AGAIN,
+    FAILURE,
+    MISTAKE,
+    again_text,
+    read_exit_status,
+)
+from rlmath.distributed.fault_tolerance.preemption import EXIT_SECONDS, WANTED_SIGNALS
 from rlmath.planning.checks import only_used
 from rlmath.planning.early_checks import early_problems
 from rlmath.planning.memory_estimate import Kind
@@ -65,7 +72,21 @@ def _train(program: Kind, argv: Sequence[str]) -> int:
     if ranks is None:
         ranks = gpu_count(used.run.device) or least_ranks(used)
     command = ["-m", "rlmath.trainer", program, *words]
-    return launch(ranks, command, output, used.run.stop_grace_seconds)
+    status = launch(ranks, command, output, used.run.stop_grace_seconds)
+    if status not in (0, MISTAKE) and (line := _line_after(output, used.run.recover_mode == "disabled")):
+        print(line, file=sys.stderr)
+    return status
+
+
+def _line_after(output: Path, starts_over: bool) -> str | None:
+    """What the same command does after a run that has left this folder; None where its last line has said so."""
+    with suppress(ValueError):  # the folder or its checkpoints cannot be read
+        if AGAIN in read_exit_status(output).message:
+            return None
+        found = [] if starts_over else complete_checkpoints(output / CHECKPOINTS_FOLDER)[0]
+        again = again_text(found[0].step if found else None)
+        return f"{again[0].upper()}{again[1:]} ({output})"
+    return None
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -153,7 +174,7 @@ def launch(ranks: int, command: Sequence[str], output: Path | None, grace_second
     for name in ("torch.distributed.elastic", "torch.distributed.run"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # ranks say themselves why they end
     # torchrun reads it as its option, and ranks inherit it: they need to know how long they may save.
-    os.environ["PET_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_seconds))
+    os.environ["PET_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_seconds + EXIT_SECONDS))
     if Path.cwd() == PACKAGE.parent:  # a checkout that is not installed
         os.environ["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")])

@@ -56,12 +56,21 @@ def _kind(mode: int) -> str:
 # ---------------------------------------------------------------- JSON
 
 
-def parse_json(text: str) -> Any:
-    """What JSON text holds. ValueError where it is none, or is nested too deep for the interpreter."""
+def parse_json(text: str, unique_keys: bool = False) -> Any:
+    """What JSON text holds. ValueError where it is none, or is nested too deep for the interpreter; with `unique_keys`
+    also where an object has a key twice, of which else the last one counts."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_without_repetition if unique_keys else None)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)[:40]!r} stands twice")
+    return found
 
 
 def read_json_object(file: Path, most_bytes: int = MAX_JSON_BYTES) -> dict:

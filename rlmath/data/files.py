@@ -57,14 +57,8 @@ def existing_place(path: str) -> Path:
     place = Path(path)
     if os.path.isfile(place) or os.path.isdir(place):
         return place
-    if os.path.exists(place):
-        raise ValueError(f"{path}: neither a file nor a folder; needed: one of them")
-    if os.path.islink(place):
-        raise ValueError(f"{path}: a link to {os.readlink(place)!r}, which is not there")
-    if not os.path.isdir(place.parent):
-        raise ValueError(f"{path}: no such file, and no folder {str(place.parent)!r} either")
-    if not os.access(place.parent, os.R_OK | os.X_OK):
-        raise ValueError(f"{path}: the folder {str(place.parent)!r} may not be read; change its permissions")
+    if os.path.lexists(place):
+        raise ValueError(f"{path}: neither a file nor a folder, or a link to nothing; needed: one of them")
     raise ValueError(f"{path}: no such file.{nearest_path(place)}")
 
 
@@ -245,7 +239,7 @@ def _parsed(where: str, line: bytes) -> RawRow:
     if start == "[":
         return RawRow(where, None, f"the beginning of a JSON array{_ONE_A_LINE}", start)
     try:
-        row = parse_json(line.decode("utf-8"))
+        row = parse_json(line.decode("utf-8"), unique_keys=True)
     except UnicodeDecodeError as error:
         wrong = f"not UTF-8 (byte {error.start} is {line[error.start]:#04x}); save the file as UTF-8"
         return RawRow(where, None, wrong, start)

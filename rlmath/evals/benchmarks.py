@@ -30,30 +30,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One problem of a benchmark."""
+class Problem(Prompt):
+    """One problem of a benchmark, as training has it."""
 
-    benchmark: str
-    problem_id: str
-    prompt: str
-    """The text with the template applied."""
-    token_ids: tuple[int, ...]
-    solutions: tuple[str, ...]
-    task: str
-    more_json: str = "{}"
-    """The row's further columns, a JSON object."""
-
-    @property
-    def as_prompt(self) -> Prompt:
-        """As training has it."""
-        return Prompt(
-            self.problem_id,
-            self.prompt,
-            token_ids=self.token_ids,
-            solutions=self.solutions,
-            task=self.task,
-            more_json=self.more_json,
-        )
+    benchmark: str = ""
 
     @property
     def prompt_hash(self) -> str:
@@ -114,13 +94,13 @@ def load_benchmark(
         raise ValueError(f"{path}: the model's tokenizer makes no token of the problem {empty[0][:60]!r}")
     problems = [
         Problem(
-            name,
             row.query_id,
-            prompt=prompt,
+            prompt,
             token_ids=tuple(ids),
             solutions=row.solutions,
             task=row.task,
             more_json=row.more_json,
+            benchmark=name,
         )
         for row, prompt, ids in zip(rows, prompts, tokens, strict=True)
     ]
@@ -129,10 +109,7 @@ def load_benchmark(
 
 def reference_warnings(benchmarks: Sequence[Benchmark]) -> tuple[str, ...]:
     """About problems that have no reference which an answer could equal: they are wrong whatever the model says."""
-    files = []
-    for benchmark in benchmarks:
-        files.append((benchmark.name, [problem.as_prompt for problem in benchmark.problems]))
-    return audit_references(files)
+    return audit_references([(benchmark.name, benchmark.problems) for benchmark in benchmarks])
 
 
 @dataclass(frozen=True)
@@ -154,7 +131,7 @@ def check_lengths(
     if over <= 0:
         return LengthLimits(prompt_tokens, max_new_tokens)
     what = (
-        f"the longest prompt ({longest.benchmark}, {longest.problem_id!r}) has {prompt_tokens}"
+        f"the longest prompt ({longest.benchmark}, {longest.prompt_id!r}) has {prompt_tokens}"
         if max_prompt_tokens is None
         else f"--max-prompt-tokens is {prompt_tokens}"
     )

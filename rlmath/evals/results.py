@@ -74,8 +74,8 @@ def result_of(
     wrong (`too_long`), and so do completions whose verification failed (`not_judged`); `unusable` rows of the file are
     not in `num_questions`. KeyError if a problem lacks a completion."""
     fitting = [p for p in benchmark.problems if len(p.token_ids) <= max_prompt_tokens]
-    rows = {p.problem_id: {index: records[p.problem_id, index] for index in plan.indices} for p in fitting}
-    problems = tuple(_problem(p.problem_id, rows.get(p.problem_id, {}), plan) for p in benchmark.problems)
+    rows = {p.prompt_id: {index: records[p.prompt_id, index] for index in plan.indices} for p in fitting}
+    problems = tuple(_problem(p.prompt_id, rows.get(p.prompt_id, {}), plan) for p in benchmark.problems)
     greedy = [row[GREEDY_INDEX] for row in rows.values()] if plan.greedy else []
     sampled = [[row[index] for index in range(plan.samples)] for row in rows.values()]
     flat = [record for row in sampled for record in row]

@@ -190,7 +190,7 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: VerifierPool, device: Dev
     }
     if plan.scorer_hook is not None:
         limits = RewardConfig(timeout_seconds=pool.timeout_seconds)
-        for warning in try_scorer(plan.scorer_hook, limits, [problems[0].as_prompt]):
+        for warning in try_scorer(plan.scorer_hook, limits, [problems[0]]):
             logger.warning("%s", warning)
     sampled = {"temperature": plan.temperature, "top_p": plan.top_p, "seed": plan.seed}
     check_settings(plan.output, common, sampled if plan.samples else None)
@@ -209,10 +209,10 @@ def _missing(benchmark: Benchmark, plan: Plan, lengths: LengthLimits) -> list[Mi
     on_disk = read_completions(plan.output, benchmark.name)
     missing = []
     for problem in benchmark.problems:
-        keys = [(problem.problem_id, index) for index in plan.indices]
+        keys = [(problem.prompt_id, index) for index in plan.indices]
         if {on_disk[key].prompt_hash for key in keys if key in on_disk} - {problem.prompt_hash}:
             raise ValueError(
-                f'--output "{plan.output}" holds completions of another problem {problem.problem_id!r} of '
+                f'--output "{plan.output}" holds completions of another problem {problem.prompt_id!r} of '
                 f"{problem.benchmark}: its text, template or solutions have changed. Give another --output."
             )
         indices = tuple(key[1] for key in keys if key not in on_disk)

@@ -103,7 +103,7 @@ def _requests(number: int, missing: Missing, plan: Plan, lengths: LengthLimits) 
         Request(
             (number, index),
             problem.token_ids,
-            completion_seed(plan.seed, problem.benchmark, problem.problem_id, index),
+            completion_seed(plan.seed, problem.benchmark, problem.prompt_id, index),
             0,
             lengths.max_new_tokens,
             temperature=0.0 if index == GREEDY_INDEX else plan.temperature,
@@ -139,9 +139,9 @@ class Verification:
         problem = self._problems[generated.key[0]]
         text = completion_text(self._tokenizer, generated.token_ids, generated.finish_reason == "stop")
         if self._scorer is None:
-            future = self._pool.submit(text_to_verify(problem.prompt, text), problem.solutions, problem.task)
+            future = self._pool.submit(text_to_verify(problem.text, text), problem.solutions, problem.task)
         else:
-            future = self._scorer.call(text, problem.solutions, problem.as_prompt.row)
+            future = self._scorer.call(text, problem.solutions, problem.row)
         self._submitted.append((request, generated, text, future))
         self.write_done()
 
@@ -160,7 +160,7 @@ class Verification:
         verdict = future.result()
         if isinstance(verdict, FunctionResult):
             # For the vote of maj@k, which compares answers.
-            whole = text_to_verify(self._problems[generated.key[0]].prompt, text)
+            whole = text_to_verify(self._problems[generated.key[0]].text, text)
             answer = extract_answer(whole, self._answer_from) or ""
             extracted = split_boxes(answer)[0][:MAX_ANSWER_CHARS]
             right = verdict.failure is None and verdict.reward > 0
@@ -168,7 +168,7 @@ class Verification:
         number, index = generated.key
         problem, greedy = self._problems[number], index == GREEDY_INDEX
         record = CompletionRecord(
-            problem_id=problem.problem_id,
+            problem_id=problem.prompt_id,
             mode="greedy" if greedy else "sample",
             sample=0 if greedy else index,
             seed=request.seed,

@@ -2,7 +2,7 @@
 
 `check_config` is what the launch scripts call, for GRPO ("grpo") and supervised training ("sft"); it raises one
 ValueError with all problems. The other functions each return the problems of one kind, as one text per problem: what
-was given, what is needed and what to change. `config_warnings` lists settings that change nothing in a run.
+was given, what is needed and what to change.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from rlmath.config.hub import is_hub_id, push_problems
 from rlmath.config.length_curriculum import stage_list_problems, validates
 from rlmath.config.model_shape import ModelShape, cpu_head_dim_problem
 from rlmath.config.schema import (
-    AlgorithmConfig,
     Config,
     PolicyConfig,
 )
@@ -40,14 +39,11 @@ from rlmath.planning import rollout_checks as rollouts
 from rlmath.planning.memory_estimate import Kind
 from rlmath.planning.memory_fit import GIB, fit_problems
 from rlmath.planning.memory_formulas import FLOAT32_BYTES, longest_sequence_bytes
-from rlmath.planning.reward_checks import hook_problems, hook_warnings, reward_problems, reward_warnings
+from rlmath.planning.reward_checks import hook_problems, reward_problems
 from rlmath.rewards.several_rewards import reward_hooks
 from rlmath.telemetry.wandb import wandb_problems
 from rlmath.workers.hooks import function_problem
 from rlmath.workers.user_functions import advantage_hook
-
-ON_RATIO = ("loss", "clip_ratio", "clip_ratio_high", "dual_clip", "early_stop_ratio_low", "early_stop_kl")
-"""Settings of `AlgorithmConfig` that only matter where the importance ratio is not 1."""
 
 
 def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> ModelShape:
@@ -264,37 +260,6 @@ def file_problems(config: Config, kind: Kind = "grpo") -> Iterator[str]:
             yield f'{key}: "{path}" is empty. Give a file with one row a line (forms: docs/data.md).'
 
 
-def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
-    """Settings that change nothing in this run, to be printed at the start; none of them is an error. `unused` are
-    those of `only_used`."""
-    warnings = []
-    if unused:
-        warnings.append(f"Without effect in supervised training: {', '.join(unused)}.")
-    if config.parallel.sequence and config.parallel.tensor == 1:
-        warnings.append(
-            "parallel.sequence=true has no effect with parallel.tensor=1: there is no rank to split over."
-        )
-    if config.optimizer.decay == "constant" and config.optimizer.min_lr > 0:
-        warnings.append('optimizer.min_lr has no effect with optimizer.decay="constant".')
-    if config.memory.offload_reference and config.algorithm.kl_coef == 0:
-        warnings.append(
-            "memory.offload_reference has no effect with algorithm.kl_coef=0: there is no reference."
-        )
-    more = (
-        rollouts.partial_rollout_warnings,
-        rollouts.asynchronous_warnings,
-        rollouts.curriculum_warnings,
-        rollouts.rollback_warnings,
-        rollouts.old_token_warnings,
-        algorithm_warnings,
-        model_checks.critic_warnings,
-        model_checks.teacher_warnings,
-        rollouts.length_stage_warnings,
-        hook_warnings,
-    )
-    return [*warnings, *(text for find in more for text in find(config))]
-
-
 # ---------------------------------------------------------------- single values, optimizer, recomputation
 
 
@@ -442,63 +407,6 @@ def algorithm_problems(config: Config) -> Iterator[str]:
         )
 
 
-# ---------------------------------------------------------------- algorithm and selection: what has no effect
-
-
-def algorithm_warnings(config: Config) -> Iterator[str]:
-    """Settings that change nothing in this run, or less than one may think."""
-    algorithm, selection = config.algorithm, config.selection
-    changed = [name for name in ON_RATIO if getattr(algorithm, name) != getattr(AlgorithmConfig(), name)]
-    if changed and algorithm.recompute_logprobs and algorithm.n_minibatches == 1 and algorithm.epochs == 1:
-        yield (
-            f"{_keys(changed)}: no effect, since one minibatch a step (algorithm.n_minibatches=1, epochs=1) is learned "
-            "from before the policy changes, and every importance ratio is 1."
-        )
-    if algorithm.loss == "gspo" and algorithm.clip_ratio > 0.01:
-        yield (
-            f"algorithm.clip_ratio={algorithm.clip_ratio:g} hardly ever clips the mean ratio of a completion; GSPO's "
-            "paper has 3e-4, and 4e-4 for algorithm.clip_ratio_high."
-        )
-    if algorithm.loss == "cispo" and algorithm.dual_clip is not None:
-        yield 'algorithm.dual_clip has no effect with algorithm.loss="cispo".'
-    bounds = ("importance_cap", "importance_mask_low", "importance_mask_high")
-    given = [name for name in bounds if getattr(algorithm, name) is not None]
-    if given and algorithm.importance_correction is None:
-        yield f"{_keys(given)}: no effect without algorithm.importance_correction."
-    cap, mask = algorithm.importance_cap, algorithm.importance_mask_high
-    if cap is not None and mask is not None and cap >= mask:
-        yield f"algorithm.importance_cap={cap:g} has no effect: importance_mask_high={mask:g} is not above it."
-    if algorithm.kl_coef == 0 and algorithm.reference_every_steps is not None:
-        yield "algorithm.reference_every_steps has no effect with algorithm.kl_coef=0: there is no reference."
-    if algorithm.kl_coef == 0 and algorithm.kl_in == "reward":
-        yield 'algorithm.kl_in="reward" has no effect with algorithm.kl_coef=0.'
-    if algorithm.kl_coef != 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
-        yield (
-            'algorithm.kl_estimator="k1" in the loss has an expected gradient of 0 and holds nothing back; "k2" has '
-            "that of the KL."
-        )
-    if algorithm.kl_coef != 0 and algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1":
-        yield (
-            f'algorithm.kl_estimator="{algorithm.kl_estimator}" in the reward has no gradient of first order near the '
-            'reference and holds little back; "k1" has that of the KL.'
-        )
-    if algorithm.kl_coef != 0 and algorithm.kl_in == "reward" and algorithm.advantage == "grpo":
-        yield (
-            'algorithm.advantage="grpo" divides by the group\'s deviation: where all rewards of a group are equal, the '
-            'KL alone makes it, whatever algorithm.kl_coef is. "rloo", "dr_grpo", "ppo" and kl_in="loss" do not.'
-        )
-    if selection.dynamic_sampling is None and selection.max_extra_prompts > 0:
-        yield "selection.max_extra_prompts has no effect without selection.dynamic_sampling."
-    if selection.dynamic_sampling is not None and selection.max_extra_prompts == 0:
-        yield (
-            "selection.dynamic_sampling drops groups and, with selection.max_extra_prompts=0, samples none in their "
-            "place."
-        )
-    yield from reward_warnings(config)
-    if selection.drop_truncated and config.reward.mask_no_eos_with_zero:
-        yield "reward.mask_no_eos_with_zero has no effect with selection.drop_truncated=true."
-
-
 def _keys(names: list[str]) -> str:
     return ", ".join(f"algorithm.{name}" for name in names)
 
@@ -536,7 +444,7 @@ _SFT_SETTINGS = (
 
 
 def used_keys() -> list[str]:
-    """Of all settings those that have an effect."""
+    """Settings that have an effect in supervised training."""
     return [key for key in all_settings() if is_among(key, _SFT_SETTINGS)]
 
 

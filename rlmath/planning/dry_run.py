@@ -44,6 +44,7 @@ from rlmath.planning.memory_fit import GIB, planned_target, start_up_lines
 from rlmath.planning.parallelism import planned_ranks, roles
 from rlmath.planning.prepare import RunData, dropped_warning, read_inputs, tokenizer_problem, try_data
 from rlmath.planning.reward_checks import hook_lines
+from rlmath.planning.warnings import config_warnings
 from rlmath.rollout.unfinished_rules import slice_tokens, unfinished_rules, unfinished_size
 from rlmath.run.recovery import save_schedule
 from rlmath.run.recovery.hub_inputs import plan_inputs
@@ -417,7 +418,7 @@ def _warnings(plan: RunPlan) -> Iterator[str]:
         yield f"a start needs more of the model: {problem}"
     for problem in plan.not_here:
         yield f"a start on this machine would be refused: {problem}"
-    yield from checks.config_warnings(config, plan.unused)
+    yield from config_warnings(config, plan.unused)
     if plan.target.total_bytes is None:
         yield "the plan is for the CPU, in float32; name a GPU by memory.gpu or memory.gpu_gib."
         with_cache = config.rollout.ranks or plan.ranks

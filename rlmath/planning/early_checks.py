@@ -50,7 +50,8 @@ def _output_problems(config: Config) -> Iterator[str]:
     except ValueError as error:
         yield f'run.output_dir "{folder}": {error}'
         return
-    for change in changes or []:
-        yield f'the run in "{folder}" cannot go on with other settings: {change}. Give another run.output_dir.'
+    if changes:
+        several = "; ".join(changes)
+        yield f'the run in "{folder}" cannot go on with other settings: {several}. Give another run.output_dir.'
     for problem in folder_problems(folder, config, 0, resumes=changes is not None):
         yield f'run.output_dir "{folder}": {problem}'

@@ -21,16 +21,15 @@ With teacher.loss="full" the teacher's last hidden states of all micro-batches a
 is over. They are not counted: how many there are is known when the completions are.
 
 Where engines have ranks of their own (`rollout.ranks`), nothing takes turns. A training rank has the phases of training
-alone, and in each a copy of its parameters in the engines' number format, from which a thread sends them while training
-goes on. A rank of an engine has one phase, "generate", in which it also receives. That copy and the buckets are in the
-host's memory (`weight_sync.offer`): of a GPU's they take nothing.
+alone, a rank of an engine has one phase, "generate". The copy of the parameters that a thread sends to the engines, and
+its buckets, are in the host's memory (`weight_sync.offer`), and are not counted.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from rlmath.checkpoint.hf.weight_map import rules_of, shard_shape
@@ -60,7 +59,6 @@ PARTS = (
     "working",
     "gather_buffer",
     "dummy_gradients",
-    "offered_weights",
     "engine_weights",
     "engine_workspace",
     "kv_cache",
@@ -69,7 +67,7 @@ PARTS = (
 """Every part a plan may name; "working" is what a pass needs beside activations and logits, "teacher_head" the output
 layer of a teacher where the update needs it."""
 ENGINE_PARTS = ("engine_weights", "engine_workspace", "kv_cache", "sync_buffers")
-"""Those that training does without."""
+"""Parts that training does without."""
 GENERATION_PHASES = ("sync", "generate")
 TRAINING_PHASES = ("logprobs", "reference", "critic", "teacher", "update")
 
@@ -98,16 +96,13 @@ class MemoryPlan:
     """What one rank holds in each phase."""
 
     rank: int
-    """Of the run."""
+    """Number of the rank among all of the run."""
     stage: int
     """Pipeline stage of the rank; its ranks all hold the same."""
     phases: Mapping[str, Mapping[str, int]]
     """Bytes by part, by phase, in the order of a step; parts that are not held are left out."""
     is_engine: bool = False
-    """Of a rank that an engine has for itself, with stage 0; all such ranks hold the same."""
-    host: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by part that a rank with a GPU holds beside, in the host's memory, in all phases. What is offloaded there
-    is not counted."""
+    """Whether an engine has the rank for itself, with stage 0; all such ranks hold the same."""
 
     @property
     def name(self) -> str:
@@ -165,8 +160,7 @@ def plan_engine_rank(config: Config, shape: ModelShape, rank: int, target: Targe
         "engine_workspace": engine.workspace,
         "kv_cache": max(0, engine.kv_cache),
     }
-    on_host = {"sync_buffers": _own_sync_bytes(config, target, engine.weights)}
-    return _with_host(MemoryPlan(rank, 0, {"generate": held}, is_engine=True), on_host, target)
+    return MemoryPlan(rank, 0, {"generate": _in_order(held)}, is_engine=True)
 
 
 def largest(plans: list[MemoryPlan], phases: tuple[str, ...] | None = None) -> tuple[MemoryPlan, str]:
@@ -215,20 +209,14 @@ def plan_rank(
     layers = _own_layers(config, shape, mesh)
     buffers = _buffers(shape, mesh, layers)
     work = stage_work(config, shape, mesh, target, layers)
-    teacher = plan_teacher(config, shape, mesh, target) if kind == "grpo" else None
-    in_loss = 0 if teacher is None else teacher.in_loss
-    update = formulas.backward_bytes(shape, work, config.policy, in_loss)
+    critic = teacher = NO_MODEL
+    if kind == "grpo":
+        critic, teacher = (plan(config, shape, mesh, target) for plan in (plan_critic, plan_teacher))
+    update = formulas.backward_bytes(shape, work, config.policy, teacher.in_loss)
     forward = formulas.forward_bytes(shape, work)
     gather, dummies = formulas.gather_bytes(shape, work), _dummy_gradient_bytes(shape, mesh, target)
-    if teacher is not None:
-        gather = max(gather, teacher.gather)
-    critic = _Critic({}, formulas.PassBytes(0, 0, 0), 0)
-    if kind == "grpo" and (critic_shape := critic_shape_of(config, shape)) is not None:
-        critic = _plan_critic(config, critic_shape, mesh, target)
-    resident = _resident(config, target, buffers, max(gather, critic.gather), dummies)
-    resident |= critic.resident
-    if teacher is not None:
-        resident |= teacher.resident
+    gather = max(gather, critic.gather, teacher.gather)
+    resident = _resident(config, target, buffers, gather, dummies) | critic.resident | teacher.resident
     memory = config.memory
     if target.kind != "cuda":  # on CPU only dropping gradients frees memory
         memory = replace(
@@ -248,51 +236,54 @@ def plan_rank(
     if "reference" in resident:
         passes["reference"] = ("reference", forward)
     if critic.resident:
-        passes["critic"] = ("critic", critic.update)
-    if teacher is not None:
-        passes["teacher"] = ("teacher", teacher.forward)
+        passes["critic"] = ("critic", critic.largest_pass)
+    if teacher.resident:
+        passes["teacher"] = ("teacher", teacher.largest_pass)
     passes["update"] = ("teacher_head", update)
     phases = {
         name: _while_training(resident, memory, model) | asleep | asdict(size)
         for name, (model, size) in passes.items()
     }
-    if mesh.engine_ranks:
-        offered = sum(sum(sizes) for sizes, _ in buffers) * target.itemsize
-        on_host = {
-            "offered_weights": offered,
-            "sync_buffers": _own_sync_bytes(config, target, offered),
-        }
-        return _with_host(MemoryPlan(mesh.rank, mesh.pipeline_rank, phases), on_host, target)
-    weights = {"engine_weights": engine.weights}
-    awake = weights | {"engine_workspace": engine.workspace, "kv_cache": max(0, engine.kv_cache)}
-    to_sync = weights | asleep | {"sync_buffers": _sync_bytes(config, mesh, target, engine.weights)}
-    phases = {
-        "sync": _while_generating(resident, memory, with_parameters=True) | to_sync,
-        "generate": _while_generating(resident, memory, not memory.offload_parameters) | awake,
-    } | phases
+    if not mesh.engine_ranks:
+        weights = {"engine_weights": engine.weights}
+        awake = weights | {"engine_workspace": engine.workspace, "kv_cache": max(0, engine.kv_cache)}
+        to_sync = weights | asleep | {"sync_buffers": _sync_bytes(config, mesh, target, engine.weights)}
+        phases = {
+            "sync": _while_generating(resident, memory, with_parameters=True) | to_sync,
+            "generate": _while_generating(resident, memory, not memory.offload_parameters) | awake,
+        } | phases
     return MemoryPlan(mesh.rank, mesh.pipeline_rank, {name: _in_order(held) for name, held in phases.items()})
 
 
 @dataclass(frozen=True)
-class _Critic:
-    """What a critic adds to a rank's plan."""
+class ModelBytes:
+    """What one rank holds of a critic or a teacher, and for it."""
 
     resident: dict[str, int]
-    """Empty without a critic."""
-    update: formulas.PassBytes
-    gather: int
-    """Of Megatron's buffer of gathered hidden states."""
+    """By part; empty without such a model."""
+    largest_pass: formulas.PassBytes
+    gather: int = 0
+    """Bytes of the buffer of gathered hidden states (`formulas.gather_bytes`)."""
+    in_loss: int = 0
+    """Bytes beside the policy's logits in the update: a teacher's hidden states and blocks of logits."""
 
 
-def _plan_critic(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> _Critic:
-    layers = _own_layers(config, shape, mesh)
-    held = _resident(config, target, _buffers(shape, mesh, layers), 0, 0)
+NO_MODEL = ModelBytes({}, formulas.PassBytes(0, 0, 0))
+
+
+def plan_critic(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> ModelBytes:
+    """The critic of a policy of this shape."""
+    critic = critic_shape_of(config, shape)
+    if critic is None:
+        return NO_MODEL
+    layers = _own_layers(config, critic, mesh)
+    held = _resident(config, target, _buffers(critic, mesh, layers), 0, 0)
     names = ("parameters", "gradients", "optimizer")
-    work = stage_work(config, shape, mesh, target, layers)
-    return _Critic(
+    work = stage_work(config, critic, mesh, target, layers)
+    return ModelBytes(
         {f"critic_{name}": held[name] for name in names},
-        formulas.backward_bytes(shape, work, config.policy),
-        formulas.gather_bytes(shape, work),
+        formulas.backward_bytes(critic, work, config.policy),
+        formulas.gather_bytes(critic, work),
     )
 
 
@@ -310,26 +301,11 @@ def _buffers(shape: ModelShape, mesh: Mesh, layers: int) -> list[tuple[list[int]
     return buffers + [(sizes, mesh.expert_data) for sizes in expert_sizes(shape, mesh, layers)]
 
 
-@dataclass(frozen=True)
-class TeacherBytes:
-    """What one rank holds of a teacher, and for it."""
-
-    resident: dict[str, int]
-    """Its parameters, by part."""
-    forward: formulas.PassBytes
-    """Its pass over a micro-batch."""
-    in_loss: int
-    """Beside the policy's logits in the update: hidden states and blocks of logits."""
-    gather: int
-    """As `formulas.gather_bytes`."""
-
-
-def plan_teacher(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> TeacherBytes | None:
-    """Of a rank's teacher, which has the layout of a policy of this shape, and as many rows in its embedding; None
-    without a teacher."""
+def plan_teacher(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> ModelBytes:
+    """The teacher of a rank, which has the layout of a policy of this shape, and as many rows in its embedding."""
     own = teacher_shape_of(config)
     if own is None:
-        return None
+        return NO_MODEL
     own, full = replace(own, vocab_size=shape.vocab_size), config.teacher.loss == "full"
     layers = _own_layers(config, own, mesh)
     sizes = [*parameter_sizes(own, mesh, layers), *expert_sizes(own, mesh, layers)]
@@ -339,9 +315,8 @@ def plan_teacher(config: Config, shape: ModelShape, mesh: Mesh, target: Target) 
     in_loss = formulas.teacher_loss_bytes(own, work) if full else 0
     # For hidden states alone the pass ends before the output layer.
     pass_work = replace(work, has_head=work.has_head and not full)
-    return TeacherBytes(
-        resident, formulas.forward_bytes(own, pass_work), in_loss, formulas.gather_bytes(own, pass_work)
-    )
+    gather = formulas.gather_bytes(own, pass_work)
+    return ModelBytes(resident, formulas.forward_bytes(own, pass_work), gather, in_loss)
 
 
 def stage_work(
@@ -502,20 +477,6 @@ def _sync_bytes(config: Config, mesh: Mesh, target: Target, weights: int) -> int
         return 0
     bucket = bucket_bytes(config.sync.bucket_mib, target.kind, mesh.world_size)
     return (4 if target.kind == "cuda" else 2) * min(bucket, weights)
-
-
-def _with_host(plan: MemoryPlan, on_host: Mapping[str, int], target: Target) -> MemoryPlan:
-    """With parts that are in the host's memory all the time, which on CPU is the same memory."""
-    on_cpu = target.kind == "cpu"
-    phases = {name: _in_order({**held, **(on_host if on_cpu else {})}) for name, held in plan.phases.items()}
-    return replace(plan, phases=phases, host={} if on_cpu else _in_order(on_host))
-
-
-def _own_sync_bytes(config: Config, target: Target, weights: int) -> int:
-    """Of a rank that sends to engines on ranks of their own, or receives there: one bucket is filled while the other
-    travels."""
-    at_least_two_ranks = 2
-    return 2 * min(bucket_bytes(config.sync.bucket_mib, target.kind, at_least_two_ranks), weights)
 
 
 def _in_order(held: Mapping[str, int]) -> dict[str, int]:

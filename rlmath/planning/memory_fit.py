@@ -144,9 +144,6 @@ def start_up_lines(config: Config, shape: ModelShape, world_size: int, kind: Kin
     for plan in (most, *(plan for plan in plans if plan.is_engine)):
         lines.append(f"Planned memory of {plan.name} on {target.name}{limit}:")
         lines += [f"  {phase}: {figures(plan, phase)}" for phase in plan.phases]
-        if plan.host:
-            parts = ", ".join(f"{part} {_gib(size)}" for part, size in plan.host.items())
-            lines.append(f"  beside, in the host's memory: {_gib(sum(plan.host.values()))} GiB ({parts})")
     return lines
 
 
@@ -189,7 +186,7 @@ def _advice(
 
 
 def _offloads(config: Config, part: str, phase: str) -> Iterator[str]:
-    """Of a part that can be in the host's memory in this phase."""
+    """The setting that offloads a part, where it can be in the host's memory in this phase."""
     model = part.partition("_")[0]
     if model in ("gradients", "optimizer", "parameters"):
         may_leave = phase == "generate" or (phase == "sync" and model != "parameters")

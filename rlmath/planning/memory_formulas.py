@@ -272,7 +272,7 @@ class EngineBytes:
 def engine_bytes(
     shape: ModelShape, rollout: RolloutConfig, device_kind: str, itemsize: int, device_bytes: int | None
 ) -> EngineBytes:
-    """Of one rank. `device_bytes` is the GPU's memory; on CPU the cache has the size that the settings give it."""
+    """The memory of one engine rank. `device_bytes` is the GPU's memory; on CPU the settings give the cache's size."""
     weights = weight_bytes(shape, rollout.tensor_parallel, itemsize, packed_head=device_kind == "cpu")
     if device_kind == "cpu" or device_bytes is None:
         block = BLOCK_TOKENS["cpu"] * kv_bytes_per_token(shape, rollout.tensor_parallel, itemsize)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from rlmath.config.help import nearest_path
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config, CriticConfig, PolicyConfig, TeacherConfig
+from rlmath.config.schema import Config, PolicyConfig
 from rlmath.data.tokenizer import load_tokenizer
 from rlmath.models.hf_config import (
     critic_shape_of,
@@ -71,24 +71,6 @@ def critic_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
         yield (
             f"data.max_prompt_tokens + rollout.max_new_tokens is {longest}; the model in critic.path has "
             f"{critic.max_positions} positions (max_position_embeddings). Lower the sum, or take another critic."
-        )
-
-
-def critic_warnings(config: Config) -> Iterator[str]:
-    """Settings of a critic that change nothing in this run, or less than one may think."""
-    critic, default = config.critic, CriticConfig()
-    changed = [f"critic.{name}" for name in vars(default) if getattr(critic, name) != getattr(default, name)]
-    if config.algorithm.advantage != "gae":
-        changed += ["memory.offload_critic"] * config.memory.offload_critic
-        if changed:
-            yield f'{", ".join(changed)}: no effect with algorithm.advantage="{config.algorithm.advantage}".'
-        return
-    if critic.policy_length_alpha is not None and critic.policy_lambda != default.policy_lambda:
-        yield "critic.policy_lambda has no effect with critic.policy_length_alpha."
-    if config.rollout.group_size > 1 and config.selection.dynamic_sampling is not None:
-        yield (
-            'selection.dynamic_sampling drops groups without contrast; algorithm.advantage="gae" compares with a '
-            "critic's values, and could learn from them."
         )
 
 
@@ -151,27 +133,6 @@ def teacher_problems(config: Config) -> Iterator[str]:
         )
 
 
-def teacher_warnings(config: Config) -> Iterator[str]:
-    """Settings that change nothing with this teacher, or without one."""
-    teacher, selection = config.teacher, config.selection
-    if teacher.path is None:
-        names = [
-            name
-            for name in ("loss", "coef", "with_rewards")
-            if getattr(teacher, name) != getattr(TeacherConfig, name)
-        ]
-        keys = [f"teacher.{name}" for name in names]
-        keys += ["memory.offload_teacher"] if config.memory.offload_teacher else []
-        if keys:
-            yield f"{', '.join(keys)}: no effect without teacher.path."
-        return
-    if teaches_alone(config) and selection.dynamic_sampling is not None:
-        yield (
-            f'selection.dynamic_sampling="{selection.dynamic_sampling}" drops groups by their rewards, and with '
-            "teacher.with_rewards=false the teacher would teach them, too. Set selection.dynamic_sampling=null."
-        )
-
-
 def check_teacher_tokenizer(config: Config, tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
     """Warnings about the tokenizer in `teacher.path`, compared with the policy's; nothing where there is no teacher, or
     no such folder, as in a dry run. ValueError, which names a token, where they are not the same."""
@@ -221,5 +182,5 @@ def _token_text(token: tuple[str, bool] | None) -> str:
 
 
 def folder_problems(config: Config, shape: ModelShape | None) -> list[str]:
-    """Of the files of both, for a policy of this shape."""
+    """What is wrong with the files of both, for a policy of this shape."""
     return [*teacher_folder_problems(config), *critic_folder_problems(config, shape)]

@@ -107,7 +107,7 @@ def rank_problems(
 
 
 def _training_rank_problems(parallel: ParallelConfig, trainers: int, own: int) -> Iterator[str]:
-    """Of `trainers` ranks, beside `own` of the engines."""
+    """What is wrong with `trainers` training ranks, beside `own` of the engines."""
     sizes = {"parallel.tensor": max(1, parallel.tensor), "parallel.pipeline": max(1, parallel.pipeline)}
     if parallel.context > 1:
         sizes["parallel.context"] = parallel.context

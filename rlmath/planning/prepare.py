@@ -27,24 +27,13 @@ class RunData:
     """`dataset.Inputs` or `dataset.SftInputs`; without a tokenizer `dataset.PromptFiles`."""
     origin: Origin
     """"" for what cannot be known without weights or a tokenizer."""
-    lines: tuple[str, ...]
+    lines: tuple[str, ...] = ()
     """One or more for each file, for the console."""
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
     validation: tuple[dataset.ValidationFile, ...] = ()
 
 
-@dataclass(frozen=True)
-class ReadInputs:
-    """What a run learns from, as its files have it."""
-
-    inputs: Any
-    """As `RunData.inputs`."""
-    origin: Origin
-    warnings: tuple[str, ...] = ()
-    """What is odd about the teacher's tokenizer."""
-
-
-def read_inputs(config: Config, shape: ModelShape, kind: Kind = "grpo") -> ReadInputs:
+def read_inputs(config: Config, shape: ModelShape, kind: Kind = "grpo") -> RunData:
     """Read prompts or sequences; ValueError for those of which a run could not learn. Without a tokenizer no prompt is
     dropped for its length, and there are no sequences."""
     problem, weights = tokenizer_problem(config), has_weights(Path(config.model.path))
@@ -56,19 +45,19 @@ def read_inputs(config: Config, shape: ModelShape, kind: Kind = "grpo") -> ReadI
                 "(rlmath install cpu, or gpu)."
             )
         found = dataset.load_sft_inputs(config, shape)
-        return ReadInputs(found, sft_origin_of(config, found, weights))
+        return RunData(found, sft_origin_of(config, found, weights))
     if problem is not None:
         found = dataset.load_prompt_files(config, None)
-        return ReadInputs(found, replace(origin_of(config, found, weights), data=""))
+        return RunData(found, replace(origin_of(config, found, weights), data=""))
     found = dataset.load_inputs(config, shape)
     odd = tuple(check_teacher_tokenizer(config, found.tokenizer))
-    return ReadInputs(found, origin_of(config, found, weights), odd)
+    return RunData(found, origin_of(config, found, weights), warnings=odd)
 
 
 def try_data(
     config: Config,
     shape: ModelShape,
-    read: ReadInputs,
+    read: RunData,
     *,
     checks_data: bool = True,
     calls_functions: bool = True,
@@ -82,14 +71,14 @@ def try_data(
     found = read.inputs
     if isinstance(found, dataset.SftInputs):
         lines = (*found.lines, *found.audit.lines())
-        return RunData(found, read.origin, lines, tuple(found.audit.warnings(examples)))
+        return replace(read, lines=lines, warnings=tuple(found.audit.warnings(examples)))
     tokenizer = getattr(found, "tokenizer", None)
     validation = dataset.load_validation(config, tokenizer, shape.vocab_size)
     audit = dataset.audit_inputs(config, found, validation, tokenizer) if checks_data else DataAudit()
     tried = try_functions(config, found.prompts) if calls_functions else ()
     lines = (*found.lines, *(line for file in validation for line in file.lines()), *audit.lines())
     warnings = (*tried, *read.warnings, *audit.warnings(examples))
-    return RunData(found, read.origin, lines, warnings, validation)
+    return replace(read, lines=lines, warnings=warnings, validation=validation)
 
 
 def tokenizer_problem(config: Config) -> str | None:

@@ -17,7 +17,6 @@ from rlmath.rewards.several_rewards import (
     MAX_FUNCTIONS,
     TAKEN,
     functions_of,
-    is_verified,
     listed_functions,
     reward_hooks,
 )
@@ -56,36 +55,6 @@ def reward_problems(config: Config) -> Iterator[str]:
             f'"{reward.scheme}", and one without a box should get less. Lower it.'
         )
     yield from _list_problems(reward, config.algorithm, config.run.plugins)
-
-
-def reward_warnings(config: Config) -> Iterator[str]:
-    """Settings that change nothing in this run, or less than one may think."""
-    if config.reward.rewards and config.reward.function_failure != RewardConfig().function_failure:
-        yield "reward.function_failure has no effect with reward.rewards: what fails is left out."
-    if config.reward.rewards and config.reward.scheme != "correctness" and not is_verified(config.reward):
-        yield (
-            f'reward.scheme is "{config.reward.scheme}", which is how correctness counts, and reward.rewards does not '
-            "list it: it has no effect."
-        )
-    if config.reward.rewards and config.reward.combine == "gdpo":
-        default = RewardConfig()
-        for name in ("output_scaling", "output_bias"):
-            if getattr(config.reward, name) != getattr(default, name):
-                yield (
-                    f"reward.{name} changes the reward that is logged alone: with reward.combine=gdpo every reward of "
-                    "the list is normalised apart, and learned from as that."
-                )
-    if (
-        config.selection.dynamic_sampling == "accuracy"
-        and functions_of(config.reward)
-        and not is_verified(config.reward)
-    ):
-        setting = next(iter(functions_of(config.reward)))
-        yield (
-            f'selection.dynamic_sampling="accuracy" with {setting}: an answer counts as right where its metric '
-            '"correct" is above 0, without one where its reward is. With partial credit whole groups are right and are '
-            'dropped: return "correct", or take selection.dynamic_sampling=reward.'
-        )
 
 
 def _list_problems(
@@ -169,7 +138,7 @@ MAX_METRIC_FUNCTIONS = 8
 
 
 def data_hooks(config: Config, kind: Kind = "grpo") -> list[Hook]:
-    """Those that make prompts of the data."""
+    """Functions that make prompts of the data."""
     found = [template_hook(config)] if kind == "sft" else [form_hook(config), template_hook(config)]
     if kind == "grpo" and validates(config):
         found.append(template_hook(config, validation=True))
@@ -177,7 +146,7 @@ def data_hooks(config: Config, kind: Kind = "grpo") -> list[Hook]:
 
 
 def _step_hooks(config: Config) -> list[Hook]:
-    """Those that a GRPO step calls, and the scorer of validation; not rewards."""
+    """Functions that a GRPO step calls, and the scorer of validation; not rewards."""
     found = [
         selection_hook(config),
         advantage_hook(config),
@@ -199,12 +168,6 @@ def hook_problems(config: Config, kind: Kind) -> Iterator[str]:
         is_word = ":" not in hook.spec and (found or not hook.plugins)  # which the settings refuse already
         if not is_word and (problem := function_problem(hook)):
             yield problem
-
-
-def hook_warnings(config: Config) -> Iterator[str]:
-    """Functions that this run never calls."""
-    if config.validation.scorer is not None and not validates(config):
-        yield "validation.scorer has no effect without validation.every_steps: nothing is validated."
 
 
 def _metric_problems(entries: Sequence[str]) -> Iterator[str]:

@@ -11,11 +11,6 @@ from rlmath.config import length_curriculum
 from rlmath.config.schema import (
     AlgorithmConfig,
     Config,
-    DataConfig,
-    MemoryConfig,
-    PolicyConfig,
-    RolloutConfig,
-    ValidationConfig,
 )
 from rlmath.run.recovery.save_schedule import kept_frequency, recovery_frequency
 
@@ -53,18 +48,6 @@ def _old_token_problems(algorithm: AlgorithmConfig, got: str) -> Iterator[str]:
         )
 
 
-def old_token_warnings(config: Config) -> Iterator[str]:
-    """The loss of a run that learns from tokens of older versions."""
-    rollout, algorithm = config.rollout, config.algorithm
-    old = rollout.max_staleness > 0 and (rollout.tail == "carry" or rollout.ranks > 0)
-    if old and not algorithm.recompute_logprobs:
-        yield (
-            f"algorithm.recompute_logprobs=false with rollout.max_staleness={rollout.max_staleness}: the loss clips "
-            "the ratio to the versions that sampled the tokens, and tokens that the policy has moved away from since "
-            "give no gradient. configs/algorithms/decoupled.yaml has the loss that is made for old tokens."
-        )
-
-
 def asynchronous_problems(config: Config) -> Iterator[str]:
     """What does not go with engines on ranks of their own."""
     rollout = config.rollout
@@ -92,72 +75,6 @@ def asynchronous_problems(config: Config) -> Iterator[str]:
         )
 
 
-def asynchronous_warnings(config: Config) -> Iterator[str]:
-    """Settings that change nothing with engines on ranks of their own, or without."""
-    rollout, memory = config.rollout, config.memory
-    if rollout.ranks == 0:
-        names, default, without = (
-            ("on_new_weights", "max_concurrent_sequences"),
-            RolloutConfig(),
-            "rollout.ranks=0",
-        )
-        changed = [f"rollout.{name}" for name in names if getattr(rollout, name) != getattr(default, name)]
-        if changed:
-            yield f"{', '.join(changed)}: no effect with {without}."
-        return
-    names = ("offload_gradients", "offload_optimizer", "offload_parameters")
-    changed = [f"memory.{name}" for name in names if getattr(memory, name) != getattr(MemoryConfig(), name)]
-    if changed:
-        yield (
-            f"{', '.join(changed)}: no effect with rollout.ranks={rollout.ranks}, since no engine takes turns with "
-            "training on the same memory."
-        )
-    if rollout.max_staleness == 0 and rollout.on_new_weights != RolloutConfig().on_new_weights:
-        yield (
-            f'rollout.on_new_weights="{rollout.on_new_weights}" has no effect with rollout.max_staleness=0: nothing is '
-            "being sampled when new weights come."
-        )
-
-
-def partial_rollout_warnings(config: Config) -> Iterator[str]:
-    """Settings of partial rollouts that change nothing in this run, or that fit the rest badly."""
-    rollout, default = config.rollout, RolloutConfig()
-    used = {
-        "wait": (),
-        "carry": ("max_staleness", "slice_tokens", "max_groups_in_flight"),
-        "defer": ("slice_tokens",),
-    }
-    names = [name for name in used["carry"] if getattr(rollout, name) != getattr(default, name)]
-    used_here = (*used[rollout.tail], *(("max_staleness",) if rollout.ranks else ()))
-    unused = [f"rollout.{name}" for name in names if name not in used_here]
-    if unused:
-        yield f'{", ".join(unused)}: no effect with rollout.tail="{rollout.tail}".'
-    if rollout.tail == "carry" and rollout.max_staleness == 0:
-        yield 'rollout.tail="carry" carries nothing with rollout.max_staleness=0: a step finishes what it begins.'
-    if config.algorithm.advantage in ("ppo", "reinforce++", "gae"):
-        compares = (
-            f'algorithm.advantage="{config.algorithm.advantage}" compares a completion with all of its step'
-        )
-        if rollout.tail == "defer":
-            yield (
-                f'{compares}, and with rollout.tail="defer" a step has short groups only, or long ones: take '
-                'rollout.tail="carry" with rollout.max_staleness=1, or advantages of a group ("grpo", "dr_grpo", '
-                '"rloo").'
-            )
-        if rollout.tail == "carry" and rollout.max_staleness > 1:
-            yield (
-                f"{compares}, and with rollout.max_staleness={rollout.max_staleness} some steps have more of the short "
-                "groups and others more of the long ones: take rollout.max_staleness=1, or advantages of a group "
-                '("grpo", "dr_grpo", "rloo").'
-            )
-    longest = max(config.stages.max_new_tokens or [rollout.max_new_tokens])
-    if rollout.tail == "defer" and (rollout.slice_tokens or 0) >= longest:
-        yield (
-            f"rollout.slice_tokens={rollout.slice_tokens} is no less than the longest completion ({longest} tokens): "
-            "nothing is deferred."
-        )
-
-
 # ---------------------------------------------------------------- curriculum and rollback
 
 
@@ -177,25 +94,6 @@ def rollback_problems(config: Config) -> Iterator[str]:
             f"algorithm.rollback is {algorithm.rollback}, and the run makes no checkpoint to go back to. Set "
             "save.ckpt_freq_steps or save.ckpt_freq_secs, or algorithm.rollback=0."
         )
-
-
-def rollback_warnings(config: Config) -> Iterator[str]:
-    """Settings of rollbacks that change nothing."""
-    algorithm, default = config.algorithm, AlgorithmConfig()
-    names = ["rollback_lr_factor", "rollback_reward_drop", "rollback_reward_steps"]
-    if algorithm.rollback > 0:
-        names = ["rollback_reward_steps"] if algorithm.rollback_reward_drop is None else []
-    changed = [name for name in names if getattr(algorithm, name) != getattr(default, name)]
-    if changed:
-        missing = "algorithm.rollback" if algorithm.rollback == 0 else "algorithm.rollback_reward_drop"
-        yield f"{', '.join(f'algorithm.{one}' for one in changed)}: no effect without {missing}."
-    if algorithm.rollback > 0 and algorithm.rollback_reward_drop is not None:
-        for key, why in (
-            (config.data.curriculum != "none", "data.curriculum skips prompts that the policy solves"),
-            (bool(config.stages.steps), "stages change the length of completions"),
-        ):
-            if key:
-                yield f"algorithm.rollback_reward_drop: {why}, and rewards may fall without a worse policy."
 
 
 def curriculum_problems(config: Config) -> Iterator[str]:
@@ -219,22 +117,6 @@ def curriculum_problems(config: Config) -> Iterator[str]:
             f"rollout.group_size = {data.history_groups} x {group_size} = {most} completions at most, and nothing "
             "would ever be skipped. Lower the former, or raise data.history_groups."
         )
-
-
-def curriculum_warnings(config: Config) -> Iterator[str]:
-    """Settings of the curriculum that change nothing."""
-    data, default = config.data, DataConfig()
-    used = {
-        "none": (),
-        "skip_solved": ("solved_samples", "curriculum_floor"),
-        "band": ("band_low", "band_high", "curriculum_floor"),
-    }[data.curriculum]
-    names = ("solved_samples", "band_low", "band_high", "curriculum_floor")
-    unused = [one for one in names if one not in used and getattr(data, one) != getattr(default, one)]
-    if unused:
-        yield f'{", ".join(f"data.{one}" for one in unused)}: no effect with data.curriculum="{data.curriculum}".'
-    if data.curriculum == "band" and data.band_low == 0 and data.band_high == 1:
-        yield 'data.curriculum="band" skips nothing with data.band_low=0 and data.band_high=1.'
 
 
 # ---------------------------------------------------------------- stages and validation
@@ -314,31 +196,3 @@ def validation_problems(config: Config) -> Iterator[str]:
     names = Counter(length_curriculum.validation_names(settings.paths))
     for name in (name for name, count in names.items() if count > 1):
         yield f'validation.paths: {names[name]} files are named "{name}", and so would be their metrics. Rename one.'
-
-
-def length_stage_warnings(config: Config) -> Iterator[str]:
-    """Settings of `stages` and `validation` that change nothing in this run."""
-    stages, validation = config.stages, config.validation
-    if length_curriculum.has_length_stages(config):
-        if config.run.total_epochs != 1:
-            yield f"run.total_epochs={config.run.total_epochs} has no effect beside stages.steps."
-        if config.rollout.max_new_tokens != RolloutConfig().max_new_tokens:
-            yield f"rollout.max_new_tokens={config.rollout.max_new_tokens} has no effect beside stages.max_new_tokens."
-        budget = config.policy.max_tokens_per_microbatch
-        if stages.max_tokens_per_microbatch and budget != PolicyConfig().max_tokens_per_microbatch:
-            yield (
-                f"policy.max_tokens_per_microbatch={budget} has no effect beside stages.max_tokens_per_microbatch."
-            )
-    if not length_curriculum.validates(config):
-        own, usual = vars(validation), vars(ValidationConfig())
-        changed = [f"validation.{name}" for name in usual if name != "keep_best" and own[name] != usual[name]]
-        if changed:
-            yield f"{', '.join(changed)}: no effect without validation.every_steps."
-    elif validation.temperature == 0:
-        if validation.samples > 1:
-            yield (
-                f"validation.samples={validation.samples} samples the same completion again and again with "
-                "validation.temperature=0."
-            )
-        if validation.top_p < 1:
-            yield "validation.top_p has no effect with validation.temperature=0."

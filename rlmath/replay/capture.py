@@ -5,35 +5,36 @@
                          groups.jsonl        a row per sampled group: prompt, texts, rewards, scores, which are learned
                          tokens.safetensors  token ids and log-probs of all groups, one completion behind the other
 
+`capture.json` has a digest of each of the others: a changed byte is noticed.
+
 Written after the steps of `telemetry.capture_steps`, with a digest and random projections of the weights before and
 after; and, without those, for the last step of a run that fails or diverges. The weights that the step began with are
 those of the run's checkpoint with so many steps done; before the first step, of `model.path`.
-
-A capture is read as one that anybody may have written.
 """
 
 # Shape legend: K projections of a tensor.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from rlmath.algorithms.dynamic_sampling import Chosen
-from rlmath.algorithms.types import Completion, FinishReason, Prompt, ScoredGroup
+from rlmath.algorithms.types import Completion, Prompt, ScoredGroup
 from rlmath.checkpoint.directory import PARTIAL
 from rlmath.checkpoint.unfinished_groups import TokenReader, read_count, read_score, read_segments
-from rlmath.config.files import open_regular, parse_json, read_json_object, read_regular
+from rlmath.config.files import parse_json, read_regular
 from rlmath.config.run_files import CAPTURES_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE
 from rlmath.telemetry.metrics_writer import json_number
 
@@ -45,7 +46,7 @@ PROJECTIONS = 8
 """Of every tensor. Their mean squared difference between two models estimates their squared distance."""
 _MOST_BYTES = 2**34
 """Of a file that is read."""
-_MOST_LINE_BYTES = 2**28
+_DIGESTED = (CONFIG_FILE, GROUPS_FILE, TOKENS_FILE)
 
 
 @dataclass(frozen=True)
@@ -150,20 +151,27 @@ def write_capture(output_dir: Path, capture: Capture, since: float = math.inf) -
         partial.mkdir(parents=True)
     except FileExistsError:
         return None
+    rows = zip(capture.groups, capture.chosen, strict=True)
     try:
-        (partial / CONFIG_FILE).write_text(capture.settings_yaml, encoding="utf-8")
-        (partial / TOKENS_FILE).write_bytes(_tokens_of(capture.groups))
-        with (partial / GROUPS_FILE).open("w", encoding="ascii") as file:
-            for group, samples in zip(capture.groups, capture.chosen, strict=True):
-                file.write(json.dumps(_group_row(group, samples)) + "\n")
-        text = json.dumps(_header(capture), indent=1)
-        (partial / CAPTURE_FILE).write_text(text + "\n", encoding="ascii")
+        files = {
+            CONFIG_FILE: capture.settings_yaml.encode(),
+            TOKENS_FILE: _tokens_of(capture.groups),
+            GROUPS_FILE: "".join(f"{json.dumps(_group_row(*row))}\n" for row in rows).encode(),
+        }
+        header = _header(capture) | {"digests": {name: _digest(content) for name, content in files.items()}}
+        files[CAPTURE_FILE] = f"{json.dumps(header, indent=1)}\n".encode()
+        for name, content in files.items():
+            (partial / name).write_bytes(content)
         if folder.exists():
             shutil.rmtree(folder)
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _header(capture: Capture) -> dict[str, Any]:
@@ -244,63 +252,43 @@ def _tokens_of(groups: Sequence[ScoredGroup]) -> bytes:
 
 
 def read_capture(folder: Path) -> Capture:
-    """ValueError where it is none, is damaged or was written by a later version."""
-    header = read_json_object(folder / CAPTURE_FILE, _MOST_LINE_BYTES)
-    if header.get("version") != VERSION:
-        raise ValueError(f"{folder}: its form is version {header.get('version')!r}; needed: {VERSION}")
+    """ValueError where it cannot be read, has changed or was written by a later version."""
     try:
-        settings = read_regular(folder / CONFIG_FILE, _MOST_LINE_BYTES).decode()
-        reader = _Reader(load(read_regular(folder / TOKENS_FILE, _MOST_BYTES)))
-        with open_regular(folder / GROUPS_FILE) as file:
-            rows = [
-                reader.group(parse_json(line.decode()))
-                for line in iter(lambda: file.readline(_MOST_LINE_BYTES), b"")
-            ]
-        reader.check_end()
+        files = {name: read_regular(folder / name, _MOST_BYTES) for name in (CAPTURE_FILE, *_DIGESTED)}
+    except OSError as error:
+        raise ValueError(
+            f'the capture "{folder}" cannot be read: {error.strerror}: {error.filename}'
+        ) from error
+    try:
+        header = parse_json(files[CAPTURE_FILE].decode())
+        if header["version"] != VERSION:
+            raise ValueError(f"its form is version {header['version']!r}; needed: {VERSION}")
+        for name, digest in header.get(
+            "digests", {}
+        ).items():  # captures of before there were digests have none
+            if _digest(files[name]) != digest:
+                raise ValueError(f"{name} is not as it was written")
+        rows = list(_read_groups(files[GROUPS_FILE].splitlines(), load(files[TOKENS_FILE])))
         own_advantages = header["own_advantages"]
-        if own_advantages is not None:
-            own_advantages = _read_advantages(own_advantages)
-        learned = [len(samples) for _, samples in rows if samples]
-        if not all(math.isfinite(value) for row in own_advantages or () for value in row):
-            raise ValueError("an advantage is not finite")
-        if own_advantages is not None and [len(row) for row in own_advantages] != learned:
-            raise ValueError("there are advantages of other completions")
-        update = _read_update(header["update"])
-        if update is not None and [len(row) for row in update.advantages] != learned:
-            raise ValueError("the update has advantages of other completions")
         return Capture(
-            step=_from_one(header["step"]) - 1,
+            step=read_count(header["step"] - 1),
             reason=str(header["reason"]),
-            settings_yaml=settings,
+            settings_yaml=files[CONFIG_FILE].decode(),
             total_steps=read_count(header["total_steps"]),
-            length_stage=_from_one(header["length_stage"]) - 1,
+            length_stage=read_count(header["length_stage"] - 1),
             sampling_seed=read_count(header["sampling_seed"]),
             rollbacks=read_count(header["rollbacks"]),
             layout=str(header["layout"]),
-            world_size=_from_one(header["world_size"]),
+            world_size=read_count(header["world_size"]),
             groups=[group for group, _ in rows],
             chosen=[samples for _, samples in rows],
-            own_advantages=own_advantages,
-            update=update,
+            own_advantages=None if own_advantages is None else _read_numbers(own_advantages),
+            update=_read_update(header["update"]),
             weights_before=_read_sketch(header["weights_before"]),
             versions={str(name): str(value) for name, value in header["versions"].items()},
         )
-    except (
-        OSError,
-        SafetensorError,
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        OverflowError,
-    ) as error:
-        raise ValueError(f"the capture {folder} is damaged ({type(error).__name__}: {error})") from error
-
-
-def _from_one(value: Any) -> int:
-    if read_count(value) == 0:
-        raise ValueError("it counts from 1")
-    return value
+    except (SafetensorError, LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ValueError(f'the capture "{folder}" is damaged ({type(error).__name__}: {error})') from error
 
 
 def _read_update(row: Any) -> CapturedUpdate | None:
@@ -309,12 +297,12 @@ def _read_update(row: Any) -> CapturedUpdate | None:
     return CapturedUpdate(
         [_read_minibatch(one) for one in row["minibatches"]],
         [_read_minibatch(one) for one in row["critic_minibatches"]],
-        _read_advantages(row["advantages"]),
+        _read_numbers(row["advantages"]),
         _read_sketch(row["weights_after"]),
     )
 
 
-def _read_advantages(rows: Any) -> list[list[float]]:
+def _read_numbers(rows: Any) -> list[list[float]]:
     return [[float(value) for value in row] for row in rows]
 
 
@@ -326,62 +314,43 @@ def _read_minibatch(row: Any) -> CapturedMinibatch:
 def _read_sketch(row: Any) -> WeightSketch | None:
     if row is None:
         return None
-    projections = {
-        str(name): [float(value) for value in values] for name, values in row["projections"].items()
-    }
-    if any(len(values) != PROJECTIONS for values in projections.values()):
-        raise ValueError("a tensor has another number of projections")
-    return WeightSketch(str(row["digest"]), projections)
+    names, values = row["projections"].keys(), _read_numbers(row["projections"].values())
+    return WeightSketch(str(row["digest"]), dict(zip(names, values, strict=True)))
 
 
-class _Reader:
-    """Reads groups one after another, each with the next of the tokens."""
-
-    def __init__(self, tensors: dict[str, np.ndarray]) -> None:
-        self._prompts, logprobs = tensors["prompt_tokens"], tensors["logprobs"]
-        self._tokens = TokenReader(tensors["tokens"], logprobs)
-        if self._prompts.dtype != np.int32 or self._prompts.ndim != 1:
-            raise ValueError("tokens of prompts have another form")
-        if not np.isfinite(logprobs).all():
-            raise ValueError("a log-prob is not finite")
-        self._prompt_end = 0
-
-    def group(self, row: Any) -> tuple[ScoredGroup, tuple[int, ...]]:
-        start = self._prompt_end
-        self._prompt_end = end = start + read_count(row["prompt_tokens"])
-        if end > len(self._prompts):
-            raise ValueError("tokens of prompts are missing")
+def _read_groups(
+    lines: Sequence[bytes], tensors: Mapping[str, np.ndarray]
+) -> Iterator[tuple[ScoredGroup, tuple[int, ...]]]:
+    """Groups one after another, each with the next of the tokens, and which of its completions were learned from."""
+    prompts, tokens = tensors["prompt_tokens"], TokenReader(tensors["tokens"], tensors["logprobs"])
+    end = 0
+    for row in map(parse_json, map(bytes.decode, lines)):
+        start, end = end, end + read_count(row["prompt_tokens"])
         prompt = Prompt(
             str(row["prompt_id"]),
             str(row["prompt"]),
-            token_ids=tuple(self._prompts[start:end].tolist()),
+            token_ids=tuple(prompts[start:end].tolist()),
             solutions=tuple(map(str, row["solutions"])),
             task=str(row["task"]),
             more_json=str(row["more"]),
         )
-        completions = tuple(self._completion(index, one) for index, one in enumerate(row["completions"]))
-        scores = tuple(read_score(one["score"]) for one in row["completions"])
-        samples = tuple(read_count(one) for one in row["learned"])
-        if any(one >= len(completions) for one in samples) or sorted(set(samples)) != list(samples):
-            raise ValueError(f"the completions learned from are {samples}")
-        return ScoredGroup(prompt, completions, scores), samples
-
-    def _completion(self, index: int, row: Any) -> Completion:
-        segments = read_segments(row)
-        if row["finish_reason"] not in get_args(FinishReason):
-            raise ValueError(f"a completion ends by {row['finish_reason']!r}")
-        token_ids, logprobs = self._tokens.read(sum(one.tokens for one in segments))
-        return Completion(
-            index,
-            token_ids,
-            logprobs=logprobs,
-            text=str(row["text"]),
-            finish_reason=row["finish_reason"],
-            policy_version=segments[-1].policy_version,
-            segments=segments,
+        completions = tuple(
+            _read_completion(index, one, tokens) for index, one in enumerate(row["completions"])
         )
+        scores = tuple(read_score(one["score"]) for one in row["completions"])
+        yield ScoredGroup(prompt, completions, scores), tuple(map(read_count, row["learned"]))
+    tokens.check_end()
 
-    def check_end(self) -> None:
-        self._tokens.check_end()
-        if self._prompt_end != len(self._prompts):
-            raise ValueError("there are too many tokens")
+
+def _read_completion(index: int, row: Any, tokens: TokenReader) -> Completion:
+    segments = read_segments(row)
+    token_ids, logprobs = tokens.read(sum(one.tokens for one in segments))
+    return Completion(
+        index,
+        token_ids,
+        logprobs=logprobs,
+        text=str(row["text"]),
+        finish_reason=row["finish_reason"],
+        policy_version=segments[-1].policy_version,
+        segments=segments,
+    )

@@ -12,7 +12,6 @@ Nothing that is imported here loads Megatron and vLLM: a mistake is reported bef
 from __future__ import annotations
 
 import argparse
-import hashlib
 import math
 import sys
 from collections.abc import Sequence
@@ -37,7 +36,6 @@ from rlmath.planning.memory_estimate import mesh_of
 from rlmath.replay.capture import (
     CAPTURE_FILE,
     GROUPS_FILE,
-    TOKENS_FILE,
     Capture,
     folder_of,
     read_capture,
@@ -109,9 +107,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def find_capture(run: Path, step: int | None) -> Path:
     """The folder of a capture: `run` itself, or that of a step, counted from 1, of a run. ValueError where there is
     none, and for several without a `step`."""
-    if (run / CAPTURE_FILE).is_file():
-        return run
-    there = sorted(one.parent for one in (run / CAPTURES_FOLDER).glob(f"step-*/{CAPTURE_FILE}"))
+    try:
+        if (run / CAPTURE_FILE).is_file():
+            return run
+        there = sorted(one.parent for one in (run / CAPTURES_FOLDER).glob(f"step-*/{CAPTURE_FILE}"))
+    except OSError as error:
+        raise ValueError(f'"{run}" cannot be read: {error.strerror}') from error
     if not there:
         raise ValueError(
             f'"{run}" has no capture. Needed: the folder of a run with {CAPTURES_FOLDER}/, which '
@@ -254,7 +255,7 @@ class Replay:
             tokenizer=tokenizer,
             stop_token_ids=stop_token_ids(config.model.path, tokenizer, shape.vocab_size),
         )
-        origin = Origin(model_fingerprint(config.model.path), self._fingerprint())
+        origin = Origin(model_fingerprint(config.model.path), "")
         where = "model.path" if self.state is None else str(self.state[0].folder)
         lines = (
             f"Replay of the {self.given.part} of step {self.capture.step + 1}, captured on {self.capture.layout}: from "
@@ -270,12 +271,6 @@ class Replay:
             validation=(),
             warnings=tuple(filter(None, [self.warning])),
         )
-
-    def _fingerprint(self) -> str:
-        digest = hashlib.sha256()
-        for name in (CAPTURE_FILE, TOKENS_FILE):
-            digest.update((self.folder / name).read_bytes())
-        return digest.hexdigest()[:16]
 
     def program(self) -> Program:
         """Imported only now: a mistake is reported before Megatron and vLLM are loaded."""

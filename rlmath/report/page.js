@@ -180,7 +180,7 @@
     if (one.advantage !== null) parts.push("advantage " + signed(one.advantage));
     if (one.length !== null) parts.push(one.length + " tokens");
     if (one.finish) parts.push("ended by " + one.finish);
-    if (one.verdict) parts.push("judged by " + one.verdict);
+    if (one.verdict) parts.push("verified by " + one.verdict);
     if (one.extracted) parts.push("answer " + one.extracted);
     for (const [name, why] of one.failures) parts.push(name + " failed: " + why);
     return parts.join(" · ");

@@ -26,7 +26,7 @@ OTHER_RANKS_WAIT_SECONDS = 10.0
 FIRST_RANK_WAIT_SECONDS = 5.0
 """How long the first rank of a node, which has logged a mistake, waits until the others have found it, too."""
 MOST_STATUS_CHARACTERS = 2000
-"""Of a message that the exit status keeps: a refusal lists all problems."""
+"""Most characters of a message that the exit status keeps: a refusal lists all problems."""
 
 
 def read_command_line(

@@ -6,6 +6,7 @@ checkpoint from before (`rollback`):
 - parameters or optimizer state that are not finite. All ranks look at theirs before each save and export, and after a
   step that discarded a minibatch;
 - `run.max_discarded_steps` steps in a row that had minibatches and discarded all of them;
+- a last step of which every minibatch was discarded, and log-probs that are not finite after it;
 - with `algorithm.rollback_reward_drop`, rewards that have collapsed (`collapse_of`).
 
 No checkpoint is written of weights that are not finite. Those of the steps that discarded everything are, and count
@@ -24,9 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlmath.algorithms.types import Sample
 from rlmath.checkpoint.directory import Progress
 from rlmath.checkpoint.hf.weights import all_finite
 from rlmath.checkpoint.sharded_state import SavedModel, held_by
+from rlmath.data.packing import pack
 from rlmath.distributed.collectives import first_error
 from rlmath.models.learner import MinibatchResult
 from rlmath.trainer.base import Trainer
@@ -48,7 +51,7 @@ class DivergedError(Exception):
 MIN_DEVIATIONS = 3.0
 """By how many deviations of single steps rewards must have fallen, too."""
 ROUNDING = 1e-9
-"""Of a reward that is always the same, means may differ by as much."""
+"""By how much means of a reward may differ that is always the same."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,22 @@ class DivergenceCheck:
                 f"every minibatch of {self.discarded_steps} steps in a row was discarded (run.max_discarded_steps is "
                 f"{self._max_discarded_steps}), the last one because {discarded[-1]}"
             )
+
+    def raise_if_broken(self) -> None:
+        """DivergedError, on all ranks, where what the last step leaves is no model: none of the step's minibatches was
+        learned from, or the weights or the log-probs of a text are not finite. A collective."""
+        if self.discarded_steps > 0:
+            count = f"the last {self.discarded_steps} steps" if self.discarded_steps > 1 else "the last step"
+            raise DivergedError(f"every minibatch of {count} was discarded: nothing was learned any more")
+        self.raise_if_not_finite()
+        trainer, mesh = self._trainer, self._trainer.mesh
+        tokens = [number % trainer.shape.vocab_size for number in range(9)]
+        text = Sample(tokens[:1], tokens[1:], [0.0] * 8, advantage=0.0)
+        batch = pack([text], [0], mesh.tensor if trainer.config.parallel.sequence else 1)
+        found = trainer.actor.forward_backward.logprobs([batch] * mesh.microbatch_multiple)
+        finite = all(bool(one.isfinite().all()) for one in found)
+        if first_error(None if finite else "not finite") is not None:
+            raise DivergedError("the model gives log-probs that are not finite")
 
     def raise_if_not_finite(self) -> None:
         """DivergedError, on all ranks, where any rank's parameters or optimizer state are not finite. A collective."""

@@ -1,6 +1,6 @@
 """How a run can end: one table of exit statuses and of what is said.
 
-ending = Ending(END["stopped"], step=7, reason="SIGTERM")
+ending = Ending(END["stopped"], saved=7, step=7, reason="SIGTERM")
 status = conclude(ending, config, stop, rank)           # alike on all ranks
 """
 
@@ -27,7 +27,7 @@ class EndingKind:
     status: int
     """One of `exit_codes`."""
     message: str
-    """Of the exit status, of which it is the first line; on the console "The run" and `verb` stand before it."""
+    """First line of the exit status; on the console "The run" and `verb` stand before it."""
     verb: str = "has"
     advice: str = ""
     """Follows on the console."""
@@ -38,40 +38,39 @@ END = {
     "finished": EndingKind(exit_codes.FINISHED, "all {steps} steps are done"),
     "stopped before its first step": EndingKind(
         exit_codes.SAVED_AND_STOPPED,
-        "stopped by {reason} before the end of its first step: nothing was saved, and the same command begins again",
+        "stopped by {reason} before the end of its first step: nothing was saved, and {again}",
         verb="was",
         level=logging.WARNING,
     ),
     "stopped": EndingKind(
         exit_codes.SAVED_AND_STOPPED,
-        "stopped by {reason} after step {step}, which is saved: the same command resumes",
+        "stopped by {reason} after step {step}, which is saved: {again}",
         verb="was",
         level=logging.WARNING,
     ),
     "stopped unsaved": EndingKind(
         exit_codes.FAILURE,
-        "stopped by {reason} after step {step}, which could not be saved",
+        "stopped by {reason} after step {step}, which could not be saved: {again}",
         verb="was",
         level=logging.WARNING,
     ),
     "diverged": EndingKind(
-        exit_codes.DIVERGED, "diverged in step {step}: {error}; {left}", advice=f". {ADVICE}"
+        exit_codes.DIVERGED, "diverged in step {step}: {error}; {left}; {again}", advice=f". {ADVICE}"
+    ),
+    "model not written": EndingKind(
+        exit_codes.FAILURE,
+        "made all {steps} steps, and its model cannot be written: {error}. Make room: {again}, and writes it",
     ),
     "cannot resume": EndingKind(
         exit_codes.MISTAKE,
         "cannot go on from its checkpoint: {error}",
         verb="",
-        advice="\nCorrect the function: the same command then resumes",
+        advice=f"\nCorrect the function: {exit_codes.AGAIN} then resumes",
     ),
     "function failed": EndingKind(
         exit_codes.MISTAKE,
         "ended in step {step}, of which nothing was learned: {error}",
-        advice="\nCorrect the function and start again",
-    ),
-    "function failed, steps saved": EndingKind(
-        exit_codes.MISTAKE,
-        "ended in step {step}, of which nothing was learned: {error}",
-        advice="\nCorrect the function: step {saved} is saved, and the same command resumes from there",
+        advice="\nCorrect the function: {again}",
     ),
 }
 
@@ -79,8 +78,10 @@ END = {
 class Ending:
     """How this run ends."""
 
-    def __init__(self, kind: EndingKind, **given: object) -> None:
+    def __init__(self, kind: EndingKind, saved: int | None = None, **given: object) -> None:
+        """`saved` steps are done in the newest checkpoint."""
         self.kind = kind
+        given["again"] = exit_codes.again_text(saved)
         self.message = kind.message.format(**given)
         self.line = " ".join(filter(None, ["The run", kind.verb, self.message])) + kind.advice.format(**given)
         step = given.get("step")

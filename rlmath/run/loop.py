@@ -39,7 +39,6 @@ from rlmath.report.write import write_run_report
 from rlmath.run.divergence import DivergedError, DivergenceCheck, RewardRule
 from rlmath.run.endings import END, Ending, conclude
 from rlmath.run.join import OnError, claim_folder, join_run
-from rlmath.run.nodes import compare_clocks
 from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.checkpoint_choice import choose_checkpoint
 from rlmath.run.recovery.checkpointing import Checkpointer
@@ -75,7 +74,6 @@ def run_training(
         bridge, heartbeat = join_run(
             stack, config, device=device, rendezvous=rendezvous, stop=stop, on_error=on_error
         )
-        compare_clocks()
         heartbeat.enter_phase("check checkpoint")
         resumed = choose_checkpoint(prepared.recovery, heartbeat.report_progress)
         claim_folder(prepared, mesh, resumed, trainer_class.kind)
@@ -152,7 +150,7 @@ class TrainingRun:
                     self.close_reporter()
                     take_back_files(trainer, progress)
         except CannotResumeError as error:
-            return Ending(END["cannot resume"], error=error)
+            return self.ending("cannot resume", error=error)
         except UserFunctionError as error:
             if trainer.mesh.rank == 0:
                 trainer.write_last_step(f"the step after it failed: {error}")
@@ -161,7 +159,7 @@ class TrainingRun:
     def make_steps(self, progress: Progress | None, started: float) -> Ending:
         """All steps that are left, then the model and the summary. DivergedError, on all ranks, where the policy can no
         longer be trained; UserFunctionError where a function of the user's fails."""
-        config, trainer, checkpointer = self.prepared.config, self.trainer, self.checkpointer
+        trainer, checkpointer = self.trainer, self.checkpointer
         mesh, total_steps = trainer.mesh, trainer.total_steps
         steps_done = 0 if progress is None else progress.step
         checkpointer.newest = self.stop.saved_step = steps_done or None
@@ -199,16 +197,16 @@ class TrainingRun:
             if reason is not None and not is_last:
                 return self.ending_of_stop(number + 1, reason)
             checkpointer.export_length_stage(number + 1, even_if_there=True)
-        if config.algorithm.rollback > 0:
-            self.divergence.raise_if_not_finite()  # while the run may go back
+        self.divergence.raise_if_broken()  # while the run may go back
         self.stop.done()  # a request to stop comes too late now
-        checkpointer.export_final_model()
+        if (refused := checkpointer.export_final_model()) is not None:
+            return self.ending("model not written", steps=total_steps, error=refused)
         validated, more = trainer.validate_at_end(), trainer.at_end()
         if self.reporter is not None:
             if validated is not None:
                 self.reporter.validation(validated)
             self.reporter.write_summary(time.perf_counter() - started, more)
-        return Ending(END["finished"], steps=total_steps)
+        return self.ending("finished", steps=total_steps)
 
     def open_reporter(self, progress: Progress | None) -> None:
         """A reporter on rank 0, of the steps after `progress`."""
@@ -247,12 +245,16 @@ class TrainingRun:
 
     # ------------------------------------------------------------ endings
 
+    def ending(self, kind: str, **given: object) -> Ending:
+        """One of `END`, of a run with the checkpoints that there are now."""
+        return Ending(END[kind], self.checkpointer.newest, **given)
+
     def ending_of_stop(self, step: int, reason: str) -> Ending:
         """The run was asked to stop after `step` steps."""
         if step == 0:
-            return Ending(END["stopped before its first step"], reason=reason)
+            return self.ending("stopped before its first step", reason=reason)
         saved = step == self.checkpointer.newest
-        return Ending(END["stopped" if saved else "stopped unsaved"], step=step, reason=reason)
+        return self.ending("stopped" if saved else "stopped unsaved", step=step, reason=reason)
 
     def ending_of_divergence(self, error: DivergedError) -> Ending:
         """The policy has diverged; nothing is saved but what is being written."""
@@ -265,15 +267,13 @@ class TrainingRun:
             sound, left = None, f"the checkpoints cannot be looked at: {refused}"
         if sound is not None:
             left = f"the newest checkpoint from before that is {sound}, of which rlmath convert to-hf makes a model"
-        return Ending(END["diverged"], step=self.heartbeat.step, error=error, left=left)
+        return self.ending("diverged", step=self.heartbeat.step, error=error, left=left)
 
     def ending_of_failed_function(self, error: UserFunctionError) -> Ending:
         """A function of the user's failed; the steps before are saved."""
         step = self.heartbeat.step
         self.checkpointer.save_to_stop(step - 1)
-        saved = step > 1 and self.checkpointer.newest == step - 1
-        kind = END["function failed, steps saved" if saved else "function failed"]
-        return Ending(kind, step=step, error=error, saved=step - 1)
+        return self.ending("function failed", step=step, error=error)
 
     # ------------------------------------------------------------ rollbacks
 

@@ -1,4 +1,4 @@
-"""All nodes of a run must be alike: they are compared before anything is started, and their clocks once it is.
+"""All nodes of a run must be alike: they are compared before anything is started.
 
 meet(rendezvous, facts_of(prepared), seconds)     ValueError on all ranks where nodes differ
 """
@@ -8,24 +8,19 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
-
-import torch.distributed as dist
 
 from rlmath.config.help import as_yaml_word, setting_values
 from rlmath.config.load import shown_values
 from rlmath.config.schema import Config
-from rlmath.distributed.collectives import gather_to_rank_zero
 from rlmath.distributed.process import code_hash, library_versions
 from rlmath.distributed.ranks import (
     RankReport,
     RendezvousResult,
     hosts_text,
     ranks_text,
-    this_rank,
 )
 from rlmath.distributed.rendezvous import (
     GLOO_INTERFACE,
@@ -45,10 +40,7 @@ logger = logging.getLogger(__name__)
 
 MOST_NODES_NAMED = 16
 MOST_CHARACTERS = 200
-"""Of a value that differs, in an error."""
-CLOCK_SECONDS = 2.0
-"""Clocks of nodes that differ by more get a warning: lines of several logs cannot be put in order any more, and a
-shared disk's times mislead. Nothing that a run computes depends on them."""
+"""Most characters of a value that differs, in an error."""
 
 
 def meet_with_mistake(rendezvous: Rendezvous, mistake: ValueError | OSError, seconds: float) -> None:
@@ -179,31 +171,3 @@ def node_lines(reports: Mapping[int, RankReport]) -> list[str]:
     if len(ranks_on) > MOST_NODES_NAMED:
         lines.append(f"  and {len(ranks_on) - MOST_NODES_NAMED} more nodes")
     return lines
-
-
-# ---------------------------------------------------------------- clocks
-def compare_clocks() -> None:
-    """Warn, on rank 0, of nodes whose clocks differ. A collective, once at the start of a run on several nodes."""
-    place = this_rank()
-    if not place.several_nodes:
-        return
-    dist.barrier()
-    mine = (place.host, time.time()) if place.is_node_leader else None
-    for line in clock_warnings([one for one in gather_to_rank_zero(mine) or [] if one is not None]):
-        logger.warning("%s", line)
-
-
-def clock_warnings(clocks: Sequence[tuple[str, float]]) -> list[str]:
-    """Warnings about clocks that were read at the same moment, of (host, seconds since 1970); the first is the
-    measure.
-
-    >>> clock_warnings([("a", 100.0), ("b", 100.4), ("c", 131.0)])
-    ['The clocks of nodes differ from that of a: c by +31.0 s. Let them keep time (chrony, NTP)']
-    """
-    off = [(host, at - clocks[0][1]) for host, at in clocks if abs(at - clocks[0][1]) > CLOCK_SECONDS]
-    if not off:
-        return []
-    text = hosts_text([f"{host} by {seconds:+.1f} s" for host, seconds in off])
-    return [
-        f"The clocks of nodes differ from that of {clocks[0][0]}: {text}. Let them keep time (chrony, NTP)"
-    ]

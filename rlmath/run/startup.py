@@ -35,12 +35,13 @@ from rlmath.distributed.rendezvous import (
     Rendezvous,
     open_rendezvous,
 )
-from rlmath.planning.checks import check_config, config_warnings, only_used
+from rlmath.planning.checks import check_config, only_used
 from rlmath.planning.memory_estimate import Kind, mesh_of, training_ranks
 from rlmath.planning.memory_fit import start_up_lines
 from rlmath.planning.parallelism import roles
 from rlmath.planning.prepare import read_inputs, tokenizer_problem, try_data
 from rlmath.planning.reward_checks import data_hooks, hook_lines
+from rlmath.planning.warnings import config_warnings
 from rlmath.run.command_line import log_mistake, record_exit, set_up_rank_logging
 from rlmath.run.nodes import facts_of, meet, meet_with_mistake
 from rlmath.run.prepared import PreparedRun

@@ -19,8 +19,8 @@ FIRST_STEPS = 5
 """What a run started from is the mean of so many steps."""
 EARLY_STOP_STEPS = 10
 """Discarded minibatches raise an alert where most of so many steps had one."""
-NO_CONTRAST_STEPS = 3
-"""So many steps in a row without two different rewards in any group raise an alert."""
+IDLE_STEPS = 2
+"""So many steps in a row that learn nothing raise an alert: no group with two different rewards, or all dropped."""
 QUEUE_SECONDS = 1.0
 QUEUE_SHARE = 0.1
 """Answers that wait longer for a reward worker, and longer than this share of a step, raise an alert."""
@@ -149,11 +149,14 @@ def clip_alert(history: History) -> str | None:
 def contrast_alert(history: History) -> str | None:
     """Rewards that are alike within every group: a reward function that returns a constant, or problems that are all
     too easy or too hard."""
-    contrast = _recent(history, "rollout/groups_with_contrast", NO_CONTRAST_STEPS)
-    if not history.group_relative or len(contrast) < NO_CONTRAST_STEPS or any(contrast):
+    rows = list(history.last)[-IDLE_STEPS:]
+    dropped = [row.get("train/minibatches") == 0 for row in rows]
+    alike = [history.group_relative and row.get("rollout/groups_with_contrast") == 0 for row in rows]
+    if len(rows) < IDLE_STEPS or not all(map(max, dropped, alike)):
         return None
+    what = "All groups were dropped" if all(dropped) else "No group had different rewards"
     return (
-        f"No group had different rewards ({_last(contrast)}).\n"
+        f"{what} ({_last(rows)}).\n"
         "  See `rlmath samples`, reward.function; take problems it sometimes solves."
     )
 
@@ -161,7 +164,7 @@ def contrast_alert(history: History) -> str | None:
 def queue_alert(history: History) -> str | None:
     """Answers that wait long for a worker: as a rule those of a slow reward function, and the step with them."""
     waits, seconds = _recent(history, "reward/queue_wait_s_max"), _recent(history, "seconds/step")
-    if not waits or not seconds:
+    if len(waits) < 2 or not seconds:  # workers start in the first step
         return None
     wait, step = statistics.mean(waits), statistics.mean(seconds)
     if wait <= max(QUEUE_SECONDS, QUEUE_SHARE * step):
@@ -264,7 +267,7 @@ def _recent(history: History, name: str, steps: int = RECENT_STEPS) -> list[floa
     return [row[name] for row in list(history.last)[-steps:] if name in row]
 
 
-def _last(values: Sequence[float]) -> str:
+def _last(values: Sequence[object]) -> str:
     return "last step" if len(values) == 1 else f"last {len(values)} steps"
 
 

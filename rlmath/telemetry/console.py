@@ -290,17 +290,3 @@ def duration(seconds: float) -> str:
         return f"{whole // 86_400}d{whole % 86_400 // 3600:02d}h"
     minutes = f"{whole // 60 % 60:02d}:{whole % 60:02d}"
     return f"{whole // 3600}:{minutes}" if whole >= 3600 else minutes.removeprefix("0")
-
-
-def shortened(text: str, most: int) -> str:
-    """The text, or when it is longer than `most` characters its first and last parts with a note between."""
-    if len(text) <= most:
-        return text
-    half = most // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
-
-
-def code_block(text: str) -> str:
-    """Markdown that shows exactly this text: indented, which nothing inside can end."""
-    lines = visible(text).replace("\t", "    ").split("\n")
-    return "\n".join("    " + line for line in lines)

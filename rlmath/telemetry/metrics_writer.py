@@ -9,9 +9,11 @@ import json
 import logging
 import math
 import os
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,7 +63,8 @@ def without_times(row: Mapping[str, float], *more: str) -> dict[str, float]:
 
 
 class Unwritten:
-    """What of a run's telemetry the disk refuses: logged when that begins and when it ends, and counted.
+    """What of a run's telemetry the disk refuses: logged when that begins and when it ends, and counted. A disk that is
+    full refuses all of it: the first thing is a warning.
 
     >>> unwritten = Unwritten()
     >>> unwritten.attempt("samples", lambda: None), dict(unwritten.lost)
@@ -80,14 +83,18 @@ class Unwritten:
         except OSError as error:
             self.lost[what] += lost
             if what not in self._failing:
-                self._failing.add(what)
-                logger.warning("%s cannot be written: %s. The run continues, and tries again", what, error)
+                self.log_refused("%s cannot be written: %s. The run continues, and tries again", what, error)
+            self._failing.add(what)
             return False
         if what in self._failing:
             self._failing.remove(what)
             more = f"; {self.lost[what]} were lost" if self.lost[what] else ""
             logger.info("%s can be written again%s", what, more)
         return True
+
+    def log_refused(self, text: str, *values: object) -> None:
+        """As a warning where nothing else is refused now."""
+        logger.log(logging.DEBUG if self._failing else logging.WARNING, text, *values)
 
 
 class _RowFile:
@@ -185,13 +192,8 @@ class MetricsWriter:
         except OSError as error:
             self._events.close()
             self._events.is_broken = True
-            logger.warning("TensorBoard is off from here: %s. The run continues", error)
+            self.unwritten.log_refused("TensorBoard is off from here: %s. The run continues", error)
         self.unwritten.lost["TensorBoard"] += self._events.is_broken
-
-    def write_text(self, tag: str, text: str, step: int) -> None:
-        """Markdown for TensorBoard's text page; nothing without TensorBoard."""
-        if self._events is not None:
-            self._write_events(lambda writer: writer.add_text(tag, text, step))
 
     def flush(self) -> None:
         """Try once more to write the rows that wait."""
@@ -228,6 +230,7 @@ class _Events:
         self._writer: SummaryWriter | None = None
         self.is_broken = False
         """The disk has refused them."""
+        threading.excepthook = partial(_hook_of_threads, threading.excepthook)
 
     def writer(self) -> SummaryWriter:
         """OSError where the disk refuses its file."""
@@ -242,6 +245,14 @@ class _Events:
         for file in (writer.all_writers or {}).values() if writer is not None else ():
             with suppress(OSError):  # it is closed, with or without its last events
                 file.close()
+
+
+def _hook_of_threads(
+    before: Callable[[threading.ExceptHookArgs], object], args: threading.ExceptHookArgs
+) -> None:
+    """What the disk refuses to TensorBoard's thread is raised again at the next write: no traceback of the thread."""
+    if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
+        before(args)
 
 
 def open_metrics(config: Config, first_step: int = 1, unwritten: Unwritten | None = None) -> MetricsWriter:

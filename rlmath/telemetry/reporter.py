@@ -151,7 +151,7 @@ class Reporter:
         """`failures`: share of the answers that could not be judged (0 to 1). Too many are warned of every
         FAILURES_STEPS; the log file has every such step."""
         what = step, record.groups, record.advantages
-        self._unwritten.attempt("samples", lambda: self._samples.write(*what, self._metrics))
+        self._unwritten.attempt("samples", lambda: self._samples.write(*what))
         limit, worst = self._config.reward.max_failure_share, self._config.reward.function_failure
         if failures <= limit:
             return

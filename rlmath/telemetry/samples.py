@@ -14,16 +14,12 @@ from rlmath.answers.verifier import FAILURES
 from rlmath.config.files import parse_json
 from rlmath.config.run_files import SAMPLES_FOLDER, remove_unfinished, write_whole
 from rlmath.config.terminal import excerpt, visible
-from rlmath.telemetry.console import code_block, shortened
-from rlmath.telemetry.metrics_writer import MetricsWriter, json_number
+from rlmath.telemetry.metrics_writer import json_number
 
 if TYPE_CHECKING:  # importing it imports torch, which the tool that shows samples does not need
     from rlmath.algorithms.types import Score, ScoredGroup
 
 logger = logging.getLogger(__name__)
-
-MAX_SHOWN_CHARS = 3000
-"""Most characters of one text that go to TensorBoard; the file has all of it."""
 
 _OWN_NAME = re.compile(r"(?P<kind>step|failure)-(?P<step>\d{6,})\.jsonl", re.ASCII)
 
@@ -80,9 +76,8 @@ class SampleWriter:
         step: int,
         groups: Sequence[ScoredGroup],
         advantages: Sequence[Sequence[float]],
-        metrics_writer: MetricsWriter,
     ) -> None:
-        """`samples/step-000001.jsonl`, one row per group, and one TensorBoard text per group.
+        """`samples/step-000001.jsonl`, one row per group.
 
         `advantages` has a list per group and a number per completion. A step written before is replaced.
         The file is pure ASCII: whatever the model wrote, it can be shown on a terminal. OSError where it cannot be
@@ -94,8 +89,6 @@ class SampleWriter:
         assert len(advantages) >= len(shown)
         rows = [_row(group, own, self._rewards) for group, own in zip(shown, advantages, strict=False)]
         _write_rows(samples_file(self._output_dir, step), rows)
-        for number, row in enumerate(rows, start=1):
-            metrics_writer.write_text(f"samples/group_{number}", group_markdown(row), step)
 
     def write_failure(
         self, step: int, groups: Sequence[ScoredGroup], advantages: Sequence[Sequence[float]]
@@ -150,20 +143,6 @@ def _parts(score: Score, rewards: Sequence[str]) -> dict:
     values = (None if value is None else json_number(value) for value in score.parts)
     failures = {one.name: f"{one.kind}: {one.message}" if one.message else one.kind for one in score.failures}
     return {"rewards": dict(zip(rewards, values, strict=True)), "failures": failures}
-
-
-def group_markdown(row: dict) -> str:
-    """A row as Markdown in which nothing of the prompt's or the model's text is markup."""
-    blocks = [
-        "**Prompt**",
-        code_block(shortened(row["prompt"], MAX_SHOWN_CHARS)),
-        "**Solutions**",
-        code_block("\n".join(row["solutions"])),
-    ]
-    for number, completion in enumerate(row["completions"], start=1):
-        blocks.append(f"**Completion {number}**: {completion_facts(completion)}")
-        blocks.append(code_block(shortened(completion["text"], MAX_SHOWN_CHARS)))
-    return "\n\n".join(blocks)
 
 
 def completion_facts(completion: dict) -> str:

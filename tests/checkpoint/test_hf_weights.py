@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlmath.checkpoint.hf import weights
 from rlmath.checkpoint.hf.headers import EMBEDDING, HEAD, unexpected_tensors, weight_problems
 from rlmath.checkpoint.hf.weights import HFReader, read_metadata_files, write_hf_folder
+from tests.disks import files_no_larger_than
 from tests.tiny_models import make_model_folder, shape_of
 
 WEIGHTS = {
@@ -210,6 +211,15 @@ def test_a_stream_that_breaks_leaves_no_folder_that_looks_whole(
     write_hf_folder(iter(WEIGHTS.items()), read_metadata_files(source), output, torch.float32, writes=True)
     assert HFReader(output).files.keys() == {"a", "b", "c"}
     assert files_in(tmp_path) == {"out"}
+
+
+def test_a_disk_that_refuses_is_told_with_the_folder(tmp_path: Path, source: Path):
+    output = tmp_path / "model"
+    with files_no_larger_than(4096), pytest.raises(OSError, match=f"File too large: '{output}.partial'"):
+        write_hf_folder(
+            iter(WEIGHTS.items()), read_metadata_files(source), output, torch.float32, writes=True
+        )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_stream_that_breaks_keeps_the_model_that_was_there(tmp_path: Path, source: Path):

@@ -67,5 +67,5 @@ def test_mistakes_are_named(tmp_path: Path):
         make_model(make_tokenizer(), heads=4, kv_heads=3)
     other = tmp_path / "other"
     other.write_text("")
-    with pytest.raises(ValueError, match="is a file"):
+    with pytest.raises(ValueError, match="is not an empty folder"):
         parse_args(["--output", str(other)])

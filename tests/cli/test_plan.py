@@ -141,17 +141,6 @@ def test_a_step_that_does_not_wait_for_its_tail_has_an_estimate(
     assert 0.5 * waits["step_seconds"] < plan["step_seconds"] < 1.2 * waits["step_seconds"]
 
 
-def test_layouts_of_an_asynchronous_run_have_several_numbers_of_engine_ranks(
-    capsys: pytest.CaptureFixture[str],
-):
-    words = ["--config", str(CONFIGS / "areal/1.5b_n1.yaml"), *DECOUPLED, "parallel=d2+d6"]
-    assert main([*words, "--layouts", "100", "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    trainers = {row["layout"].partition(",")[0] for row in data["layouts"]}
-    assert {"TP1 x PP1 x DP6", "TP1 x PP1 x DP4", "TP1 x PP1 x DP2", "TP1 x PP1 x DP1"} <= trainers
-    assert data["layouts"][0]["step_seconds"] <= data["step_seconds"]
-
-
 def test_the_fastest_layout_comes_first(capsys: pytest.CaptureFixture[str]):
     assert main(["--config", str(CONFIGS / "areal/7b_n4.yaml"), "--layouts", "100", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)

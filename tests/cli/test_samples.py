@@ -7,7 +7,6 @@ import pytest
 
 from rlmath.algorithms.types import Completion, Prompt, RewardFailure, Score, ScoredGroup
 from rlmath.cli.samples import main
-from rlmath.telemetry.metrics_writer import MetricsWriter
 from rlmath.telemetry.samples import SampleWriter
 
 RIGHT, WRONG = Score(5.0, True, "132", "string"), Score(-5.0, False, "13\x1b[2J", "symbolic")
@@ -25,11 +24,7 @@ def write_step(run_dir: Path, step: int, **scores_by_id: list[Score]) -> None:
         )
         for prompt_id, scores in scores_by_id.items()
     ]
-    metrics = MetricsWriter(str(run_dir), tensorboard=False)
-    SampleWriter(str(run_dir), 9).write(
-        step, groups, [[0.5] * len(group.scores) for group in groups], metrics
-    )
-    metrics.close()
+    SampleWriter(str(run_dir), 9).write(step, groups, [[0.5] * len(group.scores) for group in groups])
 
 
 @pytest.fixture
@@ -163,8 +158,7 @@ def test_several_rewards_are_shown_one_by_one_with_what_failed(tmp_path, capsys)
     score = Score(1.0, True, "132", "string", parts=(1.0, None), failures=(why,))
     completions = (Completion(0, (2,), (-0.1,), "x", "stop", 0),)
     scored = ScoredGroup(Prompt("q", "?", (1,), ("132",), "math"), completions, (score,))
-    metrics = MetricsWriter(str(tmp_path), tensorboard=False)
-    SampleWriter(str(tmp_path), 1, ["correctness", "own"]).write(1, [scored], [[0.5]], metrics)
+    SampleWriter(str(tmp_path), 1, ["correctness", "own"]).write(1, [scored], [[0.5]])
     text = shown(capsys, str(tmp_path))
     assert "--- 1: reward +1 (correctness +1, own failed), advantage +0.500, right (string)" in text
     assert "failed    | own: error: KeyError: '\\x1b[2J'\n          |   File mine.py" in text

@@ -61,6 +61,7 @@ def test_what_is_not_json_is_named_with_its_line(tmp_path):
         (json.dumps({**B, "prompt": "1\0+1"}).encode() + b"\n", "prompt has a NUL character at character 1"),
         (json.dumps(B).replace("1+1", "1\\ud8001").encode() + b"\n", "half a surrogate pair at character 1"),
         (b'{"n": ' + b"7" * 5000 + b"}\n", "not JSON (Exceeds the limit"),
+        (b'{"prompt": "x", "solutions": ["1"], "prompt": "y"}\n', "not JSON (the key 'prompt' stands twice)"),
         (
             {"prompt": "x", "task": "math", "answer": "3"},
             "missing query_id, solutions; the row has 'prompt', 'task'",
@@ -186,7 +187,7 @@ def test_json_lines_that_begin_with_text_are_no_csv_file(tmp_path: Path):
 def test_a_missing_file_is_named_with_the_nearest_name(tmp_path):
     write(tmp_path, GOOD)
     assert "trian.jsonl: no such file. There is" in refused(tmp_path / "trian.jsonl")
-    assert "no such file, and no folder" in refused(tmp_path / "no" / "train.jsonl")
+    assert "train.jsonl: no such file" in refused(tmp_path / "no" / "train.jsonl")
 
 
 def test_areal_v01_takes_solutions_from_the_file_beside(tmp_path):
@@ -209,6 +210,6 @@ def test_a_place_that_is_no_file_says_what_it_is(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "gone.jsonl")
     assert "neither a file nor a folder" in refused(tmp_path / "pipe")
-    assert "a link to" in refused(tmp_path / "link.jsonl")
+    assert "a link to nothing" in refused(tmp_path / "link.jsonl")
     assert "no such file" in refused("x" * 5000)
     assert "a path of prompts is empty" in refused("")

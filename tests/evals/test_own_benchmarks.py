@@ -36,7 +36,7 @@ def test_requests_have_the_seeds_the_lengths_and_the_temperatures_of_the_plan(tm
     plan = Plan(
         tmp_path, ("quiz",), tmp_path, tmp_path / "out", temperature=0.7, top_p=0.9, samples=2, seed=SEED
     )
-    problem = Problem("quiz", "q", "1+1=", (4, 5), ("2",), "math")
+    problem = Problem("q", "1+1=", (4, 5), ("2",), "math", benchmark="quiz")
     assert plan.indices == (GREEDY_INDEX, 0, 1)
     found = _requests(6, Missing(problem, plan.indices), plan, LengthLimits(8, 30))
     assert [(one.key, one.temperature, one.top_p) for one in found] == [

@@ -35,7 +35,7 @@ def test_hostile_completions_cost_their_time_limit_and_nothing_else(
         "</think> \\boxed{\\frac{2}{2}}",
     ]
     tokenizer = load_tokenizer(str(untied_model))
-    problem = Problem("quiz", "q", "One?<think>\n", (1, 2), (*HANG_SOLUTIONS, "1"), "math")
+    problem = Problem("q", "One?<think>\n", (1, 2), (*HANG_SOLUTIONS, "1"), "math", benchmark="quiz")
     found: list[tuple[str, CompletionRecord]] = []
     with VerifierPool(1, 1.0) as pool:
         verification = Verification(pool, tokenizer, {0: problem}, lambda *written: found.append(written))
@@ -74,7 +74,7 @@ def test_a_scorer_of_the_users_says_what_is_right_in_a_worker_of_its_own(
     )
     texts = ["so \\boxed{9} or 1", "ends 1", "hangs 1", "so \\boxed{1}."]
     tokenizer = load_tokenizer(str(untied_model))
-    problem = Problem("quiz", "q", "One?", (1, 2), ("1",), "math", '{"level": 3}')
+    problem = Problem("q", "One?", (1, 2), ("1",), "math", '{"level": 3}', benchmark="quiz")
     found: list[CompletionRecord] = []
     hook = Hook("scorer", f"{tmp_path}/own.py:scorer", "--scorer")
     with VerifierPool(1, 1.0) as pool, VerifierPool(1, 1.0, function=hook) as scorer:
@@ -119,11 +119,11 @@ def test_the_log_has_how_much_all_engines_have_sampled(
 
 
 def test_the_hash_of_a_problem_is_of_all_that_its_judgement_depends_on() -> None:
-    problem = Problem("quiz", "q", "?", (1, 2), ("7",), "math")
+    problem = Problem("q", "?", (1, 2), ("7",), "math", benchmark="quiz")
     others = [
-        Problem("quiz", "q", "?", (1, 3), ("7",), "math"),
-        Problem("quiz", "q", "?", (1, 2), ("8",), "math"),
-        Problem("quiz", "q", "?", (1, 2), ("7",), "choice"),
+        Problem("q", "?", (1, 3), ("7",), "math", benchmark="quiz"),
+        Problem("q", "?", (1, 2), ("8",), "math", benchmark="quiz"),
+        Problem("q", "?", (1, 2), ("7",), "choice", benchmark="quiz"),
     ]
     assert len({one.prompt_hash for one in (problem, *others)}) == 4
-    assert Problem("other", "z", "!", (1, 2), ("7",), "math").prompt_hash == problem.prompt_hash
+    assert Problem("z", "!", (1, 2), ("7",), "math", benchmark="other").prompt_hash == problem.prompt_hash

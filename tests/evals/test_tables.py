@@ -20,7 +20,7 @@ def plan_for(folder: Path, **changes: object) -> Plan:
 
 
 def problem(name: str, tokens: int = 5) -> Problem:
-    return Problem("quiz", name, "?", tuple(range(tokens)), ("7",), "math")
+    return Problem(name, "?", tuple(range(tokens)), ("7",), "math", benchmark="quiz")
 
 
 def completion(
@@ -205,8 +205,8 @@ def test_nothing_in_common_is_reported(tmp_path: Path) -> None:
 
 def test_references_that_no_answer_equals_are_reported() -> None:
     good = problem("good")
-    bad = replace(good, problem_id="bad", solutions=("see solution",))
-    algebra = replace(good, problem_id="algebra", solutions=("x^2+1",))
+    bad = replace(good, prompt_id="bad", solutions=("see solution",))
+    algebra = replace(good, prompt_id="algebra", solutions=("x^2+1",))
     (warning,) = reference_warnings(
         [Benchmark("fine", (good, algebra), 0), Benchmark("quiz", (good, bad), 0)]
     )

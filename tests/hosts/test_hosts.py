@@ -146,15 +146,6 @@ def test_a_rank_that_never_comes_is_named_with_its_host(nodes: list[Node], tmp_p
 
 
 @full
-def test_a_clock_that_is_wrong_is_told(nodes: list[Node], tmp_path: Path) -> None:
-    run = run_to_the_end(nodes, tmp_path / "clock", SMALL, str(tmp_path / "run"), "clock")
-    told = run.programs[0].console
-    assert "The clocks of nodes differ from that of node0: node1 by +" in told, told
-    seconds = float(told.partition("node1 by +")[2].partition(" s")[0])
-    assert 60 < seconds < 120
-
-
-@full
 def test_torchrun_starts_a_run_again_that_lost_a_rank_and_it_goes_on(
     nodes: list[Node], arithmetic: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

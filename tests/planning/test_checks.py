@@ -23,9 +23,9 @@ from rlmath.distributed.memory import total_bytes
 from rlmath.models.hf_config import read_model_shape
 from rlmath.planning.checks import (
     check_config,
-    config_warnings,
     transformer_engine_problems,
 )
+from rlmath.planning.warnings import config_warnings
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, VOCAB, POSITIONS = 6, 384, 12, 4, 24, 11, 64
 MODEL_CONFIG: dict[str, Any] = {
@@ -165,10 +165,27 @@ def test_runs_that_can_start(place: Path, overrides: list[str], world_size: int)
     assert check(place, *overrides, world_size=world_size).num_layers == LAYERS
 
 
+def test_values_that_cannot_mean_anything_are_told_of() -> None:
+    given = {
+        "rollout.max_new_tokens": "1",
+        "rollout.temperature": "1e30",
+        "optimizer.lr": "1e30",
+        "optimizer.weight_decay": "1e30",
+        "reward.timeout_seconds": "1e-9",
+        "save.ckpt_freq_secs": "1e-9",
+    }
+    overrides = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
+    found = config_warnings(
+        load_config([], [*overrides, *(f"{key}={value}" for key, value in given.items())])
+    )
+    told = {one.partition("=")[0] for one in found if "hardly what you mean" in one}
+    assert told == set(given) and config_warnings(load_config([], overrides)) == []
+
+
 def test_settings_without_effect_are_noted_and_no_error(place: Path):
     overrides = ["run.output_dir=o", "model.path=m", "data.train_path=t", "parallel.sequence=true"]
     (note,) = config_warnings(load_config([], overrides))
-    assert "parallel.sequence=true has no effect with parallel.tensor=1" in note
+    assert note == "parallel.sequence: no effect with parallel.tensor=1."
     (note,) = config_warnings(load_config([], [*overrides, "parallel.tensor=2", "optimizer.min_lr=1e-7"]))
     assert "optimizer.min_lr" in note
     assert check(place, "parallel.sequence=true")

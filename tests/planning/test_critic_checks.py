@@ -15,8 +15,8 @@ from rlmath.planning.model_checks import (
     critic_folder_problems,
     critic_layout_problems,
     critic_length_problems,
-    critic_warnings,
 )
+from rlmath.planning.warnings import config_warnings
 from rlmath.run.recovery.save_schedule import checkpoint_bytes
 from tests.tiny_models import VOCAB, make_model_folder, shape_of
 
@@ -100,11 +100,11 @@ def test_the_policys_schedule_counts_no_pretraining() -> None:
 
 
 def test_settings_without_effect_are_named() -> None:
-    (note,) = critic_warnings(config_of("critic.gamma=0.9", "memory.offload_critic=true"))
-    assert note.startswith("critic.gamma, memory.offload_critic: no effect")
-    (note,) = critic_warnings(config_of(GAE, "critic.policy_lambda=0.9", "critic.policy_length_alpha=0.05"))
-    assert note == "critic.policy_lambda has no effect with critic.policy_length_alpha."
-    assert list(critic_warnings(config_of())) == []
+    (note,) = config_warnings(config_of("critic.gamma=0.9", "memory.offload_critic=true"))
+    assert note.startswith("memory.offload_critic, critic.gamma: no effect")
+    (note,) = config_warnings(config_of(GAE, "critic.policy_lambda=0.9", "critic.policy_length_alpha=0.05"))
+    assert note == "critic.policy_lambda: no effect with critic.policy_length_alpha."
+    assert list(config_warnings(config_of())) == []
 
 
 def test_a_value_after_the_end_needs_whole_packs(untied_model: Path) -> None:

@@ -226,7 +226,7 @@ def own_ranks(ranks: int, engine: int = 1, **sections: object) -> Config:
     return config(rollout=RolloutConfig(ranks=ranks, tensor_parallel=engine), **sections)
 
 
-def test_a_training_rank_beside_engines_of_their_own_has_training_and_a_copy_of_its_parameters():
+def test_a_training_rank_beside_engines_of_their_own_has_training_alone():
     plain, memory = (
         OptimizerConfig(distributed=False),
         MemoryConfig(offload_optimizer=True, offload_parameters=True),
@@ -234,13 +234,8 @@ def test_a_training_rank_beside_engines_of_their_own_has_training_and_a_copy_of_
     (plan,) = plan_ranks(own_ranks(2, optimizer=plain, memory=memory), QWEN_7B, 3, H100)
     assert list(plan.phases) == ["logprobs", "update"] and plan.name == "rank 0 (pipeline stage 0)"
     (alone,) = plan_ranks(config(optimizer=plain, rollout=RolloutConfig(cuda_graphs=False)), QWEN_7B, 1, H100)
-    # what training alone holds, nothing is offloaded; in the host's memory bfloat16 numbers and two buckets of 64 MiB
+    # what training alone holds, nothing is offloaded
     assert plan.phases == {phase: alone.phases[phase] for phase in plan.phases}
-    assert plan.host == {"offered_weights": 2 * PARAMETERS, "sync_buffers": 128 * MIB}
-    # on CPU that is the same memory, numbers are float32, and buckets 16 MiB
-    (plan,) = plan_ranks(own_ranks(2, optimizer=plain), QWEN_7B, 3, CPU)
-    assert {held["offered_weights"] for held in plan.phases.values()} == {4 * PARAMETERS}
-    assert {held["sync_buffers"] for held in plan.phases.values()} == {32 * MIB} and plan.host == {}
 
 
 def test_the_ranks_that_the_engines_leave_share_the_model_and_the_optimizer():
@@ -251,23 +246,18 @@ def test_the_ranks_that_the_engines_leave_share_the_model_and_the_optimizer():
         same.part("parameters"),
         same.part("optimizer"),
     )
-    # two bytes of half of all parameters, and of half of the norms, which both ranks have whole
-    norms = 28 * 2 * 3584 + 3584
-    assert plan.host["offered_weights"] == PARAMETERS + norms
 
 
-def test_a_rank_of_an_engine_alone_holds_weights_cache_and_what_it_receives():
+def test_a_rank_of_an_engine_alone_holds_weights_and_cache():
     settings = own_ranks(2, 2, algorithm=AlgorithmConfig(kl_coef=0.1))
     (plan,) = plan_engine_ranks(settings, QWEN_7B, 6, H100)
     assert (plan.rank, plan.name, list(plan.phases)) == (4, "engine rank 4", ["generate"])
     held = plan.phases["generate"]
     assert held["engine_weights"] == weight_bytes(QWEN_7B, 2, 2, packed_head=False)
-    assert plan.host == {"sync_buffers": 128 * MIB}
     assert plan.held("generate") == int(0.6 * H100.total_bytes), "whatever is in it"
     assert plan_engine_ranks(config(), QWEN_7B, 6, H100) == []
     (plan,) = plan_engine_ranks(settings, QWEN_7B, 6, CPU)
-    assert set(plan.phases["generate"]) == {"engine_weights", "kv_cache", "sync_buffers"}
-    assert plan.part("sync_buffers") == 32 * MIB
+    assert set(plan.phases["generate"]) == {"engine_weights", "kv_cache"}
 
 
 def test_an_engine_mesh_counts_from_the_first_rank_of_the_engines():

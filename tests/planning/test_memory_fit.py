@@ -314,17 +314,8 @@ def test_both_kinds_of_ranks_are_told_at_the_start():
         "Planned memory of engine rank 8 on H100-80GB, may fill 72.94 GiB:",
     ]
     phases = [line.split(":")[0].strip() for line in lines if line.startswith(" ")]
-    assert phases == [
-        "logprobs",
-        "update",
-        "beside, in the host's memory",
-        "generate",
-        "beside, in the host's memory",
-    ]
-    assert "kv_cache" in lines[5] and "kv_cache" not in lines[1] + lines[2]
-    # a quarter of 14.19 GiB, and two buckets
-    assert lines[3] == "  beside, in the host's memory: 3.67 GiB (offered_weights 3.55, sync_buffers 0.12)"
-    assert lines[6] == "  beside, in the host's memory: 0.12 GiB (sync_buffers 0.12)"
+    assert phases == ["logprobs", "update", "generate"]
+    assert "kv_cache" in lines[4] and "kv_cache" not in lines[1] + lines[2]
 
 
 def test_what_fits_on_ranks_of_either_kind_is_not_refused():

@@ -11,11 +11,12 @@ import pytest
 from rlmath.config.help import all_settings
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config, MemoryConfig, RolloutConfig
-from rlmath.planning.checks import check_config, config_warnings, only_used, used_keys
+from rlmath.planning.checks import check_config, only_used, used_keys
 from rlmath.planning.memory_estimate import Target, mesh_of, plan_ranks
 from rlmath.planning.memory_fit import GIB, fit_problems, start_up_lines
 from rlmath.planning.parallelism import planned_ranks
 from rlmath.planning.prepare import read_inputs
+from rlmath.planning.warnings import config_warnings
 from tests.tiny_models import shape_of
 
 POSITIONS = 256
@@ -137,5 +138,5 @@ def test_all_ranks_of_a_supervised_run_train_whatever_its_engines_would_have(pla
     check_config(config, 4, "sft")
     assert mesh_of(config, 4, 3).data == 4
     (plan,) = plan_ranks(config, shape_of(Path(config.model.path)), 4, CPU, "sft")
-    assert list(plan.phases) == ["update"] and "offered_weights" not in plan.phases["update"]
+    assert list(plan.phases) == ["update"]
     assert "engine rank" not in " ".join(start_up_lines(config, shape_of(Path(config.model.path)), 4, "sft"))

@@ -22,10 +22,11 @@ from rlmath.config.schema import (
 from rlmath.data.tokenizer import load_tokenizer
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.hf_config import teacher_shape_of
-from rlmath.planning.checks import config_warnings, run_problems, shape_problems
+from rlmath.planning.checks import run_problems, shape_problems
 from rlmath.planning.memory_estimate import Target, plan_rank
 from rlmath.planning.model_checks import check_teacher_tokenizer, teacher_folder_problems, teacher_problems
 from rlmath.planning.planner.step import recomputes_logprobs
+from rlmath.planning.warnings import config_warnings
 from tests.tiny_models import VOCAB, make_model_folder, shape_of
 
 
@@ -113,12 +114,12 @@ def test_a_group_of_one_may_learn_from_a_teacher_alone(folder: Path, tied_model:
 
 def test_settings_without_effect_are_told(folder: Path, tied_model: Path) -> None:
     without = Config(teacher=TeacherConfig(loss="full", coef=2.0), memory=MemoryConfig(offload_teacher=True))
-    told = "teacher.loss, teacher.coef, memory.offload_teacher: no effect without teacher.path."
+    told = "memory.offload_teacher, teacher.loss, teacher.coef: no effect without teacher.path."
     assert told in config_warnings(without)
     drops = config_of(folder, tied_model, selection=SelectionConfig(dynamic_sampling="accuracy"))
     assert [one for one in config_warnings(drops) if "the teacher would teach them, too" in one]
     moves = Config(algorithm=AlgorithmConfig(reference_every_steps=5))
-    assert [one for one in config_warnings(moves) if one.startswith("algorithm.reference_every_steps has no")]
+    assert [one for one in config_warnings(moves) if one.startswith("algorithm.reference_every_steps: no")]
 
 
 def edited(folder: Path, place: Path, change: object) -> Path:

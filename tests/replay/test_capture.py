@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
+import sys
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
 
 from rlmath.algorithms.dynamic_sampling import Chosen, Selection
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup, Segment
@@ -176,14 +177,16 @@ def edit_header(folder: Path, **values: object) -> None:
     (folder / CAPTURE_FILE).write_text(json.dumps(row | values))
 
 
-def edit_groups(folder: Path, old: str, new: str) -> None:
-    text = (folder / GROUPS_FILE).read_text()
-    assert old in text
-    (folder / GROUPS_FILE).write_text(text.replace(old, new, 1))
+def flip_a_byte(folder: Path, name: str) -> None:
+    content = bytearray((folder / name).read_bytes())
+    content[-2] ^= 1
+    (folder / name).write_bytes(content)
 
 
-def edit_tokens(folder: Path, **tensors: np.ndarray) -> None:
-    save_file(load_file(folder / TOKENS_FILE) | tensors, folder / TOKENS_FILE)
+def edit_groups(folder: Path, text: str) -> None:
+    """Whoever changes a file can change its digest, too."""
+    (folder / GROUPS_FILE).write_text(text)
+    edit_header(folder, digests={})
 
 
 def fifo(folder: Path) -> None:
@@ -193,37 +196,25 @@ def fifo(folder: Path) -> None:
 
 DAMAGES = {
     "later version": (lambda f: edit_header(f, version=2), "form is version 2; needed: 1"),
-    "negative step": (lambda f: edit_header(f, step=-1), "-1 is no count"),
-    "huge number": (lambda f: edit_header(f, world_size=10.5), "10.5 is no count"),
-    "other advantages": (lambda f: edit_header(f, own_advantages=[[1.0]]), "of other completions"),
+    "negative step": (lambda f: edit_header(f, step=-1), "-2 is no count"),
     "no update": (lambda f: edit_header(f, update={"minibatches": 3}), "damaged"),
-    "projections": (
-        lambda f: edit_header(f, weights_before={"digest": "", "projections": {"w": [1]}}),
-        "projections",
-    ),
-    "no JSON": (lambda f: (f / GROUPS_FILE).write_text("{"), "damaged"),
-    "deep JSON": (lambda f: (f / GROUPS_FILE).write_text("[" * 100_000), "damaged"),
-    "too few tokens": (
-        lambda f: edit_tokens(f, tokens=np.zeros(3, np.int32), logprobs=np.zeros(3, np.float32)),
-        "missing",
-    ),
-    "no first step": (lambda f: edit_header(f, step=0), "counts from 1"),
-    "advantages of the update": (
-        lambda f: edit_header(
-            f, update={"minibatches": [], "critic_minibatches": [], "advantages": [], "weights_after": None}
-        ),
-        "the update has advantages of other completions",
-    ),
-    "log-prob": (lambda f: edit_tokens(f, logprobs=np.full(7, np.nan, np.float32)), "log-prob is not finite"),
+    "no JSON": (lambda f: edit_groups(f, "{"), "damaged"),
+    "deep JSON": (lambda f: edit_groups(f, "[" * 100_000), "damaged"),
+    "too few rows": (lambda f: edit_groups(f, ""), "there are too many tokens"),
     "a FIFO": (fifo, "FIFO"),
-    "too many tokens": (lambda f: edit_tokens(f, prompt_tokens=np.zeros(9, np.int32)), "too many tokens"),
-    "other type": (lambda f: edit_tokens(f, tokens=np.zeros(7, np.int64)), "another form"),
-    "no tensors": (lambda f: (f / TOKENS_FILE).write_bytes(b"\x80\x04"), "damaged"),
-    "long segment": (lambda f: edit_groups(f, "[[2, 4, 1]]", "[[99999999999999999999, 4, 1]]"), "missing"),
-    "another ending": (lambda f: edit_groups(f, '"stop"', '"sto"'), "ends by"),
-    "unknown sample": (lambda f: edit_groups(f, '"learned": [0, 1]', '"learned": [0, 2]'), "learned from"),
-    "score": (lambda f: edit_groups(f, '"reward": 5.0', '"reward": NaN'), "not finite"),
-    "no settings": (lambda f: (f / "config.yaml").unlink(), "config.yaml"),
+    "no settings": (lambda f: (f / "config.yaml").unlink(), "cannot be read: No such file.*config.yaml"),
+    "a byte of the tokens": (
+        lambda f: flip_a_byte(f, TOKENS_FILE),
+        f"{TOKENS_FILE} is not as it was written",
+    ),
+    "a byte of the groups": (
+        lambda f: flip_a_byte(f, GROUPS_FILE),
+        f"{GROUPS_FILE} is not as it was written",
+    ),
+    "a folder in the place": (
+        lambda f: ((f / TOKENS_FILE).unlink(), (f / TOKENS_FILE).mkdir()),
+        "is a folder",
+    ),
 }
 
 
@@ -234,6 +225,31 @@ def test_a_damaged_capture_is_refused(tmp_path: Path, name: str) -> None:
     damage(folder)
     with pytest.raises(ValueError, match=message):
         read_capture(folder)
+
+
+def test_captures_of_before_there_were_digests_are_read(tmp_path: Path) -> None:
+    folder = written(tmp_path)
+    header = json.loads((folder / CAPTURE_FILE).read_text())
+    del header["digests"]
+    (folder / CAPTURE_FILE).write_text(json.dumps(header))
+    assert read_capture(folder) == a_capture()
+
+
+def test_what_may_not_be_read_is_no_damage(tmp_path: Path) -> None:
+    """In a process without root's rights."""
+    folder = written(tmp_path)
+    program = (
+        "import os, sys; from rlmath.replay.replay import find_capture, read_capture; os.getuid() or os.setuid(65534)\n"
+        "for read in (find_capture, lambda run, step: read_capture(run)):\n"
+        "    try: read(__import__('pathlib').Path(sys.argv[1]), None)\n"
+        "    except ValueError as error: print(error)"
+    )
+    for name in (TOKENS_FILE, "."):
+        (folder / name).chmod(0)
+    done = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True)
+    refused, unread = done.stdout.splitlines()
+    assert refused == f'"{folder}" cannot be read: Permission denied', done.stderr
+    assert unread.startswith(f'the capture "{folder}" cannot be read: Permission denied'), done.stderr
 
 
 def test_captures_and_states_that_are_not_there_are_named(tmp_path: Path) -> None:

@@ -18,9 +18,7 @@ from rlmath.distributed.rendezvous import Route, prefer_for_gloo, route_to
 from rlmath.run import command_line
 from rlmath.run.command_line import record_exit
 from rlmath.run.nodes import (
-    CLOCK_SECONDS,
     _compare_nodes,
-    clock_warnings,
     differences,
     labelled,
     node_lines,
@@ -100,13 +98,6 @@ def test_a_first_node_whose_name_means_itself_is_told_unless_all_nodes_are_one_m
         for rank, word in words.items()
     }
     assert _compare_nodes(everywhere).error is None
-
-
-def test_clocks_within_the_bound_are_no_warning() -> None:
-    assert clock_warnings([("a", 50.0), ("b", 50.0 + CLOCK_SECONDS)]) == []
-    assert clock_warnings([]) == []
-    (told,) = clock_warnings([("a", 50.0), ("b", 50.0 - 2 * CLOCK_SECONDS), ("c", 50.0)])
-    assert "differ from that of a: b by -4.0 s." in told
 
 
 def test_gloo_listens_where_others_come_in_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:

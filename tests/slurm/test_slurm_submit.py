@@ -344,8 +344,9 @@ def test_what_a_start_would_go_on_from_may_be_queued(
     (partial / "state" / ".metadata").write_text("index")
     finish_partial(partial, 3, False, {})
     assert called(*queued, *settings)[0] == 0
-    status, _, err = called(*queued, *settings, "run.seed=4")
-    assert status == 2 and "cannot go on with other settings: run.seed: 3 there, 4 now" in err
+    status, _, err = called(*queued, *settings, "run.seed=4", "data.shuffle=false")
+    assert status == 2 and "cannot go on with other settings: run.seed: 3 there, 4 now; data.shuffle" in err
+    assert err.count("cannot go on") == 1, "one problem, however many settings"
 
 
 def test_a_shipped_config_is_given_to_the_job_by_its_place(arithmetic: Path, alone: Path) -> None:

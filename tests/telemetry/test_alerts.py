@@ -210,20 +210,28 @@ def test_steady_good_runs_tell_nothing(truncated, weight, clipped, entropy, accu
 def test_long_waits_for_reward_workers_name_the_setting():
     slow = {**GOOD, "reward/queue_wait_s_max": 12.5, "seconds/step": 40.0}
     ((step, text),) = told([slow] * 3)
-    assert step == 1
+    assert step == 2  # workers start in the first
     assert "waited 12.5 s" in text and "Raise reward.workers" in text
     assert told([{**slow, "reward/queue_wait_s_max": 3.9}] * 3) == []
     assert told([{**slow, "reward/queue_wait_s_max": 0.9, "seconds/step": 2.0}] * 3) == []
 
 
-def test_rewards_that_are_all_alike_within_groups_are_told_of_after_three_steps():
+def test_rewards_that_are_all_alike_within_groups_are_told_of_after_two_steps():
     alike = [{**GOOD, "rollout/groups_with_contrast": 0.0, "task_reward": 1.0}] * 6
-    ((step, text),) = told([*alike[:2], GOOD, *alike])
-    assert step == 6
-    assert text.startswith("No group had different rewards") and "last 3 steps" in text
+    ((step, text),) = told([alike[0], GOOD, *alike])
+    assert step == 4
+    assert text.startswith("No group had different rewards") and "last 2 steps" in text
     assert "reward.function" in text
     assert told(alike, group_relative=False) == []
     assert told(rows("rollout/groups_with_contrast", [0.01] * 20)) == []
+
+
+def test_steps_whose_groups_were_all_dropped_are_told_of_after_two_steps():
+    dropped = {**GOOD, "train/minibatches": 0.0, "train/early_stopped_minibatches": 0.0}
+    ((step, text),) = told([dropped, GOOD, *[dropped] * 3])
+    assert step == 4 and text.startswith("All groups were dropped (last 2 steps)")
+    ((_, text),) = told([dropped, {**GOOD, "rollout/groups_with_contrast": 0.0}])
+    assert text.startswith("No group had different rewards")
 
 
 def dropped(

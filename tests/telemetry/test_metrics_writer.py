@@ -54,11 +54,10 @@ def test_names_that_are_no_longer_written_can_be_read(tmp_path):
     assert read_metrics(str(tmp_path)) == [{"step": 1.0, name: math.inf}]
 
 
-def test_tensorboard_gets_the_same_numbers_and_texts(tmp_path):
+def test_tensorboard_gets_the_same_numbers(tmp_path):
     writer = MetricsWriter(str(tmp_path), tensorboard=True)
     writer.write(1, {"task_reward": -5.0, "train/entropy_loss": math.nan})
     writer.write(2, {"task_reward": 5.0})
-    writer.write_text("samples/group_1", "**Prompt**", 2)
     writer.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -67,8 +66,6 @@ def test_tensorboard_gets_the_same_numbers_and_texts(tmp_path):
         (2, 5.0),
     ]
     assert math.isnan(events.Scalars("train/entropy_loss")[0].value)
-    (text,) = events.Tensors("samples/group_1/text_summary")
-    assert (text.step, text.tensor_proto.string_val[0]) == (2, b"**Prompt**")
 
 
 # ---------------------------------------------------------------- a disk that refuses
@@ -120,9 +117,7 @@ def test_a_run_starts_where_no_file_can_be_made_and_writes_once_it_can(tmp_path)
     assert writer.lost() == {"TensorBoard": 2}
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
-)  # of TensorBoard's own thread
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_tensorboard_that_is_refused_is_off_and_counted(tmp_path, caplog):
     writer = MetricsWriter(str(tmp_path), tensorboard=True)
     writer.write(1, {"a": 0.1})
@@ -132,7 +127,8 @@ def test_tensorboard_that_is_refused_is_off_and_counted(tmp_path, caplog):
         writer.write(step, {"a": 0.1 * step})
     writer.close()
     assert writer.lost() == {"TensorBoard": 4}
-    assert len([one for one in caplog.messages if "TensorBoard is off from here" in one]) == 1
+    (warning,) = (one.getMessage() for one in caplog.records if one.levelname == "WARNING")
+    assert warning.startswith("metrics.jsonl cannot be written: "), "one warning for a disk that is full"
     assert [row["step"] for row in read_metrics(str(tmp_path))] == [1, 2, 3, 4, 5]
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()

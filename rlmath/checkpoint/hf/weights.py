@@ -375,10 +375,12 @@ def write_hf_folder(
         partial_folder.rename(output)
         if before is not None:
             remove(before)
-    except OSError:
+    except OSError as error:
         for _ in tensors:  # a collective: the others wait for it
             pass
         remove(partial_folder)
+        if error.filename is None:
+            error.filename = str(partial_folder)
         raise
 
 

@@ -65,6 +65,20 @@ class ExitStatus:
     """After which step, or why; of a refusal also the lines that list its problems."""
 
 
+AGAIN = "the same command"
+
+
+def again_text(saved_step: int | None) -> str:
+    """What the same command does after a run has ended.
+
+    >>> again_text(12), again_text(None)
+    ('the same command resumes after step 12', 'the same command starts from the beginning')
+    """
+    if saved_step is None:
+        return f"{AGAIN} starts from the beginning"
+    return f"{AGAIN} resumes after step {saved_step}"
+
+
 def write_exit_status(output_dir: str | Path, status: int, message: str) -> None:
     """Write the exit status. Any rank may; the last one counts. On a full disk it is written into the file that
     `reserve_exit_status` made, or over an earlier status; what is refused even then is logged."""

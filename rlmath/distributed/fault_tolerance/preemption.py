@@ -21,6 +21,7 @@ from rlmath.config.run_files import EXIT_STATUS_FILE
 from rlmath.distributed.fault_tolerance.exit_codes import (
     FAILURE,
     NOT_SAVED_IN_TIME,
+    again_text,
     read_exit_status,
     write_exit_status,
 )
@@ -33,6 +34,9 @@ INTERRUPT = "SIGINT (Ctrl-C)"
 LAUNCHER_ENDED = "the end of the launcher"
 REASONS = (None, "SIGTERM", "SIGUSR1", LAUNCHER_ENDED, INTERRUPT)
 """What can request a stop; ranks agree on an index into this list."""
+EXIT_SECONDS = 15.0
+"""By how much longer than its ranks may save torchrun waits for them: a rank that is too late writes its status and its
+stacks before it ends."""
 WANTED_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 
 
@@ -95,21 +99,30 @@ class StopRequest:
         if self._done.is_set():
             logger.info("%s: the run is ending already", self._requested)
             return
-        seconds = self._grace
-        if under_torchrun() and self._requested != LAUNCHER_ENDED:
-            seconds = min(seconds, _torchrun_patience())
-        more = "; Ctrl-C again ends it at once" if self._requested == INTERRUPT else ""
+        seconds, more = self._granted_seconds(), ""
+        if seconds < self._grace:
+            more = f" (not run.stop_grace_seconds, {self._grace:g}: torchrun kills the ranks soon after)"
+        if self._requested == INTERRUPT:
+            more += "; Ctrl-C again ends it at once"
         what = "saves after this step and stops" if self.in_steps else "stops before its next step"
         text = "%s: the run %s, within %g s%s"
         shown = self._leads_other_node and self._requested == INTERRUPT
         logger.log(logging.WARNING if shown else logging.INFO, text, self._requested, what, seconds, more)
-        if not self._done.wait(self._grace):
-            self._exit_unsaved()
+        if not self._done.wait(seconds):
+            self._exit_unsaved(seconds)
 
-    def _exit_unsaved(self) -> None:
+    def _granted_seconds(self) -> float:
+        """How long this rank may save: what the settings say, but it ends before torchrun kills it."""
+        if not under_torchrun() or self._requested == LAUNCHER_ENDED:
+            return self._grace
+        patience = _torchrun_patience()
+        return min(self._grace, max(patience - EXIT_SECONDS, 0.75 * patience))
+
+    def _exit_unsaved(self, seconds: float) -> None:
         message = (
-            f"rank {self._rank} is still there {self._grace:g} s after {self._requested} (run.stop_grace_seconds), "
-            f"in {innermost_call()}"
+            f"rank {self._rank} is still there {seconds:g} s after {self._requested} (run.stop_grace_seconds is "
+            f"{self._grace:g}), in {innermost_call()}; what was done since the newest checkpoint is lost, "
+            f"{again_text(self.saved_step)}"
         )
         try:
             write_exit_status(self._output_dir, NOT_SAVED_IN_TIME, message)
@@ -128,12 +141,7 @@ class StopRequest:
                 # All is saved, and this process was ending.
                 status = read_exit_status(self._output_dir).status
             elif self._rank == 0 or self._leads_other_node:
-                again = (
-                    f"resumes after step {self.saved_step}"
-                    if self.saved_step is not None
-                    else "starts from the beginning"
-                )
-                message = f"ended at once by a second Ctrl-C; the same command {again}"
+                message = f"ended at once by a second Ctrl-C; {again_text(self.saved_step)}"
                 write_exit_status(self._output_dir, FAILURE, message)
                 logger.warning("The run was %s", message)
                 logging.shutdown()
@@ -198,7 +206,7 @@ def launcher_advice(grace_seconds: float) -> str | None:
         wanted.append(f"--signals-to-handle={','.join(WANTED_SIGNALS)}")
         why.append("does not pass SIGUSR1 on")
     if patience < grace_seconds:
-        wanted.append(f"--shutdown-timeout={grace_seconds:.0f}")
+        wanted.append(f"--shutdown-timeout={grace_seconds + EXIT_SECONDS:.0f}")
         why.append(f"kills the ranks {patience:g} s after a signal, Ctrl-C too")
     if not wanted:
         return None

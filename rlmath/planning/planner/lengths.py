@@ -86,7 +86,7 @@ class Batch:
 
     @property
     def tokens(self) -> float:
-        """Of prompts and completions, a prompt counted with each of its completions."""
+        """Tokens of prompts and completions, a prompt counted with each of its completions."""
         return self.sequences * (self.prompt_tokens + self.lengths.mean)
 
     @property

@@ -47,7 +47,7 @@ class ClusterPlacement:
     cluster: Cluster
 
     def inputs(self, config: Config, batch: Batch) -> StepInputs:
-        """Of a step with the settings of one stage."""
+        """What the work of a step follows from, with the settings of one stage."""
         return step_inputs(config, self.shape, self.target, self.cluster, batch)
 
 
@@ -116,7 +116,7 @@ def predict_run(place: ClusterPlacement, asked: Asked, coefficients: Coefficient
 
 
 def _steps_per_epoch(config: Config, shape: ModelShape, asked: Asked) -> tuple[int | None, tuple[str, ...]]:
-    """Of the prompts that are given, or of the files where they are there; and warnings about the latter."""
+    """Steps of the prompts that are given, or of the files where they are there; and warnings about the latter."""
     if asked.prompts is not None:
         if asked.prompts < config.data.prompts_per_step:
             problem = f"--prompts is {asked.prompts}; needed: at least data.prompts_per_step"

@@ -28,12 +28,11 @@ from rlmath.planning.memory_formulas import (
 from rlmath.planning.planner.lengths import Lengths
 from rlmath.planning.planner.training import StepInputs, forward_cost
 from rlmath.planning.planner.work import Work
-from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 
 LOGIT_PASSES = 4
 """Rows of float32 logits that sampling reads or writes for a token: raw, scaled, sorted, log-probs."""
 BUCKET_MESSAGES = 2
-"""Of a bucket of weights: it is sent and received, or announced and sent."""
+"""Messages of a bucket of weights: it is sent and received, or announced and sent."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -65,7 +64,7 @@ class Rollout:
     steps: int
     """Engine steps from the first token to the last."""
     tail_steps: int
-    """Of these, those in which nothing was waiting any more."""
+    """Engine steps in which nothing was waiting any more."""
     weights: int
     """Bytes that a rank of the engine reads in every step, whatever its batch."""
 
@@ -98,25 +97,6 @@ def rollout_of(inputs: StepInputs) -> Rollout:
     handled = batch.tokens / engines if rollout.ranks else batch.tokens
     work = sampling_work(inputs, sampled, engines, steps) + Work(tokens=handled)
     return Rollout(sampled, work, slots, requests, steps, tail, engine_of(inputs).weights)
-
-
-def transfer_work(inputs: StepInputs, weights: int) -> Work:
-    """New weights for an engine, of which a rank holds `weights` bytes; it samples nothing from its call until they are
-    there. All trainers serve one engine after the other (`weight_sync.offer`), and an engine that all others are
-    ahead of waits for as many turns: half of them on average. Weights travel through the memory of the hosts."""
-    config, cluster, kind = inputs.config, inputs.cluster, inputs.target.kind
-    size = config.rollout.tensor_parallel
-    engines, trainers = config.rollout.ranks // size, cluster.ranks - config.rollout.ranks
-    moved = weights * max(1.0, size / trainers)
-    buckets = math.ceil(moved / bucket_bytes(config.sync.bucket_mib, kind, cluster.ranks))
-    turn = Work(messages=BUCKET_MESSAGES * buckets)
-    if kind == "cpu":
-        turn += Work(node=moved, memory=2.0 * weights)
-    elif cluster.nodes == 1:
-        turn += Work(host=moved + weights)
-    else:
-        turn += Work(network=moved, host=weights)
-    return turn.times((engines + 1) / 2)
 
 
 # ---------------------------------------------------------------- the schedule of one engine

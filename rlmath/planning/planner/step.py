@@ -1,7 +1,8 @@
 """A step of a run on a cluster, predicted: its work and its seconds, phase by phase, on one layout or on every one.
 
 A step switches from training to sampling and back, syncs weights, samples, and trains; where engines have ranks of
-their own (`rollout.ranks`), they sample while the others train. Weights move as the plan of a sync says
+their own (`rollout.ranks`), they sample while the others train; what it
+takes to send them weights is left out. Weights move as the plan of a sync says
 (`weight_sync.reshard_plan`); here their bytes follow from the two layouts as if the model were one even row of numbers,
 which costs nothing for a thousand ranks.
 """
@@ -33,35 +34,25 @@ from rlmath.planning.planner.sampling import (
     Rollout,
     engine_of,
     rollout_of,
-    transfer_work,
 )
 from rlmath.planning.planner.training import (
     StepInputs,
     critic_work,
-    head_flops,
     logprobs_work,
-    offer_work,
     update_work,
 )
 from rlmath.planning.planner.work import Cluster, Coefficients, Work, seconds_by_coefficient, seconds_of
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 
-PHASES = (
-    *("switch", "sync", "rollout", "transfer"),
-    *("records", "logprobs", "reference", "critic", "teacher", "update", "offer", "other"),
-)
+PHASES = ("switch", "sync", "rollout", "logprobs", "reference", "critic", "teacher", "update", "other")
 """In the order of a step; the switch is both ways. Where engines have no ranks of their own, phases take turns on the
 same memory, none runs beside another."""
-ENGINE_PHASES = ("rollout", "transfer")
-"""Those of engines with ranks of their own, beside the others."""
 TYPICAL_SHARE = 0.3
 """Mean completion as a share of the longest, where not given: 0.29 to 0.31 for R1 models and 27,648 tokens."""
 TYPICAL_PROMPT = 128
 """Mean prompt (tokens) where not given; AReaL's step log has 108."""
 JUDGED_PER_SECOND = 3500.0
 """Answers that one reward worker checks (docs/benchmarks.md, on two server cores)."""
-ENGINE_SHARES = (1 / 4, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
-"""Of all ranks, that layouts of an asynchronous run give to engines."""
 
 
 # ---------------------------------------------------------------- the step
@@ -79,13 +70,13 @@ class StepPlan:
     """Seconds by phase, by coefficient."""
     rollout: Rollout
     microbatches: int
-    """Of a minibatch on a data-parallel rank."""
+    """Micro-batches of a minibatch on a data-parallel rank."""
     idle_share: float
-    """Of the update's seconds, in which the pipeline's stages wait for one another."""
+    """Share of the update's seconds in which the pipeline's stages wait for one another."""
     tail_seconds: float
-    """Of the rollout, when no request waits any more."""
+    """Seconds of the rollout when no request waits any more."""
     judging_seconds: float
-    """Of the workers of an engine, while it samples."""
+    """Seconds that the workers of an engine judge, while it samples."""
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -99,7 +90,7 @@ class StepPlan:
 
     @property
     def engine_seconds(self) -> float:
-        return sum(self.seconds.get(phase, 0.0) for phase in ENGINE_PHASES)
+        return self.seconds["rollout"]
 
     @property
     def trainer_seconds(self) -> float:
@@ -139,7 +130,7 @@ def batch_of(config: Config, mean_response: float | None = None, mean_prompt: fl
 def step_inputs(
     config: Config, shape: ModelShape, target: Target, cluster: Cluster, batch: Batch
 ) -> StepInputs:
-    """Of a step with the settings of one stage, on the whole cluster. The layout must have no problems
+    """What the work of a step follows from, with one stage's settings, on the whole cluster. The layout has no problems
     (`planning.parallelism`)."""
     return StepInputs(
         config, shape, mesh=mesh_of(config, cluster.ranks, 0), target=target, cluster=cluster, batch=batch
@@ -147,21 +138,18 @@ def step_inputs(
 
 
 def plan_step(inputs: StepInputs, coefficients: Coefficients) -> StepPlan:
-    """A step and its seconds. With engines on ranks of their own trainers are the first ranks; nothing is switched or
-    offloaded for engines, every trainer gets what is sampled ("records"), and copies its parameters to the host, from
-    where they are sent ("offer")."""
+    """A step and its seconds. With engines on ranks of their own trainers are the first ranks, and nothing is switched
+    or offloaded for engines."""
     config, cluster, machine = inputs.config, inputs.cluster, inputs.cluster.machine
     own, rollout = config.rollout.ranks, rollout_of(inputs)
     training = replace(inputs, cluster=cluster.first(cluster.ranks - own))
     memory, _ = largest(plan_ranks(config, inputs.shape, cluster.ranks, inputs.target))
-    if own:
-        work = {"records": Work(tokens=inputs.batch.tokens)}
-        work |= _training_phases(training, memory) | {"offer": offer_work(training)}
-        work |= {"rollout": rollout.work, "transfer": transfer_work(inputs, rollout.weights)}
-    else:
-        work = {"switch": switch_work(config, memory, inputs.target), "sync": sync_work(inputs)}
-        work |= {"rollout": rollout.work} | _training_phases(training, memory)
-    work["other"] = Work(steps=1, tokens=inputs.batch.tokens / training.parts)
+    work = {"rollout": rollout.work} | _training_phases(training)
+    if not own:
+        work = {"switch": switch_work(config, memory, inputs.target), "sync": sync_work(inputs)} | work
+    # Every trainer gets all that engines on ranks of their own sample.
+    handled = inputs.batch.tokens * (1 / training.parts + bool(own))
+    work["other"] = Work(steps=1, tokens=handled)
     return StepPlan(
         config,
         inputs.mesh,
@@ -179,16 +167,20 @@ def plan_step(inputs: StepInputs, coefficients: Coefficients) -> StepPlan:
     )
 
 
-def _training_phases(training: StepInputs, memory: MemoryPlan) -> dict[str, Work]:
-    """From log-probs to the update; those that the run has."""
+def _training_phases(training: StepInputs) -> dict[str, Work]:
+    """From log-probs to the update; those that the run has. What it takes to bring an offloaded reference, critic or
+    teacher is left out, and the output layer that a loss on the whole vocabulary computes again."""
     config, work = training.config, {}
     if recomputes_logprobs(config):
         work["logprobs"] = logprobs_work(training)
     if config.algorithm.kl_coef > 0:
-        work["reference"] = logprobs_work(training) + reference_switch_work(config, memory, training.target)
-    work |= critic_phase(training, memory)
-    if (teacher := teacher_inputs(training)) is not None:
-        work["teacher"] = teacher_work(teacher, memory)
+        work["reference"] = logprobs_work(training)
+    if (critic := critic_shape_of(config, training.shape)) is not None:
+        as_critic = replace(config, algorithm=replace(config.algorithm, epochs=critic_epochs(config)))
+        work["critic"] = critic_work(replace(training, config=as_critic, shape=critic))
+    if (teacher := teacher_shape_of(config)) is not None:
+        rows = training.shape.vocab_size  # of its embedding, as the policy's
+        work["teacher"] = logprobs_work(replace(training, shape=replace(teacher, vocab_size=rows)))
     return work | {"update": update_work(training)}
 
 
@@ -200,28 +192,6 @@ def recomputes_logprobs(config: Config) -> bool:
     in_reward = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
     in_advantages = in_reward or (teacher.path is not None and teacher.loss == "advantage")
     return algorithm.recompute_logprobs and (in_advantages or not only_one)
-
-
-def teacher_inputs(training: StepInputs) -> StepInputs | None:
-    """The same ranks and sequences with the teacher for a model, which has as many rows in its embedding as the policy;
-    None without a teacher."""
-    shape = teacher_shape_of(training.config)
-    if shape is None:
-        return None
-    return replace(training, shape=replace(shape, vocab_size=training.shape.vocab_size))
-
-
-def teacher_work(teacher: StepInputs, plan: MemoryPlan) -> Work:
-    """A pass of all sequences. For a loss on the whole vocabulary the output layer is computed twice in every epoch,
-    inside of the policy's update. An offloaded teacher comes for its pass, and leaves after it; its output layer comes
-    twice then."""
-    config, size = teacher.config, 0
-    full, epochs = config.teacher.loss == "full", config.algorithm.epochs
-    if config.memory.offload_teacher:
-        size = plan.part("teacher") + (1 + full) * plan.part("teacher_head")
-    parts = teacher.parts * teacher.mesh.tensor
-    again = (2 * epochs - 1) * full * teacher.batch.tokens * head_flops(teacher.shape)
-    return logprobs_work(teacher) + Work(flops=again / parts) + _there_and_back(size, teacher.target)
 
 
 def tail_seconds(rollout: Rollout, cluster: Cluster, coefficients: Coefficients) -> float:
@@ -267,7 +237,7 @@ def own_share(mesh: Mesh, tensor: int) -> float:
 
 
 def expert_share(shape: ModelShape) -> float:
-    """Of a model's parameters, those of its experts (0 to 1)."""
+    """Share of a model's parameters that its experts have (0 to 1)."""
     if not shape.num_experts:
         return 0.0
     whole = Mesh(0, 1, 1, 1, 1)
@@ -287,33 +257,9 @@ def switch_work(config: Config, plan: MemoryPlan, target: Target) -> Work:
     memory = config.memory
     offloaded = {"optimizer": memory.offload_optimizer, "parameters": memory.offload_parameters}
     moved = sum(plan.part(name) for name, leaves in offloaded.items() if leaves)
-    return Work(switches=1) + _there_and_back(moved, target)
-
-
-def reference_switch_work(config: Config, plan: MemoryPlan, target: Target) -> Work:
-    """An offloaded reference model comes for its log-probs only, and leaves after them."""
-    return _there_and_back(plan.part("reference") if config.memory.offload_reference else 0, target)
-
-
-def critic_phase(training: StepInputs, plan: MemoryPlan) -> dict[str, Work]:
-    """The critic's part of a step, with its way to the device and back where it is offloaded; nothing without one."""
-    config = training.config
-    shape = critic_shape_of(config, training.shape)
-    if shape is None:
-        return {}
-    moved = 0
-    if config.memory.offload_critic:
-        moved = plan.part("critic_parameters") + plan.part("critic_optimizer")
-    as_critic = replace(config, algorithm=replace(config.algorithm, epochs=critic_epochs(config)))
-    work = critic_work(replace(training, config=as_critic, shape=shape))
-    return {"critic": work + _there_and_back(moved, training.target)}
-
-
-def _there_and_back(size: int, target: Target) -> Work:
-    """On CPU, host and device are the same memory."""
-    if target.kind == "cpu":
-        return Work(memory=2.0 * 2.0 * size)
-    return Work(host=2.0 * size)
+    if target.kind == "cpu":  # the host's memory is the device's
+        return Work(switches=1, memory=2.0 * 2.0 * moved)
+    return Work(switches=1, host=2.0 * moved)
 
 
 # ---------------------------------------------------------------- layouts
@@ -324,7 +270,7 @@ class Comparison:
     """The layouts of a run on a cluster."""
 
     plans: tuple[StepPlan, ...]
-    """Those that are legal and fit, fastest first."""
+    """Layouts that are legal and fit, fastest first."""
     without_room: int
     """Layouts that the memory of the devices is too small for."""
 
@@ -340,18 +286,14 @@ def with_layout(config: Config, tensor: int, pipeline: int, engine: int) -> Conf
 
 
 def layouts_of(config: Config, shape: ModelShape, cluster: Cluster) -> Iterator[Config]:
-    """TP x PP x engine TP that no check refuses, of an asynchronous run with several numbers of ranks for engines;
-    tensor-parallel ranks stay within a node."""
-    inside, own = _divisors(cluster.ranks_per_node), config.rollout.ranks
+    """TP x PP x engine TP that no check refuses; tensor-parallel ranks stay within a node."""
+    inside = _divisors(cluster.ranks_per_node)
     for engine in inside:
-        shares = {own, *(round(share * cluster.ranks / engine) * engine for share in ENGINE_SHARES)}
-        for ranks in sorted(shares) if own else [0]:
-            split = replace(config, rollout=replace(config.rollout, ranks=ranks))
-            for tensor in inside:
-                for pipeline in _divisors(shape.num_layers):
-                    found = with_layout(split, tensor, pipeline, engine)
-                    if (ranks or not own) and not problems_of(found, shape, cluster):
-                        yield found
+        for tensor in inside:
+            for pipeline in _divisors(shape.num_layers):
+                found = with_layout(config, tensor, pipeline, engine)
+                if not problems_of(found, shape, cluster):
+                    yield found
 
 
 def problems_of(config: Config, shape: ModelShape, cluster: Cluster) -> list[str]:

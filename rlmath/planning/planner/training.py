@@ -74,7 +74,7 @@ def update_passes(shape: ModelShape, policy: PolicyConfig, chunk_layers: int, lo
 
 
 def mlp_share(shape: ModelShape) -> float:
-    """Of the multiplications of a layer's matrices, those of its MLP."""
+    """Share of the multiplications of a layer's matrices that its MLP has."""
     mlp = 3 * shape.ffn_size * max(1, shape.experts_per_token)
     attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     return mlp / (mlp + attention)
@@ -98,10 +98,10 @@ class StepInputs:
     config: Config
     shape: ModelShape
     mesh: Mesh
-    """Of the ranks that train."""
+    """Layout of the ranks that train."""
     target: Target
     cluster: Cluster
-    """Of the ranks that do the work; of a phase of training those that train."""
+    """Nodes of the ranks that do the work; in a phase of training those that train."""
     batch: Batch
 
     @property
@@ -111,7 +111,7 @@ class StepInputs:
 
     @property
     def microbatches(self) -> int:
-        """Of one minibatch on one data-parallel rank: as few as hold its tokens, in the multiple that is needed."""
+        """Micro-batches of one minibatch on a data-parallel rank: as few as hold its tokens, in the needed multiple."""
         tokens = self.batch.tokens / self.config.algorithm.n_minibatches / self.mesh.data
         multiple = self.mesh.microbatch_multiple
         least = math.ceil(tokens / self.config.policy.max_tokens_per_microbatch)
@@ -144,13 +144,6 @@ def logprobs_work(inputs: StepInputs) -> Work:
 def critic_work(inputs: StepInputs) -> Work:
     """Values of all sequences of a step, and the critic's updates; `inputs` has the critic's shape."""
     return logprobs_work(inputs) + update_work(inputs)
-
-
-def offer_work(inputs: StepInputs) -> Work:
-    """A copy of the parameters of the rank that holds the most, in the host's memory."""
-    held = [sum(one.parameters for one in held_parameters(inputs, *stage)) for stage in stages(inputs)]
-    size = max(held) * inputs.target.itemsize
-    return Work(memory=2.0 * size) if inputs.target.kind == "cpu" else Work(host=float(size))
 
 
 def stages(inputs: StepInputs) -> list[tuple[Mesh, int]]:
@@ -227,7 +220,7 @@ def pass_exchanges(inputs: StepInputs, mesh: Mesh, layers: int, passes: Passes) 
 
 
 def _exchanges_at_the_ends(mesh: Mesh, sequence: bool, passes: Passes) -> int:
-    """Of all hidden states, over tensor-parallel ranks, for the embedding and for the output layer."""
+    """Exchanges of all hidden states over tensor-parallel ranks, for the embedding and for the output layer."""
     backward = passes.runs > 1
     found = 0
     if mesh.pipeline_rank == 0:
@@ -247,7 +240,7 @@ class Held:
 
     parameters: int
     ranks: int
-    """That have the same, and share gradients and Adam's state."""
+    """Number of ranks that have the same, and share gradients and Adam's state."""
     stride: int
     """From one of them to the next."""
 

@@ -158,7 +158,7 @@ def cluster_of(
 
 @dataclass(frozen=True)
 class Work:
-    """Of the rank that has the most.
+    """What the rank does that has the most to do.
 
     >>> (Work(flops=2.0, messages=1.0) + Work(flops=3.0)).times(2.0)
     Work(flops=10.0, memory=0.0, node=0.0, network=0.0, host=0.0, messages=2.0, decode_steps=0.0, sequence_steps=0.0, \
@@ -207,11 +207,11 @@ class Coefficients:
     """Above 0. Shares are of what `Machine` can do at most, and may exceed 1 where a machine is faster."""
 
     flops_share: float
-    """Of the device's FLOP/s, in training, log-probs and prefill."""
+    """Share of the device's FLOP/s, in training, log-probs and prefill."""
     memory_share: float
-    """Of the bandwidth of the device's memory."""
+    """Share of the bandwidth of the device's memory."""
     link_share: float
-    """Of the bandwidth to devices of the node, to other nodes and to the host."""
+    """Share of the bandwidth to devices of the node, to other nodes and to the host."""
     message_seconds: float
     """A message or collective, whatever its size."""
     decode_step_seconds: float
@@ -287,7 +287,7 @@ def seconds_of(work: Work, machine: Machine, coefficients: Coefficients) -> floa
 
 
 def read_coefficients(file: Path, kind: str) -> Coefficients:
-    """Those of a JSON file {"kind": "cuda", "coefficients": {name: number}}; what it leaves out has its default.
+    """Coefficients of a JSON file {"kind": "cuda", "coefficients": {name: number}}; what it leaves out has its default.
 
     Errors: ValueError for another kind of device, and for what is unknown or no number.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -156,15 +157,23 @@ class Checkpointer:
         dtype, writes = getattr(torch, save_schedule.export_format(trainer.config)), trainer.mesh.rank == 0
         write_hf_folder(stream, {**self._metadata_files, **(more or {})}, folder, dtype, writes)
 
-    def export_final_model(self) -> None:
-        """Write the trained model in Hugging Face form. A collective."""
-        folder = self._folder / EXPORT_FOLDER
-        with self._trainer.timers.phase("export"):
-            self.export(folder)
-        if self._trainer.mesh.rank == 0:
+    def export_final_model(self) -> str | None:
+        """Write the trained model in Hugging Face form. A collective. Why the disk refuses it, on all ranks; None where
+        it is written."""
+        folder, refused, trainer = self._folder / EXPORT_FOLDER, None, self._trainer
+        needed = save_schedule.export_bytes(trainer.config, trainer.shape)
+        try:
+            with trainer.timers.phase("export"):
+                self.export(folder)
+        except OSError as error:
+            free = shutil.disk_usage(self._folder).free
+            refused = f"{error} ({free / 2**30:.3f} GiB free, {needed / 2**30:.3f} needed)"
+        refused = broadcast_from_rank_zero(refused)
+        if trainer.mesh.rank == 0 and refused is None:
             size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-            note = save_schedule.export_note(self._trainer.config, self._metadata_files["config.json"], size)
+            note = save_schedule.export_note(trainer.config, self._metadata_files["config.json"], size)
             logger.info("The trained model is in %s%s", folder, note)
+        return refused
 
     def export_length_stage(self, step: int, even_if_there: bool) -> None:
         """Export the model to models/stage-N where a length stage ends with `step` steps done. A collective. If the
