@@ -349,7 +349,7 @@ def load_checkpoint(
     states: dict[str, torch.Tensor] = {}
     if progress.world_size == dist.get_world_size():
         mine = sharded_state.random_states(device)
-        if mine.keys() <= set(progress.random_states):  # older checkpoints have more
+        if set(mine) == set(progress.random_states):
             states = {name: torch.empty_like(state) for name, state in mine.items()}
     wanted += sharded_state.random_rows(states)
     by_number: dict[str, Any] = {str(number): one for number, one in enumerate(wanted)}

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
@@ -247,9 +249,19 @@ _MEGATRON = "megatron."
 
 
 def random_states(device: Device) -> dict[str, Tensor]:
-    """By generator, in one dimension, on the CPU. The generators of Python and numpy are not among them: whatever a
-    step draws with them has a generator of its own, with a seed of the step."""
-    states = {"torch": torch.get_rng_state()}
+    """By generator, in one dimension, on the CPU."""
+    version, words, gauss = random.getstate()
+    assert version == 3, f"Python's generator has a state of version {version}"
+    name, keys, position, has_gauss, cached = numpy.random.get_state()
+    assert name == "MT19937", name
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(words, dtype=torch.int64),
+        "python_gauss": torch.tensor([float("nan") if gauss is None else gauss], dtype=torch.float64),
+        "numpy": torch.from_numpy(keys.astype("int64")),
+        "numpy_position": torch.tensor([position, has_gauss], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+    }
     if device.kind == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device.torch_device)
     tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
@@ -268,6 +280,12 @@ def random_rows(states: Mapping[str, Tensor]) -> list[ShardedTensor]:
 def restore_random_states(states: Mapping[str, Tensor], device: Device) -> None:
     """The inverse of `random_states`."""
     torch.set_rng_state(states["torch"])
+    gauss = states["python_gauss"]
+    words = tuple(int(word) for word in states["python"])
+    random.setstate((3, words, None if gauss.isnan().item() else float(gauss)))
+    position, has_gauss = states["numpy_position"].tolist()
+    keys = states["numpy"].numpy().astype("uint32")
+    numpy.random.set_state(("MT19937", keys, position, has_gauss, float(states["numpy_gauss"])))
     if device.kind == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device.torch_device)
     tracked = {

@@ -250,9 +250,9 @@ def _watch(trainer: Any) -> dict[str, list[Any]]:
         manager = manage(*given)
         score = manager.collect
 
-        def scoring(on_progress: Any = None) -> Any:
-            asked["waiting"].append(on_progress == engine.on_step)
-            return score(on_progress)
+        def scoring(*on_progress: Any) -> Any:
+            asked["waiting"].append(on_progress == (engine.on_step,))
+            return score(*on_progress)
 
         manager.collect = scoring
         return manager

@@ -423,7 +423,7 @@ def test_what_a_start_refuses_to_resume_a_dry_run_refuses(dry, tied_model: Path,
 def test_ranks_are_no_setting_of_a_start(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
         main(["--config", str(CONFIGS / SMALL_R1), "--ranks", "8"])
-    assert ended.value.code == 2 and "--ranks is for --dry-run" in capsys.readouterr().err
+    assert ended.value.code == 2 and "--ranks is for rlmath train and --dry-run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
