@@ -5,7 +5,7 @@
                          groups.jsonl        a row per sampled group: prompt, texts, rewards, scores, which are learned
                          tokens.safetensors  token ids and log-probs of all groups, one completion behind the other
 
-`capture.json` has a digest of each of the others: a changed byte is noticed.
+`capture.json` has digests of the last two: a changed byte is noticed. Paths in config.yaml may be edited.
 
 Written after the steps of `telemetry.capture_steps`, with a digest and random projections of the weights before and
 after; and, without those, for the last step of a run that fails or diverges. The weights that the step began with are
@@ -46,7 +46,7 @@ PROJECTIONS = 8
 """Of every tensor. Their mean squared difference between two models estimates their squared distance."""
 _MOST_BYTES = 2**34
 """Of a file that is read."""
-_DIGESTED = (CONFIG_FILE, GROUPS_FILE, TOKENS_FILE)
+_DIGESTED = (GROUPS_FILE, TOKENS_FILE)
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def write_capture(output_dir: Path, capture: Capture, since: float = math.inf) -
             TOKENS_FILE: _tokens_of(capture.groups),
             GROUPS_FILE: "".join(f"{json.dumps(_group_row(*row))}\n" for row in rows).encode(),
         }
-        header = _header(capture) | {"digests": {name: _digest(content) for name, content in files.items()}}
+        header = _header(capture) | {"digests": {name: _digest(files[name]) for name in _DIGESTED}}
         files[CAPTURE_FILE] = f"{json.dumps(header, indent=1)}\n".encode()
         for name, content in files.items():
             (partial / name).write_bytes(content)
@@ -254,7 +254,9 @@ def _tokens_of(groups: Sequence[ScoredGroup]) -> bytes:
 def read_capture(folder: Path) -> Capture:
     """ValueError where it cannot be read, has changed or was written by a later version."""
     try:
-        files = {name: read_regular(folder / name, _MOST_BYTES) for name in (CAPTURE_FILE, *_DIGESTED)}
+        files = {
+            name: read_regular(folder / name, _MOST_BYTES) for name in (CAPTURE_FILE, CONFIG_FILE, *_DIGESTED)
+        }
     except OSError as error:
         raise ValueError(
             f'the capture "{folder}" cannot be read: {error.strerror}: {error.filename}'
@@ -263,9 +265,7 @@ def read_capture(folder: Path) -> Capture:
         header = parse_json(files[CAPTURE_FILE].decode())
         if header["version"] != VERSION:
             raise ValueError(f"its form is version {header['version']!r}; needed: {VERSION}")
-        for name, digest in header.get(
-            "digests", {}
-        ).items():  # captures of before there were digests have none
+        for name, digest in header.get("digests", {}).items():  # earlier captures have none
             if _digest(files[name]) != digest:
                 raise ValueError(f"{name} is not as it was written")
         rows = list(_read_groups(files[GROUPS_FILE].splitlines(), load(files[TOKENS_FILE])))
