@@ -21,7 +21,7 @@ from tests.distributed import (
     oracle,
     partial_rollout_cases,
     policy_cases,
-    probe_cases,
+    switch_cases,
 )
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
@@ -145,19 +145,11 @@ def test_the_engine_follows_the_policy_through_sleep_and_updates(ranks: RankPool
     assert len(largest) == 4 and max(largest) < BF16_NATS
 
 
-def test_every_sync_of_a_run_that_offloads_everything_is_checked_and_probed(
-    fresh_ranks: RankPool, untied_model: Path
-) -> None:
+def test_engines_sample_with_the_weights_of_every_sync(fresh_ranks: RankPool, untied_model: Path) -> None:
     """The engine's CUDA graphs were captured before the first sync, and go on with what the later ones wrote."""
     case = Case(device="cuda", local_layers=LOCAL, optimizer="adam", lr=0.01)
-    (reports,) = fresh_ranks.run(1, probe_cases.cycles, untied_model, case, 3, BF16_NATS)
-    assert len(reports) == 3
-    for number, report in enumerate(reports):
-        assert report["away"] == ("gradients", "optimizer", "parameters")
-        assert 0 < report["probed"]["sync/probe_difference"] < BF16_NATS
-        assert report["left"]["requests"] == 0
-        assert (report["policy moved"] > 4 * BF16_NATS) == (number > 0)
-        assert report["mismatch"] < 2 * BF16_NATS
+    (reports,) = fresh_ranks.run(1, switch_cases.cycles, untied_model, case, 1, 3)
+    assert len(reports) == 3 and all(report["mismatch"] < 2 * BF16_NATS for report in reports)
 
 
 def test_a_discarded_minibatch_leaves_every_bit_on_the_gpu(ranks: RankPool, untied_model: Path) -> None:
