@@ -154,8 +154,12 @@ def _bound_files(name: str, wanted: Mapping[str, Any]) -> None:
     patterns = {key: wanted[key] for key in ("allow_patterns", "ignore_patterns")}
     most = MIN_FILE_BYTES
     with suppress(Exception):  # without a listing nothing is downloaded either
-        where = {"revision": wanted["revision"], "repo_type": wanted["repo_type"], "recursive": True}
-        files = [one for one in HfApi().list_repo_tree(name, **where) if isinstance(one, RepoFile)]
+        where = {"revision": wanted["revision"], "repo_type": wanted["repo_type"]}
+        HfApi().repo_info(
+            name, **where
+        )  # asked once: a listing is asked for again and again where there is no hub
+        listed = HfApi().list_repo_tree(name, recursive=True, **where)
+        files = [one for one in listed if isinstance(one, RepoFile)]
         found = filter_repo_objects(files, key=lambda one: one.path, **patterns)
         most = max([most, *(one.size for one in found)])
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
