@@ -40,7 +40,6 @@ PARTS = {
         "distributed/test_convert_loads.py",
         "distributed/test_store.py",
         "test_resume.py",
-        "test_sessions.py",
     ),
     "rollout": (
         "rollout",
