@@ -11,14 +11,16 @@ from pathlib import Path
 from tests import left_over
 from tests.programs import ENVIRONMENT, REPOSITORY
 
-LEAVES = """
-import subprocess
+ORPHAN = "import subprocess, sys; subprocess.Popen(['sleep', sys.argv[1]], stdout=-3, stderr=-3)"
+"""It ends once `sleep` runs; -3: /dev/null."""
+LEAVES = f"""
+import subprocess, sys
 from tests import left_over
 
 left_over.GRACE_SECONDS = 0.2
 
 def test_leaves_an_orphan():
-    subprocess.run(["sh", "-c", "sleep 60.{} > /dev/null 2>&1 &"], check=True)
+    subprocess.run([sys.executable, "-c", {ORPHAN!r}, "60.{{}}"], check=True)
 """
 
 
@@ -27,7 +29,7 @@ def sleeping(seconds: str) -> list[int]:
 
 
 def test_an_orphan_of_this_session_is_found_until_it_ends() -> None:
-    subprocess.run(["sh", "-c", "sleep 297 > /dev/null 2>&1 &"], check=True)
+    subprocess.run([sys.executable, "-c", ORPHAN, "297"], check=True)
     (pid,) = sleeping("297")
     os.kill(pid, signal.SIGKILL)
     assert "sleep 297" not in " ".join(map(left_over.described, left_over.left_over(0.5)))
