@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 DESCRIPTION = """Evaluate a model on benchmarks, and compare evaluations.
 
 rlmath eval --model PATH --benchmarks aime24,amc23 --data-dir DIR --output DIR
-torchrun --nproc-per-node=N -m rlmath.evals ... [--tensor-parallel T]
+rlmath eval ... --ranks N [--tensor-parallel T]    on so many ranks
 rlmath eval --compare A B
 
 PATH is a Hugging Face folder, hf://org/name[@revision], a run's folder or a

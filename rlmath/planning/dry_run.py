@@ -324,7 +324,8 @@ def _sft_step_lines(plan: RunPlan) -> Iterator[str]:
 def _steps(data: RunData) -> str:
     per_epoch = data.inputs.order.steps_per_epoch
     epochs_in_all = f"{data.inputs.total_steps / per_epoch:,.1f}".removesuffix(".0")
-    return f"Steps: {data.inputs.total_steps:,} in all, {per_epoch:,} an epoch ({epochs_in_all} epochs)"
+    epochs = "1 epoch" if epochs_in_all == "1" else f"{epochs_in_all} epochs"
+    return f"Steps: {data.inputs.total_steps:,} in all, {per_epoch:,} an epoch ({epochs})"
 
 
 def _tokens(config: Config) -> str:
