@@ -272,7 +272,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     # ------------------------------------------------------------ answers
 
-    def _endless(self, kind: str, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+    def _endless(
+        self, kind: str, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self.send_response(status)
         for name, value in {**headers, "Content-Type": kind}.items():
             self.send_header(name, value)

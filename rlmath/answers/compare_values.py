@@ -195,8 +195,8 @@ def same_expression(one: Expr, other: Expr) -> bool:
 def _far_values(
     one: Expr, other: Expr, whole: bool = False, complex_numbers: bool = False
 ) -> Iterator[tuple[ApproximateValue, ApproximateValue]]:
-    """Values of both beyond all numbers in them, where `\\max(x, -1000)` is not x; only where both are defined, and none
-    is an inexact 0, of which no digit is known: `1 - 1/(1 + e^{-x})` far out."""
+    """Values of both beyond all numbers in them, where `\\max(x, -1000)` is not x; only where both are defined, and
+    neither is an inexact 0, of which no digit is known: `1 - 1/(1 + e^{-x})` far out."""
     scale = 10 * min(_reach(one) * _reach(other), _MOST_REACH)
     for point in _FAR_POINTS:
         a, b = (value_of(expr, point, whole, complex_numbers, scale=scale) for expr in (one, other))
