@@ -15,7 +15,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from rlmath.checkpoint.hf.weight_map import Placed, canonical_shape, hf_shapes, padded_vocab, placed_tensors
+from rlmath.checkpoint.hf.weight_map import (
+    Placed,
+    canonical_shape,
+    hf_shapes,
+    padded_vocab,
+    part_rows,
+    placed_tensors,
+)
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import ParallelConfig
 from rlmath.distributed.mesh import Mesh
@@ -155,9 +162,17 @@ def _qkv_groups(
     first = tensor_rank * groups
     for group in range(first, first + groups):
         at = (group - first) * (heads + 2) * D
-        for name, count in zip(placed.hf_names, (heads, 1, 1), strict=True):
-            yield Block(name, key, count * D, cols, row=group * count * D, at_row=at)
+        for (name, row), count in zip(_parts(placed, shape), (heads, 1, 1), strict=True):
+            yield Block(name, key, count * D, cols, row=row + group * count * D, at_row=at)
             at += count * D
+
+
+def _parts(placed: Placed, shape: ModelShape) -> list[tuple[str, int]]:
+    """The tensors that a rule joins, each with the row at which it begins in its Hugging Face tensor."""
+    rows = part_rows(placed.rule, shape)
+    if len(placed.hf_names) == len(rows):
+        return [(name, 0) for name in placed.hf_names]
+    return [(placed.hf_names[0], sum(rows[:number])) for number in range(len(rows))]
 
 
 def _stacked(
@@ -165,8 +180,8 @@ def _stacked(
 ) -> Iterator[Block]:
     """The part's rows of each tensor, one after the other from `at_row` on: gate, then up."""
     cols, rows = _columns(placed, shape), shape.ffn_size // parts
-    for number, name in enumerate(placed.hf_names):
-        yield Block(name, parameter, rows, cols, row=part * rows, at_row=at_row + number * rows)
+    for number, (name, row) in enumerate(_parts(placed, shape)):
+        yield Block(name, parameter, rows, cols, row=row + part * rows, at_row=at_row + number * rows)
 
 
 def _vocab_rows(placed: Placed, shape: ModelShape, share: int, part: int, parameter: str) -> Iterator[Block]:
@@ -196,7 +211,7 @@ def engine_blocks(shape: ModelShape, engine_size: int, part: int) -> Iterator[Bl
         name, form = engine_name(placed), placed.rule.form
         # The part of one expert stands below the parts of the experts before it.
         if placed.expert is not None and form == "gate_up":
-            rows = len(placed.hf_names) * shape.ffn_size // engine_size
+            rows = 2 * shape.ffn_size // engine_size
             yield from _stacked(placed, shape, engine_size, part, name, at_row=placed.expert * rows)
         elif placed.expert is not None:
             down = _plain(placed, shape, engine_size, part, name)
@@ -236,8 +251,8 @@ def _engine_qkv(
     kv_heads = max(1, shape.num_kv_heads // engine_size)
     spans = ((part, shape.num_heads // engine_size), (part // copies, kv_heads), (part // copies, kv_heads))
     at = 0
-    for name, (index, heads) in zip(placed.hf_names, spans, strict=True):
-        yield Block(name, parameter, heads * D, cols, row=index * heads * D, at_row=at)
+    for (name, row), (index, heads) in zip(_parts(placed, shape), spans, strict=True):
+        yield Block(name, parameter, heads * D, cols, row=row + index * heads * D, at_row=at)
         at += heads * D
 
 
