@@ -131,6 +131,12 @@ class ModelShape:
         return getattr(self.rope_scaling, "attention_factor", 1.0)
 
     @property
+    def positions_key(self) -> str:
+        """The key of config.json that gives `max_positions`."""
+        is_long = isinstance(self.rope_scaling, LongRopeScaling)
+        return "original_max_position_embeddings" if is_long else "max_position_embeddings"
+
+    @property
     def outputs(self) -> int:
         """Numbers that the last layer gives for each token: one a token of the vocabulary, or one alone."""
         return 1 if self.architecture.endswith(VALUE_HEAD) else self.vocab_size

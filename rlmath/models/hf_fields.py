@@ -24,7 +24,9 @@ class Fields:
         self.problems: list[str] = []
 
     def note(self, problem: str) -> None:
-        self.problems.append(f"{self.path}: {problem}.")
+        text = f"{self.path}: {problem}."
+        if text not in self.problems:
+            self.problems.append(text)
 
     def whole(
         self,

@@ -44,8 +44,7 @@ def positions(model_type: str, fields: Fields, num_layers: int, head_dim: int) -
 
 
 _KINDS = ("default", "linear", "llama3", "yarn")
-_PHI3_KINDS = ("default", "longrope", "su")
-"""The last is an older name of longrope."""
+_PHI3_KINDS = ("default", "longrope")
 _REASONS = {
     "dynamic": " While a text grows, transformers changes the angles of all its tokens, and vLLM never does: take "
     "yarn or linear.",
@@ -87,7 +86,7 @@ def _rope_scaling(model_type: str, fields: Fields, rotary_dim: int) -> RopeScali
             return _llama3(fields, rope)
         case "yarn":
             return _yarn(fields, rope)
-        case "longrope" | "su":
+        case "longrope":
             return _longrope(fields, rope, rotary_dim)
     return None
 
@@ -142,18 +141,21 @@ def _yarn_magnitude(factor: float, scale: float) -> float:
 
 
 def _longrope(fields: Fields, rope: dict[str, Any], rotary_dim: int) -> LongRopeScaling:
-    for key in ("factor", "attention_factor", "short_mscale", "long_mscale"):
+    original, longest = _original_positions(fields), fields.whole("max_position_embeddings")
+    factor = max(1.0, longest / original)
+    magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
+    for key, vllms in (("factor", factor), ("attention_factor", magnitude)):
+        if rope.get(key) is not None and not math.isclose(fields.positive(key, rope), vllms, rel_tol=1e-6):
+            fields.note(f'"{key}" of longrope is {rope[key]}; vLLM computes {vllms:g}. Take it out')
+    for key in ("short_mscale", "long_mscale"):
         if rope.get(key) is not None:
-            fields.note(f'"{key}" of longrope is read by transformers or by vLLM, not by both. Take it out')
+            fields.note(f'"{key}" of longrope is read by vLLM, and not by transformers. Take it out')
     factors = rope.get("short_factor")
     if not isinstance(factors, list) or len(factors) != rotary_dim // 2:
         fields.note(f'"short_factor" is {shown(factors)}; needed: a list of {rotary_dim // 2} numbers')
         factors = []
     numbers = tuple(fields.positive("short_factor", {"short_factor": factor}) for factor in factors)
-    original, longest = _original_positions(fields), fields.whole("max_position_embeddings")
-    if longest <= original or original == 1:
-        return LongRopeScaling(numbers, 1.0)
-    return LongRopeScaling(numbers, math.sqrt(1 + math.log(longest / original) / math.log(original)))
+    return LongRopeScaling(numbers, magnitude)
 
 
 def _rotary_dim(model_type: str, fields: Fields, head_dim: int) -> int | None:

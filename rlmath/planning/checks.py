@@ -171,6 +171,8 @@ def device_problems(config: Config, shape: ModelShape | None, on_gpu: bool, kind
     """What cannot run on this machine's GPU, or on a CPU."""
     problems = list(parallelism.context_problems(config.parallel, config.policy, on_gpu))
     problems += parallelism.expert_tensor_problems(config.parallel, on_gpu)
+    if shape is not None:
+        problems += parallelism.rotary_problems(config.policy, shape, on_gpu)
     if kind == "grpo" and shape is not None and not on_gpu:
         problems += rollouts.of_longest_stage(config, lambda largest: _engine_model_problems(largest, shape))
     return problems
@@ -331,7 +333,7 @@ def _model_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     if over > 0:
         yield (
             f"data.max_prompt_tokens + rollout.max_new_tokens is {prompt} + {new} = {prompt + new}; the "
-            f"model has {shape.max_positions} positions (max_position_embeddings). Lower the sum by {over}."
+            f"model has {shape.max_positions} positions ({shape.positions_key}). Lower the sum by {over}."
         )
 
 

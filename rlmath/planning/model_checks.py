@@ -70,7 +70,7 @@ def critic_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     if critic is not None and config.critic.path is not None and longest > critic.max_positions:
         yield (
             f"data.max_prompt_tokens + rollout.max_new_tokens is {longest}; the model in critic.path has "
-            f"{critic.max_positions} positions (max_position_embeddings). Lower the sum, or take another critic."
+            f"{critic.max_positions} positions ({critic.positions_key}). Lower the sum, or take another critic."
         )
 
 
@@ -113,7 +113,7 @@ def teacher_length_problems(config: Config) -> Iterator[str]:
     if shape is not None and longest > shape.max_positions:
         yield (
             f"data.max_prompt_tokens + rollout.max_new_tokens is {longest}; the model in teacher.path has "
-            f"{shape.max_positions} positions (max_position_embeddings). Lower the sum, or take another teacher."
+            f"{shape.max_positions} positions ({shape.positions_key}). Lower the sum, or take another teacher."
         )
 
 

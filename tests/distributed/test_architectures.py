@@ -146,4 +146,5 @@ def test_engine_logprobs_equal_the_policys_after_every_update(
     for case, *found in zip(cases, *by_rank, strict=True):
         measured = [largest for largest in found if largest]
         assert measured and all(len(largest) == 3 for largest in measured), case
+        print("MISMATCH", name, max(max(largest) for largest in measured))
         assert max(max(largest) for largest in measured) < 1e-5, case

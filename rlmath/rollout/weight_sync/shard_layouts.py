@@ -20,7 +20,6 @@ from rlmath.checkpoint.hf.weight_map import (
     canonical_shape,
     hf_shapes,
     padded_vocab,
-    part_rows,
     placed_tensors,
 )
 from rlmath.config.model_shape import ModelShape
@@ -43,7 +42,8 @@ class Block:
     """A rectangle of a Hugging Face tensor, and where it lies in a parameter of one rank."""
 
     tensor: str
-    """Name of the Hugging Face tensor."""
+    """Name of the Hugging Face tensor; of a part of it, with the part's number: each of query, key and value, and of
+    gate and up, counts as a tensor."""
     parameter: str
     """Training side: the first Hugging Face name of the Megatron tensor (`parameter_key`). Engine: vLLM's name."""
     rows: int
@@ -162,17 +162,15 @@ def _qkv_groups(
     first = tensor_rank * groups
     for group in range(first, first + groups):
         at = (group - first) * (heads + 2) * D
-        for (name, row), count in zip(_parts(placed, shape), (heads, 1, 1), strict=True):
-            yield Block(name, key, count * D, cols, row=row + group * count * D, at_row=at)
+        for name, count in zip(_parts(placed, 3), (heads, 1, 1), strict=True):
+            yield Block(name, key, count * D, cols, row=group * count * D, at_row=at)
             at += count * D
 
 
-def _parts(placed: Placed, shape: ModelShape) -> list[tuple[str, int]]:
-    """The tensors that a rule joins, each with the row at which it begins in its Hugging Face tensor."""
-    rows = part_rows(placed.rule, shape)
-    if len(placed.hf_names) == len(rows):
-        return [(name, 0) for name in placed.hf_names]
-    return [(placed.hf_names[0], sum(rows[:number])) for number in range(len(rows))]
+def _parts(placed: Placed, count: int) -> tuple[str, ...]:
+    """Names of the tensors that a rule joins; where Hugging Face has joined them already, of its parts."""
+    names = placed.hf_names
+    return names if len(names) == count else tuple(f"{names[0]}[{part}]" for part in range(count))
 
 
 def _stacked(
@@ -180,8 +178,8 @@ def _stacked(
 ) -> Iterator[Block]:
     """The part's rows of each tensor, one after the other from `at_row` on: gate, then up."""
     cols, rows = _columns(placed, shape), shape.ffn_size // parts
-    for number, (name, row) in enumerate(_parts(placed, shape)):
-        yield Block(name, parameter, rows, cols, row=row + part * rows, at_row=at_row + number * rows)
+    for number, name in enumerate(_parts(placed, 2)):
+        yield Block(name, parameter, rows, cols, row=part * rows, at_row=at_row + number * rows)
 
 
 def _vocab_rows(placed: Placed, shape: ModelShape, share: int, part: int, parameter: str) -> Iterator[Block]:
@@ -251,8 +249,8 @@ def _engine_qkv(
     kv_heads = max(1, shape.num_kv_heads // engine_size)
     spans = ((part, shape.num_heads // engine_size), (part // copies, kv_heads), (part // copies, kv_heads))
     at = 0
-    for (name, row), (index, heads) in zip(_parts(placed, shape), spans, strict=True):
-        yield Block(name, parameter, heads * D, cols, row=row + index * heads * D, at_row=at)
+    for name, (index, heads) in zip(_parts(placed, 3), spans, strict=True):
+        yield Block(name, parameter, heads * D, cols, row=index * heads * D, at_row=at)
         at += heads * D
 
 
