@@ -46,6 +46,14 @@ _OWN_FOLDERS = ("models", "model", "outputs", "output", "checkpoints", "weights"
 _WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".gguf")
 """The weights of a model that has no index; beside an index it is read, and the index is not."""
 
+_NOT_BUILT = {
+    "Gemma": "no layer of Megatron's has its norms behind attention and network, nor its scalings",
+    "Olmo": "no layer of Megatron's has its norms, behind attention and network alone and over all heads",
+    "Phi3Small": "its attention is sparse by blocks",
+    "PhiMoE": "its router is another one",
+}
+"""Why architectures that are often asked for are not supported, by how their names begin."""
+
 PUBLISHED = shipped("configs/models")
 """<name of the model>.json, what gives the shape in a published config.json."""
 
@@ -80,7 +88,10 @@ def read_shape_file(
     architecture = names[0]
     if architecture not in known:
         listed, hint = ", ".join(known), nearest_word(architecture, known)
-        problem = f'{path}: the architecture "{architecture}" is not supported; supported: {listed}.{hint}'
+        why = next((f" ({text})" for name, text in _NOT_BUILT.items() if architecture.startswith(name)), "")
+        problem = (
+            f'{path}: the architecture "{architecture}" is not supported{why}; supported: {listed}.{hint}'
+        )
         return None, [problem]
     fields = Fields(path, values)
     shape = _shape_from(architecture, fields)

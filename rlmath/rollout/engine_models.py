@@ -22,10 +22,11 @@ from rlmath.config.model_shape import ModelShape
 
 def register_models(shape: ModelShape) -> None:
     """Tell vLLM of the class for a model of this shape, where it needs one of these."""
+    registry = ModelRegistry
     if shape.architecture == "SmolLM3ForCausalLM":
-        ModelRegistry.register_model(shape.architecture, SmolLM3ForCausalLM)
+        registry.register_model(shape.architecture, SmolLM3ForCausalLM)
     elif shape.full_attention_layers:
-        ModelRegistry.register_model(shape.architecture, _IN_TURNS[shape.architecture])
+        registry.register_model(shape.architecture, _IN_TURNS[shape.architecture])
 
 
 class _NoRotation(torch.nn.Module):
@@ -34,7 +35,7 @@ class _NoRotation(torch.nn.Module):
 
 
 class SmolLM3ForCausalLM(LlamaForCausalLM):
-    """arXiv has no paper of it: "no_rope_layers" as transformers reads them."""
+    """A Llama of whose layers those with 0 in "no_rope_layers" do not rotate."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -44,6 +45,8 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
 
 
 class _WindowsInTurns:
+    """What a Qwen of vLLM's gets before it: windows in the layers that "layer_types" says."""
+
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         config = vllm_config.model_config.hf_config
         config.max_window_layers = config.num_hidden_layers  # asserted where layers differ
@@ -54,6 +57,7 @@ class _WindowsInTurns:
 
 
 def _set_window(attention: Any, window: int, vllm_config: Any) -> None:
+    """Put attention with a window in the place of vLLM's, which is registered under the layer's name."""
     plain = attention.attn
     del vllm_config.compilation_config.static_forward_context[plain.layer_name]
     attention.attn = Attention(

@@ -508,6 +508,8 @@ def test_an_architecture_that_is_not_supported(place: Path):
     told = problem(place)
     assert '"Qwen2ForCausalLMs" is not supported; supported: ' in told
     assert 'Did you mean "Qwen2ForCausalLM"?' in told
+    change_model(place, architectures=["Gemma2ForCausalLM"])
+    assert '"Gemma2ForCausalLM" is not supported (no layer of Megatron\'s has its norms' in problem(place)
     for odd in (..., None, [], "Qwen2ForCausalLM", [3]):
         change_model(place, architectures=odd)
         assert '"architectures" is ' in problem(place)
