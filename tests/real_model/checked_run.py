@@ -22,8 +22,8 @@ SHARE = 2
 """One of so many groups is compared."""
 
 
-def largest_difference(model: torch.nn.Module, group: ScoredGroup) -> float:
-    """Between the log-probs of the group's tokens by the engine and by `model` (nats)."""
+def differences(model: torch.nn.Module, group: ScoredGroup) -> torch.Tensor:
+    """Between the log-probs of the group's tokens by the engine and by `model` (nats, absolute)."""
     prompt = group.prompt.token_ids
     rows = [torch.tensor([*prompt, *one.token_ids]) for one in group.completions]
     with torch.no_grad():  # what is padded comes behind all that is looked at
@@ -32,7 +32,7 @@ def largest_difference(model: torch.nn.Module, group: ScoredGroup) -> float:
     for row, one in zip(logprobs, group.completions, strict=True):
         ids = torch.tensor(one.token_ids)
         apart.append(row[: len(ids)].gather(1, ids[:, None])[:, 0] - torch.tensor(one.logprobs))
-    return float(torch.cat(apart).abs().max())
+    return torch.cat(apart).abs()
 
 
 def checked_program() -> Program:
@@ -52,11 +52,13 @@ def checked_program() -> Program:
             model = AutoModelForCausalLM.from_pretrained(folder / "compared", dtype=torch.float32)
             record = super().step(number)
             mine = record.groups[self.mesh.rank * SHARE :: self.mesh.world_size * SHARE]
-            apart = max(largest_difference(model, group) for group in mine)
-            _, largest = reduce_over_ranks({}, {"apart": apart})
+            apart = torch.cat([differences(model, group) for group in mine])
+            sums = {"sum": float(apart.sum()), "tokens": float(len(apart))}
+            sums, largest = reduce_over_ranks(sums, {"most": float(apart.max())})
+            row = {"step": number + 1, "mean": sums["sum"] / sums["tokens"]} | largest
             if self.mesh.rank == 0:
                 with (folder / "compared.jsonl").open("a") as file:
-                    file.write(json.dumps({"step": number + 1} | largest) + "\n")
+                    file.write(json.dumps(row) + "\n")
             return record
 
     return partial(run_training, Checked)
