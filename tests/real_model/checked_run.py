@@ -1,5 +1,6 @@
 """launch/train_grpo.py that compares at every step the engines' log-probs of the sampled tokens with those that
-transformers finds on the model as it is exported before the step: a line of `<output_dir>/compared.jsonl` each."""
+transformers finds, in float64, on the model as it is exported before the step: a line of `compared.jsonl` in the run's
+folder each."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from rlmath.run.command_line import read_command_line
 from rlmath.run.loop import run_training
 from rlmath.run.startup import Program, prepare_grpo, start
 
-SHARE = 2
+SHARE = 4
 """One of so many groups is compared."""
 
 
@@ -49,7 +50,7 @@ def checked_program() -> Program:
             folder = Path(self.config.run.output_dir)
             self.export(folder / "compared")
             torch.distributed.barrier()
-            model = AutoModelForCausalLM.from_pretrained(folder / "compared", dtype=torch.float32)
+            model = AutoModelForCausalLM.from_pretrained(folder / "compared", dtype=torch.float64)
             record = super().step(number)
             mine = record.groups[self.mesh.rank * SHARE :: self.mesh.world_size * SHARE]
             apart = torch.cat([differences(model, group) for group in mine])
