@@ -21,7 +21,14 @@ from rlmath.config.help import counted
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, DataConfig
 from rlmath.data import loader
-from rlmath.data.audit import DataAudit, audit_prompts, audit_sequences, prompt_lines, sequence_lines
+from rlmath.data.audit import (
+    DataAudit,
+    audit_prompts,
+    audit_sequences,
+    prompt_lines,
+    sequence_lines,
+    without_conversation,
+)
 from rlmath.data.chat import chat_settings
 from rlmath.data.files import CHARACTERS_PER_TOKEN, folder_line
 from rlmath.data.formats import read_prompts
@@ -216,8 +223,10 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
         check_warmup(config, total_steps, "one a step")
     evaluated = held_out if sft.eval_every_steps is not None else []
     trained = [(path, train) for path, (train, _) in zip(paths, split, strict=False)]
-    shown = sequence_lines(reports[0], data.template, tokenizer)
-    audit = audit_sequences(trained, evaluated, reports, tokenizer, shown)
+    shown = sequence_lines(reports[0], data, tokenizer)
+    audit = audit_sequences(
+        trained, evaluated, reports, tokenizer, shown, without_conversation(reports, chat_settings(data))
+    )
     told = (line for report in reports for line in report.lines())
     lines = (*told, order.line(), f"Held out: {len(held_out)} sequences.")
     return SftInputs(
@@ -409,7 +418,7 @@ def audit_inputs(
     ValueError where no reference of the training prompts could be answered."""
     shown: tuple[str, ...] = ()
     if tokenizer is not None:
-        first = inputs.reports[0]
-        shown = prompt_lines(inputs.prompts[0], first.path, config.data.template, first.template, tokenizer)
+        shown = prompt_lines(inputs.prompts[0], inputs.reports[0], config.data, tokenizer)
     held = [(file.name, file.prompts) for file in validation]
-    return audit_prompts(inputs.prompts_of_files, held, config.reward, tokenizer, shown)
+    odd = without_conversation(inputs.reports, chat_settings(config.data))
+    return audit_prompts(inputs.prompts_of_files, held, config.reward, tokenizer, shown, odd)
