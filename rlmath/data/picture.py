@@ -193,7 +193,9 @@ def _drawn(pieces: Sequence[Sequence[Part]], tokenizer: PreTrainedTokenizerFast)
     return picture(shown, ends)
 
 
-def _tokens(text: str, tokenizer: PreTrainedTokenizerFast, special_tokens: bool) -> tuple[str, set[int], str]:
+def _tokens(
+    text: str, tokenizer: PreTrainedTokenizerFast, special_tokens: bool
+) -> tuple[str, list[int], str]:
     """What is added before the text (of two beginnings of sequence one), where its tokens end, what is added behind."""
     found = tokenizer(
         text,
