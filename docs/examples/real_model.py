@@ -50,7 +50,7 @@ def configs(folder: Path) -> tuple[Config, Config]:
         run={"output_dir": folder / "sft"},
         model={"path": folder / "model"},
         data={"train_path": folder / "worked.jsonl", "prompts_per_step": 8},
-        sft={"held_out_share": 0, "eval_every_steps": None},
+        sft={"max_sequence_tokens": 192, "held_out_share": 0, "eval_every_steps": None},
         optimizer={"lr": 3e-5, "warmup_steps": 3},
         **common,
     )
