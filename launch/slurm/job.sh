@@ -76,7 +76,7 @@ prepare_command() {
         --output="$node_logs/%n-%N.log" --open-mode=append
     )
     command=(
-        "$python" -m torch.distributed.run
+        "$python" -P -m torch.distributed.run
         --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$ranks_per_node" --max-restarts=0
         --signals-to-handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" --shutdown-timeout="$((grace_seconds + 15))"
         --rdzv-backend=c10d --rdzv-endpoint="$(meeting_point)" --rdzv-id="$SLURM_JOB_ID.$restart"

@@ -15,6 +15,7 @@ from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, StagesConfig, ValidationConfig
 from rlmath.distributed.device_kind import cuda_is_available
+from rlmath.distributed.memory import total_bytes
 from rlmath.distributed.mesh import Mesh
 from rlmath.planning import memory_estimate
 from rlmath.planning.memory_estimate import Kind, MemoryPlan, Target
@@ -135,7 +136,7 @@ def all_plans(
 
 def start_up_lines(config: Config, shape: ModelShape, world_size: int, kind: Kind = "grpo") -> list[str]:
     """The plan of the rank that holds the most, a line per phase; where engines have ranks of their own, that of the
-    training rank that does, and of an engine's."""
+    training rank that does, and of an engine's. On CPU also, whether all ranks are more than this machine holds."""
     target = planned_target(config)
     plans = all_plans(config, shape, world_size, target, kind)
     most, _ = memory_estimate.largest([plan for plan in plans if not plan.is_engine])
@@ -144,6 +145,12 @@ def start_up_lines(config: Config, shape: ModelShape, world_size: int, kind: Kin
     for plan in (most, *(plan for plan in plans if plan.is_engine)):
         lines.append(f"Planned memory of {plan.name} on {target.name}{limit}:")
         lines += [f"  {phase}: {figures(plan, phase)}" for phase in plan.phases]
+    there, needed = total_bytes(), world_size * most.held(most.worst)
+    if target.total_bytes is None and needed > there:
+        lines.append(
+            f"  That is {_gib(needed)} GiB for {world_size} rank{'s' * (world_size > 1)}, and this machine has "
+            f"{_gib(there)}: here the run would be killed. memory.gpu plans for a GPU."
+        )
     return lines
 
 

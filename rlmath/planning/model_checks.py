@@ -71,7 +71,7 @@ def length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
         if own is not None and path is not None and longest > own.max_positions:
             yield (
                 f"data.max_prompt_tokens + rollout.max_new_tokens is {longest}; the model in {model}.path has "
-                f"{own.max_positions} positions (max_position_embeddings). Lower the sum, or take another {model}."
+                f"{own.max_positions} positions ({own.positions_key}). Lower the sum, or take another {model}."
             )
 
 

@@ -369,6 +369,8 @@ def restore(trainer: Trainer, resumed: CheckpointToResume | None, heartbeat: Hea
         raise CannotResumeError(str(error)) from error
     if trainer.mesh.rank == 0:
         done = f"{progress.step} steps and {progress.updates} updates are done"
+        if progress.step == trainer.total_steps:
+            done += ", which are all; the model is exported again. For more raise run.total_steps or run.total_epochs"
         extra = event("resume", progress.step)
         logger.info("Resuming from %s, made on %s: %s", checkpoint.folder, progress.layout, done, extra=extra)
     return progress

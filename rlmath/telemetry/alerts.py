@@ -154,7 +154,7 @@ def contrast_alert(history: History) -> str | None:
     alike = [history.group_relative and row.get("rollout/groups_with_contrast") == 0 for row in rows]
     if len(rows) < IDLE_STEPS or not all(map(max, dropped, alike)):
         return None
-    what = "All groups were dropped" if all(dropped) else "No group had different rewards"
+    what = "No group had different rewards" if any(alike) else "All groups were dropped"
     return (
         f"{what} ({_last(rows)}).\n"
         "  See `rlmath samples`, reward.function; take problems it sometimes solves."

@@ -236,13 +236,17 @@ class PolicyUpdater:
         own_advantages: list[list[float]] | None = None,
     ) -> UpdateRecord:
         """Learn from the groups of step `number`, with the advantages that a function of the user's gave, if it did.
-        A minibatch whose ratio leaves its bounds is discarded. Without any completion nothing happens. A
-        collective."""
+        A minibatch whose ratio leaves its bounds is discarded. Without any completion, or where the loss would have no
+        gradient, nothing happens. A collective."""
         algorithm, scored = self.config.algorithm, self.score(groups, number)
         means_PG = own_advantages
         if means_PG is None:
             means_PG = self.reward_advantages(groups, scored.rewards_PG, scored.tokens_PG)
         if not groups:
+            return UpdateRecord([], means_PG, None)
+        if self.has_no_gradient(means_PG):
+            what = "all advantages are 0; the update is skipped"
+            logger.info("step %d: %s", number + 1, what, extra=event("skipped update", number + 1))
             return UpdateRecord([], means_PG, None)
         packed = self.pack(scored, means_PG)
         logprobs = self.logprobs(packed)
@@ -276,6 +280,12 @@ class PolicyUpdater:
             critic_metrics=dict(shaped.critic_metrics),
             teacher_kl=shaped.teacher_kl,
         )
+
+    def has_no_gradient(self, means_PG: Sequence[Sequence[float]]) -> bool:
+        """Whether there is nothing to learn: all advantages are 0, as where all completions of every group have one
+        reward, and the loss has no other part."""
+        other_parts = self.reference or self.critic or self.teacher or self.config.algorithm.entropy_coef
+        return not other_parts and not any(chain.from_iterable(means_PG))
 
     def score(self, groups: Sequence[ScoredGroup], number: int) -> ScoredStep:
         """The step's groups with their rewards, summed over the reward functions."""

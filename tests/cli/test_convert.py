@@ -15,7 +15,7 @@ from rlmath.cli import convert
 from tests.programs import run
 from tests.tiny_models import make_model_folder
 
-LINE = r"Wrote .*out: 51 tensors, 0\.00\d GB, in \d+\.\d s; peak memory 0\.\d+ GB\n"
+LINE = r"Wrote .*out: 51 tensors in float32, 0\.00\d GB, in \d+\.\d s; peak memory 0\.\d+ GB\n"
 
 
 @pytest.fixture(scope="module")

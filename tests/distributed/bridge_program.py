@@ -15,7 +15,11 @@ import torch.distributed as dist
 
 from rlmath.distributed.bridge import Bridge, Mailbox
 
-MESSAGES, TIMEOUT_SECONDS = 3, 2.0
+MESSAGES = 3
+TIMEOUT_SECONDS = 6.0
+"""Of the group: all ranks must have met by then, so they begin together."""
+PAUSE_SECONDS = 7.0
+"""Messages may be further apart."""
 
 
 def send_what_is_no_message(bridge: Bridge, behaviour: str) -> None:
@@ -23,12 +27,12 @@ def send_what_is_no_message(bridge: Bridge, behaviour: str) -> None:
         bridge._group.send([torch.tensor([8])], rank, 1).wait()
         if behaviour == "unreadable":
             bridge._group.send([torch.zeros(8, dtype=torch.uint8)], rank, 2).wait()
-    time.sleep(TIMEOUT_SECONDS)
+    time.sleep(2)
     os._exit(3)
 
 
 def print_errors(mailbox: Mailbox, box: object) -> None:
-    assert box.get(timeout=10 * TIMEOUT_SECONDS) is None
+    assert box.get(timeout=60) is None
     ways = {"receive": mailbox.receive, "send": lambda: mailbox.send(2, 0), "close": mailbox.close}
     for name, way in ways.items():
         try:
@@ -39,6 +43,8 @@ def print_errors(mailbox: Mailbox, box: object) -> None:
 
 rank, port, behaviour = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+store.set(f"here/{rank}", "")
+store.wait([f"here/{other}" for other in range(4)])
 bridge = Bridge(store, rank, 4, 2, TIMEOUT_SECONDS)
 assert bridge.broadcast(f"of rank {rank}") == "of rank 0"
 mailbox, found = Mailbox(bridge, [2, 3] if bridge.trains else [0, 1]), []
@@ -48,16 +54,19 @@ for number in range(MESSAGES):
         mailbox.send_all((rank, number))
 if behaviour != "closes" and rank == 3:
     send_what_is_no_message(bridge, behaviour)
-time.sleep(2 * TIMEOUT_SECONDS)  # messages may be as far apart as the heartbeat lets them
 if behaviour == "closes":
+    time.sleep(PAUSE_SECONDS)
     while bridge.trains and len(found) < 2 * MESSAGES:
         found += [one.message for one in mailbox.receive(1.0)]
     if rank == 3:
-        time.sleep(TIMEOUT_SECONDS)
+        time.sleep(PAUSE_SECONDS)
     mailbox.close()
     print("received", sorted(found), flush=True)
 elif bridge.trains:
     print_errors(mailbox, box)
-if rank == 0:
-    time.sleep(TIMEOUT_SECONDS)  # it has the store
+else:
+    store.wait(["done/0", "done/1"])
+store.set(f"done/{rank}", "")
+if rank == 0:  # it has the store
+    store.wait([f"done/{other}" for other in range(4 if behaviour == "closes" else 3)])
 os._exit(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,18 +16,47 @@ from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_engine import check_engines
 from tests.distributed.test_parity import assert_close
 from tests.selection import keeping, matrix
-from tests.tiny_models import LLAMA3_ROPE, make_model_folder, make_samples
+from tests.tiny_models import (
+    LINEAR_ROPE,
+    LLAMA3_ROPE,
+    LONG_ROPE,
+    YARN_ROPE,
+    make_model_folder,
+    make_samples,
+)
 
 pytestmark = pytest.mark.distributed
 
-MODELS = {
-    "qwen3": ("Qwen3ForCausalLM", False),
-    "qwen3-tied": ("Qwen3ForCausalLM", True),
-    "llama": ("LlamaForCausalLM", False),
-    "llama-tied": ("LlamaForCausalLM", True),
-    "mistral": ("MistralForCausalLM", False),
+WINDOW = 12
+IN_TURNS = ["sliding_attention", "full_attention"] * 2
+MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "qwen3": ("Qwen3ForCausalLM", False, {}),
+    "qwen3-tied": ("Qwen3ForCausalLM", True, {}),
+    "qwen3-windows": (
+        "Qwen3ForCausalLM",
+        False,
+        {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": IN_TURNS},
+    ),
+    "qwen2-yarn": ("Qwen2ForCausalLM", False, {"rope_parameters": YARN_ROPE}),
+    "qwen2-window": (
+        "Qwen2ForCausalLM",
+        False,
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    ),
+    "llama": ("LlamaForCausalLM", False, {}),
+    "llama-tied": ("LlamaForCausalLM", True, {}),
+    "llama-linear": ("LlamaForCausalLM", False, {"rope_parameters": LINEAR_ROPE}),
+    "mistral": ("MistralForCausalLM", False, {}),
+    "mistral-window": ("MistralForCausalLM", False, {"sliding_window": WINDOW}),
+    "smollm3": ("SmolLM3ForCausalLM", False, {}),
+    "phi3": ("Phi3ForCausalLM", False, {"sliding_window": WINDOW}),
+    "phi4-mini": (
+        "Phi3ForCausalLM",
+        True,
+        {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 128},
+    ),
 }
-"""Architecture, and whether its embeddings are tied. Qwen2 has its own tests (`test_parity`)."""
+"""Architecture, whether its embeddings are tied, and its own settings. Qwen2 has its own tests (`test_parity`)."""
 LAYOUTS = [
     Case(max_tokens=128),
     Case(tensor=2, max_tokens=128),
@@ -44,8 +74,8 @@ assert max(sample.length for sample in SAMPLES) > 2 * LLAMA3_ROPE["original_max_
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("architectures")
     return {
-        name: make_model_folder(place / name, tied, architecture=architecture)
-        for name, (architecture, tied) in MODELS.items()
+        name: make_model_folder(place / name, tied, architecture=architecture, **changes)
+        for name, (architecture, tied, changes) in MODELS.items()
     }
 
 

@@ -13,7 +13,7 @@ from tests.selection import keeping
 
 pytestmark = pytest.mark.distributed
 
-RANKS, SECONDS = 4, 90
+RANKS, SECONDS = 4, 300
 SENT = str([(rank, number) for rank in (2, 3) for number in range(3)])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -132,3 +133,18 @@ def test_after_a_discard_the_step_goes_on_or_ends(
     assert record.passes == made / 2
     assert first.discarded is None and len(others) == made - 1
     assert all("approximate KL" in result.discarded for result in others)
+
+
+@pytest.mark.parametrize(("entropy_coef", "skipped"), [(0.0, True), (0.1, False)])
+def test_a_step_without_any_contrast_is_not_learned_from(
+    ranks: RankPool, untied_model: Path, entropy_coef: float, skipped: bool
+) -> None:
+    """Adam's momentum would move the weights, too. The entropy bonus has a gradient of its own."""
+    alike = [
+        replace(group, scores=tuple(replace(score, reward=5.0) for score in group.scores)) for group in GROUPS
+    ]
+    algorithm = AlgorithmConfig(entropy_coef=entropy_coef)
+    case = Case(optimizer="adam")
+    _, outcome = ranks.run(1, update_cases.steps, untied_model, case, [GROUPS, alike], algorithm)[0]
+    assert (outcome.record.results == []) == skipped
+    assert any(bool(change.any()) for change in outcome.update.values()) != skipped

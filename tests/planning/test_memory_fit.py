@@ -24,6 +24,7 @@ from rlmath.config.schema import (
     RolloutConfig,
     RunConfig,
 )
+from rlmath.planning import memory_fit
 from rlmath.planning.checks import check_config
 from rlmath.planning.memory_estimate import largest, mesh_of, plan_ranks
 from rlmath.planning.memory_fit import (
@@ -297,6 +298,15 @@ def test_the_start_tells_every_phase_of_the_largest_rank():
     assert f"{plan.held(phase) / GIB:.2f} GiB" in told
     # 4% and 3 GiB of 79.1 stay free.
     assert usable_bytes(H100) == pytest.approx((79.1 * 0.96 - 3) * GIB, rel=1e-6)
+
+
+def test_on_cpu_ranks_that_are_more_than_the_machine_holds_are_told_of(monkeypatch: pytest.MonkeyPatch):
+    here = replace(fitting(), memory=MemoryConfig(), run=RunConfig(device="cpu"))
+    plan, _ = largest(plan_ranks(here, QWEN_7B, 8, planned_target(here)))
+    needed = 8 * plan.held(plan.worst)
+    for there, told in ((needed - 1, True), (needed, False)):
+        monkeypatch.setattr(memory_fit, "total_bytes", lambda there=there: there)
+        assert ("for 8 ranks" in start_up_lines(here, QWEN_7B, 8)[-1]) == told
 
 
 # ---------------------------------------------------------------- engines on ranks of their own

@@ -217,12 +217,13 @@ def test_long_waits_for_reward_workers_name_the_setting():
 
 
 def test_rewards_that_are_all_alike_within_groups_are_told_of_after_two_steps():
-    alike = [{**GOOD, "rollout/groups_with_contrast": 0.0, "task_reward": 1.0}] * 6
+    alike = [{**GOOD, "rollout/groups_with_contrast": 0.0, "task_reward": 1.0, "train/minibatches": 0.0}] * 6
     ((step, text),) = told([alike[0], GOOD, *alike])
     assert step == 4
     assert text.startswith("No group had different rewards") and "last 2 steps" in text
     assert "reward.function" in text
-    assert told(alike, group_relative=False) == []
+    learned = [row | {"train/minibatches": 1.0} for row in alike]
+    assert told(learned, group_relative=False) == []
     assert told(rows("rollout/groups_with_contrast", [0.01] * 20)) == []
 
 

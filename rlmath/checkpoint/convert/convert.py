@@ -59,11 +59,13 @@ class Converted:
     tensors: int
     """Of Hugging Face."""
     bytes: int
+    dtype: torch.dtype
 
     def line(self, output: Path, seconds: float) -> str:
         """One line for people, with this process's largest memory so far."""
+        numbers = str(self.dtype).removeprefix("torch.")
         return (
-            f"Wrote {output}: {self.tensors} tensors, {self.bytes / 1e9:.3f} GB, in {seconds:.1f} s; "
+            f"Wrote {output}: {self.tensors} tensors in {numbers}, {self.bytes / 1e9:.3f} GB, in {seconds:.1f} s; "
             f"peak memory {most_resident_bytes() / 1e9:.3f} GB"
         )
 
@@ -97,7 +99,7 @@ def hf_to_megatron(
         (folder / METADATA_FILES).mkdir()
         write_metadata_files(folder / METADATA_FILES, read_metadata_files(source), dtype)
         (folder / TRACKER).write_text(RELEASE, encoding="utf-8")
-    return Converted(len(names), writer.bytes)
+    return Converted(len(names), writer.bytes, dtype)
 
 
 def megatron_to_hf(
@@ -136,7 +138,7 @@ def megatron_to_hf(
                     _require_finite(name, weight, dtype, state)
                     writer.add(name, weight, dtype)
         write_metadata_files(folder, metadata_files, dtype)
-    return Converted(len(names), writer.bytes)
+    return Converted(len(names), writer.bytes, dtype)
 
 
 def _require_finite(name: str, weight: Tensor, dtype: torch.dtype, state: Path) -> None:
