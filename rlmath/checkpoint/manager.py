@@ -34,6 +34,7 @@ from megatron_patches import checkpointing
 from rlmath.checkpoint import directory, sharded_state
 from rlmath.checkpoint.async_writer import WriterProcess, Written, lacks_memory
 from rlmath.checkpoint.directory import STATE, Checkpoint, Progress
+from rlmath.checkpoint.hf.weights import write_files
 from rlmath.checkpoint.safe_metadata import SafeReader, read_metadata
 from rlmath.checkpoint.sharded_state import (
     ALWAYS_FLOAT32,
@@ -238,8 +239,7 @@ class CheckpointManager:
                 partial = directory.open_partial(self._root, progress.step)
                 directory.write_progress(partial, progress)
                 (partial / directory.SETTINGS).write_text(settings_yaml, encoding="utf-8")
-                for name, content in self._metadata_files.items():
-                    (partial / directory.METADATA_FILES / name).write_bytes(content)
+                write_files(partial / directory.METADATA_FILES, self._metadata_files)
                 for name, content in files.items():
                     (partial / name).write_bytes(content)
             except OSError as refused:

@@ -155,9 +155,15 @@ class DataConfig:
     template where there is one, else "qwen_boxed"), "r1_distill" (DeepSeek-R1-Distill), "qwen_boxed", "orz"
     (Open-Reasoner-Zero), "chat" (the tokenizer's own), "raw" (as it stands); or a function of yours, see
     docs/hooks.md."""
+    chat_template: str | None = None
+    """Which chat template "auto" and "chat" take: the name of one of the tokenizer's, or the path of a .jinja file; the
+    exported model has it as its default. null: the tokenizer's default."""
     chat_template_kwargs: list[str] = field(default_factory=list)
     """Variables of the tokenizer's chat template, "name=value" with a JSON value or a text: enable_thinking=false for
     Qwen3 without thinking."""
+    system_prompt: str | None = None
+    """System turn of every conversation that does not begin with one; "" is an empty turn, where the template would
+    write its own. null: as the rows and the template have it."""
     prompts_per_step: PositiveInt = 128
     """Prompts sampled in one step (AReaL: dataset.train_bs_n_seqs). For SFT: sequences of one step."""
     max_prompt_tokens: PositiveInt = 1024

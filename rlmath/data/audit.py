@@ -20,8 +20,11 @@ from rlmath.algorithms.types import Prompt
 from rlmath.answers.extraction import extract_answer
 from rlmath.answers.string_match import gold_answer
 from rlmath.answers.verifier import Rules, usable_solutions, verify_by_string
-from rlmath.config.schema import RewardConfig
-from rlmath.config.terminal import excerpt, visible
+from rlmath.config.schema import DataConfig, RewardConfig
+from rlmath.config.terminal import excerpt
+from rlmath.data.chat import ChatSettings
+from rlmath.data.loader import FilterReport
+from rlmath.data.picture import prompt_picture, sequence_picture
 from rlmath.data.rows import grouped
 from rlmath.data.sft_sequences import SequenceReport, WrittenSequence
 from rlmath.data.tokenizer import characters_without_token, unknown_token_ids, without_template
@@ -32,9 +35,6 @@ if TYPE_CHECKING:
 
 EXAMPLES = 3
 """Prompts named with a finding."""
-SHOWN_CHARACTERS = 480
-"""Characters of a prompt's text that are shown; of a longer one its beginning and its end."""
-LINE_CHARACTERS = 76
 PROSE_WORDS = 12
 """A reference with so many words is a sentence, not an answer."""
 SENTENCE = "is a sentence, not an answer"
@@ -87,35 +87,33 @@ class DataAudit:
 
 
 def prompt_lines(
-    prompt: Prompt, path: str, given: str, template: str, tokenizer: PreTrainedTokenizerFast
+    prompt: Prompt, report: FilterReport, data: DataConfig, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[str, ...]:
-    """A rendered prompt for the console. `given` is data.template, `template` what it stands for."""
+    """The first prompt of a file for the console."""
+    assert report.first_row is not None
+    template = report.template
     used = "as it stands in the file" if template == "raw" else f'in the template "{template}"'
     return (
-        f"A prompt as the model reads it: {excerpt(prompt.prompt_id, 40)!r} of {path},",
-        f"  {used} (data.template={given}), {_tokens(prompt.text, prompt.token_ids, tokenizer)}:",
-        *_shown(prompt.text),
+        f"A prompt as the model reads it: {excerpt(prompt.prompt_id, 40)!r} of {report.path},",
+        f"  {used} (data.template={data.template}),",
+        f"  {_tokens(prompt.text, prompt.token_ids, tokenizer)}; │ ends a token:",
+        *prompt_picture(prompt.text, report.first_row, template, tokenizer, data.system_prompt),
     )
 
 
-def sequence_lines(report: SequenceReport, given: str, tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
-    """The first sequence of a file for the console, with the part of it that is learned."""
+def sequence_lines(
+    report: SequenceReport, data: DataConfig, tokenizer: PreTrainedTokenizerFast
+) -> tuple[str, ...]:
+    """The first sequence of a file for the console."""
     if report.example is None:
         return ()
-    prompt, one = report.example
-    learned = tokenizer.decode(list(one.completion_ids), clean_up_tokenization_spaces=False)
-    turns = (
-        "the completion"
-        if one.learned is None
-        else f"the other {len(one.completion_ids)}, the assistant's turns,"
-    )
+    text, one = report.example
+    last = one.completion_ids[-1]
     return (
-        f"A sequence as it is learned, of {report.path} (data.template={given}),",
-        f"  {_tokens(prompt, one.prompt_ids + one.completion_ids, tokenizer)}; the {len(one.prompt_ids)} of the prompt "
-        "are not learned:",
-        *_shown(prompt),
-        f"  {one.n_learned} of {turns} are, what ends it among them:",
-        *_shown(str(learned)),
+        f"A sequence as it is learned, of {report.path} (data.template={data.template}),",
+        f"  {_tokens(text.prompt, one.prompt_ids + one.completion_ids, tokenizer)}; │ ends a token;",
+        f"  the {one.n_learned} of lines with * are learned:",
+        *sequence_picture(text.pieces, text.row, text.template, tokenizer, data.system_prompt, last),
     )
 
 
@@ -131,16 +129,6 @@ def _characters(characters: Iterable[str]) -> str:
     return excerpt(" ".join("(space)" if one == " " else one for one in sorted(characters)), 40)
 
 
-def _shown(text: str) -> list[str]:
-    """A text with its line ends visible, cut in the middle, in lines of the console's width."""
-    shown = visible(text).replace("\n", "\\n").replace("\t", "\\t")
-    if len(shown) > SHOWN_CHARACTERS:
-        half = SHOWN_CHARACTERS // 2
-        shown = f"{shown[:half]} [... {len(shown) - 2 * half} characters ...] {shown[-half:]}"
-    width = LINE_CHARACTERS - 4
-    return [f"  | {shown[start : start + width]}" for start in range(0, len(shown), width)]
-
-
 # ---------------------------------------------------------------- GRPO: prompts and validation
 
 
@@ -150,15 +138,17 @@ def audit_prompts(
     reward: RewardConfig,
     tokenizer: PreTrainedTokenizerFast | None,
     shown: tuple[str, ...] = (),
+    more: Sequence[Finding] = (),
 ) -> DataAudit:
-    """What is odd about prompts, by file; with a reward function of the user's, references are not judged.
+    """What is odd about prompts, by file, beside what is found already (`more`); with a reward function of the user's,
+    references are not judged.
 
     ValueError where no training prompt has a reference that an answer could equal.
     """
     started = time.monotonic()
     n_validated = sum(len(found) for _, found in validation)
     prompts = [prompt for _, found in training for prompt in found]
-    findings = [*_unknown_in(prompts, tokenizer), *_overlaps(training, validation)]
+    findings = [*more, *_unknown_in(prompts, tokenizer), *_overlaps(training, validation)]
     findings += _in_earlier_file(training, "problems", lambda one: one.problem_key, _named)
     compared = f"{len(prompts)} prompts and {n_validated} of validation compared"
     if is_verified(reward):
@@ -252,6 +242,18 @@ def _named(prompts: Sequence[Prompt]) -> tuple[str, ...]:
     )
 
 
+def without_conversation(reports: Sequence[FilterReport], settings: ChatSettings) -> list[Finding]:
+    """Settings of conversations, and files of whole prompts, which do not have them."""
+    whole = [report.path for report in reports if report.template == "raw"]
+    if not settings.given or not whole:
+        return []
+    text = (
+        f"{', '.join(settings.given)} {'do' if settings.given[1:] else 'does'} nothing for the whole prompts of "
+        f"{', '.join(whole)}, which are taken as they stand. Give problems or messages there."
+    )
+    return [Finding(text, ())]
+
+
 # ---------------------------------------------------------------- references
 
 
@@ -322,10 +324,11 @@ def audit_sequences(
     reports: Sequence[SequenceReport],
     tokenizer: PreTrainedTokenizerFast,
     shown: tuple[str, ...] = (),
+    more: Sequence[Finding] = (),
 ) -> DataAudit:
     """What is odd about sequences, by file; two with the same tokens of the prompt have the same problem."""
     started, total = time.monotonic(), sum(len(sequences) for _, sequences in training)
-    findings = []
+    findings = [*more]
     lost = characters_without_token(frozenset().union(*(one.characters for one in reports)), tokenizer)
     unknown = unknown_token_ids(tokenizer)
     odd = [

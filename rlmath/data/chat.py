@@ -21,6 +21,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from rlmath.config.files import read_regular
+from rlmath.config.schema import DataConfig
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -31,6 +34,7 @@ CHAT_BYTES = 2**30
 TEMPLATE_DATE = date(2024, 7, 26)
 """What a chat template takes for today, so that a run that is resumed on another day has the same prompts. Llama 3's
 template writes this date where it is told none."""
+MAX_TEMPLATE_BYTES = 2**20
 CHATML_END = "<|im_end|>"
 
 CHANGE = "use another data.template"
@@ -48,26 +52,103 @@ class Piece:
     """What the assistant's turn adds, with the mark that ends it."""
 
 
-def with_variables(template: str | None, variables: Sequence[str], setting: str) -> str | None:
-    """The chat template with variables, "name=value", set before its first line; `setting` is where they are from.
-    ValueError for what is no variable, and without a template.
+@dataclass(frozen=True)
+class ChatSettings:
+    """What a run says of its conversations, beside data.template."""
 
-    >>> with_variables("{{ x }}", ["x=false", "effort=high"], "data.chat_template_kwargs")
-    "{%- set x = False %}{%- set effort = 'high' %}{{ x }}"
-    """
-    if variables and not isinstance(template, str):
-        raise ValueError(f"{setting} is given, and the model's tokenizer has no chat template; leave it out")
-    lines = []
-    for entry in variables:
-        name, equals, written = entry.partition("=")
-        if not name.isidentifier() or not equals:
-            raise ValueError(f'{setting} has {entry!r}; needed: "name=value", such as enable_thinking=false')
-        try:
-            value = json.loads(written)
-        except ValueError:
-            value = written
-        lines.append(f"{{%- set {name} = {value!r} %}}")
-    return "".join(lines) + template if template else template
+    template: str | None = None
+    """Name of one of the tokenizer's chat templates, or path of a .jinja file; None: the tokenizer's default."""
+    kwargs: Sequence[str] = ()
+    """Variables of the template, "name=value"."""
+    system_prompt: str | None = None
+    """The system turn of conversations that begin without one."""
+    names: tuple[str, str, str] = ("data.chat_template", "data.chat_template_kwargs", "data.system_prompt")
+    """What the three are called in errors."""
+
+    @property
+    def head(self) -> str:
+        """What is set before the first line of the template. ValueError for what is no variable.
+
+        >>> ChatSettings(kwargs=["x=false", "effort=high"]).head
+        "{%- set x = False %}{%- set effort = 'high' %}"
+        """
+        lines = []
+        for entry in self.kwargs:
+            name, equals, written = entry.partition("=")
+            if not name.isidentifier() or not equals:
+                raise ValueError(
+                    f'{self.names[1]} has {entry!r}; needed: "name=value", such as enable_thinking=false'
+                )
+            try:
+                value = json.loads(written)
+            except ValueError:
+                value = written
+            lines.append(f"{{%- set {name} = {value!r} %}}")
+        if self.system_prompt is not None:
+            turn = repr([{"role": "system", "content": self.system_prompt}])
+            lines.append("{%- if messages[0].role != 'system' %}{%- set messages = ")
+            lines.append(f"{turn} + messages %}}{{%- endif %}}")
+        return "".join(lines)
+
+    def named_template(self, tokenizer: PreTrainedTokenizerFast) -> str | None:
+        """What `template` names, of a tokenizer that `set_template` gave these settings; None where it names none."""
+        return str(tokenizer.chat_template).removeprefix(self.head) if self.template is not None else None
+
+    @property
+    def given(self) -> list[str]:
+        """The names of those that are given."""
+        values = (self.template is not None, bool(self.kwargs), self.system_prompt is not None)
+        return [name for name, is_given in zip(self.names, values, strict=True) if is_given]
+
+
+def chat_settings(data: DataConfig) -> ChatSettings:
+    return ChatSettings(data.chat_template, tuple(data.chat_template_kwargs), data.system_prompt)
+
+
+def set_template(tokenizer: PreTrainedTokenizerFast, settings: ChatSettings, folder: str) -> None:
+    """Give the tokenizer of `folder` the one chat template that the settings name, with their variables and system
+    prompt. ValueError where there is none, and for one that refuses or leaves out the system turn."""
+    template = _named_template(tokenizer.chat_template, settings, folder)
+    if template is None:
+        if settings.given:
+            given = f"{' and '.join(settings.given)} {'are' if settings.given[1:] else 'is'} given"
+            raise ValueError(f"{given}, and the model's tokenizer has no chat template; leave it out")
+        return
+    tokenizer.chat_template = settings.head + template
+    if settings.template is None and settings.system_prompt is None:
+        return
+    asked, given = settings.system_prompt or "", " with ".join(settings.given[::2])
+    try:
+        _require(asked, render([("user", "6 x 7?")], tokenizer, "a question"), "its system turn")
+    except ValueError as error:
+        raise ValueError(f"{given}: {error}, or leave it out") from error
+
+
+def _named_template(held: Any, settings: ChatSettings, folder: str) -> str | None:
+    """`held` is what the tokenizer has: a template, several by name, or none."""
+    named: dict[str, str] = held if isinstance(held, dict) else {"default": held} if held else {}
+    there = ", ".join(map(repr, named)) or "none"
+    setting, name = settings.names[0], settings.template or "default"
+    if name in named:
+        return named[name]
+    if settings.template is None:
+        if named:
+            raise ValueError(
+                f"the tokenizer in {folder!r} has the chat templates {there}, and no default; name one as {setting}"
+            )
+        return None
+    if not name.endswith(".jinja"):
+        raise ValueError(
+            f"{setting} is {name!r}; needed: a chat template of the tokenizer in {folder!r} ({there}), or the path of "
+            "a .jinja file"
+        )
+    try:
+        return read_regular(name, MAX_TEMPLATE_BYTES).decode("utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(
+            f"{setting}: {name!r} cannot be read ({reason}); give a file of UTF-8 text"
+        ) from error
 
 
 def render(messages: Messages, tokenizer: PreTrainedTokenizerFast, name: str, prompt: bool = True) -> str:
@@ -90,6 +171,16 @@ def render(messages: Messages, tokenizer: PreTrainedTokenizerFast, name: str, pr
     if prompt:
         _require(messages[-1][1], text, f"the problem of {name}")
     return text
+
+
+def generation_prompt(messages: Messages, text: str, tokenizer: PreTrainedTokenizerFast) -> str:
+    """What the template writes behind the messages for an answer to begin, in the `text` of the prompt; "" where that
+    does not begin as the messages without it."""
+    try:
+        without = render(messages, tokenizer, "the prompt", prompt=False)
+    except ValueError:
+        return ""
+    return text[len(without) :] if text.startswith(without) else ""
 
 
 def _require(content: str, text: str, name: str) -> None:

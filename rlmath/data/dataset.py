@@ -21,7 +21,15 @@ from rlmath.config.help import counted
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, DataConfig
 from rlmath.data import loader
-from rlmath.data.audit import DataAudit, audit_prompts, audit_sequences, prompt_lines, sequence_lines
+from rlmath.data.audit import (
+    DataAudit,
+    audit_prompts,
+    audit_sequences,
+    prompt_lines,
+    sequence_lines,
+    without_conversation,
+)
+from rlmath.data.chat import chat_settings
 from rlmath.data.files import CHARACTERS_PER_TOKEN, folder_line
 from rlmath.data.formats import read_prompts
 from rlmath.data.order import PromptOrder, shares_of
@@ -92,6 +100,8 @@ class Inputs(PromptFiles):
     tokenizer: PreTrainedTokenizerFast
     stop_token_ids: tuple[int, ...]
     """Tokens that end a completion."""
+    chat_template: str | None = None
+    """What data.chat_template names; None where it names none."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +122,8 @@ class SftInputs:
     stop_token_ids: tuple[int, ...]
     """Tokens that end what the model says."""
     audit: DataAudit = field(default_factory=DataAudit)
+    chat_template: str | None = None
+    """What data.chat_template names; None where it names none."""
 
 
 # ---------------------------------------------------------------- prompts
@@ -119,12 +131,13 @@ class SftInputs:
 
 def load_inputs(config: Config, shape: ModelShape) -> Inputs:
     """ValueError for unreadable data, too few prompts for one step, or tokens that the model does not know."""
-    tokenizer = load_tokenizer(config.model.path, chat_template_kwargs=config.data.chat_template_kwargs)
+    tokenizer = load_tokenizer(config.model.path, settings=chat_settings(config.data))
     found = load_prompt_files(config, tokenizer)
     sequences = [*(prompt.token_ids for prompt in found.prompts), (tokenizer.eos_token_id,)]
     check_vocabulary(sequences, tokenizer, shape.vocab_size, "data.train_path")
     stops = stop_token_ids(config.model.path, tokenizer, shape.vocab_size)
-    return Inputs(**vars(found), tokenizer=tokenizer, stop_token_ids=stops)
+    named = chat_settings(config.data).named_template(tokenizer)
+    return Inputs(**vars(found), tokenizer=tokenizer, stop_token_ids=stops, chat_template=named)
 
 
 def load_prompt_files(config: Config, tokenizer: PreTrainedTokenizerFast | None) -> PromptFiles:
@@ -186,7 +199,7 @@ def _prompt_steps(config: Config, counts: Sequence[int]) -> tuple[PromptOrder, i
 
 def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
     """ValueError for unreadable data, too few sequences for one step, or tokens that the model does not know."""
-    tokenizer = load_tokenizer(config.model.path, chat_template_kwargs=config.data.chat_template_kwargs)
+    tokenizer = load_tokenizer(config.model.path, settings=chat_settings(config.data))
     data, sft, paths = config.data, config.sft, train_paths(config.data)
     held_out_paths = [] if sft.held_out_path is None else [sft.held_out_path]
     with word_or_function(template_hook(config), data.template) as template:
@@ -210,8 +223,10 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
         check_warmup(config, total_steps, "one a step")
     evaluated = held_out if sft.eval_every_steps is not None else []
     trained = [(path, train) for path, (train, _) in zip(paths, split, strict=False)]
-    shown = sequence_lines(reports[0], data.template, tokenizer)
-    audit = audit_sequences(trained, evaluated, reports, tokenizer, shown)
+    shown = sequence_lines(reports[0], data, tokenizer)
+    audit = audit_sequences(
+        trained, evaluated, reports, tokenizer, shown, without_conversation(reports, chat_settings(data))
+    )
     told = (line for report in reports for line in report.lines())
     lines = (*told, order.line(), f"Held out: {len(held_out)} sequences.")
     return SftInputs(
@@ -223,6 +238,7 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
         reports=reports,
         stop_token_ids=stop_token_ids(config.model.path, tokenizer, shape.vocab_size),
         audit=audit,
+        chat_template=chat_settings(data).named_template(tokenizer),
     )
 
 
@@ -402,7 +418,7 @@ def audit_inputs(
     ValueError where no reference of the training prompts could be answered."""
     shown: tuple[str, ...] = ()
     if tokenizer is not None:
-        first = inputs.reports[0]
-        shown = prompt_lines(inputs.prompts[0], first.path, config.data.template, first.template, tokenizer)
+        shown = prompt_lines(inputs.prompts[0], inputs.reports[0], config.data, tokenizer)
     held = [(file.name, file.prompts) for file in validation]
-    return audit_prompts(inputs.prompts_of_files, held, config.reward, tokenizer, shown)
+    odd = without_conversation(inputs.reports, chat_settings(config.data))
+    return audit_prompts(inputs.prompts_of_files, held, config.reward, tokenizer, shown, odd)

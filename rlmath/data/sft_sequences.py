@@ -74,8 +74,8 @@ class WrittenSequence:
 class SequenceReport(FilterReport):
     """What became of a file's rows, and what the data audit shows and looks at."""
 
-    example: tuple[str, WrittenSequence] | None = None
-    """The first that is kept: the text of its prompt, and its tokens. None where nothing is kept."""
+    example: tuple[_Texts, WrittenSequence] | None = None
+    """The first that is kept, as text and as tokens. None where nothing is kept."""
     characters: frozenset[str] = frozenset()
     """Characters of all texts that are kept."""
 
@@ -92,7 +92,7 @@ def load_sequences(
     ValueError for a file that cannot be read, where too many rows are unusable, and where nothing is left.
     """
     kept: list[WrittenSequence] = []
-    example: tuple[str, WrittenSequence] | None = None
+    example: tuple[_Texts, WrittenSequence] | None = None
     characters: set[str] = set()
     unusable: list[UnusableRow] = []
     too_long = longest = 0
@@ -106,7 +106,7 @@ def load_sequences(
                 too_long, longest = too_long + 1, max(longest, one.length)
             else:
                 kept.append(one)
-                example = example or (row.prompt, one)
+                example = example or (row, one)
                 characters.update(*(piece.text for piece in row.pieces))
     report = SequenceReport(
         read=len(kept) + too_long,
@@ -118,6 +118,7 @@ def load_sequences(
         files=folder_line(path),
         unusable=tuple(unusable),
         setting="sft.max_sequence_tokens",
+        template=example[0].template if example else "",
         example=example,
         characters=frozenset(characters),
     )
@@ -152,9 +153,16 @@ def sequences_fingerprint(*groups: Sequence[WrittenSequence]) -> str:
 
 @dataclass(frozen=True)
 class _Texts:
-    where: str
+    row: PromptRow
+    """Its solution is what is learned."""
+    template: str
+    """What is around it (`tokenizer.template_of`)."""
     pieces: Sequence[Piece]
     """In their order; the first is the prompt, the last is learned."""
+
+    @property
+    def where(self) -> str:
+        return self.row.query_id
 
     @property
     def prompt(self) -> str:
@@ -204,7 +212,7 @@ def _texts(
             pieces = conversation(turns, tokenizer, f"the sequence {row.query_id[:60]!r}")
         else:
             pieces = [Piece(next(others), False), Piece(completion, True)]
-        found.append(_Texts(row.query_id, pieces))
+        found.append(_Texts(row, template_of(row, template, tokenizer), pieces))
     return found
 
 

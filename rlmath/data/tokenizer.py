@@ -204,13 +204,10 @@ def drop_special_token_rows(
 
 
 def load_tokenizer(
-    path: str,
-    option: str = "model.path",
-    chat_template_kwargs: Sequence[str] = (),
-    kwargs_option: str = "data.chat_template_kwargs",
+    path: str, option: str = "model.path", settings: chat.ChatSettings | None = None
 ) -> PreTrainedTokenizerFast:
-    """The fast tokenizer in folder `path`, with variables set in its chat template; never from the network, and never
-    code of the folder's own. The options name the folder and the variables in errors.
+    """The fast tokenizer in folder `path`, with the chat template that the `settings` make of its own (None: as it
+    is); never from the network, and never code of the folder's own. The option names the folder in errors.
 
     Raises ValueError when the folder is missing, has no tokenizer, or has one that is not a fast tokenizer.
     """
@@ -239,8 +236,8 @@ def load_tokenizer(
         raise ValueError(
             f"{option}: the tokenizer in {path!r} has no eos_token; set it in tokenizer_config.json"
         )
-    given = tokenizer.chat_template
-    tokenizer.chat_template = chat.with_variables(given, chat_template_kwargs, kwargs_option)
+    if settings is not None:
+        chat.set_template(tokenizer, settings, path)
     return tokenizer
 
 

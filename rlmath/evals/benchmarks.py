@@ -122,11 +122,19 @@ class LengthLimits:
 
 
 def check_lengths(
-    problems: Sequence[Problem], positions: int | None, max_new_tokens: int, max_prompt_tokens: int | None
+    problems: Sequence[Problem],
+    positions: int | None,
+    max_new_tokens: int | None,
+    max_prompt_tokens: int | None,
+    default_new_tokens: int,
 ) -> LengthLimits:
-    """ValueError if a prompt and its completion may be longer than the model's `positions` (None: unknown)."""
+    """ValueError if a prompt and its completion may be longer than the model's `positions` (None: unknown). Without
+    `max_new_tokens` they are `default_new_tokens`, or what the longest prompt leaves where that is less."""
     longest = max(problems, key=lambda problem: len(problem.token_ids))
     prompt_tokens = len(longest.token_ids) if max_prompt_tokens is None else max_prompt_tokens
+    if max_new_tokens is None:
+        room = default_new_tokens if positions is None else positions - prompt_tokens
+        max_new_tokens = max(1, min(default_new_tokens, room))
     over = 0 if positions is None else prompt_tokens + max_new_tokens - positions
     if over <= 0:
         return LengthLimits(prompt_tokens, max_new_tokens)

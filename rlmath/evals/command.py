@@ -9,11 +9,13 @@ import argparse
 import logging
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from rlmath.checkpoint.directory import METADATA_FILES
 from rlmath.config.help import all_settings, raise_problems
 from rlmath.config.hub import HubFailedError, is_hub_id, parse_hub_id
+from rlmath.config.length_curriculum import validation_tokens
 from rlmath.config.load import load_config
 from rlmath.config.run_files import BEST_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE, EXPORT_FOLDER, MODELS_FOLDER
 from rlmath.config.schema import Config, RolloutConfig
@@ -27,9 +29,9 @@ from rlmath.distributed.fault_tolerance.exit_codes import (
 )
 from rlmath.distributed.fault_tolerance.preemption import INTERRUPT, on_signals
 from rlmath.distributed.ranks import environment_rank
-from rlmath.evals.benchmarks import find_benchmark
+from rlmath.evals.benchmarks import find_benchmark, model_positions
 from rlmath.evals.compare import comparison_text, read_results
-from rlmath.evals.plan import Plan
+from rlmath.evals.plan import DEFAULT_NEW_TOKENS, Plan, recorded_new_tokens
 from rlmath.planning.checks import cuda_problems
 from rlmath.planning.early_checks import missing_problems
 from rlmath.run.command_line import (
@@ -136,7 +138,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         raise ValueError(problem)
     if isinstance(arguments.model, str):
         parse_hub_id(arguments.model, "--model")
-    run = run_config(arguments.model)
+    run, given_prompt = run_config(arguments.model), arguments.system_prompt
     return Plan(
         model=arguments.model,
         benchmarks=tuple(dict.fromkeys(name for name in arguments.benchmarks.split(",") if name)),
@@ -147,11 +149,14 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         temperature=arguments.temperature,
         top_p=arguments.top_p,
         max_new_tokens=arguments.max_new_tokens,
+        default_new_tokens=_default_new_tokens(run, arguments),
         max_prompt_tokens=arguments.max_prompt_tokens,
         template=arguments.template or run_template(run, arguments.model),
+        chat_template=arguments.chat_template,
         chat_template_kwargs=tuple(
             arguments.chat_template_kwarg or (run.data.chat_template_kwargs if run else ())
         ),
+        system_prompt=run.data.system_prompt if run and given_prompt is None else given_prompt,
         answer_from=arguments.answer_from or (run.reward.answer_from if run else "boxed"),
         scorer=arguments.scorer,
         plugins=tuple(arguments.plugin),
@@ -188,6 +193,14 @@ def run_template(config: Config | None, model: Path | str) -> str:
     return template
 
 
+def _default_new_tokens(run: Config | None, arguments: argparse.Namespace) -> int:
+    """What is taken for --max-new-tokens: that of the completions in the output folder, else the run's."""
+    recorded = recorded_new_tokens(arguments.output)
+    if recorded is not None:
+        return recorded
+    return DEFAULT_NEW_TOKENS if run is None else validation_tokens(run)
+
+
 def output_problem(arguments: argparse.Namespace) -> str:
     """Why nothing may be written into --output; "" if nothing is wrong with it."""
     output = arguments.output
@@ -201,8 +214,10 @@ def output_problem(arguments: argparse.Namespace) -> str:
 
 
 def input_problems(plan: Plan) -> list[str]:
-    """Folders and benchmarks that are not there; ids of the hub are none yet."""
+    """Folders and benchmarks that are not there, and lengths that the model cannot have; ids of the hub are none
+    yet."""
     problems = list(missing_problems("--model", str(plan.model))) if isinstance(plan.model, Path) else []
+    problems += _position_problems(plan) if isinstance(plan.model, Path) else ()
     problems += missing_problems("--data-dir", str(plan.data_dir))
     for name in plan.benchmarks if plan.data_dir.is_dir() else ():
         try:
@@ -210,6 +225,23 @@ def input_problems(plan: Plan) -> list[str]:
         except ValueError as error:
             problems.append(str(error))
     return problems
+
+
+def _position_problems(plan: Plan) -> Iterator[str]:
+    """As far as the model's config.json is at hand."""
+    model = Path(plan.model)
+    run = run_config(model)
+    places = [model, model / EXPORT_FOLDER, model / METADATA_FILES, *([Path(run.model.path)] if run else [])]
+    folder = next((place for place in places if (place / "config.json").is_file()), None)
+    positions = None if folder is None else model_positions(folder)
+    new, prompt = plan.max_new_tokens, plan.max_prompt_tokens or 1
+    if positions is not None and new is not None and prompt + new > positions:
+        with_prompts = "" if plan.max_prompt_tokens is None else f" with --max-prompt-tokens {prompt}"
+        yield (
+            f"--max-new-tokens is {new}{with_prompts}; the model has {positions} positions for a prompt and its "
+            f"completion (max_position_embeddings in {folder}/config.json). Lower it, or leave it out for as many as "
+            "the prompts leave"
+        )
 
 
 def model_place(text: str) -> Path | str:
@@ -239,8 +271,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--compare", nargs=2, type=Path, metavar=("A", "B"), help="two --output folders to compare")
     _add_sampling_options(parser.add_argument_group("what is sampled"))
     _add_engine_options(parser.add_argument_group("how it is computed"))
+    add("stray", nargs="*", help=argparse.SUPPRESS)
     with mistakes_end_all_ranks():
-        return parser.parse_intermixed_args(argv)
+        found = parser.parse_intermixed_args(argv)
+        if found.stray:
+            word = found.stray[0]
+            hint = "" if found.model else f"; to evaluate that model give --model {word}"
+            parser.error(f'"{word}" belongs to no option{hint}')
+        return found
 
 
 def _add_sampling_options(group: argparse._ArgumentGroup) -> None:
@@ -255,12 +293,17 @@ def _add_sampling_options(group: argparse._ArgumentGroup) -> None:
     add("--samples", type=int, default=32, help="samples of each problem, 0 for none (default 32)")
     add("--temperature", type=float, default=0.6, help="of the samples (default 0.6)")
     add("--top-p", type=float, default=0.95, help="of the samples (default 0.95)")
-    add("--max-new-tokens", type=int, default=32768, help="longest completion (default 32768)")
+    new_help = "longest completion (default: the run's of --model, else 32768, but no more than the model has room for)"
+    add("--max-new-tokens", type=int, help=new_help)
     prompt_help = "longer prompts count as wrong; default: all must fit the model"
     add("--max-prompt-tokens", type=int, help=prompt_help)
     add("--no-greedy", action="store_true", help="no completion at temperature 0")
     template_help = "as data.template, see docs/data.md (default: the run's of --model, else auto)"
     add("--template", help=template_help)
+    chat_help = "as data.chat_template: a name or a .jinja file (default: the model's, which is its run's)"
+    add("--chat-template", help=chat_help)
+    system_help = "as data.system_prompt (default: the run's of --model)"
+    add("--system-prompt", help=system_help)
     kwargs_help = (
         "NAME=VALUE, as one of data.chat_template_kwargs; may be given again (default: the run's of --model)"
     )

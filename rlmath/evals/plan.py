@@ -12,6 +12,7 @@ from typing import Any
 from rlmath.config.help import all_settings, raise_problems
 from rlmath.config.run_files import write_whole
 from rlmath.config.schema import Range, Template
+from rlmath.data.chat import ChatSettings
 from rlmath.evals.pass_at_k import MOST_SAMPLES
 from rlmath.rollout.sampling import request_seed
 from rlmath.workers.hooks import NEEDED, Hook, function_problem, hook_of, plugin_problem
@@ -20,6 +21,7 @@ SETTINGS = "settings.json"
 EARLIER = {"answer_from": "boxed", "chat_template_kwargs": []}
 """What settings.json did not name before November 27, 2026."""
 GENERATIONS = "generations"
+DEFAULT_NEW_TOKENS = 32768
 GREEDY_INDEX = -1
 """Index of the greedy completion; samples are numbered from 0."""
 
@@ -37,13 +39,17 @@ class Plan:
     samples: int = 32
     temperature: float = 0.6
     top_p: float = 0.95
-    max_new_tokens: int = 32768
+    max_new_tokens: int | None = None
+    """None: `default_new_tokens`, or what the model's positions leave where that is less."""
+    default_new_tokens: int = DEFAULT_NEW_TOKENS
     max_prompt_tokens: int | None = None
     """Longer prompts count as wrong; None: every prompt must fit."""
     template: Template = "auto"
     """Or a function of the user's."""
+    chat_template: str | None = None
+    """As `data.chat_template`, and the next two as the settings of their names."""
     chat_template_kwargs: tuple[str, ...] = ()
-    """Variables of the tokenizer's chat template, as `data.chat_template_kwargs`."""
+    system_prompt: str | None = None
     answer_from: str = "boxed"
     """Where an answer may stand, as `reward.answer_from`."""
     scorer: str | None = None
@@ -85,6 +91,11 @@ class Plan:
         if not self.greedy and self.samples == 0:
             problems.append("--no-greedy with --samples 0 samples nothing; leave one of the two out")
         raise_problems("the evaluation", problems)
+
+    @property
+    def chat(self) -> ChatSettings:
+        names = ("--chat-template", "--chat-template-kwarg", "--system-prompt")
+        return ChatSettings(self.chat_template, self.chat_template_kwargs, self.system_prompt, names)
 
     @property
     def template_hook(self) -> Hook | None:
@@ -135,6 +146,12 @@ def check_settings(folder: Path, common: Mapping[str, Any], sampled: Mapping[str
         )
     content = {"common": dict(common), "sampled": dict(sampled) if sampled else earlier.get("sampled")}
     write_whole(path, json.dumps(content, indent=2) + "\n")
+
+
+def recorded_new_tokens(folder: Path) -> int | None:
+    """The longest completion that those in the folder could have; None without any, or where it is not known."""
+    found = read_settings(folder).get("max_new_tokens") if _has_completions(folder) else None
+    return found if type(found) is int else None
 
 
 def _has_completions(folder: Path) -> bool:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from rlmath.answers.string_match import Rules
 from rlmath.config import hub
 from rlmath.config.schema import RewardConfig, RolloutConfig, RunConfig
-from rlmath.data.tokenizer import load_tokenizer
+from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.device import Device, init_process_group, open_device
 from rlmath.distributed.fault_tolerance.exit_codes import clear_exit_status
@@ -65,6 +65,7 @@ class _Prepared:
     benchmarks: tuple[Benchmark, ...]
     lengths: LengthLimits
     missing: list[Missing]
+    stop_token_ids: tuple[int, ...] | None
 
 
 def evaluate(
@@ -102,7 +103,9 @@ def evaluate(
         prepared = _prepare_on_rank_zero(plan, rollout, mesh=mesh, device=device, pool=pool, stack=stack)
         if prepared.missing:
             model, lengths = prepared.model.folder, prepared.lengths
-            llm = stack.enter_context(open_engine(model, rollout, lengths, mesh, device))
+            llm = stack.enter_context(
+                open_engine(model, rollout, lengths, mesh, device, prepared.stop_token_ids)
+            )
             missing = prepared.missing
             sample_missing(
                 llm,
@@ -161,9 +164,7 @@ def _prepare_on_rank_zero(
 def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Device) -> _Prepared:
     paths = {name: find_benchmark(name, plan.data_dir) for name in plan.benchmarks}
     model = resolve_model(Path(plan.model), plan.output)
-    tokenizer = load_tokenizer(
-        str(model.folder), "--model", plan.chat_template_kwargs, "--chat-template-kwarg"
-    )
+    tokenizer = load_tokenizer(str(model.folder), "--model", plan.chat)
     verified = plan.scorer is None
     with word_or_function(plan.template_hook, plan.template) as template:
         benchmarks = tuple(
@@ -176,14 +177,18 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Devic
     if device.kind == "cpu":
         check_head_dim(model.folder)
     positions = model_positions(model.folder)
-    lengths = check_lengths(problems, positions, plan.max_new_tokens, plan.max_prompt_tokens)
+    lengths = check_lengths(
+        problems, positions, plan.max_new_tokens, plan.max_prompt_tokens, plan.default_new_tokens
+    )
     common = {
         "about_model": hub.as_hub_ids(str(plan.model)),
         "model": model.fingerprint,
         "template": plan.template,
+        "about_chat_template": plan.chat_template,
         "chat_template_kwargs": list(plan.chat_template_kwargs),
+        "system_prompt": plan.system_prompt,
         "answer_from": plan.answer_from,
-        "max_new_tokens": plan.max_new_tokens,
+        "max_new_tokens": lengths.max_new_tokens,
         "cuda_graphs": rollout.cuda_graphs,
         "scorer": None if plan.scorer_hook is None else hooks_fingerprint([plan.scorer_hook]),
         "about_scorer": plan.scorer,
@@ -201,7 +206,18 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Devic
     for warning in reference_warnings(benchmarks) if verified else ():
         logger.warning("%s", warning)
     _log_work(benchmarks, lengths, plan, sum(len(one.indices) for one in missing))
-    return _Prepared(model, benchmarks, lengths, missing)
+    if plan.max_new_tokens is None:
+        logger.info(
+            "Completions have at most %d tokens (--max-new-tokens is not given): prompts have up to %d, and the model "
+            "has %s positions",
+            lengths.max_new_tokens,
+            lengths.max_prompt_tokens,
+            "unknown" if positions is None else positions,
+        )
+    stops = None  # the engine's own, of the folder's template
+    if plan.chat_template is not None:
+        stops = stop_token_ids(str(model.folder), tokenizer, len(tokenizer))
+    return _Prepared(model, benchmarks, lengths, missing, stops)
 
 
 def _missing(benchmark: Benchmark, plan: Plan, lengths: LengthLimits) -> list[Missing]:

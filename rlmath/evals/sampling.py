@@ -43,11 +43,16 @@ class Missing(NamedTuple):
 
 @contextmanager
 def open_engine(
-    model: Path, rollout: RolloutConfig, lengths: LengthLimits, mesh: Mesh, device: Device
+    model: Path,
+    rollout: RolloutConfig,
+    lengths: LengthLimits,
+    mesh: Mesh,
+    device: Device,
+    stop_token_ids: Sequence[int] | None,
 ) -> Iterator[Any]:
     """This rank's vLLM engine. On GPU the end of the process frees its memory."""
     longest = lengths.max_prompt_tokens + lengths.max_new_tokens
-    llm = open_standalone(str(model), rollout, longest, device.kind, mesh)
+    llm = open_standalone(str(model), rollout, longest, device.kind, mesh, stop_token_ids)
     process.freeze_live_objects()
     try:
         yield llm

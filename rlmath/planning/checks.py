@@ -30,6 +30,7 @@ from rlmath.config.schema import (
     Config,
     PolicyConfig,
 )
+from rlmath.data.chat import chat_settings
 from rlmath.distributed.device_kind import cuda_is_available, set_cuda_defaults
 from rlmath.distributed.memory import available_bytes, total_bytes
 from rlmath.distributed.ranks import environment_rank, environment_world_size
@@ -135,6 +136,7 @@ def setting_problems(config: Config, world_size: int, kind: Kind = "grpo") -> li
     """Problems of layout, lengths and single values that show without the model, the files or the machine."""
     problems = [
         *value_problems(config),
+        *_chat_problems(config, kind),
         *parallelism.rank_problems(
             config.parallel, config.rollout.tensor_parallel, world_size, config.rollout.ranks
         ),
@@ -159,9 +161,8 @@ def shape_problems(config: Config, shape: ModelShape, kind: Kind = "grpo") -> li
     return [
         *problems,
         *model_checks.critic_layout_problems(config, shape),
-        *rollouts.in_every_stage(config, lambda stage: model_checks.critic_length_problems(stage, shape)),
         *model_checks.teacher_layout_problems(config),
-        *rollouts.in_every_stage(config, model_checks.teacher_length_problems),
+        *rollouts.in_every_stage(config, lambda stage: model_checks.length_problems(stage, shape)),
         *rollouts.in_every_stage(config, lambda stage: _model_length_problems(stage, shape)),
         *rollouts.in_validation(config, lambda validation: _model_length_problems(validation, shape)),
     ]
@@ -171,6 +172,8 @@ def device_problems(config: Config, shape: ModelShape | None, on_gpu: bool, kind
     """What cannot run on this machine's GPU, or on a CPU."""
     problems = list(parallelism.context_problems(config.parallel, config.policy, on_gpu))
     problems += parallelism.expert_tensor_problems(config.parallel, on_gpu)
+    if shape is not None:
+        problems += parallelism.rotary_problems(config.policy, shape, on_gpu)
     if kind == "grpo" and shape is not None and not on_gpu:
         problems += rollouts.of_longest_stage(config, lambda largest: _engine_model_problems(largest, shape))
     return problems
@@ -248,6 +251,8 @@ def file_problems(config: Config, kind: Kind = "grpo") -> Iterator[str]:
         paths += [("sft.held_out_path", held_out)] if held_out is not None else []
     elif validates(config):
         paths += [("validation.paths", path) for path in config.validation.paths]
+    if (data.chat_template or "").endswith(".jinja"):
+        paths.append(("data.chat_template", str(data.chat_template)))
     if kind == "grpo" and data.history_path is not None:
         paths.append(("data.history_path", data.history_path))
     for key, path in ((key, Path(path)) for key, path in paths if not is_hub_id(path)):
@@ -288,6 +293,18 @@ def _recompute_problems(policy: PolicyConfig) -> Iterator[str]:
             yield f'{key} is null; policy.recompute_granularity="full" needs it. Set, say, {key}={example}.'
         if policy.recompute_granularity in (None, "selective") and value is not None:
             yield f'{key} is {value}; only policy.recompute_granularity="full" has it. Set {key}=null.'
+
+
+def _chat_problems(config: Config, kind: Kind) -> Iterator[str]:
+    """Settings of conversations where no prompt is one."""
+    own = config.validation.template if kind == "grpo" and validates(config) else None
+    templates, given = {config.data.template, own or config.data.template}, chat_settings(config.data).given
+    fixed = {*all_settings()["data.template"].words} - {"auto", "chat"}
+    if given and templates <= fixed:
+        yield (
+            f'{", ".join(given)}: data.template is "{config.data.template}", which makes no conversation. Leave '
+            f"{'them' if given[1:] else 'it'} out, or set data.template=chat."
+        )
 
 
 # ---------------------------------------------------------------- lengths, engine, rewards
@@ -331,7 +348,7 @@ def _model_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     if over > 0:
         yield (
             f"data.max_prompt_tokens + rollout.max_new_tokens is {prompt} + {new} = {prompt + new}; the "
-            f"model has {shape.max_positions} positions (max_position_embeddings). Lower the sum by {over}."
+            f"model has {shape.max_positions} positions ({shape.positions_key}). Lower the sum by {over}."
         )
 
 
@@ -378,8 +395,9 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             "against the engine's. Set algorithm.recompute_logprobs=true, or the former to null."
         )
     if algorithm.masks_alone and not algorithm.recompute_logprobs:
+        keys = ", ".join(f"algorithm.{name}" for name in algorithm.masks_alone)
         yield (
-            f"{_keys(algorithm.masks_alone)}: compared are recomputed log-probs with the engine's, and "
+            f"{keys}: compared are recomputed log-probs with the engine's, and "
             "algorithm.recompute_logprobs is false. Set it to true, or the masks to null."
         )
     samples, minibatches = config.data.prompts_per_step * config.rollout.group_size, algorithm.n_minibatches
@@ -407,10 +425,6 @@ def algorithm_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _keys(names: list[str]) -> str:
-    return ", ".join(f"algorithm.{name}" for name in names)
-
-
 # ---------------------------------------------------------------- supervised training
 
 
@@ -423,6 +437,9 @@ _SFT_SETTINGS = (
     "data.more_train_paths",
     "data.train_weights",
     "data.template",
+    "data.chat_template",
+    "data.chat_template_kwargs",
+    "data.system_prompt",
     "data.prompts_per_step",
     "data.max_unusable_share",
     "data.shuffle",

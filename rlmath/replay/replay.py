@@ -27,6 +27,7 @@ from rlmath.config.load import load_config
 from rlmath.config.run_files import CAPTURES_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE
 from rlmath.config.schema import Config, RolloutConfig, TelemetryConfig, ValidationConfig
 from rlmath.config.terminal import escape_terminal
+from rlmath.data.chat import chat_settings
 from rlmath.data.dataset import Inputs
 from rlmath.data.order import PromptOrder
 from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
@@ -236,7 +237,7 @@ class Replay:
             raise ValueError(
                 f"{self.folder} is of length stage {self.capture.length_stage + 1}, and the settings have {len(stages)}"
             )
-        tokenizer = load_tokenizer(config.model.path, chat_template_kwargs=config.data.chat_template_kwargs)
+        tokenizer = load_tokenizer(config.model.path, settings=chat_settings(config.data))
         groups = self.capture.groups
         tokens = [one.prompt.token_ids for one in groups]
         tokens += [one.token_ids for group in groups for one in group.completions]

@@ -300,6 +300,7 @@ def replay_rollout(
             device=device,
             weight_shapes=engine_shapes(shape, mesh.engine_size),
             load_weights=True,
+            stop_token_ids=prepared.inputs.stop_token_ids,
         )
         engine.on_step = heartbeat.report_progress
         heartbeat.enter_phase("rollout")

@@ -11,6 +11,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rlmath.config.schema import RolloutConfig
@@ -21,6 +22,7 @@ from rlmath.distributed.device import Device, prepare_imports
 from rlmath.distributed.device_kind import DeviceKind
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.ranks import environment_rank
+from rlmath.models.hf_config import read_shape
 from rlmath.rollout.engine_sleep import EngineMemory, reset_prefix_cache
 from rlmath.rollout.engine_weights import EngineWeights
 from rlmath.rollout.sampling import Request, RequestResult, RequestSource, RunningRequests, sample
@@ -103,10 +105,17 @@ def _open_llm(
     max_sequence: int,
     device_kind: DeviceKind,
     arguments: Mapping[str, Any],
+    stops: Sequence[int] | None,
 ) -> Any:
-    """A vLLM `LLM`; vLLM is imported here, after `prepare_environment`."""
+    """A vLLM `LLM`; vLLM is imported here, after `prepare_environment`. `stops` end a completion; None: what ends one
+    in the folder's own chat template."""
     from vllm import LLM
 
+    from rlmath.rollout.engine_models import register_models
+
+    shape, _ = read_shape(Path(model_path))
+    if shape is not None:  # an evaluation may be of another model
+        register_models(shape)
     process.freeze_imported_objects()  # vLLM collects garbage three times while it builds an engine
     llm = LLM(
         model_path,
@@ -118,7 +127,8 @@ def _open_llm(
         **arguments,
     )
     model, tokenizer = llm.llm_engine.vllm_config.model_config, llm.get_tokenizer()
-    stops = stop_token_ids(model_path, tokenizer, model.get_vocab_size())
+    if stops is None:
+        stops = stop_token_ids(model_path, tokenizer, model.get_vocab_size())
     # All requests take them from here; vLLM reads the folder's generation_config.json, and not its chat template.
     llm.llm_engine.input_processor.generation_config_fields["eos_token_id"] = list(stops)
     if device_kind == "cpu":
@@ -155,10 +165,11 @@ class Engine:
         device: Device,
         weight_shapes: Mapping[str, tuple[int, int]],
         load_weights: bool = False,
+        stop_token_ids: Sequence[int] | None = None,
     ) -> None:
         """`max_sequence` is the longest prompt plus completion (tokens); `weight_shapes` are the rows and columns of
         every parameter of one rank (`shard_layouts.engine_shapes`). With `load_weights` it starts with those of the
-        folder."""
+        folder. `stop_token_ids` end a completion; None: those of the folder's own chat template."""
         prepare_environment(device.kind)
         self._settings = settings
         self._device_kind: DeviceKind = device.kind
@@ -166,7 +177,7 @@ class Engine:
             **_mesh_arguments(mesh, device.kind),
             "load_format": "auto" if load_weights else "dummy",
         }
-        self._llm = _open_llm(model_path, settings, max_sequence, device.kind, arguments)
+        self._llm = _open_llm(model_path, settings, max_sequence, device.kind, arguments, stop_token_ids)
         (model,) = self._llm.collective_rpc(lambda worker: worker.get_model())
         self.weights = EngineWeights(model, weight_shapes)
         self.memory = EngineMemory(self._llm, self.weights, device.kind)
@@ -246,6 +257,7 @@ def open_standalone(
     max_sequence: int,
     device_kind: DeviceKind,
     mesh: Mesh | None = None,
+    stop_token_ids: Sequence[int] | None = None,
 ) -> Any:
     """A vLLM `LLM` with the weights of a Hugging Face folder, without the trainer.
 
@@ -259,4 +271,4 @@ def open_standalone(
         arguments = _gpu_arguments(settings) | {"dtype": "auto"}
     if mesh is not None:
         arguments |= _mesh_arguments(mesh, device_kind)
-    return _open_llm(model_path, settings, max_sequence, device_kind, arguments)
+    return _open_llm(model_path, settings, max_sequence, device_kind, arguments, stop_token_ids)

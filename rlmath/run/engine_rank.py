@@ -91,6 +91,7 @@ class EngineRank:
                 mesh=mesh,
                 device=device,
                 weight_shapes=engine_shapes(shape, mesh.engine_size),
+                stop_token_ids=inputs.stop_token_ids,
             )
         engine.on_step = context.on_progress
         if config.rollout.on_new_weights == "recompute" and not engine.continues_noise:

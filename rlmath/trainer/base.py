@@ -55,6 +55,7 @@ class Trainer(ABC):
         self.config, self.shape = context.config, context.shape
         self.mesh, self.device = context.mesh, context.device
         self.stop_token_ids = context.inputs.stop_token_ids
+        self.chat_template = context.inputs.chat_template
         self.order = context.inputs.order
         self.total_steps: int = context.inputs.total_steps
         self.timers = PhaseTimers(context.on_phase)

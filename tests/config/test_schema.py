@@ -17,7 +17,9 @@ PATHS = {"run.output_dir", "model.path", "data.train_path"}
 FREE_TEXTS = {
     *PATHS,
     "data.more_train_paths",
+    "data.chat_template",
     "data.chat_template_kwargs",
+    "data.system_prompt",
     "validation.paths",
     "sft.held_out_path",
     "critic.path",

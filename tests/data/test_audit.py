@@ -11,7 +11,7 @@ import pytest
 from rlmath.cli.make_tiny_model import make_tokenizer
 from rlmath.config.load import load_config
 from rlmath.config.schema import RewardConfig
-from rlmath.data.audit import LINE_CHARACTERS, DataAudit, audit_prompts
+from rlmath.data.audit import DataAudit, audit_prompts
 from rlmath.data.dataset import audit_inputs, load_inputs, load_sft_inputs, load_validation
 from rlmath.data.loader import load_prompts, problem_key
 from rlmath.data.tokenizer import FIXED, characters_without_token, load_tokenizer
@@ -67,15 +67,15 @@ def test_nothing_is_found_in_data_that_are_in_order(model: Path, tmp_path: Path)
 def test_a_prompt_is_shown_with_its_template_and_its_tokens(model: Path, tmp_path: Path) -> None:
     text = FIXED["qwen_boxed"].render(SUMS[0][0])
     audit = audited(model, [questions(tmp_path / "train.jsonl", SUMS)])
-    told = " ".join(audit.shown[:2])
     # One token a character, but one for the box.
-    assert 'the template "qwen_boxed" (data.template=auto)' in told
-    assert f"{len(text) - len('boxed{')} tokens, 0 of them unknown" in told
-    shown = "".join(line.removeprefix("  | ") for line in audit.shown if line.startswith("  | "))
-    assert shown == text.replace("\n", "\\n")
-    assert all(len(line) <= LINE_CHARACTERS for line in audit.shown[2:])
+    assert audit.shown[1:3] == (
+        '  in the template "qwen_boxed" (data.template=auto),',
+        f"  {len(text) - len('boxed{')} tokens, 0 of them unknown; │ ends a token:",
+    )
+    assert "    row        W│h│a│t│ │i│s│ │0│+│1│?│" in audit.shown
     raw = audited(model, [questions(tmp_path / "train.jsonl", SUMS)], "data.template=raw")
-    assert "as it stands in the file" in raw.shown[1] and "What is 0+1?" in raw.shown[2]
+    assert "as it stands in the file" in raw.shown[1]
+    assert raw.shown[3:] == ("    row        W│h│a│t│ │i│s│ │0│+│1│?│",)
 
 
 def test_what_the_tokenizer_does_not_know_is_told(model: Path, tmp_path: Path) -> None:
@@ -218,10 +218,11 @@ def test_a_sequence_is_shown_with_the_part_that_is_learned(model: Path, tmp_path
     path.write_text("\n".join(map(json.dumps, rows)))
     inputs = load_sft_inputs(sft_config(model, str(path), "sft.held_out_share=0"), read_model_shape(model))
     assert inputs.audit.shown[1:] == (
-        "  6 tokens, 0 of them unknown; the 4 of the prompt are not learned:",
-        "  | 0+1=",
-        "  2 of the completion are, what ends it among them:",
-        "  | 1<eos>",
+        "  6 tokens, 0 of them unknown; │ ends a token;",
+        "  the 2 of lines with * are learned:",
+        "    row        0│+│1│=│",
+        "  * row        1│",
+        "  * end        <eos>│",
     )
     assert inputs.audit.findings == ()
     copy = shutil.copy(path, tmp_path / "copy.jsonl")

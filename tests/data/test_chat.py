@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,13 @@ from transformers import GenerationConfig
 
 from rlmath.algorithms.losses import Normalisation
 from rlmath.answers.verifier import verify
-from rlmath.checkpoint.hf.weights import with_stop_tokens
-from rlmath.data.chat import chat_end
+from rlmath.checkpoint.hf.weights import (
+    read_metadata_files,
+    with_chat_template,
+    with_stop_tokens,
+    write_files,
+)
+from rlmath.data.chat import ChatSettings, chat_end
 from rlmath.data.packing import pack
 from rlmath.data.rows import PromptRow
 from rlmath.data.sft_sequences import WrittenSequence, load_sequences
@@ -19,6 +25,8 @@ from rlmath.data.tokenizer import completion_text, load_tokenizer, render, stop_
 from rlmath.rewards.reward_manager import text_to_verify
 from tests.data.chat_templates import CHATS, chat_tokenizer
 
+_QWEN3 = CHATS["qwen3"].template
+QUESTION = PromptRow("1+1?", "math", "q", ("2",), whole=False)
 CONTINUING = [name for name in CHATS if name != "r1-distill"]
 
 
@@ -95,17 +103,91 @@ def test_the_answer_is_learned_as_the_template_writes_it(
 
 def test_variables_of_the_chat_template_are_the_runs(tmp_path: Path) -> None:
     chat_tokenizer("qwen3").save_pretrained(tmp_path)
-    row = PromptRow("1+1?", "math", "q", ("2",), whole=False)
     thinking, silent = (
-        load_tokenizer(str(tmp_path), chat_template_kwargs=given) for given in ([], ["enable_thinking=false"])
+        load_tokenizer(str(tmp_path), settings=ChatSettings(kwargs=given))
+        for given in ([], ["enable_thinking=false"])
     )
     begins = "<|im_start|>assistant\n"
-    assert render(row, "chat", thinking).endswith(begins)
-    assert render(row, "chat", silent).endswith(begins + "<think>\n\n</think>\n\n")
+    assert render(QUESTION, "chat", thinking).endswith(begins)
+    assert render(QUESTION, "chat", silent).endswith(begins + "<think>\n\n</think>\n\n")
     one = sequence(tmp_path, silent, ("user", "1+1?"), ("assistant", "2"))
     assert learned_text(one, silent) == "2<|im_end|>", "the prompt has the empty thinking"
     with pytest.raises(ValueError, match=r"data\.chat_template_kwargs has 'thinking'; needed"):
-        load_tokenizer(str(tmp_path), chat_template_kwargs=["thinking"])
+        load_tokenizer(str(tmp_path), settings=ChatSettings(kwargs=["thinking"]))
+
+
+HOSTILE = "Be brief.\n'%}{{ 7*7 }} \\boxed{é}"
+
+
+@pytest.mark.parametrize("name", [name for name in CHATS if CHATS[name].takes_system])
+def test_a_system_prompt_is_before_every_conversation_without_one(name: str, tmp_path: Path) -> None:
+    plain = chat_tokenizer(name)
+    plain.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path), settings=ChatSettings(system_prompt=HOSTILE))
+    turns = [("user", "1+1?"), ("assistant", "2")] if name in CONTINUING else [("user", "1+1?")]
+    row = replace(QUESTION, messages=(turns[0],))
+    wanted = rendered(plain, [("system", HOSTILE), turns[0]], add_generation_prompt=True)
+    assert render(row, "auto", tokenizer) == wanted
+    own = replace(QUESTION, messages=(("system", "Own."), turns[0]))
+    assert render(own, "chat", tokenizer) == render(own, "chat", plain), "a row's own wins"
+    assert chat_end(tokenizer) == chat_end(plain)
+    if len(turns) == 2:
+        one = sequence(tmp_path, tokenizer, *turns)
+        assert one == sequence(tmp_path, plain, ("system", HOSTILE), *turns)
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "reason"),
+    [
+        ("mistral", None, "data.system_prompt: .* only user and assistant"),
+        ("gemma", None, "data.system_prompt: .* no system turn"),
+        (
+            "qwen2.5",
+            "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+            "leaves out its system",
+        ),
+    ],
+)
+def test_a_template_without_system_turns_refuses_a_system_prompt(
+    name: str, template: str | None, reason: str, tmp_path: Path
+) -> None:
+    tokenizer = chat_tokenizer(name)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"{reason}.* or leave it out"):
+        load_tokenizer(str(tmp_path), settings=ChatSettings(system_prompt="Be brief."))
+
+
+def test_a_chat_template_has_a_name_or_is_a_file_and_is_exported(tmp_path: Path) -> None:
+    tokenizer, named = chat_tokenizer("qwen2.5"), tmp_path / "named"
+    tokenizer.chat_template = {"default": CHATS["phi"].template, "think": CHATS["qwen3"].template}
+    tokenizer.save_pretrained(named)
+    own = tmp_path / "own.jinja"
+    own.write_text(CHATS["llama3"].template)
+    (tmp_path / "broken.jinja").write_text("{% if %}")
+    more = ChatSettings(kwargs=["a=1"], system_prompt="S")
+    for name, chat in ((None, "phi"), ("default", "phi"), ("think", "qwen3"), (str(own), "llama3")):
+        settings = replace(more, template=name)
+        found = load_tokenizer(str(named), settings=settings)
+        assert found.chat_template == settings.head + CHATS[chat].template
+        files = with_chat_template(read_metadata_files(named), settings.named_template(found))
+        write_files(exported := tmp_path / chat, {"config.json": b"{}", **files})
+        again = load_tokenizer(str(exported), settings=ChatSettings())
+        assert again.chat_template == CHATS[chat].template, "without variables and system prompt"
+        assert load_tokenizer(str(exported), settings=ChatSettings("think")).chat_template == _QWEN3
+        if name is not None:
+            assert json.loads(files["tokenizer_config.json"])["chat_template"] == again.chat_template
+    for name, reason in (
+        ("other", "is 'other'; needed: a chat template of the tokenizer in .* \\('default', 'think'\\)"),
+        ("none.jinja", "'none.jinja' cannot be read \\(No such file"),
+        (str(tmp_path / "broken.jinja"), "data.chat_template: .* cannot take a question: Expected an expr"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            load_tokenizer(str(named), settings=ChatSettings(name))
+    tokenizer.chat_template = {"think": _QWEN3, "rag": _QWEN3}
+    tokenizer.save_pretrained(tmp_path / "no-default")
+    with pytest.raises(ValueError, match=r"'think', 'rag', and no default; name one as data\.chat_template"):
+        load_tokenizer(str(tmp_path / "no-default"), settings=ChatSettings())
 
 
 def test_a_template_that_does_not_continue_its_prompt_is_refused_with_both_texts(tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ import torch
 from rlmath.answers.verifier import verify
 from rlmath.config.load import load_config, save_config
 from rlmath.config.schema import RolloutConfig
+from rlmath.data.chat import ChatSettings
 from rlmath.distributed.device import Device
 from rlmath.evals.benchmarks import LengthLimits, Problem
-from rlmath.evals.command import parse, plan_of, rollout_of
+from rlmath.evals.command import input_problems, parse, plan_of, rollout_of
 from rlmath.evals.model_source import resolve_model
-from rlmath.evals.plan import GREEDY_INDEX, Plan, completion_seed
+from rlmath.evals.plan import GREEDY_INDEX, Plan, check_settings, completion_seed
 from rlmath.evals.runner import _prepare
 from rlmath.evals.sampling import Missing, _requests
 from rlmath.workers.worker_pool import WorkerPool
@@ -206,11 +207,52 @@ def test_a_runs_model_has_the_runs_template(tmp_path: Path, place: str) -> None:
         assert plan_of(parse(words)).template == template
         assert plan_of(parse(words)).answer_from == "boxed"
     assert plan_of(parse([*words, "--template", "raw"])).template == "raw"
-    more = ["reward.answer_from=phrase", "data.chat_template_kwargs=[a=1]"]
-    save_config(load_config([], [*given, *more]), run / "config.yaml")
-    assert plan_of(parse(words)).chat_template_kwargs == ("a=1",)
-    assert plan_of(parse(words)).answer_from == "phrase"
-    assert plan_of(parse([*words, "--answer-from", "number"])).answer_from == "number"
+    more = ["reward.answer_from=phrase", "data.chat_template_kwargs=[a=1]", "data.system_prompt=Be brief."]
+    lengths = ["stages.steps=[5]", "stages.max_new_tokens=[200]"]
+    save_config(load_config([], [*given, *more, *lengths]), run / "config.yaml")
+    found = plan_of(parse(words))
+    assert found.chat == ChatSettings(None, ("a=1",), "Be brief.", found.chat.names)
+    assert (found.answer_from, found.max_new_tokens, found.default_new_tokens) == ("phrase", None, 200)
+    own = ["--answer-from", "number", "--system-prompt", "", "--chat-template", "think"]
+    found = plan_of(parse([*words, *own, "--chat-template-kwarg", "b=2"]))
+    assert found.answer_from == "number"
+    assert found.chat == ChatSettings("think", ("b=2",), "", found.chat.names)
+    check_settings(tmp_path / "out", {"max_new_tokens": 77}, None)
+    assert plan_of(parse(words)).default_new_tokens == 200, "nothing was sampled there"
+    (tmp_path / "out" / "generations" / "a").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "out" / "generations" / "a" / "0.jsonl").write_text("{}\n")
+    assert plan_of(parse(words)).default_new_tokens == 77, "as the completions that are there"
     save_config(load_config([], [*given, "data.template=brief", "run.plugins=[own.py]"]), run / "config.yaml")
     with pytest.raises(ValueError, match=r"give --template brief --plugin own\.py"):
         plan_of(parse(words))
+
+
+def test_lengths_that_the_model_cannot_have_are_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    words = f"--benchmarks a --data-dir {tmp_path} --output {tmp_path / 'out'}".split()
+    (tmp_path / "a.jsonl").write_text("")
+    for place in ("model", "run/hf_model", "run/checkpoints/step-000010/hf"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "config.json").write_text('{"max_position_embeddings": 512}')
+    for model in ("model", "run", "run/hf_model", "run/checkpoints/step-000010"):
+        given = ["--model", str(tmp_path / model), *words]
+        for lengths, told in (
+            (["--max-new-tokens", "512"], "--max-new-tokens is 512; the model has 512 positions"),
+            (
+                ["--max-new-tokens", "500", "--max-prompt-tokens", "13"],
+                "is 500 with --max-prompt-tokens 13; the",
+            ),
+            (["--max-new-tokens", "511"], ""),
+            ([], ""),
+        ):
+            problems = input_problems(plan_of(parse([*given, *lengths])))
+            assert [told in problem for problem in problems] == [True] * bool(told)
+
+
+def test_a_folder_without_its_option_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(["outputs/run", "--benchmarks", "a"])
+    assert ended.value.code == 2
+    assert (
+        '"outputs/run" belongs to no option; to evaluate that model give --model outputs/run'
+        in capsys.readouterr().err
+    )

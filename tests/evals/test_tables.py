@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.evals.benchmarks import Benchmark, Problem, check_lengths, reference_warnings
+from rlmath.evals.benchmarks import Benchmark, LengthLimits, Problem, check_lengths, reference_warnings
 from rlmath.evals.compare import comparison_text, differences, read_results
 from rlmath.evals.completions import CompletionRecord, Key
 from rlmath.evals.plan import GREEDY_INDEX, Plan
@@ -215,11 +215,20 @@ def test_references_that_no_answer_equals_are_reported() -> None:
 
 def test_lengths_that_do_not_fit_the_model_say_what_to_set() -> None:
     problems = [problem("short", 10), problem("long", 100)]
-    assert check_lengths(problems, 164, 64, None).max_prompt_tokens == 100
-    assert check_lengths(problems, None, 64, None).max_prompt_tokens == 100
-    assert check_lengths(problems, 100, 64, 36).max_prompt_tokens == 36
+    for positions, given, most_prompt, wanted in (
+        (164, 64, None, LengthLimits(100, 64)),
+        (None, 64, None, LengthLimits(100, 64)),
+        (100, 64, 36, LengthLimits(36, 64)),
+        (164, None, None, LengthLimits(100, 64)),  # what the longest prompt leaves
+        (500, None, None, LengthLimits(100, 77)),  # the default
+        (500, None, 440, LengthLimits(440, 60)),
+        (None, None, None, LengthLimits(100, 77)),
+    ):
+        assert check_lengths(problems, positions, given, most_prompt, 77) == wanted
     with pytest.raises(ValueError, match=r"'long'.* has 100") as error:
-        check_lengths(problems, 150, 64, None)
+        check_lengths(problems, 150, 64, None, 77)
     assert "--max-new-tokens 50" in str(error.value) and "--max-prompt-tokens 86" in str(error.value)
     with pytest.raises(ValueError, match="--max-prompt-tokens is 90"):
-        check_lengths(problems, 150, 64, 90)
+        check_lengths(problems, 150, 64, 90, 77)
+    with pytest.raises(ValueError, match="set --max-prompt-tokens 99, and longer"):
+        check_lengths(problems, 100, None, None, 77)

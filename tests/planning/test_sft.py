@@ -58,6 +58,8 @@ def test_every_setting_of_its_own_section_is_used() -> None:
     assert set(used) < set(all_settings())
     assert {key for key in all_settings() if key.startswith(("sft.", "save.", "optimizer."))} <= set(used)
     assert not any(key.startswith(("rollout.", "reward.", "critic.", "teacher.", "stages.")) for key in used)
+    chat = {"data.template", "data.chat_template", "data.chat_template_kwargs", "data.system_prompt"}
+    assert chat <= set(used)
     of_algorithm = {key for key in used if key.startswith("algorithm.")}
     assert of_algorithm == {"algorithm.rollback", "algorithm.rollback_lr_factor"}
 
@@ -74,6 +76,11 @@ def test_nothing_is_wrong_with_a_good_run(place: list[str], untied_model: Path) 
             ("sft.max_sequence_tokens=257", "policy.max_tokens_per_microbatch=300"),
             "the model has 256 positions",
         ),
+        (
+            ("data.template=raw", "data.system_prompt=Be brief.", "data.chat_template=think"),
+            'data.chat_template, data.system_prompt: data.template is "raw", which makes no conversation.',
+        ),
+        (("data.chat_template=none.jinja",), 'data.chat_template: there is no file "none.jinja"'),
         (
             ("policy.max_tokens_per_microbatch=255",),
             "a sequence of sft.max_sequence_tokens=256 tokens must fit",

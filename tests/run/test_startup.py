@@ -216,7 +216,7 @@ def test_a_start_shows_a_prompt_and_what_is_odd_about_the_data(
     config = load_config([], [*paths, *small, *held, "run.device=cpu"])
     prepared = prepare_grpo(config)
     told = "\n".join((*prepared.lines, *prepared.warnings))
-    assert "A prompt as the model reads it: '0' of" in told and "\n  | 0+1=\n" in told
+    assert "A prompt as the model reads it: '0' of" in told and "\n    row        0│+│1│=│\n" in told
     assert '8 of the 8 problems of validation "sums" are trained on, too' in told
     assert "1 of 8 training prompts have no usable reference" in told
     assert "1: the reference says that the answer is elsewhere ('2': 'see solution')" in told

@@ -44,6 +44,9 @@ DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, dtype): name for name, dty
 logger = logging.getLogger(__name__)
 
 GENERATION_CONFIG = "generation_config.json"
+TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"
+"""Folder in which transformers keeps further chat templates, by name."""
 MAX_METADATA_BYTES = 2**29
 _MOST_SHOWN = 5
 """Tensors named in an error."""
@@ -92,13 +95,27 @@ def all_finite(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def read_metadata_files(source: str | Path) -> dict[str, bytes]:
-    """Configuration and tokenizer files of a Hugging Face folder, by name. Small: some MB at most."""
+    """Configuration and tokenizer files of a Hugging Face folder, by path in it. Small: some MB at most."""
+    folder = Path(source)
     return {
-        file.name: read_regular(file, MAX_METADATA_BYTES)
-        for file in sorted(Path(source).iterdir())
+        str(file.relative_to(folder)): read_regular(file, MAX_METADATA_BYTES)
+        for file in (*sorted(folder.iterdir()), *sorted(folder.glob(f"{MORE_TEMPLATES}/*.jinja")))
         if file.is_file()
         and file.suffix in (".json", ".txt", ".model", ".jinja")
         and "safetensors" not in file.name
+    }
+
+
+def with_chat_template(metadata_files: Mapping[str, bytes], template: str | None) -> dict[str, bytes]:
+    """The files of an export whose default chat template is `template` (None: as they are), where releases of
+    transformers look for it: in a file of its own, earlier ones in tokenizer_config.json."""
+    if template is None:
+        return dict(metadata_files)
+    config = json.loads(metadata_files[TOKENIZER_CONFIG]) | {"chat_template": template}
+    return {
+        **metadata_files,
+        TOKENIZER_CONFIG: (json.dumps(config, indent=2) + "\n").encode(),
+        CHAT_TEMPLATE: template.encode(),
     }
 
 
@@ -121,6 +138,8 @@ def with_stop_tokens(metadata_files: Mapping[str, bytes], stop_token_ids: Sequen
 def to_canonical(rule: Rule, tensors: Sequence[Tensor], shape: ModelShape, tensor: int) -> Tensor:
     """Hugging Face tensors, in the order of `rule.hf`, as one canonical tensor."""
     target = canonical_shape(rule, shape, tensor)
+    if len(rule.hf) == 1 and rule.form in ("qkv", "gate_up"):
+        tensors = tensors[0].split(weight_map.part_rows(rule, shape))
     if rule.form == "vocab":
         (weight,) = tensors
         return torch.nn.functional.pad(weight, (0, 0, 0, target[0] - weight.shape[0]))
@@ -136,13 +155,14 @@ def from_canonical(rule: Rule, full: Tensor, shape: ModelShape) -> list[Tensor]:
     """The inverse of `to_canonical`: Hugging Face tensors in the order of `rule.hf`."""
     if rule.form == "vocab":
         return [full[: shape.vocab_size]]
+    parts = [full]
     if rule.form == "qkv":
         heads_per_group = shape.num_heads // shape.num_kv_heads
-        parts = full.split((heads_per_group, 1, 1), dim=1)
-        return [part.reshape(-1, *full.shape[3:]) for part in parts]
-    if rule.form == "gate_up":
-        return [full[0], full[1]]
-    return [full]
+        by_head = full.split((heads_per_group, 1, 1), dim=1)
+        parts = [part.reshape(-1, *full.shape[3:]) for part in by_head]
+    elif rule.form == "gate_up":
+        parts = [full[0], full[1]]
+    return parts if len(rule.hf) == len(parts) else [torch.cat(parts)]
 
 
 def shard(rule: Rule, full: Tensor, tensor_rank: int, tensor: int) -> Tensor:
@@ -386,13 +406,19 @@ def write_hf_folder(
 
 def write_metadata_files(folder: Path, metadata_files: Mapping[str, bytes], dtype: torch.dtype) -> None:
     """Write a model's configuration and tokenizer files, with the number format of the weights in config.json."""
-    for name, content in metadata_files.items():
-        (folder / name).write_bytes(content)
+    write_files(folder, metadata_files)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     # transformers 5 reads "dtype", earlier releases "torch_dtype".
     config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files by their paths in the folder."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
 
 
 class SafetensorsWriter:

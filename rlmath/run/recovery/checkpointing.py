@@ -15,6 +15,7 @@ from rlmath.checkpoint.directory import Checkpoint, Progress, complete_checkpoin
 from rlmath.checkpoint.hf.weights import (
     read_metadata_files,
     stream_hf_tensors,
+    with_chat_template,
     with_stop_tokens,
     write_hf_folder,
 )
@@ -53,7 +54,7 @@ class Checkpointer:
         points = save_schedule.recovery_frequency(config.save)
         models = save_schedule.kept_frequency(config.save)
         self._trainer = trainer
-        files = read_metadata_files(config.model.path)
+        files = with_chat_template(read_metadata_files(config.model.path), trainer.chat_template)
         self._metadata_files = with_stop_tokens(files, trainer.stop_token_ids)
         self._store = CheckpointManager(
             Path(config.run.output_dir) / CHECKPOINTS_FOLDER,

@@ -119,7 +119,9 @@ BY_CONTENT = (
     "data.more_train_paths",
     "data.format",
     "data.template",
+    "data.chat_template",
     "data.chat_template_kwargs",
+    "data.system_prompt",
     "data.max_unusable_share",
     "sft.held_out_path",
 )

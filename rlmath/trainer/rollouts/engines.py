@@ -121,6 +121,7 @@ class ColocatedEngines(Engines):
             mesh=mesh,
             device=context.device,
             weight_shapes=engine_shapes(shape, mesh.engine_size),
+            stop_token_ids=inputs.stop_token_ids,
         )
         if config.rollout.tail == "carry" and not self.engine.continues_noise:
             raise ValueError(
