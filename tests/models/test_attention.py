@@ -130,13 +130,6 @@ def test_short_segments_keep_no_more_memory_than_the_flash_kernel(heads: int, gr
         assert sum(x.numel() for x in dense) <= sum(x.numel() for x in flash)
 
 
-def test_a_segment_of_one_token_returns_its_value():
-    qkv = inputs([1, 4, 1], heads=4, groups=2)
-    out = attend([1, 4, 1], qkv).view(6, 4, D)
-    for t in (0, 5):
-        torch.testing.assert_close(out[t], qkv[2][t].repeat_interleave(2, 0))
-
-
 @pytest.mark.parametrize("poison", [math.nan, 1e6])
 def test_nothing_leaks_into_another_segment(poison: float):
     lengths = [4, 5, 3, 4]
@@ -152,18 +145,6 @@ def test_nothing_leaks_into_another_segment(poison: float):
     ]
     for ours, theirs in zip(*gradients, strict=True):
         assert torch.equal(ours[others], theirs[others])
-
-
-def test_no_token_sees_what_comes_after_it():
-    lengths = [6, 5]
-    qkv = inputs(lengths, heads=2, groups=1)
-    before = attend(lengths, qkv)
-    with torch.no_grad():
-        for x in qkv:
-            x[4:6] += 100.0
-    after = attend(lengths, qkv)
-    assert torch.equal(before[:4], after[:4]) and torch.equal(before[6:], after[6:])
-    assert not torch.equal(before[4:6], after[4:6])
 
 
 segment_lengths = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any)
@@ -244,7 +225,7 @@ ROPES: dict[str, tuple[RopeScaling, dict[str, Any]]] = {
     "yarn": (YarnScaling(4.0, 32.0, 1.0, 32768, 0.1 * math.log(4.0) + 1.0, True), {}),
     "yarn odd": (YarnScaling(3.0, 7.0, 2.5, 100, 1.5, False), {"rope_theta": 10000.0}),
     "yarn sharp": (YarnScaling(2.0, 1.0, 1.0, 1024, 1.0, False), {"rope_theta": 10000.0}),
-    "longrope": (LongRopeScaling(tuple(1.0 + x / 8 for x in range(32)), math.sqrt(1 + 5 / 12)), {}),
+    "longrope": (LongRopeScaling(tuple(1.0 + x / 8 for x in range(32)), math.sqrt(1 + 5 / 12), 131072), {}),
 }
 
 
