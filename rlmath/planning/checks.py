@@ -161,9 +161,8 @@ def shape_problems(config: Config, shape: ModelShape, kind: Kind = "grpo") -> li
     return [
         *problems,
         *model_checks.critic_layout_problems(config, shape),
-        *rollouts.in_every_stage(config, lambda stage: model_checks.critic_length_problems(stage, shape)),
         *model_checks.teacher_layout_problems(config),
-        *rollouts.in_every_stage(config, model_checks.teacher_length_problems),
+        *rollouts.in_every_stage(config, lambda stage: model_checks.length_problems(stage, shape)),
         *rollouts.in_every_stage(config, lambda stage: _model_length_problems(stage, shape)),
         *rollouts.in_validation(config, lambda validation: _model_length_problems(validation, shape)),
     ]
@@ -396,8 +395,9 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             "against the engine's. Set algorithm.recompute_logprobs=true, or the former to null."
         )
     if algorithm.masks_alone and not algorithm.recompute_logprobs:
+        keys = ", ".join(f"algorithm.{name}" for name in algorithm.masks_alone)
         yield (
-            f"{_keys(algorithm.masks_alone)}: compared are recomputed log-probs with the engine's, and "
+            f"{keys}: compared are recomputed log-probs with the engine's, and "
             "algorithm.recompute_logprobs is false. Set it to true, or the masks to null."
         )
     samples, minibatches = config.data.prompts_per_step * config.rollout.group_size, algorithm.n_minibatches
@@ -423,10 +423,6 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"selection.max_completion_tokens is {most}, below selection.min_completion_tokens {least} or "
             f"rollout.min_new_tokens {config.rollout.min_new_tokens}: every completion would be left out. Raise it."
         )
-
-
-def _keys(names: list[str]) -> str:
-    return ", ".join(f"algorithm.{name}" for name in names)
 
 
 # ---------------------------------------------------------------- supervised training

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from rlmath.checkpoint.hf.weights import HFReader
-from tests.distributed import architectures_cases, engine_cases, oracle
+from tests.distributed import architectures_cases, oracle
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
+from tests.distributed.test_engine import check_engines
 from tests.distributed.test_parity import assert_close
 from tests.selection import keeping, matrix
 from tests.tiny_models import (
@@ -140,10 +141,4 @@ ENGINES = [
 def test_engine_logprobs_equal_the_policys_after_every_update(
     ranks: RankPool, folders: dict[str, Path], name: str, cases: list[Case], engine_size: int
 ) -> None:
-    by_rank = ranks.run(
-        cases[0].ranks, engine_cases.mismatch_of_layouts, folders[name], cases, engine_size, 2
-    )
-    for case, *found in zip(cases, *by_rank, strict=True):
-        measured = [largest for largest in found if largest]
-        assert measured and all(len(largest) == 3 for largest in measured), case
-        assert max(max(largest) for largest in measured) < 1e-5, case
+    check_engines(ranks, folders[name], cases, engine_size, updates=2)

@@ -188,12 +188,6 @@ def test_the_list_of_rewards() -> None:
         NamedReward("steps", 0.573, "package.other:steps"),
     )
     assert compared_rewards(DISTINCT.reward) == (0, 1, 2) and compared_rewards(ONE_REWARD) == ()
-    by_reward = replace(DISTINCT.selection, dynamic_sampling="reward")
-    assert selection_rules(by_reward, DISTINCT.reward).parts == (0, 1, 2)
-    with open_reward_workers(replace(DISTINCT.reward, rewards=["correctness"], weights=[])) as workers:
-        (pool,) = workers.by_name.values()
-        assert (pool._size, pool.timeout_seconds) == (2, 15.8)
-        assert pool._settings.rules == Rules(answer_from="phrase", protocol=True)
 
 
 def test_the_reward_scheme_and_the_workers() -> None:
@@ -481,10 +475,6 @@ def test_lengths_of_stages_and_validation() -> None:
     alone = replace(DISTINCT, stages=StagesConfig())
     assert planned_steps(alone, steps_per_epoch=5) == 103
     assert planned_steps(alone, steps_per_epoch=1) == 102
-
-
-def test_updates_of_a_run_are_steps_times_minibatches_times_epochs() -> None:
-    assert most_updates(DISTINCT, total_steps=7) == 7 * 164 * 165
 
 
 def test_the_critic_has_a_rate_a_warm_up_and_epochs_of_its_own() -> None:
