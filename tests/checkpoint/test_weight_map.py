@@ -17,7 +17,14 @@ from rlmath.checkpoint.hf.weight_map import (
 from rlmath.checkpoint.hf.weights import from_canonical, join, shard, to_canonical
 from rlmath.config.model_shape import ModelShape
 
-DENSE = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
+DENSE = (
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "SmolLM3ForCausalLM",
+    "Phi3ForCausalLM",
+)
 
 
 def shape_of(config: Any) -> ModelShape:
@@ -51,6 +58,7 @@ def config_of(architecture: str = "Qwen2ForCausalLM", tied: bool = False) -> Any
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "tie_word_embeddings": tied,
+        "pad_token_id": 0,
     }
     if architecture != "Qwen2ForCausalLM":
         settings["head_dim"] = 6

@@ -1,0 +1,70 @@
+"""launch/train_grpo.py that compares at every step the engines' log-probs of the sampled tokens with those that
+transformers finds, in float64, on the model as it is exported before the step: a line of `compared.jsonl` in the run's
+folder each."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from rlmath.algorithms.types import ScoredGroup
+from rlmath.config.load import load_config
+from rlmath.distributed.collectives import reduce_over_ranks
+from rlmath.run.command_line import read_command_line
+from rlmath.run.loop import run_training
+from rlmath.run.startup import Program, prepare_grpo, start
+
+SHARE = 4
+"""One of so many groups is compared."""
+
+
+def differences(model: torch.nn.Module, group: ScoredGroup) -> torch.Tensor:
+    """Between the log-probs of the group's tokens by the engine and by `model` (nats, absolute)."""
+    prompt = group.prompt.token_ids
+    rows = [torch.tensor([*prompt, *one.token_ids]) for one in group.completions]
+    with torch.no_grad():  # what is padded comes behind all that is looked at
+        logprobs = model(pad_sequence(rows, batch_first=True)).logits[:, len(prompt) - 1 : -1].log_softmax(-1)
+    apart = []
+    for row, one in zip(logprobs, group.completions, strict=True):
+        ids = torch.tensor(one.token_ids)
+        apart.append(row[: len(ids)].gather(1, ids[:, None])[:, 0] - torch.tensor(one.logprobs))
+    return torch.cat(apart).abs()
+
+
+def checked_program() -> Program:
+    from transformers import AutoModelForCausalLM
+
+    from rlmath.trainer.grpo import GrpoTrainer
+
+    class Checked(GrpoTrainer):
+        def begin(self, steps_done, export, asked_to_stop) -> None:
+            super().begin(steps_done, export, asked_to_stop)
+            self.export = export
+
+        def step(self, number: int):
+            folder = Path(self.config.run.output_dir)
+            self.export(folder / "compared")
+            torch.distributed.barrier()
+            model = AutoModelForCausalLM.from_pretrained(folder / "compared", dtype=torch.float64)
+            record = super().step(number)
+            mine = record.groups[self.mesh.rank * SHARE :: self.mesh.world_size * SHARE]
+            apart = torch.cat([differences(model, group) for group in mine])
+            sums = {"sum": float(apart.sum()), "tokens": float(len(apart))}
+            sums, largest = reduce_over_ranks(sums, {"most": float(apart.max())})
+            row = {"step": number + 1, "mean": sums["sum"] / sums["tokens"]} | largest
+            if self.mesh.rank == 0:
+                with (folder / "compared.jsonl").open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            return record
+
+    return partial(run_training, Checked)
+
+
+if __name__ == "__main__":
+    given = read_command_line(__doc__, None)
+    sys.exit(start(lambda: load_config(given.config, given.overrides), prepare_grpo, checked_program))
