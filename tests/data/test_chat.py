@@ -254,3 +254,9 @@ def test_an_export_stops_where_the_run_did(tmp_path: Path) -> None:
         found = GenerationConfig.from_pretrained(tmp_path)
         assert (found.eos_token_id, found.top_p) == ([0, 5], top_p)
     assert with_stop_tokens(said, (0,)) == said, "the same bytes"
+
+
+def test_a_template_that_does_not_show_the_answer_has_no_end() -> None:
+    tokenizer = chat_tokenizer("qwen2.5")
+    tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    assert chat_end(tokenizer) is None
