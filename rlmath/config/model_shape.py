@@ -52,6 +52,8 @@ class LongRopeScaling:
 
     short_factors: tuple[float, ...]
     attention_factor: float
+    longest: int
+    """Positions with the other factors (tokens)."""
 
 
 RopeScaling = Llama3Scaling | LinearScaling | YarnScaling | LongRopeScaling
@@ -117,7 +119,8 @@ class ModelShape:
     sliding_window: int | None = None
     """Tokens that a query attends to, itself and the last ones before it; None: all."""
     full_attention_layers: tuple[int, ...] = ()
-    """Layers (from 0) without the window that the others have."""
+    """Layers (from 0) without the window that the others have, or would have if it were shorter than `max_positions`:
+    vLLM is told of both kinds."""
     num_experts: int = 0
     """Experts of every layer; 0: a layer has one feed-forward network for all tokens."""
     experts_per_token: int = 0
@@ -129,6 +132,18 @@ class ModelShape:
     def rotary_magnitude(self) -> float:
         """What rotated queries and keys are multiplied by, beside the rotation."""
         return getattr(self.rope_scaling, "attention_factor", 1.0)
+
+    @property
+    def rotary_table_positions(self) -> int:
+        """Positions of vLLM's table of angles, which may be more than the model has."""
+        match self.rope_scaling:
+            case LinearScaling(factor):
+                return int(factor * self.max_positions)
+            case YarnScaling(factor, original_max_positions=original):
+                return int(factor * original)
+            case LongRopeScaling(longest=longest):
+                return self.max_positions + longest
+        return self.max_positions
 
     @property
     def positions_key(self) -> str:
