@@ -84,7 +84,6 @@ def rule_of(hf_name: str) -> Rule:
 
 
 QKV_BIAS = rule_of("model.layers.0.self_attn.q_proj.bias")
-QKV_WEIGHT = rule_of("model.layers.0.self_attn.q_proj.weight")
 GATE_UP = rule_of("model.layers.0.mlp.gate_proj.weight")
 EMBEDDING = rule_of("model.embed_tokens.weight")
 
@@ -131,13 +130,6 @@ def test_each_rank_of_fused_qkv_holds_its_groups():
     fused = to_canonical(QKV_BIAS, [Q, K, V], BY_HAND, tensor=2)
     assert shard(QKV_BIAS, fused, 0, 2).flatten().tolist() == [1, 2, 3, 4, 10, 11, 100, 101]
     assert shard(QKV_BIAS, fused, 1, 2).flatten().tolist() == [5, 6, 7, 8, 20, 21, 200, 201]
-
-
-def test_weights_of_qkv_are_laid_out_like_its_biases():
-    weights = to_canonical(QKV_WEIGHT, [x[:, None] for x in (Q, K, V)], BY_HAND, tensor=2)
-    biases = to_canonical(QKV_BIAS, [Q, K, V], BY_HAND, tensor=2)
-    assert weights.shape == (2, 4, 2, 1)
-    assert torch.equal(weights[..., 0], biases)
 
 
 def test_a_rank_of_gate_and_up_holds_the_same_units_of_both():

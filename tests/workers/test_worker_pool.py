@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlmath.answers.verifier import Verdict
@@ -26,22 +27,13 @@ HALF = ("\\boxed{\\frac{1}{2}+0}", "\\int_0^1 3x^2 dx")
 
 def children(parent: int) -> list[int]:
     """Process ids of the live direct children; a process that is only waiting to be reaped does not count."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                state, ppid = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            except OSError:
-                continue
-            if int(ppid) == parent and state != "Z":
-                found.append(int(entry.name))
-    return found
+    return [child.pid for child in psutil.Process(parent).children() if is_alive(child.pid)]
 
 
 def is_alive(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 
