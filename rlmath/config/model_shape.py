@@ -52,6 +52,8 @@ class LongRopeScaling:
 
     short_factors: tuple[float, ...]
     attention_factor: float
+    longest: int
+    """Positions with the other factors (tokens)."""
 
 
 RopeScaling = Llama3Scaling | LinearScaling | YarnScaling | LongRopeScaling
@@ -129,6 +131,18 @@ class ModelShape:
     def rotary_magnitude(self) -> float:
         """What rotated queries and keys are multiplied by, beside the rotation."""
         return getattr(self.rope_scaling, "attention_factor", 1.0)
+
+    @property
+    def rotary_table_positions(self) -> int:
+        """Positions of vLLM's table of angles, which may be more than the model has."""
+        match self.rope_scaling:
+            case LinearScaling(factor):
+                return int(factor * self.max_positions)
+            case YarnScaling(factor, original_max_positions=original):
+                return int(factor * original)
+            case LongRopeScaling(longest=longest):
+                return self.max_positions + longest
+        return self.max_positions
 
     @property
     def positions_key(self) -> str:

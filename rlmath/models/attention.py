@@ -329,20 +329,22 @@ def _blocks(query_NHMD: Tensor, window: int | None) -> list[_Block]:
     M = query_NHMD.shape[2]
     if window is None or window >= M:
         return [_Block(slice(None), slice(None), None)]
+    most, before = min(M, _WINDOW_ROWS), window - 1
+    hidden = _hidden(most, before, window, query_NHMD)
     blocks = []
-    for start in range(0, M, _WINDOW_ROWS):
-        first, stop = max(0, start - window + 1), min(M, start + _WINDOW_ROWS)
-        blocks.append(
-            _Block(slice(start, stop), slice(first, stop), _hidden(start, first, stop, window, query_NHMD))
-        )
+    for start in range(0, M, most):
+        first, stop = max(0, start - before), min(M, start + most)
+        part = hidden[: stop - start, before - (start - first) : before + stop - start]
+        blocks.append(_Block(slice(start, stop), slice(first, stop), part))
     return blocks
 
 
-def _hidden(start: int, first: int, stop: int, window: int | None, like: Tensor) -> Tensor:
-    """Queries `start` to `stop` by keys `first` to `stop`: -inf where a query does not attend to a key, 0 elsewhere."""
-    future = like.new_full((stop - start, stop - first), -math.inf)
-    past = future.tril(start - first - window) if window is not None else 0
-    return future.triu(start - first + 1) + past
+def _hidden(rows: int, before: int, window: int | None, like: Tensor) -> Tensor:
+    """[rows, before + rows], of queries one after another by so many keys before the first and their own: -inf where a
+    query does not attend to a key, 0 elsewhere."""
+    nothing = like.new_full((rows, before + rows), -math.inf)
+    future = nothing.triu(before + 1)
+    return future if window is None else future + nothing.tril(before - window)
 
 
 def composed_attention(
@@ -501,7 +503,7 @@ def _dense(
     for query_BLD, key_BMD, value_BMD, out_BLD in short.by_bucket(*laid_out, out):
         B, L, D = query_BLD.shape
         M = key_BMD.shape[1]
-        hidden_LM = _hidden(0, 0, M, window, query_BLD).repeat(L // M, 1)
+        hidden_LM = _hidden(M, 0, window, query_BLD).repeat(L // M, 1)
         probs_BLM = query_BLD.new_empty(B, L, M)
         for probs_, query, key, value, out_ in _chunks(probs_BLM, query_BLD, key_BMD, value_BMD, out_BLD):
             scores = torch.baddbmm(hidden_LM, query, key.mT, alpha=D**-0.5)

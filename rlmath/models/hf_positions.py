@@ -24,7 +24,6 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 def positions(model_type: str, fields: Fields, num_layers: int, head_dim: int) -> dict[str, Any]:
     """What `ModelShape` has of positions, by name; what is odd or not supported is noted in `fields`."""
-    rope = _rope_settings(fields.values)
     max_positions = fields.whole("max_position_embeddings")
     rotary_dim = _rotary_dim(model_type, fields, head_dim)
     scaling = _rope_scaling(model_type, fields, rotary_dim or head_dim)
@@ -32,7 +31,7 @@ def positions(model_type: str, fields: Fields, num_layers: int, head_dim: int) -
         max_positions = min(max_positions, _original_positions(fields))
     return {
         "max_positions": max_positions,
-        "rope_theta": fields.positive("rope_theta", rope if "rope_theta" in rope else None),
+        "rope_theta": _rope_theta(fields),
         "rope_scaling": scaling,
         "rotary_dim": rotary_dim,
         "no_rope_layers": _no_rope_layers(fields, num_layers) if model_type == "smollm3" else (),
@@ -45,11 +44,7 @@ def positions(model_type: str, fields: Fields, num_layers: int, head_dim: int) -
 
 _KINDS = ("default", "linear", "llama3", "yarn")
 _PHI3_KINDS = ("default", "longrope")
-_REASONS = {
-    "dynamic": " While a text grows, transformers changes the angles of all its tokens, and vLLM never does: take "
-    "yarn or linear.",
-}
-"""Why a kind of rotary embeddings is not supported."""
+_DYNAMIC = " While a text grows, transformers changes the angles of all its tokens, and vLLM never does."
 
 
 def _rope_settings(values: dict[str, Any]) -> dict[str, Any]:
@@ -58,6 +53,11 @@ def _rope_settings(values: dict[str, Any]) -> dict[str, Any]:
         if isinstance(values.get(key), dict) and values[key]:
             return values[key]
     return {}
+
+
+def _rope_theta(fields: Fields) -> float:
+    rope = _rope_settings(fields.values)
+    return fields.positive("rope_theta", rope if "rope_theta" in rope else None)
 
 
 def _rope_kind(rope: Any) -> Any:
@@ -73,8 +73,8 @@ def _rope_scaling(model_type: str, fields: Fields, rotary_dim: int) -> RopeScali
         if kind is not None and kind not in (kinds if isinstance(rope, dict) else ("default",)):
             fields.note(
                 f'"{key}" asks for {shown(kind)}; supported of a {model_type}: settings of the type '
-                f"{', '.join(kinds)}.{_REASONS.get(str(kind), '')} Set it to null to train within the original "
-                "positions"
+                f"{', '.join(kinds)}.{_DYNAMIC if kind == 'dynamic' else ''} Set it to null to train within the "
+                "original positions, or take another type"
             )
         if isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values()):
             fields.note(f'"{key}" differs from layer to layer; supported are settings that all layers share')
@@ -126,12 +126,14 @@ def _yarn(fields: Fields, rope: dict[str, Any]) -> YarnScaling:
         magnitude = _yarn_magnitude(factor, scales[0]) / _yarn_magnitude(factor, scales[1])
     else:
         magnitude = _yarn_magnitude(factor, 1.0)
-    longest = fields.whole("max_position_embeddings")
+    longest, theta = fields.whole("max_position_embeddings"), _rope_theta(fields)
     if longest > factor * original and not fields.problems:
         fields.note(
             f'"max_position_embeddings" is {longest}; YaRN reaches "factor" {factor:g} x {original} original '
-            f"positions, and so far goes vLLM's table. Lower it, or raise the factor"
+            "positions, and so far goes vLLM's table. Lower it, or raise the factor"
         )
+    if theta <= 1 and not fields.problems:
+        fields.note(f'"rope_theta" is {theta}; YaRN needs more than 1')
     truncate = fields.flag("truncate", rope, default=True)
     return YarnScaling(factor, fast, slow, original, magnitude, truncate)
 
@@ -155,7 +157,7 @@ def _longrope(fields: Fields, rope: dict[str, Any], rotary_dim: int) -> LongRope
         fields.note(f'"short_factor" is {shown(factors)}; needed: a list of {rotary_dim // 2} numbers')
         factors = []
     numbers = tuple(fields.positive("short_factor", {"short_factor": factor}) for factor in factors)
-    return LongRopeScaling(numbers, magnitude)
+    return LongRopeScaling(numbers, magnitude, longest)
 
 
 def _rotary_dim(model_type: str, fields: Fields, head_dim: int) -> int | None:
@@ -168,7 +170,7 @@ def _rotary_dim(model_type: str, fields: Fields, head_dim: int) -> int | None:
     if model_type != "phi3":
         fields.note(f'"{key}" is {shown(share)}; of a {model_type}, all of a head is rotated: needed is 1.0')
         return None
-    dim = int(head_dim * fields.positive(key, {key: share}))
+    dim = int(head_dim * min(1.0, fields.positive(key, {key: share})))
     if not fields.problems and (dim % 2 or not 0 < dim < head_dim):
         fields.note(f'"{key}" is {share}; needed: an even number of the {head_dim} dims of a head')
     return dim

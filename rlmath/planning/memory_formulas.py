@@ -293,7 +293,7 @@ def weight_bytes(shape: ModelShape, ranks: int, itemsize: int, packed_head: bool
     elements = sum(rows * columns for rows, columns in shapes.values())
     if packed_head:
         elements += engine_vocab_rows(shape, ranks) * shape.hidden_size
-    return itemsize * elements + FLOAT32_BYTES * shape.max_positions * shape.head_dim
+    return itemsize * elements + FLOAT32_BYTES * shape.rotary_table_positions * shape.head_dim
 
 
 def kv_heads(shape: ModelShape, ranks: int) -> int:

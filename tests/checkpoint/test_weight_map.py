@@ -172,19 +172,3 @@ def test_every_tensor_survives_fusing_sharding_and_the_way_back(architecture: st
             assert torch.equal(part, tensors[name]), name
             seen.add(name)
     assert seen == tensors.keys()
-
-
-@pytest.mark.parametrize("tensor", [2, 4])
-@pytest.mark.parametrize("architecture", DENSE)
-def test_what_is_split_is_split_evenly_and_without_overlap(architecture: str, tensor: int):
-    config = config_of(architecture)
-    shape, tensors = shape_of(config), numbered_tensors(config)
-    for placed in placed_tensors(shape):
-        full = to_canonical(placed.rule, [tensors[name] for name in placed.hf_names], shape, tensor)
-        shards = [shard(placed.rule, full, rank, tensor) for rank in range(tensor)]
-        if placed.rule.split_axis is None:
-            assert all(part.ndim == 1 and torch.equal(part, full) for part in shards), "only norms are copied"
-        else:
-            numbers = torch.cat([part.flatten() for part in shards])
-            numbers = numbers[numbers > 0]
-            assert len(numbers.unique()) == len(numbers) == sum(tensors[n].numel() for n in placed.hf_names)

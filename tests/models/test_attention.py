@@ -83,6 +83,13 @@ def test_a_layer_may_have_no_window():
     assert torch.equal(attend([9, 4], qkv, window=3, layer=2), attend([9, 4], qkv))
 
 
+def test_a_layer_may_not_rotate():
+    qkv, packed = inputs([9, 4], heads=2, groups=1), packing([9, 4])
+    config = TransformerConfig(num_layers=2, hidden_size=1, num_attention_heads=1, no_rope_freq=[0, 1])
+    turned, plain = (PackedAttention(config, n)(*qkv, packed_seq_params=packed) for n in (1, 2))
+    assert torch.equal(plain, attend([9, 4], qkv)) and not torch.equal(turned, plain)
+
+
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("lengths", RAGGED, ids=str)
 def test_the_attention_of_other_devices_is_the_same(
@@ -218,7 +225,7 @@ ROPES: dict[str, tuple[RopeScaling, dict[str, Any]]] = {
     "yarn": (YarnScaling(4.0, 32.0, 1.0, 32768, 0.1 * math.log(4.0) + 1.0, True), {}),
     "yarn odd": (YarnScaling(3.0, 7.0, 2.5, 100, 1.5, False), {"rope_theta": 10000.0}),
     "yarn sharp": (YarnScaling(2.0, 1.0, 1.0, 1024, 1.0, False), {"rope_theta": 10000.0}),
-    "longrope": (LongRopeScaling(tuple(1.0 + x / 8 for x in range(32)), math.sqrt(1 + 5 / 12)), {}),
+    "longrope": (LongRopeScaling(tuple(1.0 + x / 8 for x in range(32)), math.sqrt(1 + 5 / 12), 131072), {}),
 }
 
 

@@ -141,7 +141,7 @@ def test_what_transformer_engine_does_not_compute_of_positions():
     (problem,) = layout_problems(ParallelConfig(context=2), 1, PolicyConfig(), window)
     assert problem.startswith("parallel.context is 2, of a model with a sliding window of 7 tokens")
     assert not list(layout_problems(ParallelConfig(), 1, PolicyConfig(), window))
-    scaling = LongRopeScaling((1.0,), 1.5)
+    scaling = LongRopeScaling((1.0,), 1.5, 8)
     part = replace(DENSE, rope_scaling=scaling, rotary_dim=2)
     (problem,) = rotary_problems(PolicyConfig(), part, on_gpu=True)
     assert "multiplies those by 1.5" in problem and "policy.transformer_impl=local" in problem
