@@ -119,7 +119,8 @@ class ModelShape:
     sliding_window: int | None = None
     """Tokens that a query attends to, itself and the last ones before it; None: all."""
     full_attention_layers: tuple[int, ...] = ()
-    """Layers (from 0) without the window that the others have."""
+    """Layers (from 0) without the window that the others have, or would have if it were shorter than `max_positions`:
+    vLLM is told of both kinds."""
     num_experts: int = 0
     """Experts of every layer; 0: a layer has one feed-forward network for all tokens."""
     experts_per_token: int = 0

@@ -159,6 +159,9 @@ def _unsupported(path: Path, values: dict[str, Any], shape: ModelShape) -> Itera
             yield (
                 f'{path}: "{key}" is {values[key]!r}; a {shape.architecture} is supported without such biases only.'
             )
+    for key in ("dual_chunk_attention_config", "llama_4_scaling", "logit_scale"):
+        if values.get(key) is not None:
+            yield f'{path}: "{key}" is read by vLLM, and not by transformers or this program. Take it out.'
     if values.get("quantization_config") is not None:
         yield (
             f'{path}: "quantization_config" says that the weights are quantized; training needs plain ones. '

@@ -216,7 +216,7 @@ _NO_WINDOWS = _Windows(None)
 
 
 def _windows(model_type: str, fields: Fields, num_layers: int, max_positions: int) -> dict[str, Any]:
-    """The window and the layers without one; nothing where no window is shorter than the longest text."""
+    """The window, where it is shorter than the longest text, and the layers without one."""
     how, kinds = _WINDOWS.get(model_type, _NO_WINDOWS), _layer_kinds(fields, num_layers)
     is_off = (how.has_switch or model_type == "smollm3") and not fields.flag("use_sliding_window")
     if is_off or fields.values.get("sliding_window", how.default) is None:
@@ -224,23 +224,24 @@ def _windows(model_type: str, fields: Fields, num_layers: int, max_positions: in
             fields.note(f'"layer_types" has "{_SLIDING}", and there is no sliding window in use')
         return {}
     window = fields.whole("sliding_window", default=how.default)
-    if window >= max_positions:
-        return {}
-    if how is _NO_WINDOWS:
+    is_shorter = window < max_positions
+    if is_shorter and how is _NO_WINDOWS:
         fields.note(
             f'"sliding_window" is {window}; a {model_type} of transformers has none, and one of vLLM\'s would. Needed: '
             f"null, or as many as there are positions ({max_positions})"
         )
-    elif how.by_layer and kinds is None:
-        first = fields.whole("max_window_layers", default=28, least=0)
-        kinds = [_SLIDING if layer >= first else _FULL for layer in range(num_layers)]
-    elif not how.by_layer and kinds and _FULL in kinds:
+    if is_shorter and not how.by_layer and kinds and _FULL in kinds:
         fields.note(
             f'"layer_types" has "{_FULL}" beside "sliding_window" {window}: a {model_type} of transformers has the '
             "window in all layers, one of vLLM's not. Take out one of the two"
         )
-    full = tuple(layer for layer, kind in enumerate(kinds or ()) if kind == _FULL)
-    return {} if len(full) == num_layers else {"sliding_window": window, "full_attention_layers": full}
+    if how.by_layer and kinds is None:
+        first = fields.whole("max_window_layers", default=28, least=0)
+        kinds = [_SLIDING if layer >= first else _FULL for layer in range(num_layers)]
+    full = tuple(layer for layer in range(num_layers) if how.by_layer and kinds and kinds[layer] == _FULL)
+    if len(full) == num_layers:
+        return {}
+    return {"sliding_window": window if is_shorter else None, "full_attention_layers": full}
 
 
 def _layer_kinds(fields: Fields, num_layers: int) -> list[str] | None:

@@ -384,6 +384,7 @@ SWITCHED = {"use_sliding_window": True, "sliding_window": 9}
         (QWEN3_0_6B, {**SWITCHED, "max_window_layers": 3}, 9, (0, 1, 2)),
         (QWEN3_0_6B, SWITCHED, None, ()),
         (QWEN3_0_6B, {**SWITCHED, "layer_types": IN_TURNS}, 9, (1, 3)),
+        (QWEN3_0_6B, {**SWITCHED, "layer_types": IN_TURNS, "sliding_window": 40960}, None, (1, 3)),
         (QWEN3_30B_A3B, SWITCHED, 9, ()),
     ],
 )
