@@ -205,13 +205,6 @@ def test_a_dry_run_without_the_models_tokenizer_says_what_it_needs(
     assert f'"{bare}" has no tokenizer here' in capsys.readouterr().err
 
 
-def test_a_file_without_completions_is_told(arithmetic: Path, tmp_path: Path) -> None:
-    prompts = f"data.train_path={arithmetic}/data/train.jsonl"
-    found = told(*settings(arithmetic, tmp_path / "new", prompts))
-    assert "200 of 200 rows cannot be used" in found
-    assert "needed: prompt and completion, question and solution" in found
-
-
 @pytest.mark.parametrize(
     ("override", "why"),
     [
