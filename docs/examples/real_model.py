@@ -58,7 +58,7 @@ def configs(folder: Path) -> tuple[Config, Config]:
         run={"output_dir": folder / "grpo", "total_steps": 20},
         model={"path": folder / "sft" / "hf_model"},
         data={"train_path": folder / "train.jsonl", "prompts_per_step": 8, "max_prompt_tokens": 128},
-        optimizer={"lr": 2e-5, "warmup_steps": 2},
+        optimizer={"lr": 1e-5, "warmup_steps": 2},
         rollout={"group_size": 8, "max_new_tokens": 48},
         algorithm={"recompute_logprobs": False},
         validation={"every_steps": 20, "paths": [str(folder / "held_out.jsonl")], "temperature": 0},
