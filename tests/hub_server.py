@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -245,7 +246,8 @@ class _Handler(BaseHTTPRequestHandler):
         digest = hashlib.sha256(data).hexdigest()
         headers = {"X-Repo-Commit": commit, "ETag": self.hub.etag or f'"{digest}"'}
         if with_body and found["file"] in self.hub.endless:
-            return self._endless("application/octet-stream")
+            status = 302 if "redirect" in self.hub.endless else 200
+            return self._endless("application/octet-stream", status, {"Location": self.hub.url})
         if found["file"].endswith(LARGE):
             headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(data))}
             elsewhere = self.hub.url.replace("127.0.0.1", "localhost")  # as the hub's storage is another host
@@ -270,9 +272,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     # ------------------------------------------------------------ answers
 
-    def _endless(self, kind: str) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", kind)
+    def _endless(
+        self, kind: str, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Type": kind}.items():
+            self.send_header(name, value)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         self.close_connection = True

@@ -25,6 +25,7 @@ from tests.selection import matrix
 
 SFT = ("launch/train_sft.py", "--config", "configs/demo_sft.yaml")
 STEPS = 4
+TEMPLATE = "{% for one in messages %}{{ one.content }}\n{% endfor %}"
 distributed = pytest.mark.distributed
 
 
@@ -58,7 +59,9 @@ def whole(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     packages.mkdir()
     for name in GPU_PACKAGES:
         (packages / f"{name}.py").write_text("import sys\nprint('IMPORTED', __name__, file=sys.stderr)\n")
-    unused = ("rollout.group_size=3", "algorithm.kl_coef=0.5")
+    template = folder.with_name("own.jinja")
+    template.write_text(TEMPLATE)
+    unused = ("rollout.group_size=3", "algorithm.kl_coef=0.5", f"data.chat_template={template}")
     command = [*SFT, *settings(arithmetic, folder, f"run.total_steps={STEPS}", *unused)]
     done = run(*torchrun_command(2, *command), path=packages)
     folder.with_suffix(".console.txt").write_text(done.stderr)
@@ -87,6 +90,9 @@ def test_a_run_tells_its_numbers_and_leaves_a_model(arithmetic: Path, whole: Pat
     assert json.loads((whole / "data_report.json").read_text())["files"][0]["rows"] == 20000
     assert (whole / "unusable_rows.jsonl").read_text() == ""
     assert read_exit_status(whole).status == 0
+    assert "data.chat_template does nothing for the whole prompts" in console
+    for place in ("hf_model", f"checkpoints/step-{STEPS:06}/hf"):
+        assert AutoTokenizer.from_pretrained(whole / place).chat_template == TEMPLATE
 
 
 @distributed

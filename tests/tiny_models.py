@@ -25,6 +25,23 @@ LLAMA3_ROPE = {
 }
 """Of the 16 wavelengths of a head of 32 dims, one stays, two are blended, the others are stretched."""
 
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + number / 8 for number in range(12)],
+    "long_factor": [4.0] * 12,
+}
+"""Of 24 of the 32 dims of a head."""
+
 _OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": {},
     "Qwen3ForCausalLM": {"head_dim": 64},
@@ -37,6 +54,8 @@ _OWN_SETTINGS: dict[str, dict[str, Any]] = {
     },
     "LlamaForCausalLM": {"rope_parameters": LLAMA3_ROPE},
     "MistralForCausalLM": {"head_dim": 64, "sliding_window": None},
+    "SmolLM3ForCausalLM": {"no_rope_layers": [1, 0, 1, 0]},
+    "Phi3ForCausalLM": {},
 }
 """What a tiny model of an architecture has beside the settings that all have. 4 heads of 64 dims are twice the hidden
 size."""

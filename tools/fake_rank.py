@@ -365,14 +365,14 @@ def lay_out_really(shape: ModelShape) -> None:
     """Where the segments of a pack lie depends on values: it is computed with real tensors."""
     from rlmath.models import attention, forward_backward
 
-    frequencies = attention.rotary_frequencies(shape)
+    rotary = attention.Rotary(attention.rotary_frequencies(shape), shape.rotary_magnitude)
     by_length = attention.PackedSequences.by_length
 
     def pack_sequences(
         bounds: Tensor, longest: int, positions: Tensor, _: Tensor
     ) -> attention.PackedSequences:
         with unset_fake_temporarily():
-            return attention.pack_sequences(bounds, longest, positions, frequencies)
+            return attention.pack_sequences(bounds, longest, positions, rotary)
 
     def by_real_length(packed: attention.PackedSequences, *heads: int) -> Any:
         with unset_fake_temporarily():

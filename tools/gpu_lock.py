@@ -59,6 +59,11 @@ OBJECTS = {
         "output": "vllm.outputs.RequestOutput",
         "row[token]": "vllm.logprobs.Logprob",
     },
+    "rlmath/rollout/engine_models.py": {
+        "registry": "vllm.model_executor.models.registry._ModelRegistry",
+        "plain": "vllm.model_executor.layers.attention.Attention",
+        "attention": "vllm.model_executor.models.qwen2.Qwen2Attention",
+    },
     "rlmath/rollout/engine_sleep.py": {
         "llm": LLM,
         "self._llm": LLM,

@@ -15,19 +15,9 @@ FOLDER = Path("outputs/examples/conversion")
 def main() -> None:
     if not FOLDER.exists():
         make_tiny_model.main(["--output", f"{FOLDER}/model"])
-        there = [
-            "to-megatron",
-            "--hf",
-            f"{FOLDER}/model",
-            "--output",
-            f"{FOLDER}/megatron",
-            "--tensor-parallel",
-            "2",
-        ]
-        assert convert.main(there) == 0
-        assert (
-            convert.main(["to-hf", "--checkpoint", f"{FOLDER}/megatron", "--output", f"{FOLDER}/back"]) == 0
-        )
+        there = f"to-megatron --hf {FOLDER}/model --output {FOLDER}/megatron --tensor-parallel 2"
+        back = f"to-hf --checkpoint {FOLDER}/megatron --output {FOLDER}/back"
+        assert convert.main(there.split()) == convert.main(back.split()) == 0
     before, after = (load_file(FOLDER / name / "model.safetensors") for name in ("model", "back"))
     assert before.keys() == after.keys()
     same = sum(before[name].equal(after[name]) for name in before)

@@ -39,6 +39,8 @@ from rlmath.answers.syntax_tree import Call, Expr, Num, Sym
 
 RELATIVE_TOLERANCE = mpf(1) / 10**11
 """Tolerance between a decimal of at least `MIN_DIGITS` significant digits and the exact value that it represents."""
+ROUNDING = mpf(2) ** -50
+"""Tolerance between such a decimal and a short one: some roundings of a computer's numbers of 53 bits."""
 MIN_DIGITS = 12
 _SPARE_DIGITS = 3
 PROTOCOL_TOLERANCE = 1e-4
@@ -193,12 +195,17 @@ def same_expression(one: Expr, other: Expr) -> bool:
 def _far_values(
     one: Expr, other: Expr, whole: bool = False, complex_numbers: bool = False
 ) -> Iterator[tuple[ApproximateValue, ApproximateValue]]:
-    """Values of both beyond all numbers in them, where `\\max(x, -1000)` is not x; only where both are defined."""
+    """Values of both beyond all numbers in them, where `\\max(x, -1000)` is not x; only where both are defined, and
+    neither is an inexact 0, of which no digit is known: `1 - 1/(1 + e^{-x})` far out."""
     scale = 10 * min(_reach(one) * _reach(other), _MOST_REACH)
     for point in _FAR_POINTS:
         a, b = (value_of(expr, point, whole, complex_numbers, scale=scale) for expr in (one, other))
-        if a is not None and b is not None:
+        if a is not None and b is not None and not (_is_inexact_zero(a) or _is_inexact_zero(b)):
             yield a, b
+
+
+def _is_inexact_zero(one: ApproximateValue) -> bool:
+    return type(one.value) is not Fraction and abs(one.value) <= ZERO
 
 
 @lru_cache(maxsize=4096)
@@ -325,10 +332,10 @@ def same_number(gold: Expr, answer: Expr, protocol: bool = False) -> bool:
     """Whether two constants are equal.
 
     A reference written as a decimal of at least `MIN_DIGITS` significant digits also equals the exact value, if that is
-    no finite decimal or a short one, within `RELATIVE_TOLERANCE`, and longer or shorter decimals of at least as many
-    digits; if the reference is exact, the answer must be. With `protocol`, as in the Qwen2.5-Math evaluation, any two
-    real numbers within `PROTOCOL_TOLERANCE` are equal, and a decimal of two or more places equals a number that rounds
-    to it (3.14 and pi).
+    no finite decimal, within `RELATIVE_TOLERANCE`, a short one within `ROUNDING`, and longer or shorter decimals of at
+    least as many digits; if the reference is exact, the answer must be. With `protocol`, as in the Qwen2.5-Math
+    evaluation, any two real numbers within `PROTOCOL_TOLERANCE` are equal, and a decimal of two or more places equals a
+    number that rounds to it (3.14 and pi).
     """
     if same_expression(gold, answer):
         return True
@@ -374,14 +381,17 @@ def _rounded_reference(decimal: Num) -> bool:
 
 
 def _represents(decimal: Num, value: Value, exact: bool = True) -> bool:
-    if exact and isinstance(value, Fraction) and _finite(value) and not _is_short(value, decimal):
-        return False
+    tolerance = RELATIVE_TOLERANCE
+    if exact and isinstance(value, Fraction) and _finite(value):
+        if not _is_short(value, decimal):
+            return False
+        tolerance = ROUNDING
     number, target = to_mp(decimal.value), to_mp(value)
     if (decimal.digits or 0) < MIN_DIGITS:
         return False
     if not exact:
         return abs(number - target) < mpf(10) ** -_places(decimal)
-    return abs(number - target) <= RELATIVE_TOLERANCE * abs(target) * (1 + AGREE)
+    return abs(number - target) <= tolerance * abs(target) * (1 + AGREE)
 
 
 def _is_short(value: Fraction, decimal: Num) -> bool:

@@ -171,8 +171,9 @@ def launch(ranks: int, command: Sequence[str], output: Path | None, grace_second
     if ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks are the parallelism
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    for name in ("torch.distributed.elastic", "torch.distributed.run"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # ranks say themselves why they end
+    for name in list(logging.root.manager.loggerDict):  # each has a level of its own
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.run")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # ranks say themselves why they end
     # torchrun reads it as its option, and ranks inherit it: they need to know how long they may save.
     os.environ["PET_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_seconds + EXIT_SECONDS))
     if Path.cwd() == PACKAGE.parent:  # a checkout that is not installed

@@ -68,8 +68,9 @@ def parse_json(text: str, unique_keys: bool = False) -> Any:
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)[:40]!r} stands twice")
+        seen: set[str] = set()
+        again = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {again[:40]!r} stands twice")
     return found
 
 

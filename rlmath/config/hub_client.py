@@ -119,7 +119,7 @@ def _distrust_server() -> None:
     def look_at(response: httpx2.Response) -> None:
         if response.request.method == "HEAD":
             _check_names({name: value for name, value in response.headers.items() if name in _NAMES})
-        elif "/api/" in response.url.path or response.is_error:
+        elif "/api/" in response.url.path or not response.is_success:
             if response.headers.get("content-encoding", "identity") != "identity":
                 raise HubError("the hub sends a compressed listing, which was not asked for")
             response.stream = Bounded(response.stream)  # pyright: ignore[reportArgumentType]

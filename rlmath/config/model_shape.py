@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class RopeScaling:
+class Llama3Scaling:
     """Llama 3's stretching of rotary embeddings ("rope_type" "llama3" in config.json).
 
     Frequencies whose wavelength is longer than original_max_positions / low_freq_factor are divided by `factor`, those
@@ -18,6 +18,45 @@ class RopeScaling:
     high_freq_factor: float
     original_max_positions: int
     """Longest sequence before the model was stretched (tokens)."""
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Position interpolation ("linear"; arXiv:2306.15595): every frequency is divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN ("yarn"; arXiv:2309.00071).
+
+    Frequencies that turn `beta_slow` times or less within the original length are divided by `factor`, those that turn
+    `beta_fast` times or more stay, and those between are blended.
+    """
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_max_positions: int
+    attention_factor: float
+    """What rotated queries and keys are multiplied by."""
+    truncate: bool
+    """The bounds of the blend are whole numbers of dimensions."""
+
+
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE ("longrope"; arXiv:2402.13753) within the original length: every frequency is divided by a factor of
+    its own. Beyond, the factors are others, by the length of a text (transformers) or of an engine (vLLM)."""
+
+    short_factors: tuple[float, ...]
+    attention_factor: float
+    longest: int
+    """Positions with the other factors (tokens)."""
+
+
+RopeScaling = Llama3Scaling | LinearScaling | YarnScaling | LongRopeScaling
 
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -73,12 +112,44 @@ class ModelShape:
     """Every head's query and key are normalised, with a weight per head dimension."""
     rope_scaling: RopeScaling | None = None
     """How rotary embeddings are stretched; None: they are plain."""
+    rotary_dim: int | None = None
+    """Dimensions of a head that are rotated, the first ones; None: all."""
+    no_rope_layers: tuple[int, ...] = ()
+    """Layers (from 0) that do not rotate."""
+    sliding_window: int | None = None
+    """Tokens that a query attends to, itself and the last ones before it; None: all."""
+    full_attention_layers: tuple[int, ...] = ()
+    """Layers (from 0) without the window that the others have, or would have if it were shorter than `max_positions`:
+    vLLM is told of both kinds."""
     num_experts: int = 0
     """Experts of every layer; 0: a layer has one feed-forward network for all tokens."""
     experts_per_token: int = 0
     """Experts that the router of a layer picks for each token."""
     norm_topk_prob: bool = False
     """The weights of a token's experts are scaled so that their sum is 1."""
+
+    @property
+    def rotary_magnitude(self) -> float:
+        """What rotated queries and keys are multiplied by, beside the rotation."""
+        return getattr(self.rope_scaling, "attention_factor", 1.0)
+
+    @property
+    def rotary_table_positions(self) -> int:
+        """Positions of vLLM's table of angles, which may be more than the model has."""
+        match self.rope_scaling:
+            case LinearScaling(factor):
+                return int(factor * self.max_positions)
+            case YarnScaling(factor, original_max_positions=original):
+                return int(factor * original)
+            case LongRopeScaling(longest=longest):
+                return self.max_positions + longest
+        return self.max_positions
+
+    @property
+    def positions_key(self) -> str:
+        """The key of config.json that gives `max_positions`."""
+        is_long = isinstance(self.rope_scaling, LongRopeScaling)
+        return "original_max_position_embeddings" if is_long else "max_position_embeddings"
 
     @property
     def outputs(self) -> int:

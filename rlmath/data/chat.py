@@ -80,7 +80,7 @@ class ChatSettings:
                     f'{self.names[1]} has {entry!r}; needed: "name=value", such as enable_thinking=false'
                 )
             try:
-                value = json.loads(written)
+                value = json.loads(written, parse_constant=str)
             except ValueError:
                 value = written
             lines.append(f"{{%- set {name} = {value!r} %}}")
@@ -240,9 +240,8 @@ def _chat_end(tokenizer: PreTrainedTokenizerFast, template: str) -> int | None:
         text = render([("user", "6 x 7?"), ("assistant", answer)], tokenizer, "an answer", prompt=False)
     except ValueError:
         return None
-    behind = tokenizer(text[text.rindex(answer) + len(answer) :].lstrip(), add_special_tokens=False)[
-        "input_ids"
-    ]
+    _, shown, rest = text.rpartition(answer)
+    behind = tokenizer(rest.lstrip(), add_special_tokens=False)["input_ids"] if shown else []
     return behind[0] if behind and behind[0] in added.values() else None
 
 

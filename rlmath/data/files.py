@@ -95,7 +95,8 @@ def folder_line(path: str) -> str:
         return ""
     used = files_of_folder(folder)
     every = [*_files(folder), *_files(folder, "*/"), *_files(folder, "*/*/")]
-    others = [file for file in every if file not in used]
+    is_used = {*used}
+    others = [file for file in every if file not in is_used]
     read = f"{path} is a folder; read: {_names(folder, used)}"
     return f"{read}. Not read: {_names(folder, others)}." if others else f"{read}."
 

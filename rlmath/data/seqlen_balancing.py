@@ -60,7 +60,8 @@ def training_cost(shape: ModelShape) -> Cost:
     pass, and in twice as many of the backward pass: 6 per parameter and token. In a mixture of experts these are the
     router's parameters and those of the `experts_per_token` experts it picks. The output layer counts, the look-up of
     embeddings does not. The two products of attention (scores, values) take 4 * n^2 * num_heads * head_dim per layer
-    forwards, 12 with the backward pass, and half of that where no token attends to later ones.
+    forwards, 12 with the backward pass, and half of that where no token attends to later ones. A sliding window is not
+    taken off: of a model that has one this is an upper bound.
 
     Sources: PaLM, arXiv:2204.02311, appendix B (6N + 12LHQT per token); Megatron-LM, arXiv:2104.04473, section 5.1
     (the same with gated MLP and grouped queries counted here as they are). PaLM and Megatron do not take the half of

@@ -179,6 +179,8 @@ def _texts(
     """What can be used; the others, among them rows of more than `most_characters`, are added to `unusable`."""
     prompts: list[PromptRow] = []
     completions: list[str] = []
+    known = [token for token in (chat_end(tokenizer), tokenizer.eos_token_id) if token is not None]
+    ends = tuple(map(str, tokenizer.convert_ids_to_tokens(known)))
     in_chat = template in ("auto", "chat") and bool(tokenizer.chat_template)
     takes_messages = in_chat or isinstance(template, UserFunction)
     for raw in rows:
@@ -198,7 +200,7 @@ def _texts(
                 "tokenizer with a chat template, or give rows with prompt and completion"
             )
         prompts.append(row)
-        completions.append(completion)
+        completions.append(completion.rstrip() if completion.rstrip().endswith(ends) else completion)
     in_template = [_in_chat(row, template, tokenizer) for row in prompts]
     others = iter(
         rendered(

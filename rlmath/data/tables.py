@@ -77,7 +77,7 @@ def _shortest(value: Any, kind: pa.DataType) -> Any:
     if value is None:
         return None
     if pa.types.is_float32(kind) or pa.types.is_float16(kind):
-        return float(str(kind.to_pandas_dtype()(value)))
+        return value if value.is_integer() else float(str(kind.to_pandas_dtype()(value)))
     if pa.types.is_struct(kind):
         return {one.name: _shortest(value[one.name], one.type) for one in kind}
     is_list = any(

@@ -138,7 +138,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         raise ValueError(problem)
     if isinstance(arguments.model, str):
         parse_hub_id(arguments.model, "--model")
-    run, given_prompt = run_config(arguments.model), arguments.system_prompt
+    run, given_prompt = run_config(arguments.model, logging.WARNING), arguments.system_prompt
     return Plan(
         model=arguments.model,
         benchmarks=tuple(dict.fromkeys(name for name in arguments.benchmarks.split(",") if name)),
@@ -165,8 +165,9 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     )
 
 
-def run_config(model: Path | str) -> Config | None:
-    """The settings of the run whose folder, export or checkpoint the model is; None where it is none of a run's."""
+def run_config(model: Path | str, level: int = logging.DEBUG) -> Config | None:
+    """The settings of the run whose folder, export or checkpoint the model is; None where it is none of a run's, or
+    they cannot be read, which is logged at this level."""
     folder = model
     if isinstance(model, Path) and model.name in (EXPORT_FOLDER, BEST_FOLDER):
         folder = model.parent
@@ -174,7 +175,12 @@ def run_config(model: Path | str) -> Config | None:
         folder = model.parent.parent
     if isinstance(folder, str) or not (folder / CONFIG_FILE).is_file():
         return None
-    return load_config([folder / CONFIG_FILE], [], saved=True)
+    try:
+        return load_config([folder / CONFIG_FILE], [], saved=True)
+    except ValueError as error:
+        text = "Nothing is taken from %s, which this release cannot read: give --template and the like. %s"
+        logger.log(level, text, folder / CONFIG_FILE, error)
+        return None
 
 
 def run_template(config: Config | None, model: Path | str) -> str:

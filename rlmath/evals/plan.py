@@ -18,6 +18,8 @@ from rlmath.rollout.sampling import request_seed
 from rlmath.workers.hooks import NEEDED, Hook, function_problem, hook_of, plugin_problem
 
 SETTINGS = "settings.json"
+EARLIER = {"answer_from": "boxed", "chat_template_kwargs": []}
+"""What settings.json did not name before November 27, 2026."""
 GENERATIONS = "generations"
 DEFAULT_NEW_TOKENS = 32768
 GREEDY_INDEX = -1
@@ -129,6 +131,8 @@ def check_settings(folder: Path, common: Mapping[str, Any], sampled: Mapping[str
     """
     path = folder / SETTINGS
     earlier = _read_settings(path) if _has_completions(folder) else {}
+    if earlier.get("common"):
+        earlier["common"] = EARLIER | earlier["common"]
     differences = [
         f"{name} was {_named(before, name)}, now it is {_named(now, name)}"
         for before, now in ((earlier.get("common"), common), (earlier.get("sampled"), sampled or {}))

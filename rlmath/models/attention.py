@@ -18,10 +18,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlmath.config.model_shape import ModelShape, RopeScaling
+from rlmath.config.model_shape import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ModelShape,
+    RopeScaling,
+    YarnScaling,
+)
 from rlmath.models.local_layers import rotate
 
 BUCKET_FILL = 0.75
@@ -181,13 +190,23 @@ def _make_bucket(starts_N: Tensor, lengths_N: Tensor) -> SegmentBucket:
     return SegmentBucket(gather_NM, slots_K, gather_NM[filled_NM], int(starts_N[0]) if in_place else None)
 
 
+@dataclass(frozen=True)
+class Rotary:
+    """The rotary embedding of a model."""
+
+    frequencies_F: Tensor
+    """Radians per position."""
+    magnitude: float = 1.0
+    """What cosines and sines are multiplied by."""
+
+
 def pack_sequences(
-    cu_seqlens_S1: Tensor, max_seqlen: int, position_ids_T: Tensor, frequencies_F: Tensor | None
+    cu_seqlens_S1: Tensor, max_seqlen: int, position_ids_T: Tensor, rotary: Rotary | None
 ) -> PackedSequences:
     """Everything that the layers need to know about the packing of one micro-batch, computed once.
 
-    `frequencies_F` are for Megatron's local layers with our attention; None for Transformer Engine's, which get the
-    longest segment rounded up to a power of two.
+    `rotary` is for Megatron's local layers with our attention; None for Transformer Engine's, which get the longest
+    segment rounded up to a power of two.
     """
     common: dict[str, Any] = {
         "qkv_format": "thd",
@@ -196,7 +215,7 @@ def pack_sequences(
         "max_seqlen_q": max_seqlen,
         "max_seqlen_kv": max_seqlen,
     }
-    if frequencies_F is None:
+    if rotary is None:
         # Megatron keeps the rotary tables of 32 lengths; a bound need not be tight.
         common["max_seqlen_q"] = common["max_seqlen_kv"] = 1 << (max_seqlen - 1).bit_length()
         return PackedSequences(**common)
@@ -205,35 +224,60 @@ def pack_sequences(
     buckets = tuple(
         _make_bucket(starts_S[members], lengths_S[members]) for members in bucket_segments(lengths_S.tolist())
     )
-    angles = torch.outer(position_ids_T.float(), frequencies_F)[:, None]
-    return PackedSequences(**common, cos=angles.cos(), sin=angles.sin(), buckets=buckets)
+    angles = torch.outer(position_ids_T.float(), rotary.frequencies_F)[:, None]
+    cos, sin = (x.mul_(rotary.magnitude) for x in (angles.cos(), angles.sin()))
+    return PackedSequences(**common, cos=cos, sin=sin, buckets=buckets)
 
 
 def rotary_frequencies(shape: ModelShape) -> Tensor:
     """F frequencies of the rotary embedding (radians per position)."""
-    plain_F = 1.0 / shape.rope_theta ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
-    return plain_F if shape.rope_scaling is None else stretched_frequencies(plain_F, shape.rope_scaling)
+    dim = shape.rotary_dim or shape.head_dim
+    plain_F = 1.0 / shape.rope_theta ** (torch.arange(0, dim, 2).float() / dim)
+    if shape.rope_scaling is None:
+        return plain_F
+    return stretched_frequencies(plain_F, shape.rope_theta, shape.rope_scaling)
 
 
-def stretched_frequencies(frequencies_F: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3's frequencies for longer sequences, of plain ones (F of them, radians per position).
-
-    A frequency that turns `high_freq_factor` times or more within the original length is kept; one that turns
-    `low_freq_factor` times or less is divided by `factor`; between, the two are blended. Source: Llama 3's
-    `rope_type: llama3`, as transformers' `_compute_llama3_parameters` has it.
-    """
-    turns_F = scaling.original_max_positions * frequencies_F / (2 * math.pi)
-    span = scaling.high_freq_factor - scaling.low_freq_factor
-    kept_F = ((turns_F - scaling.low_freq_factor) / span).clamp(0, 1)
+def stretched_frequencies(frequencies_F: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """Frequencies for longer sequences, of plain ones of base `theta` (F of them, radians per position), as
+    transformers' `modeling_rope_utils` has them."""
+    match scaling:
+        case LinearScaling(factor):
+            return frequencies_F / factor
+        case LongRopeScaling(short_factors):
+            return frequencies_F / torch.tensor(short_factors)
+        case Llama3Scaling():
+            turns_F = scaling.original_max_positions * frequencies_F / (2 * math.pi)
+            span = scaling.high_freq_factor - scaling.low_freq_factor
+            kept_F = ((turns_F - scaling.low_freq_factor) / span).clamp(0, 1)
+        case YarnScaling():
+            kept_F = 1 - _yarn_ramp(len(frequencies_F), theta, scaling)
     return kept_F * frequencies_F + (1 - kept_F) * frequencies_F / scaling.factor
+
+
+def _yarn_ramp(F: int, theta: float, scaling: YarnScaling) -> Tensor:
+    """0 for the frequencies that YaRN keeps to 1 for those that it divides, linear between."""
+
+    def index_of(turns: float) -> float:
+        """The frequency that turns so often within the original length, in numbers of frequencies."""
+        return F * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / math.log(theta)
+
+    low, high = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * F - 1)
+    return ((torch.arange(F).float() - low) / ((high - low) or 0.001)).clamp(0, 1)
 
 
 class PackedAttention(torch.nn.Module):
     """Rotary embedding and causal scaled-dot-product attention within every segment of a pack; Megatron's
     `core_attention`."""
 
-    def __init__(self, config: Any, layer_number: int, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, layer_number: int, *args: Any, **kwargs: Any) -> None:
         super().__init__()
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if has_window else None
+        self.rotates = not (config.no_rope_freq and config.no_rope_freq[layer_number - 1])
 
     def forward(
         self,
@@ -246,8 +290,9 @@ class PackedAttention(torch.nn.Module):
         **unused: Any,
     ) -> Tensor:
         """Attention of query [T, H, D] over key and value [T, groups, D]; returns [T, H * D]."""
-        cos, sin = packed_seq_params.cos, packed_seq_params.sin
-        query_THD, key_TGD = rotate(query_THD, cos, sin), rotate(key_TGD, cos, sin)
+        if self.rotates:
+            cos, sin = packed_seq_params.cos, packed_seq_params.sin
+            query_THD, key_TGD = rotate(query_THD, cos, sin), rotate(key_TGD, cos, sin)
         return self.attend(query_THD, key_TGD, value_TGD, packed_seq_params)
 
     def attend(
@@ -255,20 +300,76 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         """The attention of queries and keys that are rotated already."""
         if query_THD.device.type == "cpu":
-            return _CPUAttention.apply(query_THD, key_TGD, value_TGD, packing).flatten(1)
-        return composed_attention(query_THD, key_TGD, value_TGD, packing.buckets).flatten(1)
+            return _CPUAttention.apply(query_THD, key_TGD, value_TGD, packing, self.window).flatten(1)
+        return composed_attention(query_THD, key_TGD, value_TGD, packing.buckets, self.window).flatten(1)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Queries of a segment, and the keys before them that they attend to; without a window all of both."""
+
+    rows: slice
+    columns: slice
+    hidden: Tensor | None
+    """[queries, keys], -inf where a query does not attend to a key; None: only to those that come later."""
+
+    def queries(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The block's part of tensors [N, heads, M, ...] of queries."""
+        return tuple(x[:, :, self.rows] for x in tensors)
+
+    def keys(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x[:, :, self.columns] for x in tensors)
+
+
+_WINDOW_ROWS = 512
+"""Queries of a block where there is a window."""
+
+
+def _blocks(query_NHMD: Tensor, window: int | None) -> list[_Block]:
+    M = query_NHMD.shape[2]
+    if window is None or window >= M:
+        return [_Block(slice(None), slice(None), None)]
+    most, before = min(M, _WINDOW_ROWS), window - 1
+    hidden = _hidden(most, before, window, query_NHMD)
+    blocks = []
+    for start in range(0, M, most):
+        first, stop = max(0, start - before), min(M, start + most)
+        part = hidden[: stop - start, before - (start - first) : before + stop - start]
+        blocks.append(_Block(slice(start, stop), slice(first, stop), part))
+    return blocks
+
+
+def _hidden(rows: int, before: int, window: int | None, like: Tensor) -> Tensor:
+    """[rows, before + rows], of queries one after another by so many keys before the first and their own: -inf where a
+    query does not attend to a key, 0 elsewhere."""
+    nothing = like.new_full((rows, before + rows), -math.inf)
+    future = nothing.triu(before + 1)
+    return future if window is None else future + nothing.tril(before - window)
 
 
 def composed_attention(
-    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, buckets: tuple[SegmentBucket, ...]
+    query_THD: Tensor,
+    key_TGD: Tensor,
+    value_TGD: Tensor,
+    buckets: tuple[SegmentBucket, ...],
+    window: int | None = None,
 ) -> Tensor:
     """The attention of torch's own choice over the buckets, on any device: [T, H, D]."""
     out_THD = query_THD.new_zeros(query_THD.shape)
     repeats = query_THD.shape[1] // key_TGD.shape[1]
     for bucket in buckets:
         key, value = (_repeated(bucket.padded(x), repeats) for x in (key_TGD, value_TGD))
-        out = F.scaled_dot_product_attention(bucket.padded(query_THD), key, value, is_causal=True)
-        bucket.unpad(out, out_THD)
+        query = bucket.padded(query_THD)
+        outs = [
+            F.scaled_dot_product_attention(
+                *block.queries(query),
+                *block.keys(key, value),
+                attn_mask=block.hidden,
+                is_causal=block.hidden is None,
+            )
+            for block in _blocks(query, window)
+        ]
+        bucket.unpad(outs[0] if len(outs) == 1 else torch.cat(outs, 2), out_THD)
     return out_THD
 
 
@@ -279,16 +380,22 @@ class _CPUAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, packing: PackedSequences
+        ctx: Any,
+        query_THD: Tensor,
+        key_TGD: Tensor,
+        value_TGD: Tensor,
+        packing: PackedSequences,
+        window: int | None,
     ) -> Tensor:
+        ctx.window = window
         ctx.short, ctx.long = packing.by_length(query_THD.shape[1], *key_TGD.shape[1:])
         if ctx.short is None:
             out_THD, saved = torch.empty_like(query_THD, memory_format=torch.contiguous_format), []
         else:
-            out_THD, saved = _dense(ctx.short, query_THD, key_TGD, value_TGD)
+            out_THD, saved = _dense(ctx.short, window, query_THD, key_TGD, value_TGD)
         ctx.short_keeps = len(saved)
         for bucket in ctx.long:
-            out, kept = _flash(*(bucket.padded(x) for x in (query_THD, key_TGD, value_TGD)))
+            out, kept = _flash(window, *(bucket.padded(x) for x in (query_THD, key_TGD, value_TGD)))
             bucket.unpad(out, out_THD)
             saved += kept
         ctx.save_for_backward(*saved)
@@ -297,7 +404,7 @@ class _CPUAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         T, G, D = ctx.key_shape
         saved = iter(ctx.saved_tensors)
         if ctx.short is None:
@@ -306,10 +413,10 @@ class _CPUAttention(torch.autograd.Function):
             gradients = _dense_backward(ctx.short, grad_THD, *itertools.islice(saved, ctx.short_keeps))
         for bucket in ctx.long:
             kept = itertools.islice(saved, _FLASH_KEEPS)
-            found = _flash_backward(bucket.padded(grad_THD, zero=True), G, *kept)
+            found = _flash_backward(ctx.window, bucket.padded(grad_THD, zero=True), G, *kept)
             for gradient, x in zip(gradients, found, strict=True):
                 bucket.unpad(x, gradient)
-        return *gradients, None
+        return *gradients, None, None
 
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -328,19 +435,46 @@ def _summed(x: Tensor, repeats: int) -> Tensor:
     return x if repeats == 1 else x.unflatten(1, (-1, repeats)).sum(2)
 
 
-def _flash(query_NHMD: Tensor, key_NGMD: Tensor, value_NGMD: Tensor) -> tuple[Tensor, list[Tensor]]:
+def _flash(
+    window: int | None, query_NHMD: Tensor, key_NGMD: Tensor, value_NGMD: Tensor
+) -> tuple[Tensor, list[Tensor]]:
     """The attention [N, H, M, D], and what `_flash_backward` needs."""
     repeats = query_NHMD.shape[1] // key_NGMD.shape[1]
     key, value = (_repeated(x, repeats) for x in (key_NGMD, value_NGMD))
-    out, logsumexp = _FLASH(query_NHMD, key, value, is_causal=True)
+    blocks = _blocks(query_NHMD, window)
+    found = [
+        _FLASH(
+            *block.queries(query_NHMD),
+            *block.keys(key, value),
+            is_causal=block.hidden is None,
+            attn_mask=block.hidden,
+        )
+        for block in blocks
+    ]
+    out, logsumexp = found[0] if len(found) == 1 else (torch.cat(x, 2) for x in zip(*found, strict=True))
     return out, [query_NHMD, key, value, out, logsumexp]
 
 
-def _flash_backward(upstream_NHMD: Tensor, G: int, *kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward(
+    window: int | None, upstream_NHMD: Tensor, G: int, *kept: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query [N, H, M, D], key and value [N, G, M, D]."""
     repeats = upstream_NHMD.shape[1] // G
-    query, key, value = _FLASH_BACKWARD(upstream_NHMD, *kept, 0.0, True)
-    return query, _summed(key, repeats), _summed(value, repeats)
+    query, key, value, out, logsumexp = kept
+    blocks = _blocks(query, window)
+    if len(blocks) == 1 and blocks[0].hidden is None:
+        grads = _FLASH_BACKWARD(upstream_NHMD, *kept, 0.0, True)
+        return grads[0], _summed(grads[1], repeats), _summed(grads[2], repeats)
+    grads = [torch.zeros_like(x) for x in (query, key, value)]
+    for block in blocks:
+        of_rows = block.queries(upstream_NHMD, query, out, logsumexp)
+        parts = _FLASH_BACKWARD(
+            *of_rows[:2], *block.keys(key, value), *of_rows[2:], 0.0, False, attn_mask=block.hidden
+        )
+        sums = *block.queries(grads[0]), *block.keys(*grads[1:])
+        for total, part in zip(sums, parts, strict=True):
+            total.add_(part)
+    return grads[0], _summed(grads[1], repeats), _summed(grads[2], repeats)
 
 
 # Short segments: the flash kernel takes a fixed time for each segment and head, in which a product of whole matrices
@@ -357,7 +491,11 @@ def _is_short(M: int, H: int, G: int, D: int) -> bool:
 
 
 def _dense(
-    short: ShortSegments, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor
+    short: ShortSegments,
+    window: int | None,
+    query_THD: Tensor,
+    key_TGD: Tensor,
+    value_TGD: Tensor,
 ) -> tuple[Tensor, list[Tensor]]:
     """The attention [T, H, D] of tokens of short segments, and what `_dense_backward` needs."""
     laid_out = short.query.padded(query_THD), short.key.padded(key_TGD), short.key.padded(value_TGD)
@@ -365,10 +503,10 @@ def _dense(
     for query_BLD, key_BMD, value_BMD, out_BLD in short.by_bucket(*laid_out, out):
         B, L, D = query_BLD.shape
         M = key_BMD.shape[1]
-        future_LM = query_BLD.new_full((M, M), -math.inf).triu(1).repeat(L // M, 1)
+        hidden_LM = _hidden(M, 0, window, query_BLD).repeat(L // M, 1)
         probs_BLM = query_BLD.new_empty(B, L, M)
         for probs_, query, key, value, out_ in _chunks(probs_BLM, query_BLD, key_BMD, value_BMD, out_BLD):
-            scores = torch.baddbmm(future_LM, query, key.mT, alpha=D**-0.5)
+            scores = torch.baddbmm(hidden_LM, query, key.mT, alpha=D**-0.5)
             torch.softmax(scores, -1, out=probs_)
             torch.bmm(probs_, value, out=out_)
         probs.append(probs_BLM)

@@ -64,7 +64,7 @@ class ForwardBackward:
         self._busy_seconds = 0.0
         self._busy_until: float | None = None
         # None where the layers are Transformer Engine's.
-        self._frequencies_F = get_attr_wrapped_model(self.chunks[0], "rotary_frequencies_F")
+        self._rotary = get_attr_wrapped_model(self.chunks[0], "rotary")
 
     def run(
         self, batches: Sequence[MicroBatch], on_logits: Callable[..., Any], forward_only: bool
@@ -168,11 +168,11 @@ class ForwardBackward:
         """This rank's token ids and positions of a micro-batch, and how they are packed."""
         token_ids, positions = batch.token_ids_T, batch.position_ids_T
         if self.mesh.context == 1:
-            packing = pack_sequences(batch.cu_seqlens_S1, batch.max_seqlen, positions, self._frequencies_F)
+            packing = pack_sequences(batch.cu_seqlens_S1, batch.max_seqlen, positions, self._rotary)
             return token_ids, positions, packing
         split = self._split(batch)
         token_ids, positions = (split.share(x, self.mesh.context_rank) for x in (token_ids, positions))
-        packing = pack_sequences(split.cu_seqlens_S1, split.max_seqlen, positions, self._frequencies_F)
+        packing = pack_sequences(split.cu_seqlens_S1, split.max_seqlen, positions, self._rotary)
         # Padding of a segment counts as tokens: behind its end, it changes nothing for those before.
         packing.cu_seqlens_q_padded = packing.cu_seqlens_kv_padded = split.cu_seqlens_S1
         return token_ids, positions, packing

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -32,20 +31,28 @@ from rlmath.checkpoint.hf.weight_map import (
 from rlmath.config.files import read_json_object
 from rlmath.config.help import nearest_path, nearest_word, raise_problems
 from rlmath.config.hub import PREFIX
-from rlmath.config.model_shape import ModelShape, RopeScaling
+from rlmath.config.model_shape import ModelShape
 from rlmath.config.run_files import EXPORT_FOLDER
 from rlmath.config.schema import Config
 from rlmath.config.shipped_files import shipped
+from rlmath.models.hf_fields import Fields
+from rlmath.models.hf_positions import positions
 
 _MAX_LAYERS = 4096
 _MAX_EXPERTS = 4096
-_MAX_SIZE = 2**31 - 1
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*(?:\.[\w-]+)*/[A-Za-z0-9][\w.-]*")
 _OWN_FOLDERS = ("models", "model", "outputs", "output", "checkpoints", "weights", "runs", "data")
 """What people call folders of their own; nobody on the hub has these names."""
 _WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".gguf")
 """The weights of a model that has no index; beside an index it is read, and the index is not."""
-_DTYPES = ("float32", "bfloat16", "float16")
+
+_NOT_BUILT = {
+    "Gemma": "no layer of Megatron's has its norms behind attention and network, nor its scalings",
+    "Olmo": "no layer of Megatron's has its norms, behind attention and network alone and over all heads",
+    "Phi3Small": "its attention is sparse by blocks",
+    "PhiMoE": "its router is another one",
+}
+"""Why architectures that are often asked for are not supported, by how their names begin."""
 
 PUBLISHED = shipped("configs/models")
 """<name of the model>.json, what gives the shape in a published config.json."""
@@ -81,14 +88,17 @@ def read_shape_file(
     architecture = names[0]
     if architecture not in known:
         listed, hint = ", ".join(known), nearest_word(architecture, known)
-        problem = f'{path}: the architecture "{architecture}" is not supported; supported: {listed}.{hint}'
+        why = next((f" ({text})" for name, text in _NOT_BUILT.items() if architecture.startswith(name)), "")
+        problem = (
+            f'{path}: the architecture "{architecture}" is not supported{why}; supported: {listed}.{hint}'
+        )
         return None, [problem]
-    fields = _Fields(path, values)
+    fields = Fields(path, values)
     shape = _shape_from(architecture, fields)
     return (None if fields.problems else shape), [*fields.problems, *_unsupported(path, values, shape)]
 
 
-def _shape_from(architecture: str, fields: _Fields) -> ModelShape:
+def _shape_from(architecture: str, fields: Fields) -> ModelShape:
     """The shape; whatever is missing or odd is noted in `fields.problems`, and is 1 here."""
     hidden_size, num_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     # A Qwen3's head dim does not follow from its other sizes.
@@ -102,9 +112,10 @@ def _shape_from(architecture: str, fields: _Fields) -> ModelShape:
         fields.note(
             f'"num_attention_heads" {num_heads} is not a multiple of "num_key_value_heads" {num_kv_heads}'
         )
+    num_layers = fields.whole("num_hidden_layers", most=_MAX_LAYERS)
     return ModelShape(
         architecture=architecture,
-        num_layers=fields.whole("num_hidden_layers", most=_MAX_LAYERS),
+        num_layers=num_layers,
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -112,18 +123,16 @@ def _shape_from(architecture: str, fields: _Fields) -> ModelShape:
         ffn_size=fields.whole("moe_intermediate_size" if has_experts(architecture) else "intermediate_size"),
         vocab_size=fields.whole("vocab_size"),
         tied_embeddings=fields.flag("tie_word_embeddings") and not has_value_head(architecture),
-        max_positions=fields.whole("max_position_embeddings"),
-        rope_theta=fields.rope_theta(),
         rms_norm_eps=fields.positive("rms_norm_eps"),
         attention_bias=has_qkv_bias(architecture),
         torch_dtype=fields.dtype(),
         qk_norm=has_qk_norm(architecture),
-        rope_scaling=fields.rope_scaling(),
+        **positions(model_type(architecture), fields, num_layers, head_dim),
         **(_experts_from(fields) if has_experts(architecture) else {}),
     )
 
 
-def _experts_from(fields: _Fields) -> dict[str, Any]:
+def _experts_from(fields: Fields) -> dict[str, Any]:
     # transformers 5 writes "num_local_experts" where 4 has "num_experts".
     names = ("num_local_experts", "num_experts")
     key = next((name for name in names if fields.values.get(name) is not None), names[1])
@@ -135,72 +144,6 @@ def _experts_from(fields: _Fields) -> dict[str, Any]:
     return {"num_experts": experts, "experts_per_token": picked, "norm_topk_prob": scaled}
 
 
-class _Fields:
-    """Typed reading of config.json; what is wrong is collected in `problems` and read as 1."""
-
-    def __init__(self, path: Path, values: dict[str, Any]) -> None:
-        self.path = path
-        self.values = values
-        self.problems: list[str] = []
-
-    def note(self, problem: str) -> None:
-        self.problems.append(f"{self.path}: {problem}.")
-
-    def whole(self, key: str, most: int = _MAX_SIZE, default: int | None = None) -> int:
-        value = self.values.get(key)
-        value = default if value is None else value
-        if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most:
-            return value
-        self.note(f'"{key}" is {self._shown(key)}; needed: a whole number from 1 to {most}')
-        return 1
-
-    def positive(self, key: str, values: dict[str, Any] | None = None) -> float:
-        """A number above 0 in `values`, in the file's own without them."""
-        value = (self.values if values is None else values).get(key)
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max:
-            return float(value)
-        self.note(f'"{key}" is {self._shown(key, value)}; needed: a number above 0')
-        return 1.0
-
-    def flag(self, key: str) -> bool:
-        """A switch that is off when it is not there, as in transformers."""
-        value = self.values.get(key, False)
-        if not isinstance(value, bool):
-            self.note(f'"{key}" is {value!r}; needed: true or false')
-        return value is True
-
-    def rope_theta(self) -> float:
-        """Among the rotary settings (transformers 5) or beside the other fields (transformers 4)."""
-        inner = _rope_settings(self.values)
-        return self.positive("rope_theta", inner if "rope_theta" in inner else None)
-
-    def rope_scaling(self) -> RopeScaling | None:
-        """None where rotary embeddings are plain; other kinds than llama3 are noted by `_unsupported`."""
-        inner = _rope_settings(self.values)
-        if _rope_kind(inner) != "llama3":
-            return None
-        names = ("factor", "low_freq_factor", "high_freq_factor")
-        factor, low, high = (self.positive(name, inner) for name in names)
-        if high <= low and not self.problems:
-            self.note(f'"high_freq_factor" is {high}; needed: more than "low_freq_factor", {low}')
-        settings, longest = _Fields(self.path, inner), self.values.get("max_position_embeddings")
-        original = settings.whole("original_max_position_embeddings", default=longest)
-        self.problems += settings.problems
-        return RopeScaling(factor, low, high, original)
-
-    def dtype(self) -> str:
-        """Under "dtype" (transformers 5) or "torch_dtype" (transformers 4)."""
-        key = "dtype" if "dtype" in self.values else "torch_dtype"
-        value = self.values.get(key) or "float32"
-        if value not in _DTYPES:
-            self.note(f'"{key}" is {value!r}; needed: one of {", ".join(_DTYPES)}')
-        return str(value)
-
-    def _shown(self, key: str, value: Any = None) -> str:
-        value = self.values.get(key) if value is None else value
-        return "missing" if value is None else repr(value)[:80]
-
-
 def _unsupported(path: Path, values: dict[str, Any], shape: ModelShape) -> Iterator[str]:
     """What config.json asks for and this program does not compute."""
     wanted = model_type(shape.architecture)
@@ -210,19 +153,20 @@ def _unsupported(path: Path, values: dict[str, Any], shape: ModelShape) -> Itera
         yield f'{path}: "auto_map" asks for code of the model\'s own, which is never run. Take it out.'
     if values.get("hidden_act", "silu") != "silu":
         yield f'{path}: "hidden_act" is {values["hidden_act"]!r}; supported: "silu".'
-    yield from _rope_problems(path, values, shape)
     # A Qwen2 has biases whatever "attention_bias" is, the others only where it asks for them.
     for key in ("mlp_bias",) if shape.attention_bias else ("attention_bias", "mlp_bias"):
         if values.get(key) not in (None, False):
             yield (
                 f'{path}: "{key}" is {values[key]!r}; a {shape.architecture} is supported without such biases only.'
             )
+    for key in ("dual_chunk_attention_config", "llama_4_scaling", "logit_scale"):
+        if values.get(key) is not None:
+            yield f'{path}: "{key}" is read by vLLM, and not by transformers or this program. Take it out.'
     if values.get("quantization_config") is not None:
         yield (
             f'{path}: "quantization_config" says that the weights are quantized; training needs plain ones. '
             "Use the model's float32, bfloat16 or float16 release."
         )
-    yield from _window_problems(path, values, shape)
     # Every layer must have experts. Nothing balances their load: "router_aux_loss_coef" is for pretraining.
     for key, allowed in (("mlp_only_layers", (None, [])), ("decoder_sparse_step", (1,))):
         value = values.get(key, allowed[-1])
@@ -231,57 +175,6 @@ def _unsupported(path: Path, values: dict[str, Any], shape: ModelShape) -> Itera
                 f'{path}: "{key}" is {value!r}; supported are models whose layers all have experts: needed is '
                 f"{allowed[-1]}."
             )
-
-
-def _rope_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """The rotary settings that count: those under the older name hide those under the newer, as in transformers."""
-    for key in ("rope_scaling", "rope_parameters"):
-        if isinstance(values.get(key), dict) and values[key]:
-            return values[key]
-    return {}
-
-
-def _rope_kind(rope: Any) -> Any:
-    return rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
-
-
-def _rope_problems(path: Path, values: dict[str, Any], shape: ModelShape) -> Iterator[str]:
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = values.get(key)
-        kind = _rope_kind(rope)
-        supported = (None, "default", "llama3") if isinstance(rope, dict) else (None, "default")
-        if kind not in supported:
-            yield (
-                f'{path}: "{key}" asks for {kind!r}; only plain rotary embeddings and settings of the type "llama3" '
-                f"are supported. Set it to null to train within the model's {shape.max_positions} positions."
-            )
-        if isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values()):
-            yield f'{path}: "{key}" differs from layer to layer; supported are settings that all layers share.'
-    for settings in (values, values.get("rope_scaling"), values.get("rope_parameters")):
-        partial = settings.get("partial_rotary_factor") if isinstance(settings, dict) else None
-        if partial not in (None, 1.0):
-            yield f'{path}: "partial_rotary_factor" is {partial!r}; supported: 1.0.'
-
-
-def _window_problems(path: Path, values: dict[str, Any], shape: ModelShape) -> Iterator[str]:
-    """A Qwen has a switch for its window; the others have the window alone."""
-    kinds = values.get("layer_types")
-    # transformers' own default, where config.json has none.
-    window = values.get("sliding_window", 4096 if shape.architecture == "MistralForCausalLM" else None)
-    other_layers = isinstance(kinds, list) and any(kind != "full_attention" for kind in kinds)
-    if shape.architecture.startswith("Qwen"):
-        if other_layers or (values.get("use_sliding_window") and not isinstance(kinds, list)):
-            yield (
-                f"{path}: a sliding window is in use; only full attention is supported. "
-                'Set "use_sliding_window" to false, without "layer_types" of another kind.'
-            )
-    elif other_layers:
-        yield f'{path}: "layer_types" has other kinds than "full_attention", the only one that is supported.'
-    elif window is not None and not (isinstance(window, int) and window >= shape.max_positions):
-        yield (
-            f'{path}: "sliding_window" is {window!r}; only full attention is supported. Needed: null, or as many as '
-            f'"max_position_embeddings" ({shape.max_positions}), which you may lower to the window.'
-        )
 
 
 # ---------------------------------------------------------------- the folder: config.json, weights, tokenizer

@@ -87,7 +87,8 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each pair (d, d + D/2) of every head turned by its token's angle; cosines and sines are [T, 1, D/2]."""
+    """Each pair (d, d + R/2) of every head's first R dims turned by its token's angle; cosines and sines are
+    [T, 1, R/2]."""
     return _Rotate.apply(x_THD, cos, sin)
 
 
@@ -107,7 +108,9 @@ class _Rotate(torch.autograd.Function):
 def _rotated(x_THD: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     """By the angle, or by minus the angle."""
     out = torch.empty_like(x_THD, memory_format=torch.contiguous_format)
-    (a, b), (out_a, out_b) = x_THD.chunk(2, -1), out.chunk(2, -1)
+    half = cos.shape[-1]
+    out[..., 2 * half :] = x_THD[..., 2 * half :]
+    (a, b), (out_a, out_b) = (x[..., : 2 * half].split(half, -1) for x in (x_THD, out))
     torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-sign)
     torch.mul(b, cos, out=out_b).addcmul_(a, sin, value=sign)
     return out

@@ -35,7 +35,7 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import ParallelConfig
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
-from rlmath.models.attention import PackedAttention, rotary_frequencies
+from rlmath.models.attention import PackedAttention, Rotary, rotary_frequencies
 from rlmath.models.critic import ValueHead
 from rlmath.models.local_layers import RMSNorm, swiglu
 
@@ -137,6 +137,8 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=shape.attention_bias,
         qk_layernorm=shape.qk_norm,
+        softmax_scale=_softmax_scale(shape, local_layers),
+        **_layer_kinds(shape),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=device.params_dtype,
@@ -165,6 +167,27 @@ def transformer_config(
         recompute_method=recompute.method,
         recompute_num_layers=recompute.num_layers,
     )
+
+
+def _softmax_scale(shape: ModelShape, local_layers: bool) -> float | None:
+    """What Transformer Engine multiplies query times key by: where all of a head is rotated, a factor of both is one of
+    their product. Our attention has the factor in its cosines and sines. None: the usual scale."""
+    if local_layers or shape.rotary_magnitude == 1.0:
+        return None
+    assert shape.rotary_dim is None, "refused by `planning.parallelism`"
+    return shape.rotary_magnitude**2 * shape.head_dim**-0.5
+
+
+def _layer_kinds(shape: ModelShape) -> dict[str, Any]:
+    """Which layers have a window, and which do not rotate: read by Transformer Engine's attention and by ours."""
+    kinds: dict[str, Any] = {}
+    if shape.sliding_window is not None:  # Megatron counts the tokens before a query
+        layers = range(shape.num_layers)
+        kinds["window_size"] = (shape.sliding_window - 1, 0)
+        kinds["window_attn_skip_freq"] = [int(layer not in shape.full_attention_layers) for layer in layers]
+    if shape.no_rope_layers:
+        kinds["no_rope_freq"] = [int(layer in shape.no_rope_layers) for layer in range(shape.num_layers)]
+    return kinds
 
 
 def _stage_layout(mesh: Mesh, parallel: ParallelConfig) -> dict[str, Any]:
@@ -235,12 +258,13 @@ def _build_chunk(
     )
     if weight_map.has_value_head(shape.architecture) and model.post_process:
         model.output_layer = ValueHead(shape.hidden_size, config.sequence_parallel)
-    model.rotary_frequencies_F = rotary_frequencies(shape).to(device.torch_device) if local_layers else None
+    model.rotary = None
     if local_layers:
+        model.rotary = Rotary(rotary_frequencies(shape).to(device.torch_device), shape.rotary_magnitude)
         for module in model.modules():
             if isinstance(module, MLP):
                 module.activation_func = swiglu
-    elif shape.rope_scaling is not None:
+    elif shape.rope_scaling is not None or shape.rotary_dim is not None:
         model.rotary_pos_emb.inv_freq = rotary_frequencies(shape)
     model = model.to(device.torch_device)
     # Mark the parameters that tensor-parallel ranks hold different parts of: in the gradient's norm all parts count, of

@@ -161,9 +161,8 @@ def shape_problems(config: Config, shape: ModelShape, kind: Kind = "grpo") -> li
     return [
         *problems,
         *model_checks.critic_layout_problems(config, shape),
-        *rollouts.in_every_stage(config, lambda stage: model_checks.critic_length_problems(stage, shape)),
         *model_checks.teacher_layout_problems(config),
-        *rollouts.in_every_stage(config, model_checks.teacher_length_problems),
+        *rollouts.in_every_stage(config, lambda stage: model_checks.length_problems(stage, shape)),
         *rollouts.in_every_stage(config, lambda stage: _model_length_problems(stage, shape)),
         *rollouts.in_validation(config, lambda validation: _model_length_problems(validation, shape)),
     ]
@@ -173,6 +172,8 @@ def device_problems(config: Config, shape: ModelShape | None, on_gpu: bool, kind
     """What cannot run on this machine's GPU, or on a CPU."""
     problems = list(parallelism.context_problems(config.parallel, config.policy, on_gpu))
     problems += parallelism.expert_tensor_problems(config.parallel, on_gpu)
+    if shape is not None:
+        problems += parallelism.rotary_problems(config.policy, shape, on_gpu)
     if kind == "grpo" and shape is not None and not on_gpu:
         problems += rollouts.of_longest_stage(config, lambda largest: _engine_model_problems(largest, shape))
     return problems
@@ -347,7 +348,7 @@ def _model_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     if over > 0:
         yield (
             f"data.max_prompt_tokens + rollout.max_new_tokens is {prompt} + {new} = {prompt + new}; the "
-            f"model has {shape.max_positions} positions (max_position_embeddings). Lower the sum by {over}."
+            f"model has {shape.max_positions} positions ({shape.positions_key}). Lower the sum by {over}."
         )
 
 
@@ -394,8 +395,9 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             "against the engine's. Set algorithm.recompute_logprobs=true, or the former to null."
         )
     if algorithm.masks_alone and not algorithm.recompute_logprobs:
+        keys = ", ".join(f"algorithm.{name}" for name in algorithm.masks_alone)
         yield (
-            f"{_keys(algorithm.masks_alone)}: compared are recomputed log-probs with the engine's, and "
+            f"{keys}: compared are recomputed log-probs with the engine's, and "
             "algorithm.recompute_logprobs is false. Set it to true, or the masks to null."
         )
     samples, minibatches = config.data.prompts_per_step * config.rollout.group_size, algorithm.n_minibatches
@@ -421,10 +423,6 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"selection.max_completion_tokens is {most}, below selection.min_completion_tokens {least} or "
             f"rollout.min_new_tokens {config.rollout.min_new_tokens}: every completion would be left out. Raise it."
         )
-
-
-def _keys(names: list[str]) -> str:
-    return ", ".join(f"algorithm.{name}" for name in names)
 
 
 # ---------------------------------------------------------------- supervised training

@@ -156,7 +156,7 @@ def backward_bytes(shape: ModelShape, work: StageWork, policy: PolicyConfig, in_
     size, hidden = work.tokens * work.itemsize, hidden_elements(shape, work)
     kept, deepest = (elements * size for elements in _chunk_elements(shape, work, policy))
     final_norm = size * hidden if work.has_head else 0
-    matrix = padded_vocab(shape.vocab_size, work.tensor) // work.tensor * shape.hidden_size * work.itemsize
+    matrix = head_bytes(shape, work.tensor, work.itemsize)
     logits, others = _logits_bytes(shape, work), (work.in_flight - 1) * kept
     received = hidden if work.pipelined else 0
     beside = 2 * _units(shape, work)
@@ -293,7 +293,7 @@ def weight_bytes(shape: ModelShape, ranks: int, itemsize: int, packed_head: bool
     elements = sum(rows * columns for rows, columns in shapes.values())
     if packed_head:
         elements += engine_vocab_rows(shape, ranks) * shape.hidden_size
-    return itemsize * elements + FLOAT32_BYTES * shape.max_positions * shape.head_dim
+    return itemsize * elements + FLOAT32_BYTES * shape.rotary_table_positions * shape.head_dim
 
 
 def kv_heads(shape: ModelShape, ranks: int) -> int:
@@ -320,8 +320,9 @@ def workspace_bytes(shape: ModelShape, rollout: RolloutConfig, itemsize: int, de
     Per token of an engine step the residual, two hidden states, the fused projection or the MLP's gate, up and product;
     per sequence four rows of logits in float32 (raw, processed, sorted, log-probs).
     """
-    tokens = rollout.max_num_batched_tokens or default_batched_tokens(device_bytes)
-    tokens = max(tokens, rollout.max_num_seqs)
+    # vLLM 0.32's default (`arg_utils`); an A100 has the smaller one, whatever its memory.
+    default = 16384 if device_bytes >= 70 * 2**30 else 8192
+    tokens = max(rollout.max_num_batched_tokens or default, rollout.max_num_seqs)
     units = shape.ffn_size * max(1, shape.experts_per_token)
     width = 3 * shape.hidden_size + 3 * units // rollout.tensor_parallel
     logits = 4 * rollout.max_num_seqs * shape.vocab_size * FLOAT32_BYTES
@@ -331,9 +332,3 @@ def workspace_bytes(shape: ModelShape, rollout: RolloutConfig, itemsize: int, de
 def _graph_bytes(rollout: RolloutConfig) -> int:
     """Allowed for captured CUDA graphs: a guess on the safe side, not measured."""
     return 2**30 if rollout.cuda_graphs else 0
-
-
-def default_batched_tokens(device_bytes: int) -> int:
-    """vLLM 0.32's default for a GPU of 70 GiB and more, and for smaller ones (`arg_utils`; A100 has the smaller one,
-    whatever its memory)."""
-    return 16384 if device_bytes >= 70 * 2**30 else 8192

@@ -60,18 +60,19 @@ def critic_layout_problems(config: Config, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def critic_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Sequences that are too long for the critic."""
-    try:
-        critic = critic_shape_of(config, shape)
-    except ValueError:
-        return  # told by `critic_layout_problems`
+def length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Sequences that are too long for the critic of a policy of this shape, or for the teacher."""
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if critic is not None and config.critic.path is not None and longest > critic.max_positions:
-        yield (
-            f"data.max_prompt_tokens + rollout.max_new_tokens is {longest}; the model in critic.path has "
-            f"{critic.max_positions} positions (max_position_embeddings). Lower the sum, or take another critic."
-        )
+    for model, path in (("critic", config.critic.path), ("teacher", config.teacher.path)):
+        try:
+            own = critic_shape_of(config, shape) if model == "critic" else teacher_shape_of(config)
+        except ValueError:
+            continue  # told by the problems of the layout
+        if own is not None and path is not None and longest > own.max_positions:
+            yield (
+                f"data.max_prompt_tokens + rollout.max_new_tokens is {longest}; the model in {model}.path has "
+                f"{own.max_positions} positions ({own.positions_key}). Lower the sum, or take another {model}."
+            )
 
 
 # ---------------------------------------------------------------- teacher
@@ -103,20 +104,6 @@ def teacher_layout_problems(config: Config) -> Iterator[str]:
         yield f"teacher.path, which has the layout of the policy: {problem}"
 
 
-def teacher_length_problems(config: Config) -> Iterator[str]:
-    """Sequences that are too long for the teacher."""
-    try:
-        shape = teacher_shape_of(config)
-    except ValueError:
-        return  # told by `teacher_layout_problems`
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if shape is not None and longest > shape.max_positions:
-        yield (
-            f"data.max_prompt_tokens + rollout.max_new_tokens is {longest}; the model in teacher.path has "
-            f"{shape.max_positions} positions (max_position_embeddings). Lower the sum, or take another teacher."
-        )
-
-
 def teacher_problems(config: Config) -> Iterator[str]:
     """Settings that do not go with a teacher."""
     algorithm = config.algorithm
@@ -125,7 +112,6 @@ def teacher_problems(config: Config) -> Iterator[str]:
             'algorithm.kl_in is "reward" and teacher.with_rewards false: no reward is learned from that the KL could '
             "be taken off. Set algorithm.kl_in=loss, or teacher.with_rewards=true."
         )
-
     if teaches_alone(config) and algorithm.advantage == "gae":
         yield (
             'algorithm.advantage is "gae" and teacher.with_rewards false: no reward is learned from, and the critic '

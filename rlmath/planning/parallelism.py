@@ -147,6 +147,11 @@ def layout_problems(
     yield from split_problems(parallel, engine, shape)
     yield from expert_problems(parallel, shape)
     yield from stage_problems(parallel, policy, shape.num_layers)
+    if parallel.context > 1 and shape.sliding_window is not None:
+        yield (
+            f"parallel.context is {parallel.context}, of a model with a sliding window of {shape.sliding_window} "
+            "tokens, which Transformer Engine's attention over context ranks does not have. Set it to 1."
+        )
 
 
 def expert_problems(parallel: ParallelConfig, shape: ModelShape) -> Iterator[str]:
@@ -188,6 +193,16 @@ def expert_tensor_problems(parallel: ParallelConfig, on_gpu: bool) -> Iterator[s
             f"parallel.expert_tensor is {parallel.expert_tensor}; on CPU it must be 1, because gloo cannot gather the "
             "unlike numbers of tokens that the ranks of an expert have. Set it to 1, and share experts out by "
             "parallel.expert."
+        )
+
+
+def rotary_problems(policy: PolicyConfig, shape: ModelShape, on_gpu: bool) -> Iterator[str]:
+    """Transformer Engine rotates a part of every head, or multiplies all of it by a factor, not both."""
+    is_partial = shape.rotary_dim is not None and shape.rotary_magnitude != 1.0
+    if is_partial and on_gpu and policy.transformer_impl == "transformer_engine":
+        yield (
+            f"the model rotates {shape.rotary_dim} of {shape.head_dim} dims of a head and multiplies those by "
+            f"{shape.rotary_magnitude:.4g}, which Transformer Engine does not. Set policy.transformer_impl=local."
         )
 
 

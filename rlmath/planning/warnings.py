@@ -15,11 +15,6 @@ from rlmath.planning.model_checks import teaches_alone
 from rlmath.rewards.several_rewards import functions_of, is_verified
 
 
-def _one_update(config: Config) -> bool:
-    algorithm = config.algorithm
-    return algorithm.recompute_logprobs and algorithm.n_minibatches == algorithm.epochs == 1
-
-
 def _samples_greedily(config: Config) -> bool:
     return length_curriculum.validates(config) and config.validation.temperature == 0
 
@@ -30,7 +25,7 @@ UNUSED: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     (
         "algorithm.loss algorithm.clip_ratio algorithm.clip_ratio_high algorithm.dual_clip "
         "algorithm.early_stop_ratio_low algorithm.early_stop_kl",
-        _one_update,
+        lambda c: c.algorithm.recompute_logprobs and c.algorithm.n_minibatches == c.algorithm.epochs == 1,
         "since one minibatch a step (algorithm.n_minibatches=1, epochs=1) is learned from before the policy changes, "
         "and every importance ratio is 1",
     ),
@@ -168,7 +163,7 @@ def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
         if values[key] is not None and not low <= values[key] <= high:
             wanted = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
             found.append(f"{key}={values[key]:g} is legal, and hardly what you mean: sensible is {wanted}.")
-    for find in (_rollout_warnings, _rollback_warnings, _algorithm_warnings, _selection_warnings):
+    for find in (_rollout_warnings, _algorithm_warnings, _selection_warnings):
         found += find(config)
     return found
 
@@ -203,18 +198,15 @@ def _rollout_warnings(config: Config) -> Iterator[str]:
         yield 'data.curriculum="band" skips nothing with data.band_low=0 and data.band_high=1.'
 
 
-def _rollback_warnings(config: Config) -> Iterator[str]:
-    if config.algorithm.rollback > 0 and config.algorithm.rollback_reward_drop is not None:
-        for key, why in (
+def _algorithm_warnings(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.rollback > 0 and algorithm.rollback_reward_drop is not None:
+        for applies, why in (
             (config.data.curriculum != "none", "data.curriculum skips prompts that the policy solves"),
             (bool(config.stages.steps), "stages change the length of completions"),
         ):
-            if key:
+            if applies:
                 yield f"algorithm.rollback_reward_drop: {why}, and rewards may fall without a worse policy."
-
-
-def _algorithm_warnings(config: Config) -> Iterator[str]:
-    algorithm = config.algorithm
     if algorithm.loss == "gspo" and algorithm.clip_ratio > 0.01:
         yield (
             f"algorithm.clip_ratio={algorithm.clip_ratio:g} hardly ever clips the mean ratio of a completion; GSPO's "

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlmath.config.run_files import REPORT_FILE
+from rlmath.config.run_files import COMPARED_FILE, REPORT_FILE
 from rlmath.config.terminal import escape_terminal
 from rlmath.report.run_folder import NoRunError
 from rlmath.report.write import NoPlotlyError, write_report
@@ -26,7 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "runs", nargs="+", metavar="RUN", help="folder of a run (run.output_dir); several are compared"
     )
     parser.add_argument(
-        "--output", type=Path, help=f"file to write (default: {REPORT_FILE} in the first RUN)"
+        "--output",
+        type=Path,
+        help=f"file to write (default: {REPORT_FILE} in RUN, {COMPARED_FILE} in the first of several)",
     )
     options = parser.parse_args(argv)
     if options.output is not None and options.output.is_dir():

@@ -9,7 +9,7 @@ from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 
-from rlmath.config.run_files import REPORT_FILE, write_whole
+from rlmath.config.run_files import COMPARED_FILE, REPORT_FILE, write_whole
 from rlmath.config.schema import Config
 from rlmath.report.page import build_page
 from rlmath.report.run_folder import read_runs
@@ -22,14 +22,17 @@ class NoPlotlyError(RuntimeError):
 
 
 def write_report(folders: Sequence[str | Path], output: Path | None = None) -> Path:
-    """Write the report of the runs in these folders to `output` (`report.html` in the first folder), and return where.
+    """Write the report of the runs in these folders to `output`, and return where: `report.html` in the folder, or
+    `compared.html` in the first of several.
 
     The file is replaced in one step. Errors: NoRunError where a folder is not that of a run, NoPlotlyError, OSError
     where the file cannot be written.
     """
     plotly_js = read_plotly()
     runs = read_runs(folders)
-    path = Path(folders[0]) / REPORT_FILE if output is None else output
+    path = (
+        Path(folders[0]) / (REPORT_FILE if len(folders) == 1 else COMPARED_FILE) if output is None else output
+    )
     text = build_page(runs, plotly_js, datetime.now())
     write_whole(path, text.encode("utf-8", errors="backslashreplace"))
     return path

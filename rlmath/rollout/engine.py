@@ -11,6 +11,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rlmath.config.schema import RolloutConfig
@@ -21,6 +22,7 @@ from rlmath.distributed.device import Device, prepare_imports
 from rlmath.distributed.device_kind import DeviceKind
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.ranks import environment_rank
+from rlmath.models.hf_config import read_shape
 from rlmath.rollout.engine_sleep import EngineMemory, reset_prefix_cache
 from rlmath.rollout.engine_weights import EngineWeights
 from rlmath.rollout.sampling import Request, RequestResult, RequestSource, RunningRequests, sample
@@ -109,6 +111,11 @@ def _open_llm(
     in the folder's own chat template."""
     from vllm import LLM
 
+    from rlmath.rollout.engine_models import register_models
+
+    shape, _ = read_shape(Path(model_path))
+    if shape is not None:  # an evaluation may be of another model
+        register_models(shape)
     process.freeze_imported_objects()  # vLLM collects garbage three times while it builds an engine
     llm = LLM(
         model_path,

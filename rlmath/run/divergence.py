@@ -164,8 +164,10 @@ class DivergenceCheck:
         """DivergedError, on all ranks, where what the last step leaves is no model: none of the step's minibatches was
         learned from, or the weights or the log-probs of a text are not finite. A collective."""
         if self.discarded_steps > 0:
-            count = f"the last {self.discarded_steps} steps" if self.discarded_steps > 1 else "the last step"
-            raise DivergedError(f"every minibatch of {count} was discarded: nothing was learned any more")
+            steps = f"{self.discarded_steps} steps" if self.discarded_steps > 1 else "step"
+            raise DivergedError(
+                f"every minibatch of the last {steps} with any was discarded: nothing was learned any more"
+            )
         self.raise_if_not_finite()
         trainer, mesh = self._trainer, self._trainer.mesh
         tokens = [number % trainer.shape.vocab_size for number in range(9)]

@@ -55,7 +55,9 @@ END = {
         level=logging.WARNING,
     ),
     "diverged": EndingKind(
-        exit_codes.DIVERGED, "diverged in step {step}: {error}; {left}; {again}", advice=f". {ADVICE}"
+        exit_codes.DIVERGED,
+        "diverged in step {step}: {error}; {left}; {again}, and would diverge again",
+        advice=f". {ADVICE}",
     ),
     "model not written": EndingKind(
         exit_codes.FAILURE,

@@ -247,7 +247,8 @@ class TrainingRun:
 
     def ending(self, kind: str, **given: object) -> Ending:
         """One of `END`, of a run with the checkpoints that there are now."""
-        return Ending(END[kind], self.checkpointer.newest, **given)
+        starts_over = self.prepared.config.run.recover_mode == "disabled"
+        return Ending(END[kind], None if starts_over else self.checkpointer.newest, **given)
 
     def ending_of_stop(self, step: int, reason: str) -> Ending:
         """The run was asked to stop after `step` steps."""

@@ -273,18 +273,6 @@ def test_ppo_does_not_lose_the_contrast_of_a_large_kl():
     assert got == [[pytest.approx([1.0], abs=1e-8), pytest.approx([-1.0], abs=1e-8)]]
 
 
-@settings(deadline=None, max_examples=60)
-@given(batches, st.sampled_from([0.0, 1e-6, 0.5]), st.sampled_from(ADVANTAGE_KINDS))
-def test_a_coefficient_of_zero_gives_the_plain_advantages(drawn: list, eps: float, kind: AdvantageKind):
-    rewards, kls = [[reward for reward, _ in row] for row in drawn], [[kl for _, kl in row] for row in drawn]
-    tokens = [[len(one) for one in row] for row in kls]
-    shaped = kl_shaped_advantages(
-        rewards, tokens, [[totals_of(one) for one in row] for row in kls], 0.0, kind, eps
-    )
-    assert shaped.slope == 0.0
-    assert shaped.offsets == approx(advantages(rewards, tokens, kind, eps), 1e-9)
-
-
 @pytest.mark.parametrize("reward", [5.0, 0.1, 1 / 3])
 @pytest.mark.parametrize("eps", [0.0, 1e-6])
 @pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
@@ -374,17 +362,3 @@ def test_gdpo_with_one_reward_is_grpo_and_then_the_batch(rewards: Rows, eps: flo
     wanted = (flat - flat.mean()) / (spread + eps)
     got = gdpo_advantages([[(value,) for value in row] for row in rewards], [1.0], eps)
     assert [value for row in got for value in row] == pytest.approx(wanted.tolist(), abs=1e-6)
-
-
-@settings(deadline=None, max_examples=50)
-@given(batches, st.floats(0.01, 100.0), st.floats(-5, 5), st.data())
-def test_gdpo_does_not_depend_on_the_scale_of_a_reward(
-    rewards: Rows, scale: float, shift: float, data: st.DataObject
-):
-    rewards = [[float(round(value)) for value in row] for row in rewards]
-    second = [[data.draw(st.none() | st.sampled_from([0.0, 1.0, 2.0])) for _ in row] for row in rewards]
-    rows = [list(zip(*pair, strict=True)) for pair in zip(rewards, second, strict=True)]
-    other = [[(a, None if b is None else b * scale + shift) for a, b in row] for row in rows]
-    assert gdpo_advantages(rows, [1.0, 0.3], eps=0.0) == approx(
-        gdpo_advantages(other, [1.0, 0.3], eps=0.0), 1e-6
-    )

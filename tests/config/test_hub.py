@@ -179,9 +179,10 @@ def test_what_has_no_end_is_bounded_by_what_was_listed(there: Hub, tmp_path: Pat
     with pytest.raises(hub.HubFailedError, match="could not be downloaded"):
         hub.fetch([model()], LIMIT)
     assert not list(tmp_path.rglob("*.incomplete"))
-    there.endless = {"tree"}
-    with pytest.raises(ValueError, match="the hub's listings have more than"):
-        hub.fetch([model()], LIMIT)
+    for endless in ({"tree"}, {"config.json", "redirect"}):
+        there.endless = endless
+        with pytest.raises(ValueError, match="the hub's listings have more than"):
+            hub.fetch([model()], LIMIT)
 
 
 def test_parts_of_a_download_that_was_ended_do_not_stay(there: Hub, tmp_path: Path) -> None:

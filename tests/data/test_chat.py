@@ -214,7 +214,10 @@ def test_what_ends_a_turn_is_taught_and_stops(name: str, tmp_path: Path) -> None
     end = tokenizer.convert_tokens_to_ids(chat.end)
     assert chat_end(tokenizer) == end
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')
-    assert stop_token_ids(str(tmp_path), tokenizer, 10_000) == tuple(sorted({3, end, tokenizer.eos_token_id}))
+    stops = stop_token_ids(str(tmp_path), tokenizer, 10_000)
+    assert stops == tuple(sorted({3, end, tokenizer.eos_token_id}))
+    write_files(tmp_path, with_stop_tokens({}, stops))
+    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == list(stops), "an export stops there"
     prompt = rendered(tokenizer, [("user", "1+1?")], add_generation_prompt=True)
     for completion in ("2", "2" + chat.end):
         one = load_rows(tmp_path, tokenizer, {"prompt": prompt, "completion": completion})
@@ -231,9 +234,12 @@ def test_what_ends_a_turn_is_taught_and_stops(name: str, tmp_path: Path) -> None
         ("1+1?", "<think>maybe \\boxed{2}</think> I do not know", "no_answer"),
     ],
 )
-def test_the_judge_sees_thinking_marks(special_thinking: bool, prompt: str, said: str, verdict: str) -> None:
-    tokenizer = chat_tokenizer("qwen3", special_thinking)
-    token_ids = tokenizer(said + "<|im_end|>", add_special_tokens=False)["input_ids"]
+@pytest.mark.parametrize("name", CHATS)
+def test_the_judge_sees_thinking_marks(
+    name: str, special_thinking: bool, prompt: str, said: str, verdict: str
+) -> None:
+    tokenizer = chat_tokenizer(name, special_thinking)
+    token_ids = tokenizer(said + CHATS[name].end, add_special_tokens=False)["input_ids"]
     text = completion_text(tokenizer, token_ids, stopped=True)
     assert text == said
     assert verify(text_to_verify(prompt, text), ["2"]).verdict == verdict
@@ -248,3 +254,9 @@ def test_an_export_stops_where_the_run_did(tmp_path: Path) -> None:
         found = GenerationConfig.from_pretrained(tmp_path)
         assert (found.eos_token_id, found.top_p) == ([0, 5], top_p)
     assert with_stop_tokens(said, (0,)) == said, "the same bytes"
+
+
+def test_a_template_that_does_not_show_the_answer_has_no_end() -> None:
+    tokenizer = chat_tokenizer("qwen2.5")
+    tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    assert chat_end(tokenizer) is None

@@ -52,8 +52,11 @@ def test_prompt_and_completion_are_taken_as_they_stand_and_closed(tmp_path: Path
 
 
 def test_an_end_that_is_written_is_not_doubled(tmp_path: Path, tokenizer) -> None:
-    (one,), _ = load(write(tmp_path / "a.jsonl", {"prompt": "1", "completion": "2<eos>"}), tokenizer)
-    assert one.completion_ids.count(tokenizer.eos_token_id) == 1
+    for number, completion in enumerate(("2<eos>", "2<eos>\n")):
+        (one,), _ = load(
+            write(tmp_path / f"{number}.jsonl", {"prompt": "1", "completion": completion}), tokenizer
+        )
+        assert one.completion_ids.count(tokenizer.eos_token_id) == 1
 
 
 def test_of_messages_the_assistants_turns_are_learned(tmp_path: Path, chat_tokenizer) -> None:

@@ -264,12 +264,13 @@ def test_a_number_is_written_by_the_shortest_text_of_its_own_type(tmp_path):
         rows = {
             "problem": ["1/10?"],
             "answer": pa.array([0.1], kind),
+            "whole": pa.array([whole := 2.0 if kind == pa.float16() else 123456792.0], kind),
             "more": pa.array([{"rates": [0.3, None]}], pa.struct([("rates", pa.list_(kind))])),
         }
         pq.write_table(pa.table(rows), tmp_path / "rows.parquet")
         (row,) = read_prompts(str(tmp_path / "rows.parquet")).rows
         assert row.solutions == ("0.1",)
-        assert json.loads(row.more_json)["more"] == {"rates": [0.3, None]}
+        assert json.loads(row.more_json) == {"answer": 0.1, "whole": whole, "more": {"rates": [0.3, None]}}
 
 
 def test_columns_of_no_form_are_told_what_to_change(tmp_path):

@@ -3,29 +3,60 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from rlmath.checkpoint.hf.weights import HFReader
-from tests.distributed import architectures_cases, engine_cases, oracle
+from tests.distributed import architectures_cases, oracle
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
+from tests.distributed.test_engine import check_engines
 from tests.distributed.test_parity import assert_close
 from tests.selection import keeping, matrix
-from tests.tiny_models import LLAMA3_ROPE, make_model_folder, make_samples
+from tests.tiny_models import (
+    LINEAR_ROPE,
+    LLAMA3_ROPE,
+    LONG_ROPE,
+    YARN_ROPE,
+    make_model_folder,
+    make_samples,
+)
 
 pytestmark = pytest.mark.distributed
 
-MODELS = {
-    "qwen3": ("Qwen3ForCausalLM", False),
-    "qwen3-tied": ("Qwen3ForCausalLM", True),
-    "llama": ("LlamaForCausalLM", False),
-    "llama-tied": ("LlamaForCausalLM", True),
-    "mistral": ("MistralForCausalLM", False),
+WINDOW = 12
+IN_TURNS = ["sliding_attention", "full_attention"] * 2
+MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "qwen3": ("Qwen3ForCausalLM", False, {}),
+    "qwen3-tied": ("Qwen3ForCausalLM", True, {}),
+    "qwen3-windows": (
+        "Qwen3ForCausalLM",
+        False,
+        {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": IN_TURNS},
+    ),
+    "qwen2-yarn": ("Qwen2ForCausalLM", False, {"rope_parameters": YARN_ROPE}),
+    "qwen2-window": (
+        "Qwen2ForCausalLM",
+        False,
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    ),
+    "llama": ("LlamaForCausalLM", False, {}),
+    "llama-tied": ("LlamaForCausalLM", True, {}),
+    "llama-linear": ("LlamaForCausalLM", False, {"rope_parameters": LINEAR_ROPE}),
+    "mistral": ("MistralForCausalLM", False, {}),
+    "mistral-window": ("MistralForCausalLM", False, {"sliding_window": WINDOW}),
+    "smollm3": ("SmolLM3ForCausalLM", False, {}),
+    "phi3": ("Phi3ForCausalLM", False, {"sliding_window": WINDOW}),
+    "phi4-mini": (
+        "Phi3ForCausalLM",
+        True,
+        {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 128},
+    ),
 }
-"""Architecture, and whether its embeddings are tied. Qwen2 has its own tests (`test_parity`)."""
+"""Architecture, whether its embeddings are tied, and its own settings. Qwen2 has its own tests (`test_parity`)."""
 LAYOUTS = [
     Case(max_tokens=128),
     Case(tensor=2, max_tokens=128),
@@ -43,8 +74,8 @@ assert max(sample.length for sample in SAMPLES) > 2 * LLAMA3_ROPE["original_max_
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("architectures")
     return {
-        name: make_model_folder(place / name, tied, architecture=architecture)
-        for name, (architecture, tied) in MODELS.items()
+        name: make_model_folder(place / name, tied, architecture=architecture, **changes)
+        for name, (architecture, tied, changes) in MODELS.items()
     }
 
 
@@ -110,10 +141,4 @@ ENGINES = [
 def test_engine_logprobs_equal_the_policys_after_every_update(
     ranks: RankPool, folders: dict[str, Path], name: str, cases: list[Case], engine_size: int
 ) -> None:
-    by_rank = ranks.run(
-        cases[0].ranks, engine_cases.mismatch_of_layouts, folders[name], cases, engine_size, 2
-    )
-    for case, *found in zip(cases, *by_rank, strict=True):
-        measured = [largest for largest in found if largest]
-        assert measured and all(len(largest) == 3 for largest in measured), case
-        assert max(max(largest) for largest in measured) < 1e-5, case
+    check_engines(ranks, folders[name], cases, engine_size, updates=2)

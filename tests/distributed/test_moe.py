@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from rlmath.checkpoint.hf.weights import HFReader
-from tests.distributed import architectures_cases, engine_cases, oracle, policy_cases, store_cases
+from tests.distributed import architectures_cases, oracle, policy_cases, store_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.store_cases import Outcome
 from tests.distributed.test_architectures import assert_same_weights
+from tests.distributed.test_engine import check_engines
 from tests.distributed.test_parity import assert_close, assert_close_together
 from tests.selection import keeping, matrix
 from tests.tiny_models import make_model_folder, make_samples
@@ -223,8 +224,4 @@ def test_a_checkpoint_with_experts_loads_on_this_and_on_other_layouts(
 def test_engine_logprobs_equal_the_policys_after_every_update(
     ranks: RankPool, folder: Path, cases: list[Case], engine_size: int
 ) -> None:
-    by_rank = ranks.run(cases[0].ranks, engine_cases.mismatch_of_layouts, folder, cases, engine_size, 2)
-    for case, *found in zip(cases, *by_rank, strict=True):
-        measured = [largest for largest in found if largest]
-        assert measured and all(len(largest) == 3 for largest in measured), case
-        assert max(max(largest) for largest in measured) < 1e-5, case
+    check_engines(ranks, folder, cases, engine_size, updates=2)

@@ -107,20 +107,15 @@ def test_logprobs_equal_those_of_transformers(ranks: RankPool, untied_model: Pat
     check_logprobs(ranks, untied_model, case, SAMPLES)
 
 
-@pytest.mark.parametrize("case", keeping(LAYOUTS, Case(tensor=2), others=3), ids=str)
-def test_gradients_equal_those_of_transformers(ranks: RankPool, untied_model: Path, case: Case) -> None:
-    check_gradients(ranks, untied_model, case)
-
-
 @matrix
 @pytest.mark.parametrize("case", keeping(TIED_LAYOUTS, Case(pipeline=2)), ids=str)
 def test_tied_embeddings_get_the_gradient_of_both_uses(ranks: RankPool, tied_model: Path, case: Case) -> None:
     check_gradients(ranks, tied_model, case)
 
 
-@matrix
-@pytest.mark.parametrize("case", keeping(LAYOUTS, Case(tensor=2, pipeline=2)), ids=str)
+@pytest.mark.parametrize("case", keeping(LAYOUTS, Case(tensor=2), others=4), ids=str)
 def test_one_sgd_update_equals_that_of_torch(ranks: RankPool, untied_model: Path, case: Case) -> None:
+    """So are its gradients, of which SGD makes the update."""
     check_update(ranks, untied_model, case, 1e-5)
 
 
@@ -193,8 +188,6 @@ def test_packed_sequences_do_not_see_each_other(ranks: RankPool, untied_model: P
 def test_updates_agree_on_larger_layouts(
     ranks: RankPool, untied_model: Path, case: Case, optimizer: str
 ) -> None:
-    from dataclasses import replace
-
     check_update(
         ranks, untied_model, replace(case, optimizer=optimizer), {"sgd": 1e-5, "adam": 1e-3}[optimizer]
     )

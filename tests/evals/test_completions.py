@@ -91,6 +91,7 @@ def test_the_same_settings_agree_and_more_modes_are_no_difference(tmp_path: Path
     [
         ({"model": "5678", "about_model": "c"}, {}, "model was 'a/b' (1234), now it is 'c' (5678)"),
         ({"max_new_tokens": 32}, {}, "max_new_tokens was 64, now it is 32"),
+        ({"answer_from": "number"}, {}, "answer_from was 'boxed', now it is 'number'"),
         ({}, {"temperature": 1.0}, "temperature was 0.6, now it is 1.0"),
     ],
 )

@@ -193,7 +193,9 @@ def test_every_problem_has_its_greedy_answer_and_its_samples(plan: Plan, ranks: 
 
 
 @pytest.mark.parametrize("place", ["", "hf_model", "checkpoints/step-000010", "best_model"])
-def test_a_runs_model_has_the_runs_template(tmp_path: Path, place: str) -> None:
+def test_a_runs_model_has_the_runs_template(
+    tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
     run = tmp_path / "run"
     (run / place).mkdir(parents=True)
     given = [f"run.output_dir={run}", "model.path=m", "data.train_path=t.jsonl"]
@@ -225,6 +227,8 @@ def test_a_runs_model_has_the_runs_template(tmp_path: Path, place: str) -> None:
     save_config(load_config([], [*given, "data.template=brief", "run.plugins=[own.py]"]), run / "config.yaml")
     with pytest.raises(ValueError, match=r"give --template brief --plugin own\.py"):
         plan_of(parse(words))
+    (run / "config.yaml").write_text("trainer: {epochs: 3}\n")
+    assert plan_of(parse(words)).template == "auto" and "this release cannot read" in caplog.text
 
 
 def test_lengths_that_the_model_cannot_have_are_refused_before_it_is_loaded(tmp_path: Path) -> None:

@@ -1,24 +1,26 @@
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rlmath.config.model_shape import RopeScaling
+from rlmath.config.model_shape import LinearScaling, Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
 from rlmath.models import attention
 from rlmath.models.attention import (
     BUCKET_FILL,
     PackedAttention,
     PackedSequences,
+    Rotary,
     composed_attention,
     pack_sequences,
     rotary_frequencies,
-    stretched_frequencies,
 )
 from tests.rollout.weight_sync.oracle import SMALL
 
@@ -30,7 +32,7 @@ RAGGED = [[1], [5], [1, 1, 1], [3, 9, 4, 10, 1, 7], [12, 11, 10], [2, 0, 3], [40
 def packing(lengths: list[int]) -> PackedSequences:
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
     positions_T = torch.tensor([p for length in lengths for p in range(length)])
-    return pack_sequences(bounds, max(lengths), positions_T, torch.tensor([1.0, 0.1, 0.01]))
+    return pack_sequences(bounds, max(lengths), positions_T, Rotary(torch.tensor([1.0, 0.1, 0.01])))
 
 
 def inputs(lengths: list[int], heads: int, groups: int) -> list[Tensor]:
@@ -39,27 +41,36 @@ def inputs(lengths: list[int], heads: int, groups: int) -> list[Tensor]:
     return [torch.randn(shape, dtype=torch.float64, generator=draw).requires_grad_() for shape in shapes]
 
 
-def attend(lengths: list[int], qkv: list[Tensor]) -> Tensor:
-    return PackedAttention(config=None, layer_number=1).attend(*qkv, packing(lengths))
+def attend(lengths: list[int], qkv: list[Tensor], window: int | None = None, layer: int = 1) -> Tensor:
+    size = None if window is None else (window - 1, 0)
+    config = TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1, window_size=size)
+    config.window_attn_skip_freq = [1, 0]
+    return PackedAttention(config, layer).attend(*qkv, packing(lengths))
 
 
-def dense_attention(lengths: list[int], qkv: list[Tensor]) -> Tensor:
-    """softmax(Q K' / sqrt(D)) V over the whole pack, with a block-diagonal causal mask."""
+def dense_attention(lengths: list[int], qkv: list[Tensor], window: int | None = None) -> Tensor:
+    """softmax(Q K' / sqrt(D)) V over the whole pack, with a block-diagonal causal mask of `window` diagonals."""
     query, key, value = qkv
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     segment_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     seen_TT = (segment_T[:, None] == segment_T[None, :]).tril()
+    if window is not None:
+        seen_TT = seen_TT.triu(1 - window)
     scores = torch.einsum("thd,shd->hts", query, key) / math.sqrt(D)
     weights = scores.masked_fill(~seen_TT, -math.inf).softmax(-1)
     return torch.einsum("hts,shd->thd", weights, value).flatten(1)
 
 
+@pytest.mark.parametrize("window", [None, 1, 4, 12])
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("lengths", RAGGED, ids=str)
-def test_values_and_gradients_equal_dense_attention(lengths: list[int], heads: int, groups: int):
+def test_values_and_gradients_equal_dense_attention(
+    lengths: list[int], heads: int, groups: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(attention, "_WINDOW_ROWS", 5)
     qkv = inputs(lengths, heads, groups)
-    got, wanted = attend(lengths, qkv), dense_attention(lengths, qkv)
+    got, wanted = attend(lengths, qkv, window), dense_attention(lengths, qkv, window)
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
     upstream = torch.randn(wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     ours, theirs = (torch.autograd.grad(out, qkv, upstream) for out in (got, wanted))
@@ -67,10 +78,27 @@ def test_values_and_gradients_equal_dense_attention(lengths: list[int], heads: i
         torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_a_layer_may_have_no_window():
+    qkv = inputs([9, 4], heads=2, groups=1)
+    assert torch.equal(attend([9, 4], qkv, window=3, layer=2), attend([9, 4], qkv))
+
+
+def test_a_layer_may_not_rotate():
+    qkv, packed = inputs([9, 4], heads=2, groups=1), packing([9, 4])
+    config = TransformerConfig(num_layers=2, hidden_size=1, num_attention_heads=1, no_rope_freq=[0, 1])
+    turned, plain = (PackedAttention(config, n)(*qkv, packed_seq_params=packed) for n in (1, 2))
+    assert torch.equal(plain, attend([9, 4], qkv)) and not torch.equal(turned, plain)
+
+
+@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("lengths", RAGGED, ids=str)
-def test_the_attention_of_other_devices_is_the_same(lengths: list[int]):
+def test_the_attention_of_other_devices_is_the_same(
+    lengths: list[int], window: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(attention, "_WINDOW_ROWS", 5)
     qkv = inputs(lengths, heads=4, groups=2)
-    ways = [composed_attention(*qkv, packing(lengths).buckets).flatten(1), attend(lengths, qkv)]
+    composed = composed_attention(*qkv, packing(lengths).buckets, window).flatten(1)
+    ways = [composed, attend(lengths, qkv, window)]
     torch.testing.assert_close(ways[0], ways[1], rtol=1e-12, atol=1e-12)
     ours, theirs = (torch.autograd.grad(out.square().sum(), qkv) for out in ways)
     for gradient, expected in zip(ours, theirs, strict=True):
@@ -97,16 +125,9 @@ def test_short_segments_keep_no_more_memory_than_the_flash_kernel(heads: int, gr
         qkv, packed = [x.detach() for x in inputs([M] * 3, heads, groups)], packing([M] * 3)
         segments, others = packed.by_length(heads, groups, D)
         assert segments is not None and not others
-        dense = attention._dense(segments, *qkv)[1]
-        flash = attention._flash(*(packed.buckets[0].padded(x) for x in qkv))[1]
+        dense = attention._dense(segments, None, *qkv)[1]
+        flash = attention._flash(None, *(packed.buckets[0].padded(x) for x in qkv))[1]
         assert sum(x.numel() for x in dense) <= sum(x.numel() for x in flash)
-
-
-def test_a_segment_of_one_token_returns_its_value():
-    qkv = inputs([1, 4, 1], heads=4, groups=2)
-    out = attend([1, 4, 1], qkv).view(6, 4, D)
-    for t in (0, 5):
-        torch.testing.assert_close(out[t], qkv[2][t].repeat_interleave(2, 0))
 
 
 @pytest.mark.parametrize("poison", [math.nan, 1e6])
@@ -124,18 +145,6 @@ def test_nothing_leaks_into_another_segment(poison: float):
     ]
     for ours, theirs in zip(*gradients, strict=True):
         assert torch.equal(ours[others], theirs[others])
-
-
-def test_no_token_sees_what_comes_after_it():
-    lengths = [6, 5]
-    qkv = inputs(lengths, heads=2, groups=1)
-    before = attend(lengths, qkv)
-    with torch.no_grad():
-        for x in qkv:
-            x[4:6] += 100.0
-    after = attend(lengths, qkv)
-    assert torch.equal(before[:4], after[:4]) and torch.equal(before[6:], after[6:])
-    assert not torch.equal(before[4:6], after[4:6])
 
 
 segment_lengths = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any)
@@ -190,51 +199,52 @@ def test_rotary_angles_by_hand():
     # frequencies of base 10,000 and D = 4: 1 and 10,000 ** -0.5 = 0.01
     frequencies_F = rotary_frequencies(replace(SMALL, head_dim=4, rope_theta=10000.0))
     torch.testing.assert_close(frequencies_F, torch.tensor([1.0, 0.01]))
-    packed = pack_sequences(torch.tensor([0, 2, 3]).int(), 2, torch.tensor([0, 3, 0]), frequencies_F)
+    packed = pack_sequences(
+        torch.tensor([0, 2, 3]).int(), 2, torch.tensor([0, 3, 0]), Rotary(frequencies_F, 2.0)
+    )
     angles = torch.tensor([[0.0, 0.0], [3.0, 0.03], [0.0, 0.0]])
-    torch.testing.assert_close(packed.cos[:, 0], angles.cos())
-    torch.testing.assert_close(packed.sin[:, 0], angles.sin())
+    torch.testing.assert_close(packed.cos[:, 0], 2 * angles.cos())
+    torch.testing.assert_close(packed.sin[:, 0], 2 * angles.sin())
 
 
 def test_transformer_engine_gets_the_bounds_and_no_buckets():
     bounds = torch.tensor([0, 2, 5], dtype=torch.int32)
-    packed = pack_sequences(bounds, 3, torch.tensor([0, 1, 0, 1, 2]), frequencies_F=None)
+    packed = pack_sequences(bounds, 3, torch.tensor([0, 1, 0, 1, 2]), rotary=None)
     assert packed.qkv_format == "thd" and packed.buckets == ()
     assert packed.cu_seqlens_q is bounds and packed.cu_seqlens_kv is bounds
     assert packed.max_seqlen_q == packed.max_seqlen_kv == 4, "a power of two"
     assert packed.cu_seqlens_q_padded is None and packed.cos is None
 
 
-@pytest.mark.parametrize(
-    ("theta", "head_dim", "factor", "low", "high", "original"),
-    [
-        (500000.0, 128, 8.0, 1.0, 4.0, 8192),
-        (500000.0, 64, 32.0, 1.0, 4.0, 8192),
-        (10000.0, 32, 8.0, 1.0, 4.0, 32),
-        (10000.0, 64, 2.5, 0.5, 7.0, 100),
-    ],
-    ids=["llama-3.1", "llama-3.2", "tiny", "odd"],
-)
-def test_stretched_frequencies_are_those_of_transformers(
-    theta: float, head_dim: int, factor: float, low: float, high: float, original: int
-):
-    config = LlamaConfig(
-        hidden_size=4 * head_dim,
-        num_attention_heads=4,
-        max_position_embeddings=131072,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": theta,
-            "factor": factor,
-            "low_freq_factor": low,
-            "high_freq_factor": high,
-            "original_max_position_embeddings": original,
-        },
-    )
-    wanted, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](config)
-    plain = 1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
-    got = stretched_frequencies(plain, RopeScaling(factor, low, high, original))
-    torch.testing.assert_close(got, wanted, rtol=5e-7, atol=0)
-    assert attention_factor == 1.0
-    assert got[0] == plain[0] and got[-1] == plain[-1] / factor, "the fastest stays, the slowest is stretched"
-    assert ((got < plain) & (got > plain / factor)).any(), "some are blended"
+ROPES: dict[str, tuple[RopeScaling, dict[str, Any]]] = {
+    "llama3.1": (Llama3Scaling(8.0, 1.0, 4.0, 8192), {}),
+    "llama3.2": (Llama3Scaling(32.0, 1.0, 4.0, 8192), {}),
+    "llama3 tiny": (Llama3Scaling(8.0, 1.0, 4.0, 32), {"rope_theta": 10000.0}),
+    "llama3 odd": (Llama3Scaling(2.5, 0.5, 7.0, 100), {"rope_theta": 10000.0}),
+    "linear": (LinearScaling(4.0), {}),
+    "yarn": (YarnScaling(4.0, 32.0, 1.0, 32768, 0.1 * math.log(4.0) + 1.0, True), {}),
+    "yarn odd": (YarnScaling(3.0, 7.0, 2.5, 100, 1.5, False), {"rope_theta": 10000.0}),
+    "yarn sharp": (YarnScaling(2.0, 1.0, 1.0, 1024, 1.0, False), {"rope_theta": 10000.0}),
+    "longrope": (LongRopeScaling(tuple(1.0 + x / 8 for x in range(32)), math.sqrt(1 + 5 / 12), 131072), {}),
+}
+
+
+@pytest.mark.parametrize(("scaling", "changes"), ROPES.values(), ids=ROPES)
+def test_stretched_frequencies_are_those_of_transformers(scaling: RopeScaling, changes: dict[str, Any]):
+    kind = type(scaling).__name__.removesuffix("Scaling").lower()
+    own = {name.replace("max_positions", "max_position_embeddings"): x for name, x in vars(scaling).items()}
+    if isinstance(scaling, LongRopeScaling):
+        own = {"short_factor": [*scaling.short_factors], "long_factor": [9.0] * 32}
+    rope = {"rope_type": kind, "rope_theta": 500000.0, **own, **changes}
+    settings: dict[str, Any] = {
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 131072,
+    }
+    config = (Phi3Config if kind == "longrope" else LlamaConfig)(**settings, rope_parameters=rope)
+    wanted, attention_factor = ROPE_INIT_FUNCTIONS[kind](config)
+    shape = replace(SMALL, head_dim=64, rope_theta=rope["rope_theta"], rope_scaling=scaling)
+    torch.testing.assert_close(rotary_frequencies(shape), wanted, rtol=5e-7, atol=0)
+    assert shape.rotary_magnitude == pytest.approx(attention_factor)
+    plain = rotary_frequencies(replace(shape, rope_scaling=None))
+    assert (rotary_frequencies(shape) <= plain).all() and not torch.equal(wanted, plain)

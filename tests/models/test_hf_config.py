@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlmath.checkpoint.hf.weights import HFReader
-from rlmath.config.model_shape import ModelShape, RopeScaling
+from rlmath.config.model_shape import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ModelShape,
+    RopeScaling,
+    YarnScaling,
+)
+from rlmath.models.attention import rotary_frequencies
 from rlmath.models.hf_config import inspect_model_folder, read_model_shape
 from tests.tiny_models import LLAMA3_ROPE, make_model_folder
 
@@ -99,6 +109,23 @@ QWEN3_30B_A3B: dict[str, Any] = COMMON | {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+LONG_ROPE: dict[str, Any] = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+PHI_4_MINI: dict[str, Any] = COMMON | {
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "attention_bias": False,
+    "hidden_size": 3072,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": LONG_ROPE,
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+    "vocab_size": 200064,
+}
 """The fields as the Hub's releases have them, with fewer and smaller layers."""
 
 
@@ -160,13 +187,9 @@ def test_numbers_and_nesting_beyond_all_measure_are_told(tmp_path: Path, changes
 
 def test_a_llama_has_stretched_rotary_embeddings_and_no_biases(tmp_path: Path):
     found = shape(tmp_path, LLAMA_3_2_1B)
-    assert found.rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
+    assert found.rope_scaling == Llama3Scaling(32.0, 1.0, 4.0, 8192)
     assert (found.rope_theta, found.max_positions, found.tied_embeddings) == (500000.0, 131072, True)
     assert not found.attention_bias and not found.qk_norm
-
-
-def test_a_llama_3_without_rope_scaling_is_plain(tmp_path: Path):
-    assert shape(tmp_path, LLAMA_3_2_1B, rope_scaling=None).rope_scaling is None
 
 
 def test_a_qwen3_has_norms_of_query_and_key_and_heads_of_its_own_size(tmp_path: Path):
@@ -184,7 +207,15 @@ def test_a_mistrals_heads_need_not_add_up_to_the_hidden_size(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "architecture",
-    ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"],
+    [
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "SmolLM3ForCausalLM",
+        "Phi3ForCausalLM",
+    ],
 )
 def test_a_folder_that_transformers_5_wrote_is_read_as_transformers_reads_it(
     tmp_path: Path, architecture: str
@@ -196,7 +227,7 @@ def test_a_folder_that_transformers_5_wrote_is_read_as_transformers_reads_it(
     assert found.head_dim == getattr(config, "head_dim", 32)
     assert found.rope_theta == config.rope_parameters["rope_theta"]
     assert (found.rope_scaling is not None) == (config.rope_parameters["rope_type"] == "llama3")
-    if found.rope_scaling is not None:
+    if isinstance(found.rope_scaling, Llama3Scaling):
         assert found.rope_scaling.original_max_positions == LLAMA3_ROPE["original_max_position_embeddings"]
 
 
@@ -206,15 +237,8 @@ def test_the_older_name_of_rotary_settings_hides_the_newer_as_in_transformers(
 ):
     found = shape(tmp_path, LLAMA_3_2_1B, rope_parameters=newer)
     read = AutoConfig.from_pretrained(tmp_path).rope_parameters
-    assert found.rope_scaling is not None
+    assert isinstance(found.rope_scaling, Llama3Scaling)
     assert (found.rope_theta, found.rope_scaling.factor) == (read["rope_theta"], read["factor"])
-
-
-def test_the_original_length_is_all_positions_where_it_is_left_out_as_in_transformers(tmp_path: Path):
-    found = shape(tmp_path, LLAMA_3_2_1B, rope_scaling=rope(original_max_position_embeddings=...))
-    read = AutoConfig.from_pretrained(tmp_path).rope_parameters["original_max_position_embeddings"]
-    assert found.rope_scaling is not None
-    assert found.rope_scaling.original_max_positions == read == 131072
 
 
 @pytest.mark.parametrize(
@@ -231,16 +255,47 @@ def test_the_original_length_is_all_positions_where_it_is_left_out_as_in_transfo
             "\"original_max_position_embeddings\" is '8k'; needed: a whole number",
         ),
         ({"rope_scaling": "llama3"}, "\"rope_scaling\" asks for 'llama3'"),
-        ({"rope_scaling": rope(rope_type="yarn")}, "asks for 'yarn'; only plain rotary embeddings and"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "asks for 'linear'; only plain"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "asks for 'dynamic'; only plain"),
+        (
+            {"rope_scaling": rope(rope_type="yarn", factor=...)},
+            '"factor" is missing; needed: a number above 0',
+        ),
+        ({"rope_scaling": rope(rope_type="yarn", factor=4.0)}, 'YaRN reaches "factor" 4 x 8192 original'),
+        ({"rope_scaling": rope(rope_type="yarn", beta_fast=0)}, '"beta_fast" is 0; needed: a number above 0'),
+        (
+            {"rope_scaling": rope(rope_type="yarn"), "rope_theta": 1},
+            '"rope_theta" is 1.0; YaRN needs more than 1',
+        ),
+        ({"rope_scaling": rope(rope_type="yarn", truncate=1)}, '"truncate" is 1; needed: true or false'),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            '"factor" is 2; vLLM takes it with a point only: 2.0',
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "angles of all its tokens, and vLLM never does",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope"}},
+            "asks for 'longrope'; supported of a llama: settings of the type",
+        ),
         ({"rope_scaling": {"full_attention": rope()}}, '"rope_scaling" differs from layer to layer'),
-        ({"partial_rotary_factor": 0.5}, '"partial_rotary_factor" is 0.5; supported: 1.0'),
+        (
+            {"partial_rotary_factor": 0.5},
+            '"partial_rotary_factor" is 0.5; of a llama, all of a head is rotated',
+        ),
         ({"attention_bias": True}, '"attention_bias" is True; a LlamaForCausalLM is supported without'),
         ({"mlp_bias": True}, '"mlp_bias" is True'),
         ({"hidden_act": "gelu"}, '"hidden_act" is \'gelu\'; supported: "silu"'),
-        ({"sliding_window": 4096}, '"sliding_window" is 4096; only full attention is supported'),
-        ({"layer_types": ["sliding_attention"] * 4}, '"layer_types" has other kinds than "full_attention"'),
+        ({"sliding_window": 4096}, '"sliding_window" is 4096; a llama of transformers has none'),
+        ({"layer_types": ["sliding_attention"] * 4}, "and there is no sliding window in use"),
+        (
+            {"layer_types": ["chunked_attention"] * 4},
+            'needed: "full_attention" or "sliding_attention" for each of 4',
+        ),
+        (
+            {"layer_types": ["full_attention"]},
+            'needed: "full_attention" or "sliding_attention" for each of 4',
+        ),
         ({"model_type": "mistral"}, 'LlamaForCausalLM needs "llama"'),
     ],
 )
@@ -254,10 +309,17 @@ def test_what_a_llama_may_not_ask_for(tmp_path: Path, changes: dict[str, Any], t
         ({"head_dim": ...}, '"head_dim" is missing; needed: a whole number'),
         ({"attention_bias": True}, '"attention_bias" is True; a Qwen3ForCausalLM is supported without'),
         (
-            {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2},
-            "a sliding window is in use",
+            {"use_sliding_window": True, "sliding_window": 0},
+            '"sliding_window" is 0; needed: a whole number from 1',
         ),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "asks for 'yarn'"),
+        (
+            {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": -1},
+            "a whole number from 0 to",
+        ),
+        (
+            {"rope_scaling": {"type": "ntk", "factor": 4.0}},
+            "asks for 'ntk'; supported of a qwen3: settings of",
+        ),
     ],
 )
 def test_what_a_qwen3_may_not_ask_for(tmp_path: Path, changes: dict[str, Any], told: str):
@@ -275,11 +337,6 @@ def test_a_qwen3_with_experts_tells_how_many_and_how_large_they_are(tmp_path: Pa
     assert read.num_experts == 64 and not read.norm_topk_prob
 
 
-def test_a_qwen3_without_experts_has_none(tmp_path: Path):
-    found = shape(tmp_path, QWEN3_0_6B)
-    assert (found.num_experts, found.experts_per_token) == (0, 0)
-
-
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -294,7 +351,10 @@ def test_a_qwen3_without_experts_has_none(tmp_path: Path):
         ({"num_experts": ...}, '"num_experts" is missing; needed: a whole number from 1 to 4096'),
         ({"num_experts_per_tok": 1}, '"num_experts_per_tok" is 1 and "norm_topk_prob" true'),
         ({"moe_intermediate_size": ...}, '"moe_intermediate_size" is missing'),
-        ({"use_sliding_window": True, "sliding_window": 4096}, "a sliding window is in use"),
+        (
+            {"use_sliding_window": True, "sliding_window": 4096, "layer_types": ["full_attention"] * 4},
+            "a qwen3_moe of transformers has the window in all layers, one of vLLM's not",
+        ),
     ],
     ids=str,
 )
@@ -302,19 +362,135 @@ def test_what_a_qwen3_with_experts_may_not_ask_for(tmp_path: Path, changes: dict
     assert told in problem(tmp_path, QWEN3_30B_A3B, **changes)
 
 
-@pytest.mark.parametrize("window", [4096, 131071, 0, "4096"])
-def test_a_mistrals_window_may_not_be_smaller_than_its_positions(tmp_path: Path, window: Any):
-    told = problem(tmp_path, MISTRAL_NEMO, sliding_window=window)
-    assert f'"sliding_window" is {window!r}; only full attention is supported. Needed: null, or' in told
-    assert '"max_position_embeddings" (131072), which you may lower to the window' in told
-
-
 @pytest.mark.parametrize("window", [131072, 200000])
 def test_a_window_over_all_positions_is_none(tmp_path: Path, window: int):
-    shape(tmp_path, MISTRAL_NEMO, sliding_window=window)
+    assert shape(tmp_path, MISTRAL_NEMO, sliding_window=window).sliding_window is None
 
 
-def test_a_mistral_that_says_nothing_of_a_window_has_the_one_of_transformers(tmp_path: Path):
-    assert '"sliding_window" is 4096' in problem(tmp_path, MISTRAL_NEMO, sliding_window=...)
-    assert AutoConfig.from_pretrained(tmp_path).sliding_window == 4096
-    shape(tmp_path, MISTRAL_NEMO, sliding_window=..., max_position_embeddings=4096)
+IN_TURNS = ["sliding_attention", "full_attention"] * 2
+SWITCHED = {"use_sliding_window": True, "sliding_window": 9}
+
+
+@pytest.mark.parametrize(
+    ("release", "changes", "window", "full"),
+    [
+        (MISTRAL_NEMO, {"sliding_window": 4096}, 4096, ()),
+        (MISTRAL_NEMO, {"sliding_window": ...}, 4096, ()),
+        (MISTRAL_NEMO, {"sliding_window": ..., "max_position_embeddings": 4096}, None, ()),
+        (PHI_4_MINI, {"sliding_window": 2047}, 2047, ()),
+        (PHI_4_MINI, {"sliding_window": ...}, None, ()),
+        (QWEN3_0_6B, {"use_sliding_window": False, "sliding_window": 9}, None, ()),
+        (QWEN3_0_6B, {**SWITCHED, "max_window_layers": 0}, 9, ()),
+        (QWEN3_0_6B, {**SWITCHED, "max_window_layers": 3}, 9, (0, 1, 2)),
+        (QWEN3_0_6B, SWITCHED, None, ()),
+        (QWEN3_0_6B, {**SWITCHED, "layer_types": IN_TURNS}, 9, (1, 3)),
+        (QWEN3_0_6B, {**SWITCHED, "layer_types": IN_TURNS, "sliding_window": 40960}, None, (1, 3)),
+        (QWEN3_30B_A3B, SWITCHED, 9, ()),
+    ],
+)
+def test_windows_are_those_of_transformers(
+    tmp_path: Path,
+    release: dict[str, Any],
+    changes: dict[str, Any],
+    window: int | None,
+    full: tuple[int, ...],
+):
+    found, config = shape(tmp_path, release, **changes), AutoConfig.from_pretrained(tmp_path)
+    assert (found.sliding_window, found.full_attention_layers) == (window, full)
+    if window is not None:
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * 4
+        assert config.sliding_window == window
+        assert full == tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
+
+
+@pytest.mark.parametrize(
+    ("release", "rope", "wanted"),
+    [
+        (QWEN3_0_6B, {"rope_type": "linear", "factor": 4.0}, LinearScaling(4.0)),
+        (
+            QWEN3_0_6B,
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            YarnScaling(4.0, 32.0, 1.0, 32768, pytest.approx(0.1 * math.log(4.0) + 1.0), True),
+        ),
+        (
+            QWEN3_0_6B,
+            {"type": "yarn", "factor": 2.0, "mscale": 2.0, "mscale_all_dim": 1.0, "beta_fast": 16},
+            YarnScaling(
+                2.0,
+                16.0,
+                1.0,
+                40960,
+                pytest.approx((0.2 * math.log(2.0) + 1) / (0.1 * math.log(2.0) + 1)),
+                True,
+            ),
+        ),
+        (
+            QWEN3_0_6B,
+            {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5, "truncate": False},
+            YarnScaling(4.0, 32.0, 1.0, 40960, 1.5, False),
+        ),
+        (PHI_4_MINI, LONG_ROPE, LongRopeScaling((1.0,) * 48, pytest.approx(math.sqrt(1 + 5 / 12)), 131072)),
+    ],
+    ids=["linear", "yarn", "yarn with mscale", "yarn with factor", "longrope"],
+)
+def test_both_forms_of_rotary_settings_are_read_alike(
+    tmp_path: Path, release: dict[str, Any], rope: dict[str, Any], wanted: RopeScaling
+):
+    """transformers 4 has the base beside the settings, transformers 5 among them."""
+    older = shape(tmp_path, release, rope_scaling=rope)
+    newer = rope | {key: release[key] for key in ("rope_theta", "partial_rotary_factor") if key in release}
+    changes = {"rope_theta": ..., "partial_rotary_factor": ..., "rope_scaling": ..., "rope_parameters": newer}
+    assert shape(tmp_path, release, **changes) == older
+    assert older.rope_scaling == wanted
+    config = AutoConfig.from_pretrained(tmp_path)
+    theirs_F, magnitude = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config)
+    torch.testing.assert_close(rotary_frequencies(older), theirs_F, rtol=5e-7, atol=0)
+    assert older.rotary_magnitude == pytest.approx(magnitude)
+
+
+def test_a_phi_4_mini_rotates_a_part_of_every_head_within_its_original_positions(tmp_path: Path):
+    found = shape(tmp_path, PHI_4_MINI)
+    assert (found.head_dim, found.rotary_dim, found.max_positions) == (128, 96, 4096)
+    plain = shape(tmp_path, PHI_4_MINI, rope_scaling=None, partial_rotary_factor=1.0)
+    assert (plain.rotary_dim, plain.max_positions) == (None, 131072)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "supported of a phi3: settings of the type",
+        ),
+        (
+            {"rope_scaling": {**LONG_ROPE, "short_factor": [1.0]}},
+            '"short_factor" is [1.0]; needed: a list of 48',
+        ),
+        (
+            {"rope_scaling": {**LONG_ROPE, "short_factor": [0] * 48}},
+            '"short_factor" is 0; needed: a number above 0',
+        ),
+        ({"rope_scaling": {**LONG_ROPE, "factor": 8.0}}, '"factor" of longrope is 8.0; vLLM computes 32'),
+        ({"rope_scaling": {**LONG_ROPE, "short_mscale": 1.1}}, '"short_mscale" of longrope is read by vLLM'),
+        ({"partial_rotary_factor": 1e308}, "needed: an even number of the 128 dims of a head"),
+        ({"partial_rotary_factor": 0.7}, "needed: an even number of the 128 dims of a head"),
+    ],
+    ids=str,
+)
+def test_what_a_phi_may_not_ask_for(tmp_path: Path, changes: dict[str, Any], told: str):
+    assert told in problem(tmp_path, PHI_4_MINI, **changes)
+
+
+def test_every_fourth_layer_of_a_smollm3_does_not_rotate(tmp_path: Path):
+    release = {
+        **LLAMA_3_2_1B,
+        "architectures": ["SmolLM3ForCausalLM"],
+        "model_type": "smollm3",
+        "rope_scaling": None,
+    }
+    assert shape(tmp_path, release).no_rope_layers == (3,)
+    assert AutoConfig.from_pretrained(tmp_path).no_rope_layers == [1, 1, 1, 0]
+    assert shape(tmp_path, release, no_rope_layers=[0, 1, 0, 1]).no_rope_layers == (0, 2)
+    assert '"no_rope_layers" is [1]; needed: 1 or 0' in problem(tmp_path, release, no_rope_layers=[1])
+    windows = {"use_sliding_window": True, "sliding_window": 9}
+    assert "a smollm3 of transformers has none" in problem(tmp_path, release, **windows)

@@ -65,6 +65,11 @@ def test_a_rotation_by_hand_and_by_finite_differences():
     torch.testing.assert_close(rotate(x, *quarter), torch.tensor([[[-5.0, 2.0]]], dtype=torch.float64))
     angles = draw(3, 1, 2).detach()
     assert torch.autograd.gradcheck(lambda x: rotate(x, angles.cos(), angles.sin()), draw(3, 2, 4))
+    assert torch.autograd.gradcheck(lambda x: rotate(x, angles.cos(), angles.sin()), draw(3, 2, 7))
+    longer = draw(3, 2, 7)
+    turned = rotate(longer, angles.cos(), angles.sin())
+    assert torch.equal(turned[..., 4:], longer[..., 4:]), "behind the rotated dims"
+    assert torch.equal(turned[..., :4], rotate(longer[..., :4], angles.cos(), angles.sin()))
 
 
 def test_a_part_of_a_larger_tensor_is_rotated():

@@ -9,12 +9,12 @@ import pytest
 
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config
-from rlmath.data.dataset import check_critic, most_critic_updates, most_updates
+from rlmath.data.dataset import check_critic
 from rlmath.models.hf_config import critic_config_file, critic_shape_of, read_critic_shape
 from rlmath.planning.model_checks import (
     critic_folder_problems,
     critic_layout_problems,
-    critic_length_problems,
+    length_problems,
 )
 from rlmath.planning.warnings import config_warnings
 from rlmath.run.recovery.save_schedule import checkpoint_bytes
@@ -33,7 +33,7 @@ def problems(policy: Path, *overrides: str) -> list[str]:
     found = [
         *critic_folder_problems(config, shape),
         *critic_layout_problems(config, shape),
-        *critic_length_problems(config, shape),
+        *length_problems(config, shape),
     ]
     return list(dict.fromkeys(found))
 
@@ -85,18 +85,6 @@ def test_a_critic_that_is_never_ready_is_refused(overrides: list[str], told: str
     with pytest.raises(ValueError, match="never") as error:
         check_critic(config, total_steps=5)
     assert told in str(error.value)
-
-
-def test_the_critic_may_make_more_passes_than_the_policy() -> None:
-    given = ["algorithm.n_minibatches=2", "algorithm.epochs=3"]
-    assert most_critic_updates(config_of(GAE, *given), 10) == 60
-    assert most_critic_updates(config_of(GAE, *given, "critic.epochs=1"), 10) == 20
-
-
-def test_the_policys_schedule_counts_no_pretraining() -> None:
-    given = ["algorithm.n_minibatches=2", "critic.pretrain_steps=3"]
-    assert most_updates(config_of(GAE, *given), 10) == 14
-    assert most_updates(config_of(*given), 10) == 20
 
 
 def test_settings_without_effect_are_named() -> None:

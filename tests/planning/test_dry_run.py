@@ -340,7 +340,7 @@ def test_asynchronous_runs_are_told(dry):
 
 
 def test_of_engines_with_ranks_of_their_own_only_these_have_caches(dry, bare_model: Path):
-    cache = f"rollout.cpu_kv_cache_gib={0.6 * total_bytes() / 2**30}"
+    cache = f"rollout.cpu_kv_cache_gib={0.26 * total_bytes() / 2**30}"
     words = (
         f"model.path={bare_model}",
         *TINY,
@@ -352,7 +352,7 @@ def test_of_engines_with_ranks_of_their_own_only_these_have_caches(dry, bare_mod
     status, out, err = dry(V2, *words)
     assert status == 0, err
     assert "the KV caches of" not in out
-    assert "the KV caches of 2 ranks" in dry(V2, *words, "parallel=d2+d3")[1]
+    assert "the KV caches of 4 ranks" in dry(V2, *words, "parallel=d4+d3")[1]
 
 
 def test_tail_batching_and_its_bias_are_told(dry):
@@ -420,12 +420,6 @@ def test_what_a_start_refuses_to_resume_a_dry_run_refuses(dry, tied_model: Path,
     shutil.rmtree(output / CHECKPOINTS_FOLDER / "step-000008")
     status, out, err = dry(SMALL_R1, *words)
     assert status == 0 and "Resumes: after step 9" in out, err
-
-
-def test_ranks_are_no_setting_of_a_start(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as ended:
-        main(["--config", str(CONFIGS / SMALL_R1), "--ranks", "8"])
-    assert ended.value.code == 2 and "--ranks is for rlmath train and --dry-run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rlmath.checkpoint.hf.weight_map import parameter_count
-from rlmath.config.model_shape import ModelShape
+from rlmath.config.model_shape import LinearScaling, ModelShape
 from rlmath.config.schema import (
     AlgorithmConfig,
     Config,
@@ -338,6 +338,8 @@ def test_engine_weights_are_the_models_with_a_table_of_angles():
     angles = 32768 * 128 * 4
     assert weight_bytes(QWEN_7B, 1, 2, packed_head=False) == 2 * PARAMETERS + angles
     # On CPU the head is there twice. 152064 is a multiple of 64: nothing is padded.
+    stretched = replace(QWEN_7B, rope_scaling=LinearScaling(4.0))
+    assert weight_bytes(stretched, 1, 2, packed_head=False) == 2 * PARAMETERS + 4 * angles
     assert weight_bytes(QWEN_7B, 1, 4, packed_head=True) == 4 * (PARAMETERS + 152064 * 3584) + angles
 
 

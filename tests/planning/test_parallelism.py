@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from rlmath.config.model_shape import ModelShape
+from rlmath.config.model_shape import LongRopeScaling, ModelShape
 from rlmath.config.schema import Config, ParallelConfig, PolicyConfig, RolloutConfig
 from rlmath.planning.parallelism import (
     chunk_sizes,
     context_problems,
     expert_problems,
     expert_tensor_problems,
+    layout_problems,
     planned_ranks,
     rank_problems,
     ranks_or_least,
     roles,
+    rotary_problems,
     split_problems,
     stage_problems,
 )
@@ -132,6 +134,20 @@ def test_context_parallel_ranks_need_transformer_engine():
     assert "needs policy.transformer_impl=transformer_engine. Set it to 1" in problem
     assert not list(context_problems(parallel, PolicyConfig(), on_gpu=True))
     assert not list(context_problems(ParallelConfig(), local, on_gpu=False))
+
+
+def test_what_transformer_engine_does_not_compute_of_positions():
+    window = replace(DENSE, sliding_window=7)
+    (problem,) = layout_problems(ParallelConfig(context=2), 1, PolicyConfig(), window)
+    assert problem.startswith("parallel.context is 2, of a model with a sliding window of 7 tokens")
+    assert not list(layout_problems(ParallelConfig(), 1, PolicyConfig(), window))
+    scaling = LongRopeScaling((1.0,), 1.5, 8)
+    part = replace(DENSE, rope_scaling=scaling, rotary_dim=2)
+    (problem,) = rotary_problems(PolicyConfig(), part, on_gpu=True)
+    assert "multiplies those by 1.5" in problem and "policy.transformer_impl=local" in problem
+    assert not list(rotary_problems(PolicyConfig(transformer_impl="local"), part, on_gpu=True))
+    assert not list(rotary_problems(PolicyConfig(), part, on_gpu=False))
+    assert not list(rotary_problems(PolicyConfig(), replace(part, rotary_dim=None), on_gpu=True))
 
 
 def test_context_parallel_ranks_are_part_of_a_replica():

@@ -48,6 +48,8 @@ def test_output_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "a folder; needed: a file to write" in capsys.readouterr().err
     assert main([str(folder), "--output", str(tmp_path / "new" / "page.html")]) == 0
     assert (tmp_path / "new" / "page.html").stat().st_size > 4 * 2**20
+    assert main([str(folder), str(make_run(tmp_path / "b"))]) == 0
+    assert (folder / "compared.html").exists() and not (folder / "report.html").exists()
     (tmp_path / "file").write_text("x")
     assert main([str(folder), "--output", str(tmp_path / "file" / "page.html")]) == 1
     assert capsys.readouterr().err.startswith("report: ")

@@ -30,7 +30,7 @@ from rlmath.config.length_curriculum import (
     validation_tokens,
     with_longest_lengths,
 )
-from rlmath.config.model_shape import ModelShape
+from rlmath.config.model_shape import ModelShape, YarnScaling
 from rlmath.config.schema import (
     AlgorithmConfig,
     Config,
@@ -188,12 +188,6 @@ def test_the_list_of_rewards() -> None:
         NamedReward("steps", 0.573, "package.other:steps"),
     )
     assert compared_rewards(DISTINCT.reward) == (0, 1, 2) and compared_rewards(ONE_REWARD) == ()
-    by_reward = replace(DISTINCT.selection, dynamic_sampling="reward")
-    assert selection_rules(by_reward, DISTINCT.reward).parts == (0, 1, 2)
-    with open_reward_workers(replace(DISTINCT.reward, rewards=["correctness"], weights=[])) as workers:
-        (pool,) = workers.by_name.values()
-        assert (pool._size, pool.timeout_seconds) == (2, 15.8)
-        assert pool._settings.rules == Rules(answer_from="phrase", protocol=True)
 
 
 def test_the_reward_scheme_and_the_workers() -> None:
@@ -391,6 +385,33 @@ def test_what_selective_recomputes() -> None:
     assert selective_modules(experts, local_layers=False) == ["moe"]
 
 
+def test_windows_layers_that_do_not_rotate_and_yarns_factor_as_megatron_takes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", object())
+
+    def given(device: Device, **changes: Any) -> Any:
+        shape = replace(SHAPE, num_layers=4, **changes)
+        return transformer_config(shape, Mesh(0, 1, 1, 1, 1), device, ParallelConfig(), Recompute())
+
+    yarn = YarnScaling(4.0, 32.0, 1.0, 64, attention_factor=1.5, truncate=True)
+    for device in (CPU, GPU):
+        plain = given(device)
+        assert (plain.window_size, plain.no_rope_freq, plain.softmax_scale) == (None, None, None)
+        found = given(device, sliding_window=7, full_attention_layers=(1, 3), no_rope_layers=(2,))
+        windows = [
+            is_layer_window_attention(found.window_size, found.window_attn_skip_freq, layer + 1)
+            for layer in range(4)
+        ]
+        assert found.window_size == (6, 0) and windows == [True, False, True, False]
+        assert found.no_rope_freq == [0, 0, 1, 0]
+        scale = given(device, head_dim=4, rope_scaling=yarn).softmax_scale
+        assert scale == (None if device is CPU else 1.5**2 / 2), "query and key are multiplied by it"
+
+
 def test_what_is_one_function_beside_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rotation and apex's kernel are there, as far as Megatron can tell."""
     from megatron.core.models.common.embeddings import rope_utils
@@ -454,10 +475,6 @@ def test_lengths_of_stages_and_validation() -> None:
     alone = replace(DISTINCT, stages=StagesConfig())
     assert planned_steps(alone, steps_per_epoch=5) == 103
     assert planned_steps(alone, steps_per_epoch=1) == 102
-
-
-def test_updates_of_a_run_are_steps_times_minibatches_times_epochs() -> None:
-    assert most_updates(DISTINCT, total_steps=7) == 7 * 164 * 165
 
 
 def test_the_critic_has_a_rate_a_warm_up_and_epochs_of_its_own() -> None:

@@ -8,6 +8,8 @@ axis. With G key-value groups, R query heads per group, D head dim, F feed-forwa
     vocab     the same, rows filled up with zeros to a multiple of the tensor-parallel size
     qkv       [G, R + 2, D, ...]  query heads of a group, then its key and its value; split on axis 0
     gate_up   [2, F, ...]         gate, then up; split on axis 1
+
+The last two are made of three and two Hugging Face tensors, or of one that has all their rows, as Phi-3's.
 """
 
 from __future__ import annotations
@@ -133,6 +135,9 @@ _EXPERTS = (
     ),
 )
 
+_FUSED_QKV = replace(_ATTENTION[1], hf=("model.layers.{n}.self_attn.qkv_proj.weight",))
+_FUSED_GATE_UP = replace(_GATED_MLP[1], hf=("model.layers.{n}.mlp.gate_up_proj.weight",))
+
 _PLAIN_DECODER = (_EMBEDDING, *_ATTENTION, *_GATED_MLP, *_HEAD)
 
 TABLES: dict[str, tuple[Rule, ...]] = {
@@ -141,6 +146,17 @@ TABLES: dict[str, tuple[Rule, ...]] = {
     "Qwen3MoeForCausalLM": (_EMBEDDING, *_ATTENTION, *_QK_NORM, *_EXPERTS, *_HEAD),
     "LlamaForCausalLM": _PLAIN_DECODER,
     "MistralForCausalLM": _PLAIN_DECODER,
+    "SmolLM3ForCausalLM": _PLAIN_DECODER,
+    "Phi3ForCausalLM": (
+        _EMBEDDING,
+        _INPUT_NORM,
+        _FUSED_QKV,
+        _ATTENTION[2],
+        _MLP_NORM,
+        _FUSED_GATE_UP,
+        _GATED_MLP[2],
+        *_HEAD,
+    ),
 }
 """Rules by the architecture that config.json names, in the order in which tensors are streamed."""
 
@@ -158,6 +174,8 @@ MODEL_TYPES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Phi3ForCausalLM": "phi3",
 }
 """The `model_type` of config.json that goes with each architecture."""
 
@@ -256,16 +274,21 @@ def canonical_shape(rule: Rule, shape: ModelShape, tensor: int) -> tuple[int, ..
     return tuple(sizes[name] for name in rule.sizes)
 
 
-def hf_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
-    """Shapes of the rule's Hugging Face tensors, in the order of `rule.hf`."""
+def part_rows(rule: Rule, shape: ModelShape) -> list[int]:
+    """Rows of the Hugging Face tensors that a rule's form joins, each a tensor or a part of the only one: of query, key
+    and value, or of gate and up; of other forms all rows."""
     canonical = canonical_shape(rule, shape, tensor=1)
     if rule.form == "qkv":
-        _, _, D, *rest = canonical
-        rows = (shape.num_heads * D, shape.num_kv_heads * D, shape.num_kv_heads * D)
-        return [(n, *rest) for n in rows]
-    if rule.form == "gate_up":
-        return [canonical[1:]] * 2
-    return [canonical]
+        D = canonical[2]
+        return [shape.num_heads * D, shape.num_kv_heads * D, shape.num_kv_heads * D]
+    return [canonical[1]] * 2 if rule.form == "gate_up" else [canonical[0]]
+
+
+def hf_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
+    """Shapes of the rule's Hugging Face tensors, in the order of `rule.hf`."""
+    row_axes = {"qkv": 3, "gate_up": 2}.get(rule.form, 1)
+    columns, rows = canonical_shape(rule, shape, tensor=1)[row_axes:], part_rows(rule, shape)
+    return [(n, *columns) for n in (rows if len(rule.hf) == len(rows) else [sum(rows)])]
 
 
 def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:

@@ -138,6 +138,8 @@ def with_stop_tokens(metadata_files: Mapping[str, bytes], stop_token_ids: Sequen
 def to_canonical(rule: Rule, tensors: Sequence[Tensor], shape: ModelShape, tensor: int) -> Tensor:
     """Hugging Face tensors, in the order of `rule.hf`, as one canonical tensor."""
     target = canonical_shape(rule, shape, tensor)
+    if len(rule.hf) == 1 and rule.form in ("qkv", "gate_up"):
+        tensors = tensors[0].split(weight_map.part_rows(rule, shape))
     if rule.form == "vocab":
         (weight,) = tensors
         return torch.nn.functional.pad(weight, (0, 0, 0, target[0] - weight.shape[0]))
@@ -153,13 +155,14 @@ def from_canonical(rule: Rule, full: Tensor, shape: ModelShape) -> list[Tensor]:
     """The inverse of `to_canonical`: Hugging Face tensors in the order of `rule.hf`."""
     if rule.form == "vocab":
         return [full[: shape.vocab_size]]
+    parts = [full]
     if rule.form == "qkv":
         heads_per_group = shape.num_heads // shape.num_kv_heads
-        parts = full.split((heads_per_group, 1, 1), dim=1)
-        return [part.reshape(-1, *full.shape[3:]) for part in parts]
-    if rule.form == "gate_up":
-        return [full[0], full[1]]
-    return [full]
+        by_head = full.split((heads_per_group, 1, 1), dim=1)
+        parts = [part.reshape(-1, *full.shape[3:]) for part in by_head]
+    elif rule.form == "gate_up":
+        parts = [full[0], full[1]]
+    return parts if len(rule.hf) == len(parts) else [torch.cat(parts)]
 
 
 def shard(rule: Rule, full: Tensor, tensor_rank: int, tensor: int) -> Tensor:

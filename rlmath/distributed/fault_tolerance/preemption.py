@@ -205,7 +205,7 @@ def launcher_advice(grace_seconds: float) -> str | None:
     if "SIGUSR1" not in handled:
         wanted.append(f"--signals-to-handle={','.join(WANTED_SIGNALS)}")
         why.append("does not pass SIGUSR1 on")
-    if patience < grace_seconds:
+    if patience < grace_seconds + EXIT_SECONDS:
         wanted.append(f"--shutdown-timeout={grace_seconds + EXIT_SECONDS:.0f}")
         why.append(f"kills the ranks {patience:g} s after a signal, Ctrl-C too")
     if not wanted:

@@ -50,7 +50,10 @@ def step_lines(plan: StepPlan) -> Iterator[str]:
     for phase in PHASES:
         if phase in plan.seconds:
             yield f"  {phase:<10}{_seconds(plan.seconds[phase]):>10}"
-            yield from _remarks(plan, phase)
+        if phase == "rollout" and plan.tail_seconds > 0:
+            yield f"    {_seconds(plan.tail_seconds)} of it for the tail, when no request waits any more"
+        if phase == "update" and plan.idle_share > 0:
+            yield f"    {plan.idle_share:.1%} of it a pipeline stage waits for others"
     if plan.overlaps:
         ranks = plan.config.rollout.ranks
         yield f"  {'trainers':<10}{_seconds(plan.trainer_seconds):>10}  on {plan.cluster.ranks - ranks} ranks"
@@ -61,13 +64,6 @@ def step_lines(plan: StepPlan) -> Iterator[str]:
     yield f"  {'step':<10}{_seconds(plan.step_seconds):>10}  {tokens:,.0f} sampled tokens a second"
 
 
-def _remarks(plan: StepPlan, phase: str) -> Iterator[str]:
-    if phase == "rollout" and plan.tail_seconds > 0:
-        yield f"    {_seconds(plan.tail_seconds)} of it for the tail, when no request waits any more"
-    if phase == "update" and plan.idle_share > 0:
-        yield f"    {plan.idle_share:.1%} of it a pipeline stage waits for others"
-
-
 def epoch_lines(prediction: RunPrediction) -> Iterator[str]:
     if prediction.steps_per_epoch is None:
         yield "Hours of an epoch: unknown, data.train_path is not there. Give --prompts."
@@ -75,9 +71,8 @@ def epoch_lines(prediction: RunPrediction) -> Iterator[str]:
     per_epoch, steps = prediction.steps_per_epoch, prediction.total_steps
     hours = prediction.step_seconds / 3600
     assert steps is not None
-    what = f"{steps / per_epoch:.3g} epochs"
-    if has_length_stages(prediction.place.config):
-        what = "all stages"
+    staged = has_length_stages(prediction.place.config)
+    what = "all stages" if staged else f"{steps / per_epoch:.3g} epochs"
     yield (
         f"An epoch has {per_epoch:,} steps: {per_epoch * hours:,.3g} hours. The run has "
         f"{steps:,} steps ({what}): {steps * hours:,.3g} hours, without saving and validation"

@@ -86,11 +86,6 @@ def forward_cost(shape: ModelShape) -> Cost:
     return Cost(cost.linear / 3, cost.quadratic / 3)
 
 
-def head_flops(shape: ModelShape) -> float:
-    """FLOPs of the output layer for one token, forwards."""
-    return 2.0 * shape.hidden_size * shape.outputs
-
-
 @dataclass(frozen=True)
 class StepInputs:
     """Everything that the work of a step follows from."""
@@ -167,7 +162,7 @@ def _pass_work(inputs: StepInputs, mesh: Mesh, layers: int, passes: Passes) -> W
     """All sequences of a step through one pipeline stage, once."""
     shape, batch, config = inputs.shape, inputs.batch, inputs.config
     cost, share = forward_cost(shape), layers / shape.num_layers
-    head = head_flops(shape)
+    head = 2.0 * shape.hidden_size * shape.outputs  # FLOPs of the output layer for one token, forwards
     flops = batch.tokens * share * (cost.linear - head) * passes.linear
     flops += batch.squares * share * cost.quadratic * passes.attention
     tokens = batch.tokens / inputs.parts

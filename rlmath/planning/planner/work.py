@@ -99,21 +99,8 @@ def machine_of(config: Config, target: Target, network_gbps: float | None = None
         raise ValueError(
             f"the network has {network_gbps:g}; needed: above 0 (Gbit/s for each GPU, --network-gbps)"
         )
-    if target.kind == "cpu":
-        name, found = CPU, CPU_CORE
-    else:
-        name = config.memory.gpu or ""
-        found = _gpu(name)
-    network = found.network if network_gbps is None else network_gbps * 1e9 / 8
-    return Machine(
-        name,
-        found.kind,
-        flops=found.flops,
-        memory=found.memory,
-        node=found.node,
-        network=network,
-        host=found.host,
-    )
+    found = CPU_CORE if target.kind == "cpu" else _gpu(config.memory.gpu or "")
+    return found if network_gbps is None else replace(found, network=network_gbps * 1e9 / 8)
 
 
 def _gpu(name: str) -> Machine:

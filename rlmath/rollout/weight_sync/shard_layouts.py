@@ -15,7 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from rlmath.checkpoint.hf.weight_map import Placed, canonical_shape, hf_shapes, padded_vocab, placed_tensors
+from rlmath.checkpoint.hf.weight_map import (
+    Placed,
+    canonical_shape,
+    hf_shapes,
+    padded_vocab,
+    placed_tensors,
+)
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import ParallelConfig
 from rlmath.distributed.mesh import Mesh
@@ -36,7 +42,8 @@ class Block:
     """A rectangle of a Hugging Face tensor, and where it lies in a parameter of one rank."""
 
     tensor: str
-    """Name of the Hugging Face tensor."""
+    """Name of the Hugging Face tensor; of a part of it, with the part's number: each of query, key and value, and of
+    gate and up, counts as a tensor."""
     parameter: str
     """Training side: the first Hugging Face name of the Megatron tensor (`parameter_key`). Engine: vLLM's name."""
     rows: int
@@ -155,9 +162,15 @@ def _qkv_groups(
     first = tensor_rank * groups
     for group in range(first, first + groups):
         at = (group - first) * (heads + 2) * D
-        for name, count in zip(placed.hf_names, (heads, 1, 1), strict=True):
+        for name, count in zip(_parts(placed, 3), (heads, 1, 1), strict=True):
             yield Block(name, key, count * D, cols, row=group * count * D, at_row=at)
             at += count * D
+
+
+def _parts(placed: Placed, count: int) -> tuple[str, ...]:
+    """Names of the tensors that a rule joins; where Hugging Face has joined them already, of its parts."""
+    names = placed.hf_names
+    return names if len(names) == count else tuple(f"{names[0]}[{part}]" for part in range(count))
 
 
 def _stacked(
@@ -165,7 +178,7 @@ def _stacked(
 ) -> Iterator[Block]:
     """The part's rows of each tensor, one after the other from `at_row` on: gate, then up."""
     cols, rows = _columns(placed, shape), shape.ffn_size // parts
-    for number, name in enumerate(placed.hf_names):
+    for number, name in enumerate(_parts(placed, 2)):
         yield Block(name, parameter, rows, cols, row=part * rows, at_row=at_row + number * rows)
 
 
@@ -196,7 +209,7 @@ def engine_blocks(shape: ModelShape, engine_size: int, part: int) -> Iterator[Bl
         name, form = engine_name(placed), placed.rule.form
         # The part of one expert stands below the parts of the experts before it.
         if placed.expert is not None and form == "gate_up":
-            rows = len(placed.hf_names) * shape.ffn_size // engine_size
+            rows = 2 * shape.ffn_size // engine_size
             yield from _stacked(placed, shape, engine_size, part, name, at_row=placed.expert * rows)
         elif placed.expert is not None:
             down = _plain(placed, shape, engine_size, part, name)
@@ -236,7 +249,7 @@ def _engine_qkv(
     kv_heads = max(1, shape.num_kv_heads // engine_size)
     spans = ((part, shape.num_heads // engine_size), (part // copies, kv_heads), (part // copies, kv_heads))
     at = 0
-    for name, (index, heads) in zip(placed.hf_names, spans, strict=True):
+    for name, (index, heads) in zip(_parts(placed, 3), spans, strict=True):
         yield Block(name, parameter, heads * D, cols, row=index * heads * D, at_row=at)
         at += heads * D
 

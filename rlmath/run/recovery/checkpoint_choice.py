@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rlmath.checkpoint import directory
 from rlmath.checkpoint.directory import Checkpoint
@@ -19,8 +19,8 @@ def choose_checkpoint(
     recovery: Recovery | None, on_progress: Callable[[], None] = lambda: None
 ) -> CheckpointToResume | None:
     """The newest candidate of rank 0's whose files are all as they were written. A collective: each rank reads a share
-    of the files, and calls `on_progress` for every few MiB of them. ValueError on all ranks where no candidate is
-    whole, or it cannot be known."""
+    of the files, and calls `on_progress` for every few MiB of them. ValueError on all ranks where one cannot read what
+    rank 0 can, and where no candidate is whole."""
     recovery = broadcast_from_rank_zero(recovery)
     if recovery is None:
         return None
@@ -41,19 +41,37 @@ def choose_checkpoint(
 
 
 def _damage(checkpoint: Checkpoint, on_progress: Callable[[], None]) -> str | None:
-    """What is wrong with the files, as all ranks together find it. ValueError where it cannot be known."""
+    """What is wrong with the files, as all ranks together find it."""
     rank, ranks = environment_rank(), environment_world_size()
-    mine, out_of_reach = [], None
+    mine, unreadable, out_of_reach = [], None, None
     for name in sorted(checkpoint.files)[rank::ranks]:
         try:
             mine += directory.wrong_contents(checkpoint, [name], on_progress)
         except OSError as error:
-            mine.append(f"rank {rank} on {socket.gethostname()} cannot read {name} ({error.strerror})")
+            text = f"rank {rank} on {socket.gethostname()} cannot read {name} ({error.strerror})"
+            unreadable = name, text
             try:
                 directory.raise_if_out_of_reach(checkpoint.folder / name, error)
             except directory.OutOfReachError as refused:
                 out_of_reach = out_of_reach_text(refused)
-    gathered = all_gather_objects((mine, out_of_reach))
-    if texts := [text for _, text in gathered if text is not None]:
+    gathered = all_gather_objects((mine, unreadable, out_of_reach))
+    found = [(wrong, one) for wrong, one, _ in gathered]
+    names = [one for _, one in found if one is not None]
+    if names:
+        _shared_or_raise(checkpoint, names)
+    if texts := [text for *_, text in gathered if text is not None]:
         raise ValueError(texts[0])
-    return next((wrong for found, _ in gathered for wrong in found), None)
+    return next((text for wrong, one in found for text in (*wrong, *([one[1]] if one else []))), None)
+
+
+def _shared_or_raise(checkpoint: Checkpoint, unreadable: Sequence[tuple[str, str]]) -> None:
+    """A file that rank 0 can read and another rank cannot is not damaged: it is not shared."""
+    for name, text in unreadable:
+        try:
+            readable = environment_rank() == 0 and bool(directory.file_entry(checkpoint.folder / name))
+        except OSError:
+            readable = False
+        if broadcast_from_rank_zero(readable):
+            raise ValueError(
+                f"{text}, and rank 0 can. run.output_dir must lie on a disk that all nodes share and may read."
+            )

@@ -153,6 +153,8 @@ class Origin:
     """The files of the user's reward functions; they may change, with a warning."""
     hooks: str = ""
     """The files of the functions that select groups and give advantages; they may change, with a warning."""
+    older_data: str = ""
+    """The fingerprint of the data as checkpoints before November 27, 2026 have it, where that was another."""
 
 
 def origin_of(config: Config, inputs: PromptFiles, has_weights: bool = True) -> Origin:
@@ -183,7 +185,8 @@ def sft_origin_of(config: Config, inputs: SftInputs, has_weights: bool = True) -
     model = model_fingerprint(config.model.path) if has_weights else ""
     sequences = iter(inputs.sequences)
     files = [list(itertools.islice(sequences, share.n_prompts)) for share in inputs.order.shares]
-    return Origin(model, sequences_fingerprint(*(files or [inputs.sequences])))
+    in_files = sequences_fingerprint(*(files or [inputs.sequences]))
+    return Origin(model, in_files, older_data=sequences_fingerprint(inputs.sequences))
 
 
 def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery | None:
@@ -299,7 +302,7 @@ def _other_run(
             f"model.path: the model that the run started from has changed (fingerprint {progress.model_fingerprint} "
             f"there, {origin.model} of {now.model.path} now)"
         )
-    if origin.data not in ("", progress.data_fingerprint):
+    if origin.data and progress.data_fingerprint not in (origin.data, origin.older_data):
         yield (
             f"data.train_path: the prompts have changed (fingerprint {progress.data_fingerprint} there, {origin.data} "
             f"of {now.data.train_path} now)"

@@ -221,7 +221,7 @@ def test_a_signal_to_one_rank_saves_on_all_and_a_second_one_does_no_harm(tmp_pat
 
 @matrix
 def test_sigusr1_to_a_torchrun_that_handles_it_saves(tmp_path: Path) -> None:
-    with running(tmp_path / "run", "walk", options=(SIGNALS, "--shutdown-timeout=300")) as run:
+    with running(tmp_path / "run", "walk", options=(SIGNALS, "--shutdown-timeout=315")) as run:
         run.launcher.send_signal(signal.SIGUSR1)
         assert_saved(run)
         assert "advice: None" in run.console()

@@ -4,7 +4,7 @@ plan. The training side is cut by `hf_tables`, the engine's by vLLM's own defini
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -134,15 +134,23 @@ def engine_parameters(
     for layer in range(shape.num_layers):
         at = f"model.layers.{layer}"
         for kind in ("weight", "bias") if shape.attention_bias else ("weight",):
-            q, k, v = (whole[f"{at}.self_attn.{x}_proj.{kind}"] for x in "qkv")
+            D = shape.head_dim
+            heads = (shape.num_heads * D, shape.num_kv_heads * D, shape.num_kv_heads * D)
+            attention = [f"{at}.self_attn.{x}_proj.{kind}" for x in "qkv"]
+            q, k, v = _parts(whole, attention, f"{at}.self_attn.qkv_proj.{kind}", heads)
             mine = [q.chunk(engine_size)[part]]
             mine += [x.chunk(engine_size // copies)[part // copies] for x in (k, v)]
             found[f"{at}.self_attn.qkv_proj.{kind}"] = torch.cat(mine)
         networks = [f"{at}.mlp.experts.{number}" for number in range(shape.num_experts)] or [f"{at}.mlp"]
         first = [
-            whole[f"{one}.{x}_proj.weight"].chunk(engine_size)[part]
+            matrix.chunk(engine_size)[part]
             for one in networks
-            for x in ("gate", "up")
+            for matrix in _parts(
+                whole,
+                [f"{one}.{x}_proj.weight" for x in ("gate", "up")],
+                f"{one}.gate_up_proj.weight",
+                (shape.ffn_size, shape.ffn_size),
+            )
         ]
         second = [whole[f"{one}.down_proj.weight"].chunk(engine_size, dim=1)[part] for one in networks]
         names = ("gate_up_proj.weight", "down_proj.weight")
@@ -159,6 +167,13 @@ def engine_parameters(
             found[f"{at}.{name}.weight"] = whole[f"{at}.{name}.weight"]
     found["model.norm.weight"] = whole["model.norm.weight"]
     return {name: tensor if tensor.dim() == 2 else tensor[:, None] for name, tensor in found.items()}
+
+
+def _parts(
+    whole: Mapping[str, Tensor], names: list[str], fused: str, rows: tuple[int, ...]
+) -> Sequence[Tensor]:
+    """Hugging Face tensors by their names, or so many rows each of the one that has them all."""
+    return whole[fused].split(rows) if fused in whole else [whole[name] for name in names]
 
 
 def plan_of_all(

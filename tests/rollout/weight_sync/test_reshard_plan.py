@@ -51,6 +51,7 @@ MODELS = {
     "tied": replace(SMALL, tied_embeddings=True),
     "qwen3": replace(SMALL, architecture="Qwen3ForCausalLM", head_dim=4, attention_bias=False, qk_norm=True),
     "llama": replace(SMALL, architecture="LlamaForCausalLM", attention_bias=False),
+    "phi3": replace(SMALL, architecture="Phi3ForCausalLM", attention_bias=False),
     "one rank of padding": replace(SMALL, vocab_size=30),
     "tied, one rank of padding": replace(SMALL, vocab_size=30, tied_embeddings=True),
 }
