@@ -6,7 +6,8 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,13 @@ import psutil
 REPOSITORY = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
 TRAIN = ("launch/train_grpo.py", "--config", "configs/demo.yaml")
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 90.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"nothing happened within {seconds} s"
+        time.sleep(0.05)
 
 
 def run(

@@ -14,9 +14,18 @@ import pytest
 from rlmath.checkpoint.unfinished_groups import UNFINISHED
 from rlmath.config.run_files import LOG_FILE
 from rlmath.distributed.fault_tolerance.exit_codes import SAVED_AND_STOPPED, read_exit_status
-from tests.programs import ENVIRONMENT, REPOSITORY, TRAIN, end_family, family, small_run, torchrun_command
+from tests.programs import (
+    ENVIRONMENT,
+    REPOSITORY,
+    TRAIN,
+    end_family,
+    family,
+    small_run,
+    torchrun_command,
+    wait_for,
+)
 from tests.selection import matrix
-from tests.test_failures import END_SECONDS, assert_all_gone, ranks_of, rows_of, wait_for
+from tests.test_failures import END_SECONDS, assert_all_gone, ranks_of, rows_of
 
 pytestmark = [pytest.mark.distributed, matrix]
 

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ from tests.programs import (
     family,
     small_run,
     torchrun_command,
+    wait_for,
 )
 from tests.selection import matrix
 
@@ -66,13 +66,6 @@ def running(
             yield process
         finally:
             end_family(process)
-
-
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + END_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"nothing happened within {END_SECONDS} s"
-        time.sleep(0.1)
 
 
 def ranks_of(pid: int) -> dict[str, psutil.Process]:

@@ -179,7 +179,7 @@ def _texts(
     """What can be used; the others, among them rows of more than `most_characters`, are added to `unusable`."""
     prompts: list[PromptRow] = []
     completions: list[str] = []
-    known = [token for token in (chat_end(tokenizer), tokenizer.eos_token_id) if token is not None]
+    known = [token for token in (chat_end(tokenizer), tokenizer.eos_token_id) if isinstance(token, int)]
     ends = tuple(map(str, tokenizer.convert_ids_to_tokens(known)))
     in_chat = template in ("auto", "chat") and bool(tokenizer.chat_template)
     takes_messages = in_chat or isinstance(template, UserFunction)

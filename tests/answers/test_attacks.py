@@ -8,7 +8,8 @@ import pytest
 
 from rlmath.workers.worker_pool import WorkerPool
 from tests.answers.attacks import HANG_SOLUTIONS, HANGS, MARKER, QUICK, SOLUTIONS
-from tests.workers.test_worker_pool import HALF, children, is_alive, wait_until, warm
+from tests.programs import wait_for
+from tests.workers.test_worker_pool import HALF, children, is_alive, warm
 
 LIMIT_SECONDS = 2.0
 WORKERS = 2
@@ -31,7 +32,7 @@ def batch(tmp_path_factory):
         futures = [(pair, pool.submit(*pair, "math")) for pair in asked]
         verdicts = [(pair, future.result(300)) for pair, future in futures]
         family = [fork_server, *children(fork_server)]
-    wait_until(lambda: not any(map(is_alive, family)))
+    wait_for(lambda: not any(map(is_alive, family)))
     attacked = [verdict for pair, verdict in verdicts if pair[1] is not HALF]
     honest = [verdict for pair, verdict in verdicts if pair[1] is HALF]
     return attacked, honest, marker

@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from rlmath.checkpoint.hf import weights
 from rlmath.checkpoint.hf.headers import EMBEDDING, HEAD, unexpected_tensors, weight_problems
@@ -99,15 +99,6 @@ def test_of_two_sets_of_weights_the_one_that_transformers_reads_is_read(tmp_path
     assert torch.equal(HFReader(folder).tensor("model.norm.weight"), loaded["model.norm.weight"])
 
 
-def test_an_exported_folder_loads_in_transformers_and_answers_alike(tmp_path: Path, source: Path):
-    output = tmp_path / "deep" / "export"
-    write_hf_folder(stream_of(source), read_metadata_files(source), output, torch.float32, writes=True)
-    ids = torch.tensor([[5, 6, 7, 8]])
-    before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (source, output))
-    assert torch.equal(before(ids).logits, after(ids).logits)
-    assert AutoTokenizer.from_pretrained(output)("12+3=") == AutoTokenizer.from_pretrained(source)("12+3=")
-
-
 def test_configuration_and_tokenizer_come_along_and_old_weights_do_not(tmp_path: Path, source: Path):
     for path in source.iterdir():
         if path.suffix == ".json":
@@ -152,7 +143,7 @@ def test_large_models_are_written_in_several_files(
     # as float32: a 24 bytes, b 8, c 64, d 16; a file holds 32
     monkeypatch.setattr(weights, "SHARD_BYTES", 32)
     tensors = WEIGHTS | {"d": torch.ones(4)}
-    output = tmp_path / "out"
+    output = tmp_path / "deep" / "out"
     write_hf_folder(iter(tensors.items()), read_metadata_files(source), output, torch.float32, writes=True)
     index = json.loads((output / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 24 + 8 + 64 + 16
@@ -166,31 +157,6 @@ def test_large_models_are_written_in_several_files(
     assert all(torch.equal(reader.tensor(name), tensors[name].float()) for name in tensors)
     with safe_open(output / parts[0], framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
-
-
-def test_a_model_in_several_files_loads_in_transformers(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(weights, "SHARD_BYTES", 500_000)
-    write_hf_folder(
-        stream_of(source), read_metadata_files(source), tmp_path / "out", torch.float32, writes=True
-    )
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
-    before, after = (
-        AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (source, tmp_path / "out")
-    )
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_views_of_a_larger_tensor_are_written_as_they_are(tmp_path: Path, source: Path):
-    large = torch.arange(24.0).view(4, 6)
-    views = {"rows": large[1:3], "columns": large[:, ::2], "turned": large.T}
-    write_hf_folder(
-        iter(views.items()), read_metadata_files(source), tmp_path / "out", torch.float32, writes=True
-    )
-    reader = HFReader(tmp_path / "out")
-    assert all(torch.equal(reader.tensor(name), view) for name, view in views.items())
 
 
 def broken_stream() -> Iterator[tuple[str, Tensor]]:

@@ -16,7 +16,10 @@ from rlmath.checkpoint.hf.weights import SafetensorsWriter, write_hf_folder
 
 def test_formats_shapes_and_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(weights, "_BLOCK", 5)
+    large = torch.arange(24.0).view(4, 6)
     tensors = {
+        "rows of a larger one": large[1:3],
+        "columns of it": large[:, ::2],
         "matrix": torch.arange(12.0).view(3, 4),
         "turned": torch.arange(12.0).view(3, 4).T,
         "number": torch.tensor(2.5),
@@ -28,7 +31,7 @@ def test_formats_shapes_and_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         for name, tensor in tensors.items():
             writer.add(name, tensor, formats[name])
     found = load_file(tmp_path / "model.safetensors")
-    assert writer.bytes == 48 + 48 + 4 + 0 + 14
+    assert writer.bytes == 48 + 48 + 48 + 48 + 4 + 0 + 14
     for name, tensor in tensors.items():
         assert found[name].dtype == formats[name] and torch.equal(found[name], tensor.to(formats[name]))
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:

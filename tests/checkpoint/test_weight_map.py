@@ -84,7 +84,6 @@ def rule_of(hf_name: str) -> Rule:
 
 
 QKV_BIAS = rule_of("model.layers.0.self_attn.q_proj.bias")
-QKV_WEIGHT = rule_of("model.layers.0.self_attn.q_proj.weight")
 GATE_UP = rule_of("model.layers.0.mlp.gate_proj.weight")
 EMBEDDING = rule_of("model.embed_tokens.weight")
 

@@ -73,9 +73,6 @@ def test_a_prompt_is_shown_with_its_template_and_its_tokens(model: Path, tmp_pat
         f"  {len(text) - len('boxed{')} tokens, 0 of them unknown; │ ends a token:",
     )
     assert "    row        W│h│a│t│ │i│s│ │0│+│1│?│" in audit.shown
-    raw = audited(model, [questions(tmp_path / "train.jsonl", SUMS)], "data.template=raw")
-    assert "as it stands in the file" in raw.shown[1]
-    assert raw.shown[3:] == ("    row        W│h│a│t│ │i│s│ │0│+│1│?│",)
 
 
 def test_what_the_tokenizer_does_not_know_is_told(model: Path, tmp_path: Path) -> None:

@@ -74,12 +74,6 @@ def test_a_template_in_a_bare_problem_is_refused_with_the_word_that_takes_it():
     assert render(row, "raw", make_tokenizer(CHAT)) == R1
 
 
-def test_the_tokenizers_own_chat_asks_for_a_box():
-    asked = "[user]What is {1}+1?\nPlease reason step by step, and put your final answer within \\boxed{}.[assistant]"
-    assert render(ROW, "chat", make_tokenizer(CHAT)) == asked
-    assert render(ROW, "auto", make_tokenizer(CHAT)) == asked
-
-
 def test_a_chat_of_the_file_is_taken_as_it_stands():
     row = replace(ROW, messages=(("system", "Be brief."), ("user", "1+1?")))
     assert render(row, "auto", make_tokenizer(CHAT)) == "[system]Be brief.[user]1+1?[assistant]"

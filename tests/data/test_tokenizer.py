@@ -22,13 +22,6 @@ def save_tokenizer(folder: Path, eos: str | None = "<eos>") -> None:
     )
 
 
-def test_a_saved_tokenizer_is_read(tmp_path):
-    save_tokenizer(tmp_path)
-    tokenizer = load_tokenizer(str(tmp_path))
-    assert tokenizer("two one three")["input_ids"] == [3, 2, 1]
-    assert tokenizer.eos_token_id == 0
-
-
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere.* is not a folder"):
         load_tokenizer(str(tmp_path / "nowhere"))

@@ -5,43 +5,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from rlmath.config.model_shape import ModelShape
 from rlmath.data.seqlen_balancing import training_cost
+from rlmath.models.hf_config import required_shape
 from tests.tiny_models import make_model_folder, shape_of
 
-
-def shape(**changes) -> ModelShape:
-    """DeepSeek-R1-Distill-Qwen-1.5B."""
-    values = {
-        "architecture": "Qwen2ForCausalLM",
-        "num_layers": 28,
-        "hidden_size": 1536,
-        "num_heads": 12,
-        "num_kv_heads": 2,
-        "head_dim": 128,
-        "ffn_size": 8960,
-        "vocab_size": 151936,
-        "tied_embeddings": False,
-        "max_positions": 131072,
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-6,
-        "attention_bias": True,
-        "torch_dtype": "bfloat16",
-    }
-    return ModelShape(**values | changes)
-
-
-QWEN3_30B_A3B = shape(
-    architecture="Qwen3MoeForCausalLM",
-    num_layers=48,
-    hidden_size=2048,
-    num_heads=32,
-    num_kv_heads=4,
-    ffn_size=768,
-    qk_norm=True,
-    num_experts=128,
-    experts_per_token=8,
-)
+QWEN3_30B_A3B, _ = required_shape("/nowhere/Qwen3-30B-A3B")
 
 
 def test_a_token_of_a_mixture_of_experts_passes_through_its_experts_and_the_router():

@@ -42,14 +42,6 @@ def round_trips(folders: list[Path], case: Case, samples: list[Sample], outputs:
     return found
 
 
-def parameters(folder: Path) -> dict[str, Tensor]:
-    """Megatron's parameters of the model on one rank, by Megatron's names."""
-    device = open_device("cpu")
-    init_process_group(device, 120.0)
-    (chunk,) = lay_out(folder, Case(), device).actor.chunks
-    return {name.removeprefix("module."): p.detach() for name, p in chunk.named_parameters()}
-
-
 def _export(stage: Stage, folder: Path, output: Path) -> None:
     from rlmath.checkpoint.hf.weights import stream_hf_tensors
 

@@ -11,6 +11,8 @@ import time
 import psutil
 import pytest
 
+from tests.programs import wait_for
+
 CHILD = (
     "import os, time; from rlmath.distributed.process import end_with_parent, outlive_parent;"
     "end_with_parent(os.getppid()); {more}print(os.getpid(), flush=True); time.sleep(60)"
@@ -30,10 +32,7 @@ def pid_after_the_parents_death(more: str) -> int:
 
 def test_it_is_killed_with_its_parent() -> None:
     child = pid_after_the_parents_death("")
-    end = time.monotonic() + 30
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_for(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
 
 
 def test_it_lives_on_where_it_took_that_back() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rlmath.distributed.ranks import RankInfo, RankReport, RendezvousResult, hosts_text, ranks_text
 from rlmath.distributed.rendezvous import MissingRanksError, Rendezvous, open_rendezvous
 from rlmath.run.nodes import meet_with_mistake
-from tests.distributed.fault_tolerance.runs import wait_for
+from tests.programs import wait_for
 
 RANKS_PER_NODE = 2
 SECONDS = 3600.0

@@ -12,10 +12,9 @@ import pytest
 
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, read_exit_status
 from rlmath.telemetry.metrics_writer import without_times
-from tests.distributed.fault_tolerance.runs import wait_for
 from tests.hosts.cluster import Node, cluster, why_not
 from tests.hosts.launching import Launch, launch
-from tests.programs import small_run
+from tests.programs import small_run, wait_for
 from tests.selection import matrix
 
 WHY_NOT = why_not()

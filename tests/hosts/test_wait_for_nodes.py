@@ -11,8 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from launch.wait_for_nodes import STORE_NAME, count_nodes, is_mine, main, report_to
-from tests.distributed.fault_tolerance.runs import wait_for
-from tests.programs import ENVIRONMENT, REPOSITORY
+from tests.programs import ENVIRONMENT, REPOSITORY, wait_for
 
 ANOTHER = """import sys, socket
 import launch.wait_for_nodes as program

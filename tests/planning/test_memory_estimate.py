@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rlmath.checkpoint.hf.weight_map import parameter_count
-from rlmath.config.model_shape import LinearScaling, ModelShape
+from rlmath.config.model_shape import LinearScaling
 from rlmath.config.schema import (
     AlgorithmConfig,
     Config,
@@ -18,6 +18,7 @@ from rlmath.config.schema import (
     RolloutConfig,
     RunConfig,
 )
+from rlmath.models.hf_config import required_shape
 from rlmath.planning.memory_estimate import (
     Target,
     buffer_elements,
@@ -41,36 +42,8 @@ from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 GIB = 2**30
 H100 = Target("cuda", "H100-80GB", int(79.1 * GIB), local_layers=False)
 CPU = Target("cpu", "CPU", None, local_layers=True)
-QWEN_7B = ModelShape(
-    architecture="Qwen2ForCausalLM",
-    num_layers=28,
-    hidden_size=3584,
-    num_heads=28,
-    num_kv_heads=4,
-    head_dim=128,
-    ffn_size=18944,
-    vocab_size=152064,
-    tied_embeddings=False,
-    max_positions=32768,
-    rope_theta=1e6,
-    rms_norm_eps=1e-6,
-    attention_bias=True,
-    torch_dtype="bfloat16",
-)
-QWEN_30B_A3B = replace(
-    QWEN_7B,
-    architecture="Qwen3MoeForCausalLM",
-    num_layers=48,
-    hidden_size=2048,
-    num_heads=32,
-    ffn_size=768,
-    vocab_size=151936,
-    attention_bias=False,
-    qk_norm=True,
-    num_experts=128,
-    experts_per_token=8,
-    norm_topk_prob=True,
-)
+QWEN_7B = replace(required_shape("/nowhere/Qwen2.5-7B")[0], max_positions=32768)
+QWEN_30B_A3B, _ = required_shape("/nowhere/Qwen3-30B-A3B")
 PARAMETERS = 7_615_616_512
 """As Qwen's model card counts Qwen2.5-7B."""
 ONE_LAYER = replace(

@@ -181,15 +181,3 @@ def test_what_a_rank_holds_in_each_phase_by_hand() -> None:
         "sleep": -160,
         "restore": 0,
     }
-
-
-def test_nothing_that_leaves_is_only_the_engine_on_top() -> None:
-    assert planned_phases({}, weights=5, kv_cache=6) == {
-        "offload": 0,
-        "wake": 5,
-        "sync": 5,
-        "wake_kv_cache": 11,
-        "generate": 11,
-        "sleep": 0,
-        "restore": 0,
-    }

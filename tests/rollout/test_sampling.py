@@ -24,14 +24,6 @@ def test_a_seed_never_changes_between_versions():
     assert request_seed(run_seed=1, step=4, prompt_id="q-17", sample_index=2) == 0xC1481B3E234EB8E3 >> 1
 
 
-@pytest.mark.parametrize(
-    "changed", [{"run_seed": 2}, {"step": 5}, {"prompt_id": "q-18"}, {"sample_index": 3}], ids=str
-)
-def test_a_seed_depends_on_everything_it_is_made_of(changed: dict):
-    usual = {"run_seed": 1, "step": 4, "prompt_id": "q-17", "sample_index": 2}
-    assert request_seed(**usual) != request_seed(**usual | changed)
-
-
 def test_ingredients_do_not_run_into_each_other():
     names = ("1", "11", "1/1", "1/1/1", "")
     seeds = [

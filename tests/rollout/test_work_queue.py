@@ -118,12 +118,6 @@ def test_an_engine_is_full_while_there_is_work_and_holds_no_more_than_that():
     assert all(8 <= load <= 9 for load in engine.loads[:20])
 
 
-def test_a_group_larger_than_the_engine_is_sampled_too():
-    (engine,) = sharing_engines([4], 6, engines=1, places=2)
-    play_in_step([engine])
-    assert len(engine.made) == 6 and engine.steps == 12
-
-
 def test_an_engine_that_wakes_late_finds_its_even_share():
     early, late = sharing_engines([50] * 8, 1, engines=2, places=100)
     for _ in range(49):
@@ -269,11 +263,6 @@ def test_rare_long_answers_idle_at_most_half_as_long_as_with_fixed_shares(engine
     assert sum(map(max, ours)) < 0.95 * sum(map(max, fixed))
     idle = [statistics.mean(idle_shares(way)) for way in (ours, fixed)]
     assert idle[0] < idle[1] / 2
-
-
-def test_idle_shares_by_hand():
-    # Two rollouts of 4 s and 1 s: the first engine idled 1 s, the second 0.5 s, the third not at all.
-    assert idle_shares([[3.0, 4.0, 4.0], [1.0, 0.5, 1.0]]) == pytest.approx([0.2, 0.1, 0.0])
 
 
 def test_a_group_stays_the_same_whoever_draws_it():

@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
+
 from rlmath.workers import process_tree
-from tests.programs import run
+from tests.programs import run, wait_for
 from tests.selection import matrix
 from tools import gpu_check
 from tools.gpu_check import STAGES, Found, Stage
@@ -53,23 +54,13 @@ def test_a_stage_that_hangs_is_stopped_with_all_that_it_started(tmp_path: Path) 
     outcome = stage_of(replace(BY_NAME["policy"], quick_seconds=2.0), EVERYTHING, tmp_path)
     assert (outcome.status, outcome.reason) == ("stopped", "after its limit of 2 s")
     assert not outcome.is_good
-    deadline = time.monotonic() + 10
-    while left := [words for words in processes_with(str(tmp_path)) if "gpu_stages" in words]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+    wait_for(lambda: not any("gpu_stages" in words for words in processes_with(str(tmp_path))))
 
 
 def processes_with(text: str) -> list[str]:
     """Command lines that contain it."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if text in words:
-            found.append(words)
-    return found
+    found = (" ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"]))
+    return [words for words in found if text in words]
 
 
 def test_a_stage_that_fails_keeps_its_figures_and_its_last_words(tmp_path: Path) -> None:
@@ -102,10 +93,7 @@ def test_ranks_in_sessions_of_their_own_are_killed_with_their_stage(tmp_path: Pa
     process_tree.adopt_orphans()
     started = subprocess.Popen([sys.executable, "-c", program, mark], start_new_session=True)
     try:
-        deadline = time.monotonic() + 20
-        while not processes_with(f"sleep {mark}"):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for(lambda: bool(processes_with(f"sleep {mark}")))
         gpu_check.kill_all_but({pid for pid in gpu_check.children() if pid != started.pid})
         assert not processes_with(f"sleep {mark}") and other.poll() is None
     finally:

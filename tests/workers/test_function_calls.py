@@ -8,7 +8,8 @@ import pytest
 from rlmath.workers.fork_server import MAX_PRINTED_LINES
 from rlmath.workers.hooks import code_fingerprint, function_problem
 from rlmath.workers.worker_pool import WorkerPool
-from tests.workers.test_worker_pool import is_alive, wait_until
+from tests.programs import wait_for
+from tests.workers.test_worker_pool import is_alive
 
 SOURCE = """
 import os, sys, time
@@ -228,7 +229,7 @@ def test_what_a_module_starts_does_not_hold_the_check_up(folder):
     (folder / "starts.py").write_text(started + SOURCE)
     assert function_problem("starts:plain") is None
     started_pid = int((folder / "pid").read_text())
-    wait_until(lambda: not is_alive(started_pid))
+    wait_for(lambda: not is_alive(started_pid))
 
 
 def test_a_module_that_ignores_the_ends_of_its_children_is_served(folder):

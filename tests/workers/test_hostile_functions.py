@@ -14,7 +14,8 @@ import pytest
 
 from rlmath.workers.fork_server import MAX_PROCESSES
 from rlmath.workers.worker_pool import WorkerPool
-from tests.workers.test_worker_pool import children, wait_until
+from tests.programs import wait_for
+from tests.workers.test_worker_pool import children
 
 NAP = f"599.{os.getpid()}1"
 """Seconds that the functions' children sleep, by which those of this session are found."""
@@ -163,7 +164,7 @@ def test_who_breaks_the_channel_breaks_its_own_answer_only(pool, name):
 def test_processes_end_with_the_answer_that_started_them(pool, name):
     said = ask(pool, f"{name} now", "seven")
     assert [one.failure for one in said] == [None, None]
-    wait_until(lambda: not naps())
+    wait_for(lambda: not naps())
 
 
 def test_what_the_module_starts_lives_as_long_as_the_pool(folder):
@@ -188,9 +189,9 @@ def test_a_child_can_be_terminated(pool):
 def test_processes_end_with_the_time_limit_and_with_the_pool(folder):
     with WorkerPool(1, 1.5, function="hostile_rewards:reward") as pool:
         assert ask(pool, "hang_with_children now")[0].failure == "timeout"
-        wait_until(lambda: not naps())
+        wait_for(lambda: not naps())
         asked = pool.call("hang_with_children now", [], {})
-        wait_until(lambda: len(naps()) == 8)
+        wait_for(lambda: len(naps()) == 8)
     assert not naps()
     assert asked.exception(10)
 
@@ -205,9 +206,9 @@ def test_processes_end_with_a_trainer_that_is_killed(folder):
     with subprocess.Popen(
         [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, start_new_session=True
     ) as parent:
-        wait_until(lambda: len(naps()) == 8, 60.0)
+        wait_for(lambda: len(naps()) == 8)
         os.killpg(parent.pid, signal.SIGKILL)
-    wait_until(lambda: not naps())
+    wait_for(lambda: not naps())
 
 
 def test_the_memory_limit_is_that_of_all_processes_together(folder):
@@ -224,4 +225,4 @@ def test_a_fork_bomb_ends_with_its_answer(pool, sessions):
     said = ask(pool, "three", f"bomb {sessions}", "seven")
     assert f"more than {MAX_PROCESSES} processes" in said[1].message
     assert not failures_among_others(said, 1)
-    wait_until(lambda: len(those_with("environ", f"{MARK}={NAP}")) <= before)
+    wait_for(lambda: len(those_with("environ", f"{MARK}={NAP}")) <= before)

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlmath.answers.verifier import Verdict
 from rlmath.workers import worker as worker_module
 from rlmath.workers.worker_pool import WorkerPool
 from tests.answers.attacks import boxed, hanging
+from tests.programs import wait_for
 
 
 def hang(number: int = 0) -> str:
@@ -26,30 +28,14 @@ HALF = ("\\boxed{\\frac{1}{2}+0}", "\\int_0^1 3x^2 dx")
 
 def children(parent: int) -> list[int]:
     """Process ids of the live direct children; a process that is only waiting to be reaped does not count."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                state, ppid = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            except OSError:
-                continue
-            if int(ppid) == parent and state != "Z":
-                found.append(int(entry.name))
-    return found
+    return [child.pid for child in psutil.Process(parent).children() if is_alive(child.pid)]
 
 
 def is_alive(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-
-
-def wait_until(condition, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 @contextmanager
@@ -83,7 +69,7 @@ def warm(pool: WorkerPool) -> None:
         asked = [pool.submit(text, HALF, "math") for text in both]
         return all(future.result(60).verdict == "symbolic" for future in asked)
 
-    wait_until(verified, 60.0)
+    wait_for(verified)
 
 
 def test_cheap_answers_are_there_at_once(pool):
@@ -123,7 +109,7 @@ def test_a_crashed_worker_costs_its_own_answer_only(single):
     pool, fork_server = single
     crashed = pool.submit(HANG, HALF, "math")
     waiting = pool.submit("\\boxed{0.5}", HALF, "math")
-    wait_until(crashed.running)
+    wait_for(crashed.running)
     os.kill(children(fork_server)[0], signal.SIGSEGV)
     assert crashed.result(60) == Verdict(False, HANG[7:-1], "error")
     assert waiting.result(60).correct
@@ -134,7 +120,7 @@ def test_a_dead_idle_worker_is_replaced(single):
     assert pool.submit("\\boxed{0.5}", HALF, "math").result(60).correct
     (worker,) = children(fork_server)
     os.kill(worker, signal.SIGKILL)
-    wait_until(lambda: children(fork_server) not in ([], [worker]))
+    wait_for(lambda: children(fork_server) not in ([], [worker]))
     assert pool.submit("\\boxed{0.5}", HALF, "math").result(60).correct
 
 
@@ -175,7 +161,7 @@ def test_a_check_that_gets_no_processor_is_not_late():
         (worker,) = children(server)
         os.kill(worker, signal.SIGSTOP)
         asked = pool.submit("\\boxed{0.62}", HALF, "math")
-        wait_until(asked.running)
+        wait_for(asked.running)
         time.sleep(1.5)
         assert not asked.done()
         os.kill(worker, signal.SIGCONT)
@@ -193,13 +179,13 @@ def test_a_check_that_never_gets_a_processor_ends(monkeypatch):
 def test_closing_ends_every_process_and_cancels_what_waits():
     with lone_pool(timeout_seconds=60.0) as (pool, fork_server):
         futures = [pool.submit(hang(n), HALF, "math") for n in range(3)]
-        wait_until(futures[0].running)
+        wait_for(futures[0].running)
         family = [fork_server, *children(fork_server)]
     with pytest.raises(RuntimeError, match="closed"):
         futures[0].result(0)
     assert futures[1].cancelled()
     assert futures[2].cancelled()
-    wait_until(lambda: not any(map(is_alive, family)))
+    wait_for(lambda: not any(map(is_alive, family)))
     with pytest.raises(RuntimeError, match="closed"):
         pool.submit("\\boxed{0.5}", HALF, "math")
 
@@ -208,13 +194,13 @@ def test_a_fork_server_that_is_killed_is_an_error_in_words():
     with lone_pool(timeout_seconds=60.0) as (pool, fork_server):
         running = pool.submit(HANG, HALF, "math")
         waiting = pool.submit("\\boxed{0.5}", HALF, "math")
-        wait_until(running.running)
+        wait_for(running.running)
         family = [fork_server, *children(fork_server)]
         os.kill(fork_server, signal.SIGKILL)
         for future in (running, waiting):
             with pytest.raises(RuntimeError, match=r"dead \(process \d+ has ended, ended by signal 9"):
                 future.result(60)
-        wait_until(lambda: not any(map(is_alive, family)))
+        wait_for(lambda: not any(map(is_alive, family)))
         with pytest.raises(RuntimeError, match="dead"):
             pool.submit("\\boxed{0.5}", HALF, "math")
         assert pool.submit("\\boxed{5}", ("5",), "math").result().correct

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from rlmath.distributed.fault_tolerance.exit_codes import ExitStatus, read_exit_status
-from tests.programs import ENVIRONMENT, REPOSITORY, family
+from tests.programs import ENVIRONMENT, REPOSITORY, family, wait_for
 
 START_SECONDS = 90.0
 SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -93,13 +93,6 @@ def running(
             except psutil.NoSuchProcess:
                 continue
         process.wait()
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = START_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"nothing happened within {seconds} s"
-        time.sleep(0.05)
 
 
 def told(pattern: str, console: str) -> bool:

@@ -17,7 +17,8 @@ from rlmath.config.schema import RunConfig
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE
 from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
-from tests.distributed.fault_tolerance.runs import running, told, wait_for
+from tests.distributed.fault_tolerance.runs import running, told
+from tests.programs import wait_for
 from tests.selection import matrix
 
 END_SECONDS = 40.0

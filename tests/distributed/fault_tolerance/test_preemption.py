@@ -21,8 +21,8 @@ from rlmath.distributed.fault_tolerance.exit_codes import (
     ExitStatus,
     read_exit_status,
 )
-from tests.distributed.fault_tolerance.runs import SIGNALS, Run, running, wait_for
-from tests.programs import ENVIRONMENT, REPOSITORY, end_family, family
+from tests.distributed.fault_tolerance.runs import SIGNALS, Run, running
+from tests.programs import ENVIRONMENT, REPOSITORY, end_family, family, wait_for
 from tests.selection import matrix
 
 END_SECONDS = 40.0
