@@ -111,6 +111,7 @@ QWEN3_30B_A3B: dict[str, Any] = COMMON | {
 }
 LONG_ROPE: dict[str, Any] = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
 PHI_4_MINI: dict[str, Any] = COMMON | {
+    "auto_map": {"AutoConfig": "own.Phi3Config", "AutoModelForCausalLM": "own.Phi3ForCausalLM"},
     "architectures": ["Phi3ForCausalLM"],
     "model_type": "phi3",
     "attention_bias": False,
@@ -286,6 +287,8 @@ def test_the_older_name_of_rotary_settings_hides_the_newer_as_in_transformers(
         ({"attention_bias": True}, '"attention_bias" is True; a LlamaForCausalLM is supported without'),
         ({"mlp_bias": True}, '"mlp_bias" is True'),
         ({"hidden_act": "gelu"}, '"hidden_act" is \'gelu\'; supported: "silu"'),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling.MyForCausalLM"}}, "code of the model's own"),
+        ({"auto_map": "modeling.MyForCausalLM"}, "code of the model's own"),
         ({"sliding_window": 4096}, '"sliding_window" is 4096; a llama of transformers has none'),
         ({"layer_types": ["sliding_attention"] * 4}, "and there is no sliding window in use"),
         (
