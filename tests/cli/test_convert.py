@@ -73,7 +73,7 @@ def test_a_given_config_counts_before_that_beside_the_checkpoint(
 ):
     assert to_megatron(source, tmp_path / "megatron") == 0
     config = json.loads((source / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "layer_types": None}))
     status = to_hf(tmp_path / "megatron", tmp_path / "out", "--config", str(tmp_path / "config.json"))
     assert status == convert.MISTAKE
     assert "config.json makes it (3, 256, 128)" in capsys.readouterr().err

@@ -231,7 +231,7 @@ def test_ranks_know_how_long_they_may_save(tmp_path: Path, monkeypatch: pytest.M
     program = tmp_path / "program.py"
     program.write_text(
         "import sys\nfrom rlmath.distributed.fault_tolerance.preemption import launcher_advice\n"
-        "sys.exit(3 if launcher_advice(105.0) else 4 if launcher_advice(106.0) else 5)\n"
+        "sys.exit(3 if launcher_advice(89.5) else 4 if launcher_advice(91.0) else 5)\n"
     )
     assert train.launch(1, [str(program)], None, 89.5) == 4
 
