@@ -37,7 +37,7 @@ from rlmath.workers import process_tree
 REPOSITORY = Path(__file__).resolve().parents[1]
 QUICK_SECONDS = 600.0
 """Of everything together."""
-IMPORT_SECONDS = 120.0
+IMPORT_SECONDS = 300.0
 """Time limit of a package's import."""
 END_SECONDS = 30.0
 """Of what is killed."""
