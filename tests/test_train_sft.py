@@ -20,6 +20,7 @@ from rlmath.distributed.fault_tolerance.exit_codes import read_exit_status
 from rlmath.planning.checks import used_keys
 from rlmath.run.startup import prepare_sft
 from rlmath.telemetry.metrics_writer import without_times
+from tests.distributed.test_sft import loss_and_hits
 from tests.programs import REPOSITORY, run, torchrun_command
 from tests.selection import matrix
 
@@ -110,17 +111,11 @@ def test_the_exported_model_has_the_held_out_loss_that_was_told(arithmetic: Path
     tokenizer = AutoTokenizer.from_pretrained(whole / "hf_model")
     sequences, _ = load_sequences(str(arithmetic / "data" / "worked.jsonl"), tokenizer, "auto", 64, 0.0)
     _, held_out = split_held_out(sequences, 0.001, seed=1)
-    total, tokens, hits = 0.0, 0, 0
-    for one in held_out:
-        ids = torch.tensor(one.prompt_ids + one.completion_ids)
-        with torch.no_grad():
-            logits = model(ids[None]).logits[0, len(one.prompt_ids) - 1 : -1]
-        targets = torch.tensor(one.completion_ids)
-        total += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
-        tokens, hits = tokens + len(targets), hits + int((logits.argmax(-1) == targets).sum())
+    with torch.no_grad():
+        total, tokens, hits = loss_and_hits(model, held_out)
     told = rows(whole)[-1]
-    assert told["held_out/loss"] == pytest.approx(total / tokens, rel=1e-5)
-    assert told["held_out/perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-4)
+    assert told["held_out/loss"] == pytest.approx(float(total) / tokens, rel=1e-5)
+    assert told["held_out/perplexity"] == pytest.approx(math.exp(float(total) / tokens), rel=1e-4)
     assert told["held_out/token_accuracy"] == pytest.approx(hits / tokens)
 
 

@@ -18,7 +18,7 @@ from rlmath.rollout.sampling import request_seed
 from rlmath.workers.hooks import NEEDED, Hook, function_problem, hook_of, plugin_problem
 
 SETTINGS = "settings.json"
-EARLIER = {"answer_from": "boxed", "chat_template_kwargs": []}
+EARLIER = {"answer_from": "boxed", "chat_template_kwargs": [], "system_prompt": None}
 """What settings.json did not name before November 27, 2026."""
 GENERATIONS = "generations"
 DEFAULT_NEW_TOKENS = 32768

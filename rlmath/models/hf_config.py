@@ -35,7 +35,7 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.run_files import EXPORT_FOLDER
 from rlmath.config.schema import Config
 from rlmath.config.shipped_files import shipped
-from rlmath.models.hf_fields import Fields
+from rlmath.models.hf_fields import Fields, shown
 from rlmath.models.hf_positions import positions
 
 _MAX_LAYERS = 4096
@@ -149,8 +149,13 @@ def _unsupported(path: Path, values: dict[str, Any], shape: ModelShape) -> Itera
     wanted = model_type(shape.architecture)
     if values.get("model_type") != wanted:
         yield f'{path}: "model_type" is {values.get("model_type")!r}; {shape.architecture} needs "{wanted}".'
-    if values.get("auto_map") is not None:
-        yield f'{path}: "auto_map" asks for code of the model\'s own, which is never run. Take it out.'
+    auto_map = values.get("auto_map") or {}
+    own_code = auto_map.get("AutoModelForCausalLM") if isinstance(auto_map, dict) else auto_map
+    if own_code is not None and str(own_code).rpartition(".")[2] != shape.architecture:
+        yield (
+            f'{path}: "auto_map" asks for code of the model\'s own, {shown(own_code)}, which is never run. Take it out '
+            f"where the model is a {shape.architecture} of transformers."
+        )
     if values.get("hidden_act", "silu") != "silu":
         yield f'{path}: "hidden_act" is {values["hidden_act"]!r}; supported: "silu".'
     # A Qwen2 has biases whatever "attention_bias" is, the others only where it asks for them.

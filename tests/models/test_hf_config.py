@@ -24,7 +24,7 @@ from rlmath.config.model_shape import (
     YarnScaling,
 )
 from rlmath.models.attention import rotary_frequencies
-from rlmath.models.hf_config import inspect_model_folder, read_model_shape
+from rlmath.models.hf_config import PUBLISHED, inspect_model_folder, read_model_shape
 from tests.tiny_models import LLAMA3_ROPE, make_model_folder
 
 COMMON: dict[str, Any] = {
@@ -85,32 +85,10 @@ MISTRAL_NEMO: dict[str, Any] = COMMON | {
     "sliding_window": None,
     "vocab_size": 131072,
 }
-QWEN3_30B_A3B: dict[str, Any] = COMMON | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "attention_bias": False,
-    "decoder_sparse_step": 1,
-    "head_dim": 128,
-    "hidden_size": 2048,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 48,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_key_value_heads": 4,
-    "output_router_logits": False,
-    "rope_scaling": None,
-    "rope_theta": 1000000.0,
-    "router_aux_loss_coef": 0.001,
-    "sliding_window": None,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+QWEN3_30B_A3B: dict[str, Any] = json.loads((PUBLISHED / "Qwen3-30B-A3B.json").read_text()) | COMMON
 LONG_ROPE: dict[str, Any] = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
 PHI_4_MINI: dict[str, Any] = COMMON | {
+    "auto_map": {"AutoConfig": "own.Phi3Config", "AutoModelForCausalLM": "own.Phi3ForCausalLM"},
     "architectures": ["Phi3ForCausalLM"],
     "model_type": "phi3",
     "attention_bias": False,
@@ -286,6 +264,8 @@ def test_the_older_name_of_rotary_settings_hides_the_newer_as_in_transformers(
         ({"attention_bias": True}, '"attention_bias" is True; a LlamaForCausalLM is supported without'),
         ({"mlp_bias": True}, '"mlp_bias" is True'),
         ({"hidden_act": "gelu"}, '"hidden_act" is \'gelu\'; supported: "silu"'),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling.MyForCausalLM"}}, "code of the model's own"),
+        ({"auto_map": "modeling.MyForCausalLM"}, "code of the model's own"),
         ({"sliding_window": 4096}, '"sliding_window" is 4096; a llama of transformers has none'),
         ({"layer_types": ["sliding_attention"] * 4}, "and there is no sliding window in use"),
         (

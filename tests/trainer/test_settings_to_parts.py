@@ -80,9 +80,11 @@ GPU = Device("cuda", torch.device("cuda", 0), "cpu:gloo,cuda:nccl", torch.bfloat
 
 
 def values(config: Config) -> Iterator[tuple[str, Any, Any]]:
-    """(key, value, default) of every setting."""
+    """(key, value, default) of every setting, but of sections that are as by default."""
     plain = Config()
     for section in dataclasses.fields(Config):
+        if getattr(config, section.name) == getattr(plain, section.name):
+            continue
         for field in dataclasses.fields(getattr(config, section.name)):
             both = (getattr(getattr(one, section.name), field.name) for one in (config, plain))
             yield f"{section.name}.{field.name}", *both
