@@ -8,11 +8,7 @@ from tools.bench_packing import (
     Case,
     compare,
     draw_lengths,
-    first_fit,
-    first_fit_rows,
-    make_cases,
     measure,
-    padding,
     report_case,
 )
 
@@ -24,25 +20,6 @@ def test_lengths_have_the_mean_and_the_cuts_that_are_promised(limit: int):
     assert statistics.mean(lengths) == pytest.approx(7900, abs=300)
     assert max(lengths) <= limit + 1024
     assert sum(length > limit for length in lengths) / 20_000 == pytest.approx(0.12, abs=0.01)
-
-
-def test_first_fit_takes_the_first_row_with_room():
-    # 5 | 6 | 4 joins 5 | 3 joins 6 | 1 opens a row: both hold 9
-    assert first_fit_rows([5, 6, 4, 3, 1], 9) == [[5, 4], [6, 3], [1]]
-
-
-def test_padding_fills_up_to_the_longest_of_a_microbatch():
-    # The longest has 4: two fit 9 tokens, so that all four of a rank are two micro-batches; beside the 4 a 1 takes 4.
-    (ranks,) = padding([4, 1, 1, 1], Case(4, 9, 1, 1))
-    assert sorted(map(sorted, ranks[0])) == [[1, 1], [4, 4]]
-
-
-def test_baselines_keep_every_sample():
-    lengths = [3, 1, 2, 5, 4, 6, 2]
-    for ranks in first_fit(lengths, Case(6, 8, 2, 1)):
-        assert sorted(n for rank in ranks for row in rank for n in row) == sorted(lengths)
-    for ranks in padding(lengths, Case(6, 12, 2, 1)):
-        assert sum(len(row) for rank in ranks for row in rank) == len(lengths)
 
 
 def test_figures_of_two_ranks_of_which_one_has_a_microbatch_more():
@@ -62,7 +39,3 @@ def test_ours_is_no_worse_than_the_baselines_and_printed_so(capsys):
     for line in lines:
         assert list(line) == ["bench", "case", "metric", "value", "unit", "baseline", "ratio"]
         assert line["bench"] == "packing" and line["ratio"] >= 0.999
-
-
-def test_quick_takes_fewer_cases():
-    assert set(make_cases(quick=True)) < set(make_cases(quick=False))

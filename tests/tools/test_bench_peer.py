@@ -44,13 +44,6 @@ def test_of_a_peer_that_was_stopped_there_are_seconds_alone_and_ours_have_their_
     }
 
 
-def test_of_our_run_that_was_stopped_there_are_seconds_alone(capsys) -> None:
-    report("P4", [cut_off(300.0)], [Measured([6.0], [3.0], [1000.0])], completions=40)
-    lines = printed(capsys)
-    assert list(lines) == ["step_seconds"]
-    assert lines["step_seconds"]["case"] == "P4; OURS WAS STOPPED"
-
-
 def test_what_is_learned_comes_with_the_mfu_of_our_updates(capsys) -> None:
     ours = [Measured([1.0], [1.0], [1.0], mfu, accuracy=[0.1, *[0.5] * 4]) for mfu in (0.25, 0.75)]
     theirs = [Measured([1.0], [1.0], [1.0], accuracy=[share] * 5) for share in (0.2, 0.4)]

@@ -1,11 +1,6 @@
 import json
 
-from tools.bench_rollout import (
-    Figures,
-    cases,
-    make_requests,
-    report_case,
-)
+from tools.bench_rollout import Figures, make_requests, report_case
 
 
 def test_one_group_in_50_is_20_times_longer_and_exactly_so():
@@ -16,15 +11,6 @@ def test_one_group_in_50_is_20_times_longer_and_exactly_so():
         (long,) = [row for row in lengths_PG if max(row) > 15]
         assert all(length % 20 == 0 and 5 <= length // 20 <= 15 for length in long)
         assert min(min(row) for row in lengths_PG) >= 5
-
-
-def test_every_repeat_draws_other_long_groups_and_the_same_one_again():
-    assert make_requests(100, draw=1) == make_requests(100, draw=1)
-    places = {
-        tuple(p for p, row in enumerate(make_requests(100, draw)) if row[0].max_new_tokens > 15)
-        for draw in range(5)
-    }
-    assert len(places) > 1
 
 
 def test_figures_are_medians_and_the_least_favourable_repeat(capsys):
@@ -45,16 +31,3 @@ def test_figures_are_medians_and_the_least_favourable_repeat(capsys):
         "least_speedup_in_steps": (1.0, 1.0),
     }
     assert lines[0]["baseline"] == "fixed shares: 3.0000"
-
-
-def test_both_numbers_of_engines_have_as_much_to_do_per_engine():
-    for quick in (True, False):
-        for cores in (1, 2, 4):
-            found = cases(quick, cores)
-            assert {case.engines for case in found} == {2, 4}
-            assert len({case.prompts // case.engines for case in found}) == 1
-
-
-def test_engines_run_at_full_speed_only_where_each_has_a_core():
-    unpaced = [[case.engines for case in cases(False, cores) if not case.step_seconds] for cores in (1, 2, 4)]
-    assert unpaced == [[], [2], [2, 4]]
