@@ -79,6 +79,9 @@ class ChatSettings:
                 raise ValueError(
                     f'{self.names[1]} has {entry!r}; needed: "name=value", such as enable_thinking=false'
                 )
+            if written in ("True", "False", "None"):
+                json_word = {"True": "true", "False": "false", "None": "null"}[written]
+                raise ValueError(f"{self.names[1]} has {entry!r}; needed: {name}={json_word}, as in JSON")
             try:
                 value = json.loads(written, parse_constant=str)
             except ValueError:
@@ -88,7 +91,7 @@ class ChatSettings:
             turn = repr([{"role": "system", "content": self.system_prompt}])
             lines.append("{%- if messages[0].role != 'system' %}{%- set messages = ")
             lines.append(f"{turn} + messages %}}{{%- endif %}}")
-        return "".join(lines)
+        return "".join(lines).removesuffix("%}") + "+%}" * bool(lines)  # else a line's end behind it would go
 
     def named_template(self, tokenizer: PreTrainedTokenizerFast) -> str | None:
         """What `template` names, of a tokenizer that `set_template` gave these settings; None where it names none."""
@@ -114,6 +117,12 @@ def set_template(tokenizer: PreTrainedTokenizerFast, settings: ChatSettings, fol
             given = f"{' and '.join(settings.given)} {'are' if settings.given[1:] else 'is'} given"
             raise ValueError(f"{given}, and the model's tokenizer has no chat template; leave it out")
         return
+    for entry in settings.kwargs:
+        if entry.partition("=")[0] not in template:
+            raise ValueError(
+                f"{settings.names[1]} has {entry!r}, and the chat template of {folder!r} has no such variable; leave "
+                "it out, or write the name as the template does"
+            )
     tokenizer.chat_template = settings.head + template
     if settings.template is None and settings.system_prompt is None:
         return
@@ -198,7 +207,8 @@ def conversation(messages: Messages, tokenizer: PreTrainedTokenizerFast, name: s
     and then it is context. ValueError where the whole text does not begin with the prompt of the last turn.
     """
     end = _mark_of(chat_end(tokenizer), tokenizer)
-    messages = [(role, _without(end, text) if role == "assistant" else text) for role, text in messages]
+    ends = tuple(filter(None, (end, _mark_of(tokenizer.eos_token_id, tokenizer))))
+    messages = [(role, _without(ends, text) if role == "assistant" else text) for role, text in messages]
     whole = render(messages, tokenizer, name, prompt=False)
     pieces: list[Piece] = []
     done = 0
@@ -249,10 +259,10 @@ def _mark_of(token: int | None, tokenizer: PreTrainedTokenizerFast) -> str:
     return "" if token is None else str(tokenizer.convert_ids_to_tokens(token))
 
 
-def _without(end: str, text: str) -> str:
+def _without(ends: tuple[str, ...], text: str) -> str:
     """A text without the marks of an end that a row writes out; the template writes one."""
-    while end and text.rstrip().endswith(end):
-        text = text.rstrip().removesuffix(end)
+    while mark := next(filter(text.rstrip().endswith, ends), None):
+        text = text.rstrip().removesuffix(mark)
     return text
 
 

@@ -14,6 +14,7 @@ template, else the end of sequence, and what ends a completion already is not do
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
 import json
@@ -28,7 +29,16 @@ from rlmath.data.formats import check_length, checked_text, messages_of
 from rlmath.data.loader import FilterReport
 from rlmath.data.order import permutation
 from rlmath.data.rows import PromptRow, RawRow, RowError, UnusableRow, unusable_lines
-from rlmath.data.tokenizer import asked, prompt_tokens, rendered, template_of, token_ids_of
+from rlmath.data.tokenizer import (
+    SPECIAL_TOKEN,
+    asked,
+    prompt_tokens,
+    refuse_second_template,
+    rendered,
+    special_token_in,
+    template_of,
+    token_ids_of,
+)
 from rlmath.workers.user_functions import UserFunction
 
 if TYPE_CHECKING:
@@ -199,6 +209,13 @@ def _texts(
                 f"the tokenizer has {'one' if tokenizer.chat_template else 'none'}. Use data.template=auto and a "
                 "tokenizer with a chat template, or give rows with prompt and completion"
             )
+        if template_of(row, template, tokenizer) == "chat":
+            refuse_second_template(row, str(template))
+            if mark := special_token_in(
+                [text for role, text in asked(row) if role != "assistant"], tokenizer
+            ):
+                unusable.append(UnusableRow(raw.where, f"{SPECIAL_TOKEN} {mark!r}", row.prompt[:60]))
+                continue
         prompts.append(row)
         completions.append(completion.rstrip() if completion.rstrip().endswith(ends) else completion)
     in_template = [_in_chat(row, template, tokenizer) for row in prompts]
@@ -239,22 +256,49 @@ def _parse(columns: dict, where: str) -> tuple[PromptRow, str]:
 
 
 def _tokenized(texts: Sequence[_Texts], tokenizer: PreTrainedTokenizerFast) -> Iterator[WrittenSequence]:
-    """The prompt with the special tokens that the tokenizer adds by itself, as GRPO has it; the rest without."""
+    """The prompt with the special tokens that the tokenizer adds by itself, as GRPO has it; the rest without, each
+    piece alone or, of a tokenizer that begins every text with a mark of its own, as in the whole text."""
     if not texts:
         return
     prompts = prompt_tokens([one.prompt for one in texts], tokenizer)
     parts = [piece for one in texts for piece in one.pieces[1:]]
     tokens = iter(token_ids_of([piece.text for piece in parts], tokenizer, special_tokens=False))
     of_turn, of_sequence = chat_end(tokenizer), tokenizer.eos_token_id
+    marks_beginnings = _marks_beginnings(tokenizer)
     for one, prompt in zip(texts, prompts, strict=True):
         completion, learned = [], []
-        for piece, ids in zip(one.pieces[1:], tokens, strict=False):
+        alone = list(itertools.islice(tokens, len(one.pieces) - 1))
+        of_pieces = (_in_whole_text(one.pieces, tokenizer) if marks_beginnings else None) or alone
+        for piece, ids in zip(one.pieces[1:], of_pieces, strict=True):
             completion += ids
             learned += [piece.learned] * len(ids)
         if not completion or completion[-1] not in (of_turn, of_sequence):
             completion.append(of_turn if of_turn in prompt else of_sequence)
             learned.append(True)
         yield WrittenSequence(tuple(prompt), tuple(completion), None if all(learned) else tuple(learned))
+
+
+def _marks_beginnings(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Whether a text has other tokens at the beginning than behind a line's end: Llama 2's begin with "▁"."""
+    line, both, alone = (
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("\n", "\n2", "2")
+    )
+    return both != line + alone
+
+
+def _in_whole_text(pieces: Sequence[Piece], tokenizer: PreTrainedTokenizerFast) -> list[list[int]] | None:
+    """Tokens of every piece behind the prompt as the whole text has them; None where the prompt alone has others, or
+    one goes over the border of two pieces."""
+    texts = [piece.text for piece in pieces]
+    whole = tokenizer("".join(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    prompt = tokenizer(texts[0], add_special_tokens=False, verbose=False)["input_ids"]
+    ids, stops = whole["input_ids"], [stop for _, stop in whole["offset_mapping"]]
+    borders = list(itertools.accumulate(map(len, texts)))
+    cuts = [bisect.bisect_right(stops, border) for border in borders]
+    whole_pieces = all(cut and stops[cut - 1] == border for cut, border in zip(cuts, borders, strict=True))
+    if not whole_pieces or ids[: cuts[0]] != prompt:
+        return None
+    return [ids[start:stop] for start, stop in itertools.pairwise(cuts)]
 
 
 def _check(report: SequenceReport, max_unusable_share: float) -> None:

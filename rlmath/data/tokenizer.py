@@ -13,6 +13,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,15 +129,20 @@ def render(row: PromptRow, template: str, tokenizer: PreTrainedTokenizerFast) ->
         return row.prompt
     if template in FIXED and FIXED[template].is_around(row.prompt):
         return row.prompt
+    refuse_second_template(row, given)
+    if template == "chat":
+        return _chat(asked(row), row, tokenizer)
+    return FIXED[template].render(row.prompt)
+
+
+def refuse_second_template(row: PromptRow, given: str) -> None:
+    """ValueError where the prompt has a template already, and `given` puts another around it."""
     if has_template(row.prompt):
         others = '"auto" or "raw"' if row.whole else '"raw"'
         raise ValueError(
             f'data.template is "{given}", and the prompt {row.query_id[:60]!r} has a template already: it begins '
             f"{row.prompt[:60]!r}. Use data.template {others}"
         )
-    if template == "chat":
-        return _chat(asked(row), row, tokenizer)
-    return FIXED[template].render(row.prompt)
 
 
 def asked(row: PromptRow) -> tuple[tuple[str, str], ...]:
@@ -178,24 +184,36 @@ def _chat(
     return chat.render(messages, tokenizer, f"the prompt {row.query_id[:60]!r}")
 
 
+SPECIAL_TOKEN = "its problem would end or change the turn, as it has the tokenizer's special token"
+
+
+def special_token_in(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> str | None:
+    """The first special token of the tokenizer's that is written out in one of these texts."""
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    pattern = _any_of(tuple(sorted(filter(None, special), key=len, reverse=True)))
+    found = next(filter(None, map(pattern.search, texts)), None) if special else None
+    return None if found is None else found[0]
+
+
+@lru_cache(maxsize=4)
+def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, marks)) or r"(?!)")
+
+
 def drop_special_token_rows(
     file: PromptFile, template: str | UserFunction, tokenizer: PreTrainedTokenizerFast
 ) -> PromptFile:
     """The file without problems that have a special token of the tokenizer's in their text, such as "<|im_end|>": in a
     template it would end the user's turn. They are unusable. Whole prompts keep theirs."""
-    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    pattern = re.compile("|".join(re.escape(mark) for mark in sorted(special, key=len, reverse=True) if mark))
-    if not pattern.pattern:
-        return file
     rows, unusable = [], list(file.unusable)
     for row in file.rows:
         plain = not row.whole and template != "raw" and not has_template(row.prompt)
         texts = (row.prompt, *(content for _, content in row.messages)) if plain else ()
-        found = next(filter(None, map(pattern.search, texts)), None)
+        found = special_token_in(texts, tokenizer)
         if found is None:
             rows.append(row)
         else:
-            reason = f"its problem has the tokenizer's special token {found[0]!r}, which would end or change the turn"
+            reason = f"{SPECIAL_TOKEN} {found!r}"
             unusable.append(UnusableRow(f"query_id {row.query_id[:60]!r}", reason, row.prompt[:60]))
     return replace(file, rows=rows, unusable=unusable)
 

@@ -58,6 +58,10 @@ PUBLISHED = shipped("configs/models")
 """<name of the model>.json, what gives the shape in a published config.json."""
 
 
+TIED_BY_DEFAULT = ("SmolLM3ForCausalLM",)
+"""Models whose output layer is the embedding where config.json does not say; transformers' defaults."""
+
+
 def read_shape(
     folder: Path, option: str = "model.path", known: Collection[str] = tuple(TABLES)
 ) -> tuple[ModelShape | None, list[str]]:
@@ -122,7 +126,8 @@ def _shape_from(architecture: str, fields: Fields) -> ModelShape:
         head_dim=head_dim,
         ffn_size=fields.whole("moe_intermediate_size" if has_experts(architecture) else "intermediate_size"),
         vocab_size=fields.whole("vocab_size"),
-        tied_embeddings=fields.flag("tie_word_embeddings") and not has_value_head(architecture),
+        tied_embeddings=fields.flag("tie_word_embeddings", default=architecture in TIED_BY_DEFAULT)
+        and not has_value_head(architecture),
         rms_norm_eps=fields.positive("rms_norm_eps"),
         attention_bias=has_qkv_bias(architecture),
         torch_dtype=fields.dtype(),

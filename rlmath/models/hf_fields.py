@@ -45,16 +45,18 @@ class Fields:
         return 1
 
     def positive(self, key: str, values: dict[str, Any] | None = None, default: float | None = None) -> float:
-        """A number above 0 in `values`, in the file's own without them."""
-        value = (self.values if values is None else values).get(key, default)
+        """A number above 0 in `values`, in the file's own without them; null is as good as missing."""
+        given = (self.values if values is None else values).get(key)
+        value = default if given is None else given
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max:
             return float(value)
         self.note(f'"{key}" is {shown(value)}; needed: a number above 0')
         return 1.0
 
     def flag(self, key: str, values: dict[str, Any] | None = None, default: bool = False) -> bool:
-        """A switch in `values`, in the file's own without them."""
-        value = (self.values if values is None else values).get(key, default)
+        """A switch in `values`, in the file's own without them; null is as good as missing."""
+        given = (self.values if values is None else values).get(key)
+        value = default if given is None else given
         if not isinstance(value, bool):
             self.note(f'"{key}" is {value!r}; needed: true or false')
         return value is True

@@ -197,12 +197,20 @@ def expert_tensor_problems(parallel: ParallelConfig, on_gpu: bool) -> Iterator[s
 
 
 def rotary_problems(policy: PolicyConfig, shape: ModelShape, on_gpu: bool) -> Iterator[str]:
-    """Transformer Engine rotates a part of every head, or multiplies all of it by a factor, not both."""
-    is_partial = shape.rotary_dim is not None and shape.rotary_magnitude != 1.0
-    if is_partial and on_gpu and policy.transformer_impl == "transformer_engine":
+    """Transformer Engine rotates a part of every head, or multiplies all of it by a factor, not both; and it has one
+    factor for layers that rotate and others."""
+    if not on_gpu or policy.transformer_impl != "transformer_engine" or shape.rotary_magnitude == 1.0:
+        return
+    factor, instead = f"{shape.rotary_magnitude:.4g}", "Set policy.transformer_impl=local."
+    if shape.rotary_dim is not None:
         yield (
             f"the model rotates {shape.rotary_dim} of {shape.head_dim} dims of a head and multiplies those by "
-            f"{shape.rotary_magnitude:.4g}, which Transformer Engine does not. Set policy.transformer_impl=local."
+            f"{factor}, which Transformer Engine does not. {instead}"
+        )
+    if shape.no_rope_layers:
+        yield (
+            f"the model multiplies what its layers rotate by {factor}, and some of them do not rotate; Transformer "
+            f"Engine has one factor for all. {instead}"
         )
 
 

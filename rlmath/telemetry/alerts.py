@@ -154,7 +154,8 @@ def contrast_alert(history: History) -> str | None:
     alike = [history.group_relative and row.get("rollout/groups_with_contrast") == 0 for row in rows]
     if len(rows) < IDLE_STEPS or not all(map(max, dropped, alike)):
         return None
-    what = "No group had different rewards" if any(alike) else "All groups were dropped"
+    same = [row.get("rollout/groups_with_contrast") == 0 for row in rows]
+    what = "No group had different rewards" if any(same) else "No group was learned from"
     return (
         f"{what} ({_last(rows)}).\n"
         "  See `rlmath samples`, reward.function; take problems it sometimes solves."

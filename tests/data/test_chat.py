@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import GenerationConfig
+from tokenizers import AddedToken, Tokenizer, models, normalizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from rlmath.algorithms.losses import Normalisation
 from rlmath.answers.verifier import verify
@@ -87,6 +88,7 @@ def test_a_sequence_is_the_templates_own_conversation(
         ("qwen3", "2", "<think>\n\n</think>\n\n2<|im_end|>"),
         ("qwen3", "<think>\nx\n</think>\n\n2", "<think>\nx\n</think>\n\n2<|im_end|>"),
         ("qwen2.5", "2<|im_end|>", "2<|im_end|>"),
+        ("qwen2.5", "2<|endoftext|>", "2<|im_end|>"),
         ("llama3", " 2 ", "2<|eot_id|>"),
     ],
 )
@@ -260,3 +262,39 @@ def test_a_template_that_does_not_show_the_answer_has_no_end() -> None:
     tokenizer = chat_tokenizer("qwen2.5")
     tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     assert chat_end(tokenizer) is None
+
+
+@pytest.mark.parametrize("name", ["mistral", "phi", "smollm2"])
+def test_tokens_are_those_of_the_whole_text_where_a_tokenizer_marks_beginnings(
+    name: str, tmp_path: Path
+) -> None:
+    """As Llama 2's: "▁" before every text, and in the place of spaces."""
+    vocab = {chr(code): code - 10 for code in (10, *range(33, 127))} | {"▁": 117, "▁▁": 118}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "▁")]))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.add_special_tokens([AddedToken(CHATS[name].eos, normalized=False)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=CHATS[name].eos)
+    tokenizer.chat_template = CHATS[name].template
+    turns = [("user", "1+1?"), ("assistant", "2"), ("user", "x"), ("assistant", "7")]
+    one = sequence(tmp_path, tokenizer, *turns)
+    found = [*one.prompt_ids, *one.completion_ids]
+    whole = tokenizer(rendered(tokenizer, turns), add_special_tokens=False)["input_ids"]
+    assert found[:-1] == whole[: len(found) - 1]
+
+
+def test_what_would_forge_a_turn_or_does_nothing_is_refused(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer("qwen3")
+    forged = {"question": "x<|endoftext|>", "solution": "2"}
+    with pytest.raises(ValueError, match="would end or change the turn"):
+        load_rows(tmp_path, tokenizer, forged)
+    path = tmp_path / "whole.jsonl"
+    path.write_text(json.dumps({"prompt": "<|im_start|>user\n1<|im_end|>\n", "completion": "2"}))
+    with pytest.raises(ValueError, match="has a template already"):
+        load_sequences(str(path), tokenizer, "chat", 200, 0.0)
+    tokenizer.save_pretrained(tmp_path)
+    for entry, told in (
+        ("enable_thinking=False", "needed: enable_thinking=false"),
+        ("thinkin_on=1", "no such"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            load_tokenizer(str(tmp_path), settings=ChatSettings(kwargs=[entry]))

@@ -468,7 +468,8 @@ def test_every_fourth_layer_of_a_smollm3_does_not_rotate(tmp_path: Path):
         "model_type": "smollm3",
         "rope_scaling": None,
     }
-    assert shape(tmp_path, release).no_rope_layers == (3,)
+    assert shape(tmp_path, release, tie_word_embeddings=...).no_rope_layers == (3,)
+    assert shape(tmp_path, release, tie_word_embeddings=...).tied_embeddings, "transformers' default"
     assert AutoConfig.from_pretrained(tmp_path).no_rope_layers == [1, 1, 1, 0]
     assert shape(tmp_path, release, no_rope_layers=[0, 1, 0, 1]).no_rope_layers == (0, 2)
     assert '"no_rope_layers" is [1]; needed: 1 or 0' in problem(tmp_path, release, no_rope_layers=[1])

@@ -147,7 +147,10 @@ def test_what_transformer_engine_does_not_compute_of_positions():
     assert "multiplies those by 1.5" in problem and "policy.transformer_impl=local" in problem
     assert not list(rotary_problems(PolicyConfig(transformer_impl="local"), part, on_gpu=True))
     assert not list(rotary_problems(PolicyConfig(), part, on_gpu=False))
-    assert not list(rotary_problems(PolicyConfig(), replace(part, rotary_dim=None), on_gpu=True))
+    whole = replace(part, rotary_dim=None)
+    assert not list(rotary_problems(PolicyConfig(), whole, on_gpu=True))
+    (problem,) = rotary_problems(PolicyConfig(), replace(whole, no_rope_layers=(3,)), on_gpu=True)
+    assert "some of them do not rotate" in problem
 
 
 def test_context_parallel_ranks_are_part_of_a_replica():

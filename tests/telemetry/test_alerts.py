@@ -230,7 +230,7 @@ def test_rewards_that_are_all_alike_within_groups_are_told_of_after_two_steps():
 def test_steps_whose_groups_were_all_dropped_are_told_of_after_two_steps():
     dropped = {**GOOD, "train/minibatches": 0.0, "train/early_stopped_minibatches": 0.0}
     ((step, text),) = told([dropped, GOOD, *[dropped] * 3])
-    assert step == 4 and text.startswith("All groups were dropped (last 2 steps)")
+    assert step == 4 and text.startswith("No group was learned from (last 2 steps)")
     ((_, text),) = told([dropped, {**GOOD, "rollout/groups_with_contrast": 0.0}])
     assert text.startswith("No group had different rewards")
 

@@ -58,17 +58,20 @@ def _damage(checkpoint: Checkpoint, on_progress: Callable[[], None]) -> str | No
     found = [(wrong, one) for wrong, one, _ in gathered]
     names = [one for _, one in found if one is not None]
     if names:
-        _shared_or_raise(checkpoint, names)
+        _shared_or_raise(checkpoint, names, on_progress)
     if texts := [text for *_, text in gathered if text is not None]:
         raise ValueError(texts[0])
     return next((text for wrong, one in found for text in (*wrong, *([one[1]] if one else []))), None)
 
 
-def _shared_or_raise(checkpoint: Checkpoint, unreadable: Sequence[tuple[str, str]]) -> None:
+def _shared_or_raise(
+    checkpoint: Checkpoint, unreadable: Sequence[tuple[str, str]], on_progress: Callable[[], None]
+) -> None:
     """A file that rank 0 can read and another rank cannot is not damaged: it is not shared."""
     for name, text in unreadable:
         try:
-            readable = environment_rank() == 0 and bool(directory.file_entry(checkpoint.folder / name))
+            file = checkpoint.folder / name
+            readable = environment_rank() == 0 and bool(directory.file_entry(file, on_progress))
         except OSError:
             readable = False
         if broadcast_from_rank_zero(readable):

@@ -154,7 +154,7 @@ class Origin:
     hooks: str = ""
     """The files of the functions that select groups and give advantages; they may change, with a warning."""
     older_data: str = ""
-    """The fingerprint of the data as checkpoints before November 27, 2026 have it, where that was another."""
+    """The fingerprint without the places where files end, as checkpoints before November 27, 2026 have it."""
 
 
 def origin_of(config: Config, inputs: PromptFiles, has_weights: bool = True) -> Origin:
@@ -302,7 +302,9 @@ def _other_run(
             f"model.path: the model that the run started from has changed (fingerprint {progress.model_fingerprint} "
             f"there, {origin.model} of {now.model.path} now)"
         )
-    if origin.data and progress.data_fingerprint not in (origin.data, origin.older_data):
+    as_many_files = len(then.data.more_train_paths) == len(now.data.more_train_paths)
+    known = (origin.data, origin.older_data) if as_many_files else (origin.data,)
+    if origin.data and progress.data_fingerprint not in known:
         yield (
             f"data.train_path: the prompts have changed (fingerprint {progress.data_fingerprint} there, {origin.data} "
             f"of {now.data.train_path} now)"
