@@ -486,3 +486,12 @@ def test_the_files_of_all_listed_functions_are_what_a_run_is_made_of(tmp_path: P
     assert reward_fingerprint(RewardConfig(rewards=["correctness"])) == ""
     function = f"{tmp_path}/one.py:f"
     assert reward_fingerprint(RewardConfig(function=function)) == code_fingerprint(function) != ""
+
+
+def test_data_that_a_release_before_named_without_the_ends_of_files_is_the_same(tmp_path: Path) -> None:
+    """Where there are as many files: of two, the order of sequences is another than of one."""
+    checkpoint(tmp_path, 3)
+    now = Origin("model-1", "data-2", older_data="data-1")
+    assert found_steps(make_config(tmp_path), now) == [3]
+    with pytest.raises(ValueError, match="the prompts have changed"):
+        found_steps(make_config(tmp_path, "data.more_train_paths=[u.jsonl]"), now)
