@@ -238,5 +238,8 @@ def test_a_supervised_start_shows_what_is_learned(tied_model: Path, tmp_path: Pa
     )
     prepared = prepare_sft(load_config([], [*paths, *small]))
     told = "\n".join((*prepared.lines, *prepared.warnings))
-    assert "6 tokens, 0 of them unknown; the 4 of the prompt are not learned:\n  | 0+1=\n" in told
+    assert (
+        "the 2 of lines with * are learned:\n    row        0│+│1│=│\n  * row        2│\n  * end        <eos>│"
+        in told
+    )
     assert "8 of the 8 held-out sequences have a prompt that is trained on, too" in told
