@@ -207,7 +207,7 @@ def conversation(messages: Messages, tokenizer: PreTrainedTokenizerFast, name: s
     and then it is context. ValueError where the whole text does not begin with the prompt of the last turn.
     """
     end = _mark_of(chat_end(tokenizer), tokenizer)
-    ends = tuple(filter(None, (end, _mark_of(tokenizer.eos_token_id, tokenizer))))
+    ends = tuple(filter(None, (end, str(tokenizer.eos_token or ""))))
     messages = [(role, _without(ends, text) if role == "assistant" else text) for role, text in messages]
     whole = render(messages, tokenizer, name, prompt=False)
     pieces: list[Piece] = []
