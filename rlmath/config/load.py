@@ -243,6 +243,8 @@ class _Reader:
         elif not equals or not key:
             nearest = _nearest_key(key) if key and setting is None else None
             hint = "." if nearest is None else f', did you mean "{nearest}"?'
+            if key.endswith((".yaml", ".yml")):
+                hint = f". To read that file give --config {key}"
             found(f'{self._source}: "{text}" is not of the form key.sub=value{hint}')
         elif key in section_classes():
             found(f"{self._source}: {_section_not_value(key, word)}")

@@ -52,6 +52,18 @@ class Piece:
     """What the assistant's turn adds, with the mark that ends it."""
 
 
+_NOT_JSON = {
+    "None": "null",
+    "True": "true",
+    "yes": "true",
+    "on": "true",
+    "False": "false",
+    "no": "false",
+    "off": "false",
+}
+"""Words of Python and YAML that a template would take for texts, which are true."""
+
+
 @dataclass(frozen=True)
 class ChatSettings:
     """What a run says of its conversations, beside data.template."""
@@ -79,9 +91,10 @@ class ChatSettings:
                 raise ValueError(
                     f'{self.names[1]} has {entry!r}; needed: "name=value", such as enable_thinking=false'
                 )
-            if written in ("True", "False", "None"):
-                json_word = {"True": "true", "False": "false", "None": "null"}[written]
-                raise ValueError(f"{self.names[1]} has {entry!r}; needed: {name}={json_word}, as in JSON")
+            if written in _NOT_JSON:
+                raise ValueError(
+                    f"{self.names[1]} has {entry!r}; needed: {name}={_NOT_JSON[written]}, or a text in quotes"
+                )
             try:
                 value = json.loads(written, parse_constant=str)
             except ValueError:

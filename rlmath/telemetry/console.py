@@ -49,7 +49,7 @@ STEP_LINE_METRICS = {
 }
 """Metrics of a step's line, where the step has them and the line has room; their names there, and formats."""
 
-_QUIET = ("vllm", "transformers", "megatron", "torch", "filelock", "urllib3", "asyncio")
+_QUIET = ("vllm", "transformers", "megatron", "torch", "torch._library", "filelock", "urllib3", "asyncio")
 
 
 # ---------------------------------------------------------------- console and log file
