@@ -235,21 +235,25 @@ def load_tokenizer(
     missing = [name for name in ("tokenizer_config.json", "tokenizer.json") if not (folder / name).is_file()]
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         missing = [name for name in missing if name != "tokenizer.json"]
-    if missing:
+    is_alone = missing == ["tokenizer_config.json"] and (folder / "tokenizer.json").is_file()
+    if missing and not is_alone:
         raise ValueError(
             f"{option}: {path!r} has no {' and no '.join(missing)}; copy the tokenizer's files there"
         )
-    from transformers import AutoTokenizer  # here, because it takes seconds
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # here, because it takes seconds
 
+    kind = PreTrainedTokenizerFast if is_alone else AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        tokenizer = kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever transformers and tokenizers raise on a broken file
         raise ValueError(f"{option}: the tokenizer in {path!r} cannot be read: {error}") from error
     if not tokenizer.is_fast:
-        kind = type(tokenizer).__name__
+        name = type(tokenizer).__name__
         raise ValueError(
-            f"{option}: {path!r} has a slow tokenizer ({kind}); a fast one (tokenizer.json) is needed"
+            f"{option}: {path!r} has a slow tokenizer ({name}); a fast one (tokenizer.json) is needed"
         )
+    if tokenizer.eos_token_id is None:
+        tokenizer.eos_token = _end_in_config(folder, tokenizer)
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"{option}: the tokenizer in {path!r} has no eos_token; set it in tokenizer_config.json"
@@ -257,6 +261,17 @@ def load_tokenizer(
     if settings is not None:
         chat.set_template(tokenizer, settings, path)
     return tokenizer
+
+
+def _end_in_config(folder: Path, tokenizer: PreTrainedTokenizerFast) -> str | None:
+    """The first token that ends a text by generation_config.json, or by config.json."""
+    for file in (folder / "generation_config.json", folder / "config.json"):
+        if file.is_file():
+            named = read_json_object(file).get("eos_token_id")
+            first = named[0] if isinstance(named, list) and named else named
+            known = type(first) is int and 0 <= first < len(tokenizer)
+            return str(tokenizer.convert_ids_to_tokens(first)) if known else None
+    return None
 
 
 def prompt_tokens(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:

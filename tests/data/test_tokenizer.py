@@ -44,6 +44,22 @@ def test_a_tokenizer_without_end_of_sequence_is_refused(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
+def test_tokenizer_json_alone_suffices_where_the_model_names_the_end(tmp_path):
+    save_tokenizer(tmp_path)
+    whole = load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "special_tokens_map.json").unlink(missing_ok=True)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    for named, told in ((None, "no eos_token"), (10**6, "no eos_token")):
+        (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": named}))
+        with pytest.raises(ValueError, match=told):
+            load_tokenizer(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [whole.eos_token_id]}))
+    alone = load_tokenizer(str(tmp_path))
+    assert alone.eos_token == whole.eos_token and alone.chat_template == "{{ messages[0].content }}"
+    assert alone("one two").input_ids == whole("one two").input_ids
+
+
 @pytest.mark.parametrize("text", ["[]", "null", "{broken"])
 def test_a_broken_generation_config_is_named(tmp_path, text):
     save_tokenizer(tmp_path)

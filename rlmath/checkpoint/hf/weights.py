@@ -111,7 +111,7 @@ def with_chat_template(metadata_files: Mapping[str, bytes], template: str | None
     transformers look for it: in a file of its own, earlier ones in tokenizer_config.json."""
     if template is None:
         return dict(metadata_files)
-    config = json.loads(metadata_files[TOKENIZER_CONFIG]) | {"chat_template": template}
+    config = json.loads(metadata_files.get(TOKENIZER_CONFIG, b"{}")) | {"chat_template": template}
     return {
         **metadata_files,
         TOKENIZER_CONFIG: (json.dumps(config, indent=2) + "\n").encode(),
