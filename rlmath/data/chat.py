@@ -82,7 +82,7 @@ class ChatSettings:
         """What is set before the first line of the template. ValueError for what is no variable.
 
         >>> ChatSettings(kwargs=["x=false", "effort=high"]).head
-        "{%- set x = False %}{%- set effort = 'high' %}"
+        "{%- set x = False %}{%- set effort = 'high' +%}"
         """
         lines = []
         for entry in self.kwargs:
