@@ -269,8 +269,9 @@ def _end_in_config(folder: Path, tokenizer: PreTrainedTokenizerFast) -> str | No
         if file.is_file():
             named = read_json_object(file).get("eos_token_id")
             first = named[0] if isinstance(named, list) and named else named
-            known = type(first) is int and 0 <= first < len(tokenizer)
-            return str(tokenizer.convert_ids_to_tokens(first)) if known else None
+            if not isinstance(first, int) or first not in range(len(tokenizer)):
+                return None
+            return str(tokenizer.convert_ids_to_tokens(first))
     return None
 
 
