@@ -32,10 +32,11 @@ from rlmath.data.rows import PromptRow, RawRow, RowError, UnusableRow, unusable_
 from rlmath.data.tokenizer import (
     SPECIAL_TOKEN,
     asked,
+    first_found,
     prompt_tokens,
     refuse_second_template,
     rendered,
-    special_token_in,
+    special_tokens,
     template_of,
     token_ids_of,
 )
@@ -189,6 +190,7 @@ def _texts(
     """What can be used; the others, among them rows of more than `most_characters`, are added to `unusable`."""
     prompts: list[PromptRow] = []
     completions: list[str] = []
+    special = special_tokens(tokenizer)
     known = [token for token in (chat_end(tokenizer), tokenizer.eos_token_id) if isinstance(token, int)]
     ends = tuple(map(str, tokenizer.convert_ids_to_tokens(known)))
     in_chat = template in ("auto", "chat") and bool(tokenizer.chat_template)
@@ -211,9 +213,7 @@ def _texts(
             )
         if template_of(row, template, tokenizer) == "chat":
             refuse_second_template(row, str(template))
-            if mark := special_token_in(
-                [text for role, text in asked(row) if role != "assistant"], tokenizer
-            ):
+            if mark := first_found(special, [text for role, text in asked(row) if role != "assistant"]):
                 unusable.append(UnusableRow(raw.where, f"{SPECIAL_TOKEN} {mark!r}", row.prompt[:60]))
                 continue
         prompts.append(row)

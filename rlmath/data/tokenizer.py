@@ -13,7 +13,6 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -187,17 +186,17 @@ def _chat(
 SPECIAL_TOKEN = "its problem would end or change the turn, as it has the tokenizer's special token"
 
 
-def special_token_in(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> str | None:
-    """The first special token of the tokenizer's that is written out in one of these texts."""
+def special_tokens(tokenizer: PreTrainedTokenizerFast) -> re.Pattern[str]:
+    """Finds the tokenizer's special tokens in a text that writes them out."""
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    pattern = _any_of(tuple(sorted(filter(None, special), key=len, reverse=True)))
-    found = next(filter(None, map(pattern.search, texts)), None) if special else None
-    return None if found is None else found[0]
-
-
-@lru_cache(maxsize=4)
-def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
+    marks = sorted(filter(None, special), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, marks)) or r"(?!)")
+
+
+def first_found(pattern: re.Pattern[str], texts: Iterable[str]) -> str | None:
+    """What the pattern first finds in one of these texts."""
+    found = next(filter(None, map(pattern.search, texts)), None)
+    return None if found is None else found[0]
 
 
 def drop_special_token_rows(
@@ -205,11 +204,11 @@ def drop_special_token_rows(
 ) -> PromptFile:
     """The file without problems that have a special token of the tokenizer's in their text, such as "<|im_end|>": in a
     template it would end the user's turn. They are unusable. Whole prompts keep theirs."""
-    rows, unusable = [], list(file.unusable)
+    rows, unusable, special = [], list(file.unusable), special_tokens(tokenizer)
     for row in file.rows:
         plain = not row.whole and template != "raw" and not has_template(row.prompt)
         texts = (row.prompt, *(content for _, content in row.messages)) if plain else ()
-        found = special_token_in(texts, tokenizer)
+        found = first_found(special, texts)
         if found is None:
             rows.append(row)
         else:
