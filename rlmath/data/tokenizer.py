@@ -264,14 +264,20 @@ def load_tokenizer(
 
 def _end_in_config(folder: Path, tokenizer: PreTrainedTokenizerFast) -> str | None:
     """The first token that ends a text by generation_config.json, or by config.json."""
-    for file in (folder / "generation_config.json", folder / "config.json"):
-        if file.is_file():
-            named = read_json_object(file).get("eos_token_id")
-            first = named[0] if isinstance(named, list) and named else named
-            if not isinstance(first, int) or first not in range(len(tokenizer)):
-                return None
-            return str(tokenizer.convert_ids_to_tokens(first))
-    return None
+    _, named = _ends_in_config(folder)
+    first = named[0] if isinstance(named, list) and named else named
+    if not isinstance(first, int) or first not in range(len(tokenizer)):
+        return None
+    return str(tokenizer.convert_ids_to_tokens(first))
+
+
+def _ends_in_config(folder: Path) -> tuple[Path, Any]:
+    """The file that counts of the two, and its "eos_token_id" as it stands; None where there is neither."""
+    files = (folder / "generation_config.json", folder / "config.json")
+    file = next((one for one in files if one.is_file()), None)
+    if file is None:
+        return folder, None
+    return file, read_json_object(file).get("eos_token_id")
 
 
 def prompt_tokens(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
@@ -338,16 +344,11 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerFast, vocab_size: in
     end, of_turn = tokenizer.eos_token_id, chat.chat_end(tokenizer)
     assert isinstance(end, int), end  # `load_tokenizer` refuses others
     found = {end} if of_turn is None else {end, of_turn}
-    for name in ("generation_config.json", "config.json"):
-        file = Path(path) / name
-        if file.is_file():
-            named = read_json_object(file).get("eos_token_id")
-            also = named if isinstance(named, list) else [] if named is None else [named]
-            if not all(type(token) is int and 0 <= token < vocab_size for token in also):
-                raise ValueError(
-                    f'{file}: "eos_token_id" is {repr(named)[:80]}; needed: tokens of the model, whole numbers from 0 '
-                    f"to {vocab_size - 1}, or null"
-                )
-            found.update(also)
-            break
-    return tuple(sorted(found))
+    file, named = _ends_in_config(Path(path))
+    also = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(type(token) is int and 0 <= token < vocab_size for token in also):
+        raise ValueError(
+            f'{file}: "eos_token_id" is {repr(named)[:80]}; needed: tokens of the model, whole numbers from 0 '
+            f"to {vocab_size - 1}, or null"
+        )
+    return tuple(sorted(found.union(also)))
