@@ -74,7 +74,8 @@ def torchrun_command(ranks: int, *arguments: str) -> list[str]:
 
 
 def small_run(place: Path, output: Path) -> list[str]:
-    """Overrides of the demo's config: a few prompts, a small cache. `place` has `data/` and `base/`."""
+    """Overrides of the demo's config: a few prompts, a small cache. `place` has `data/` and `base/`, whose random model
+    never answers: the entropy gives every step an update."""
     return [
         f"run.output_dir={output}",
         f"model.path={place}/base",
@@ -84,4 +85,5 @@ def small_run(place: Path, output: Path) -> list[str]:
         "rollout.group_size=4",
         "rollout.cpu_kv_cache_gib=0.1",
         "algorithm.n_minibatches=2",
+        "algorithm.entropy_coef=0.01",
     ]
