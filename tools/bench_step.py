@@ -1,10 +1,10 @@
-"""Time of one rollout and one update on this machine's CPU, against plain transformers in the same process.
+"""Time of one update on this machine's CPU, against plain transformers in the same process.
 
     python tools/bench_step.py [--models 0.6M 9.5M 100M] [--quick]
 
 One rank, one thread, random Qwen2 models, samples of very different lengths. Prints figures (tools/figures.py):
 medians. "mfu" is the model's own arithmetic (`training_cost`) over the best float32 matrix multiplication of its sizes,
-measured before; its baseline is that of transformers. The rollout is measured with the smallest model.
+measured before; its baseline is that of transformers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from rlmath.config.schema import (
     ModelConfig,
     OptimizerConfig,
     PolicyConfig,
-    RolloutConfig,
 )
 from rlmath.data.packing import pack
 from rlmath.data.seqlen_balancing import plan_minibatches, training_cost
@@ -171,35 +170,6 @@ def bench_update(folder: Path, name: str, case: Case, mesh: Mesh, device: Device
     report(title, "mfu", "", work / ours_seconds / peak, work / theirs_seconds / peak, baseline)
 
 
-def bench_rollout(folder: Path, count: int, new_tokens: int, repeats: int) -> None:
-    """`count` completions of exactly `new_tokens` tokens."""
-    from rlmath.rollout.engine import open_standalone
-    from rlmath.rollout.sampling import Request, sample
-
-    settings = RolloutConfig(cpu_kv_cache_gib=0.5)
-    llm = open_standalone(str(folder), settings, 16 + new_tokens, "cpu")
-    requests = [
-        Request((n, 0), (5, 6, 7, 8, 9, 10, 11, n % 90 + 3), n, new_tokens, new_tokens) for n in range(count)
-    ]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = torch.tensor([request.token_ids for request in requests])
-
-    def theirs() -> None:
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            min_new_tokens=new_tokens,
-            max_new_tokens=new_tokens,
-            do_sample=True,
-        )
-
-    ours_seconds = median_seconds(lambda: list(sample(llm, settings, requests)) and None, repeats)
-    theirs_seconds = median_seconds(theirs, repeats)
-    title, tokens = f"rollout, {count} x {new_tokens} tokens", count * new_tokens
-    pair = (tokens / ours_seconds, tokens / theirs_seconds)
-    report(title, "tokens_per_second", "tokens/s", *pair, "transformers generate")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer samples and repeats, within a minute")
@@ -212,7 +182,7 @@ def main() -> None:
 
     os.environ.update(RANK="0", WORLD_SIZE="1")
     with tempfile.TemporaryDirectory() as place:
-        for name in dict.fromkeys(("0.6M", *names)):
+        for name in names:
             make = [sys.executable, "-m", "rlmath.cli.make_tiny_model", "--output", f"{place}/{name}"]
             subprocess.run([*make, *CASES[name].make], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
         device, mesh = open_device("cpu"), Mesh(0, 1, 1, 1, 1)
@@ -222,7 +192,6 @@ def main() -> None:
             case = replace(CASES[name], samples=128, repeats=2) if quick else CASES[name]
             bench_update(Path(place) / name, name, case, mesh, device)
         dist.destroy_process_group()
-        bench_rollout(Path(place) / "0.6M", 64 if quick else 256, 32 if quick else 128, 2 if quick else 5)
 
 
 if __name__ == "__main__":

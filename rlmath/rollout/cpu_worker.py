@@ -20,7 +20,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -152,34 +151,6 @@ def _rms_norm(
     normed = torch.empty_like(x)
     torch.ops._C.rms_norm(normed, x, norm.weight.data, norm.variance_epsilon)
     return normed
-
-
-def skip_needless_allocations(llm: Any) -> None:
-    """A request that decodes one more token in a block of the KV cache that it has is not asked about again: vLLM
-    looks at every request in every step, in Python, which takes a tenth of a small model's rollout."""
-    manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
-    of_layers = manager.coordinator.single_type_managers
-    if len(of_layers) != 1 or type(of_layers[0]) is not FullAttentionManager:
-        return
-    blocks_by_request, block_size = of_layers[0].req_to_blocks, of_layers[0].block_size
-    allocate, no_blocks = manager.allocate_slots, manager.empty_kv_cache_blocks
-
-    def allocate_slots(
-        request: Any, num_new_tokens: int, *arguments: Any, num_lookahead_tokens: int = 0, **more: Any
-    ) -> Any:
-        if num_new_tokens == 1 and not (arguments or more or num_lookahead_tokens):
-            tokens = request.num_computed_tokens + 1
-            # vLLM makes a full block known to its prefix cache.
-            if (
-                tokens % block_size
-                and len(blocks_by_request.get(request.request_id, ())) * block_size >= tokens
-            ):
-                return no_blocks
-        return allocate(
-            request, num_new_tokens, *arguments, num_lookahead_tokens=num_lookahead_tokens, **more
-        )
-
-    manager.allocate_slots = allocate_slots
 
 
 def noise_seeds(seeds_R: np.ndarray, positions_R: np.ndarray) -> np.ndarray:

@@ -112,6 +112,7 @@ def _open_llm(
     from vllm import LLM
 
     from rlmath.rollout.engine_models import register_models
+    from rlmath.rollout.scheduler_shortcuts import take_shortcuts
 
     shape, _ = read_shape(Path(model_path))
     if shape is not None:  # an evaluation may be of another model
@@ -131,11 +132,8 @@ def _open_llm(
         stops = stop_token_ids(model_path, tokenizer, model.get_vocab_size())
     # All requests take them from here; vLLM reads the folder's generation_config.json, and not its chat template.
     llm.llm_engine.input_processor.generation_config_fields["eos_token_id"] = list(stops)
-    if device_kind == "cpu":
-        from rlmath.rollout.cpu_worker import skip_needless_allocations
-
-        skip_needless_allocations(llm)
-    elif environment_rank() == 0 and not samples_in_one_kernel(llm):
+    take_shortcuts(llm)
+    if device_kind == "cuda" and environment_rank() == 0 and not samples_in_one_kernel(llm):
         logger.warning(
             "vLLM takes its first model runner for this model or these settings: it samples with one kernel for each "
             "request and token, which is slower"
