@@ -1,4 +1,4 @@
-"""GRPO by TRL on CPU, for tools/bench_peer.py, which starts it under torchrun in TRL's own environment.
+"""GRPO by TRL, for tools/bench_peer.py, which starts it under torchrun; on CUDA with vLLM in its process (colocated).
 
 Prints as its last line one JSON object: seconds of every measured step and of its generation, completion tokens, mean
 reward, and versions. A step is one generation and all optimizer steps on it; it lasts from the start of a generation to
@@ -99,34 +99,51 @@ def main() -> None:
     ):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--micro-batch", type=int, required=True, help="sequences of a rank's micro-batch")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--chat", action="store_true", help="prompts are turns of a user")
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--seed", type=int, default=42, help="of the order of prompts and of sampling")
     given = parser.parse_args()
-    torch.set_num_threads(1)
+    if given.device == "cpu":
+        torch.set_num_threads(1)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     tokenizer = AutoTokenizer.from_pretrained(given.model, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32, attn_implementation="sdpa")
     rows = [json.loads(line) for line in given.data.read_text(encoding="utf-8").splitlines()]
+
+    def asked(text: str) -> Any:
+        return [{"role": "user", "content": text}] if given.chat else text
+
     data = datasets.Dataset.from_list(
-        [{"prompt": row["prompt"], "answer": row["solutions"][0]} for row in rows]
+        [{"prompt": asked(row["prompt"]), "answer": row["solutions"][0]} for row in rows]
     )
 
-    def reward(completions: list[str], answer: list[str], **more: Any) -> list[float]:
+    def reward(completions: list[Any], answer: list[str], **more: Any) -> list[float]:
+        if given.chat:
+            completions = [turns[0]["content"] for turns in completions]
+        pairs = zip(completions, answer, strict=True)
         return [
-            5.0 if text.endswith(right) else -5.0 for text, right in zip(completions, answer, strict=True)
+            5.0 if text.endswith(right) or (given.chat and right in text) else -5.0 for text, right in pairs
         ]
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
     of_rank = given.prompts * given.group // world
     accumulated = of_rank // given.optimizer_steps // given.micro_batch
-    generation = {"min_new_tokens": given.min_new_tokens} if given.min_new_tokens else {}
+    on_cuda = given.device == "cuda"
+    least = "min_tokens" if on_cuda else "min_new_tokens"
+    generation = {least: given.min_new_tokens} if given.min_new_tokens else {}
+    vllm: dict[str, Any] = {}
+    if on_cuda:
+        vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.4}
+        vllm["vllm_max_model_length"] = 512 + given.max_new_tokens
     steps = Steps()
     with tempfile.TemporaryDirectory() as output:
         settings = GRPOConfig(
             output_dir=output,
-            use_cpu=True,
-            bf16=False,
-            ddp_backend="gloo" if world > 1 else None,
+            use_cpu=not on_cuda,
+            bf16=on_cuda,
+            ddp_backend="gloo" if world > 1 and not on_cuda else None,
+            **vllm,
             learning_rate=given.learning_rate,
             seed=given.seed,
             lr_scheduler_type="constant",
