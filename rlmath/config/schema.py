@@ -527,9 +527,10 @@ class AlgorithmConfig:
     values of a critic (the section `critic`), normalised likewise: PPO; or a function of yours, see docs/hooks.md."""
     advantage_eps: NonNegativeFloat = 1e-6
     """Added to every deviation that an advantage is divided by."""
-    loss: Literal["clip", "gspo", "cispo"] = "clip"
+    loss: Literal["clip", "gspo", "cispo", "gmpo", "sapo", "dppo_tv", "dppo_kl"] = "clip"
     """"clip": PPO's clipped surrogate on single tokens; "gspo": on whole completions; "cispo": clipped weights of the
-    policy gradient."""
+    policy gradient; "gmpo": geometric mean of clipped ratios (arXiv:2507.20673); "sapo": a soft gate
+    (arXiv:2511.20347); "dppo_tv", "dppo_kl": masks by total variation or KL of the token (arXiv:2602.04879)."""
     loss_normalisation: Literal["token", "sequence", "constant"] = "token"
     """"token": mean over tokens (DAPO, verl's token-mean); "sequence": mean over completions of their mean over tokens
     (GRPO, verl's seq-mean-token-mean); "constant": mean over completions of their sum / rollout.max_new_tokens
@@ -542,12 +543,20 @@ class AlgorithmConfig:
     """Samples are assigned to minibatches at random, and every epoch takes the minibatches in an order of its own, both
     drawn from run.seed and the step. False: in the order of prompts."""
     clip_ratio: PositiveFraction = 0.2
-    """The importance ratio is clipped below 1 - clip_ratio, and above 1 + clip_ratio where clip_ratio_high is null."""
+    """The importance ratio is clipped below 1 - clip_ratio, and above 1 + clip_ratio where clip_ratio_high is null. Of
+    loss=gmpo the bounds are of the ratio's log, of dppo_tv and dppo_kl of the divergence."""
     clip_ratio_high: PositiveFloat | None = None
     """The importance ratio is clipped above 1 + clip_ratio_high (DAPO's clip-higher). null: clip_ratio."""
     dual_clip: RatioAboveOne | None = None
     """Largest importance ratio that counts where the advantage is negative (AReaL: c_clip, verl: clip_ratio_c). null:
     no bound."""
+    sapo_temperature_pos: PositiveFloat = 1.0
+    """loss=sapo: temperature of the gate where the advantage is above 0 (arXiv:2511.20347)."""
+    sapo_temperature_neg: PositiveFloat = 1.05
+    """loss=sapo: temperature of the gate where it is not: a larger one shuts it sooner (arXiv:2511.20347)."""
+    off_policy_mask: PositiveFloat | None = None
+    """Completions with a negative advantage are left out of the surrogate where the mean of log engine - log policy is
+    above this (nats a token; arXiv:2512.02556, TRL: off_policy_mask_threshold, 0.5 to begin with). null: none."""
     recompute_logprobs: bool = True
     """Ratio against log-probs recomputed by the policy before its first update, the proximal policy (AReaL:
     recompute_logprob); false: against the engine's own."""
@@ -581,6 +590,9 @@ class AlgorithmConfig:
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
     """Estimate of the KL from a sampled token: "k1" (difference of log-probs), "k2" (half its square), "k3" (verl:
     low_var_kl) or "abs"."""
+    kl_ratio: Literal["token", "sequence"] | None = None
+    """Weigh the KL in the loss by policy / engine, of the "token" or of the whole completion ("sequence"), with
+    gradient: k1 and k3 are then right off-policy (arXiv:2512.02556; TRL: use_bias_correction_kl). null: no weight."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus: the mean entropy of the policy's distribution is subtracted from the loss."""
     early_stop_ratio: RatioAboveOne | None = 5.0

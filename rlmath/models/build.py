@@ -212,6 +212,10 @@ def loss_settings(algorithm: AlgorithmConfig, teacher: TeacherConfig = NO_TEACHE
         correction=correction,
         kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
         kl_kind=algorithm.kl_estimator,
+        kl_ratio=algorithm.kl_ratio,
+        sapo_positive=algorithm.sapo_temperature_pos,
+        sapo_negative=algorithm.sapo_temperature_neg,
+        off_policy_mask=algorithm.off_policy_mask,
         entropy_coef=algorithm.entropy_coef,
         teacher_coef=teacher.coef if teacher.path is not None and teacher.loss == "full" else 0.0,
     )
