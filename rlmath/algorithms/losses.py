@@ -134,6 +134,8 @@ class TokenInputs:
     teacher_kl_T: Float[Tensor, "T"] | None = None
     """KL(policy || teacher) of the whole distributions, with gradient; None without a teacher, or where its log-probs
     are in the advantages."""
+    penalty_T: Float[Tensor, "T"] | None = None
+    """Weight of abs(log policy - log proximal) in the loss of each token; None: nowhere."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,8 @@ def policy_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
         )
         off_policy_T = counted_T & (tokens.advantages_T < 0) & (drift_T > settings.off_policy_mask)
         loss_T = torch.where(off_policy_T, 0.0, loss_T)
+    if tokens.penalty_T is not None:
+        loss_T = loss_T + tokens.penalty_T * log_ratio_T.abs()
     kl_T = torch.zeros_like(new_T)
     if tokens.reference_logprobs_T is not None:
         reference_T = torch.where(counted_T, tokens.reference_logprobs_T, 0.0)

@@ -595,6 +595,26 @@ class AlgorithmConfig:
     gradient: k1 and k3 are then right off-policy (arXiv:2512.02556; TRL: use_bias_correction_kl). null: no weight."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus: the mean entropy of the policy's distribution is subtracted from the loss."""
+    entropy_target: PositiveFloat | None = None
+    """entropy_coef is only the first weight: after every step it rises by entropy_delta below this entropy (nats a
+    token), else falls, and is off above it (Skywork-OR1, arXiv:2505.22312, has 0.2). null: it stays."""
+    entropy_delta: PositiveFloat = 0.005
+    """By how much entropy_target changes the weight after a step (arXiv:2505.22312)."""
+    top_entropy_share: PositiveFraction = 1.0
+    """Advantages count at this share of the step's tokens, those of the highest entropies (arXiv:2506.01939: 0.2; TRL:
+    top_entropy_quantile). Below 1 it costs a pass where no log-probs are recomputed."""
+    clip_cov_ratio: PositiveFraction | None = None
+    """Clip-Cov: this share of the step's tokens, drawn from those whose covariance of log-prob and advantage lies
+    within the next two, is left out (arXiv:2505.22617, as the next four: 2e-4). null: none."""
+    clip_cov_low: FiniteFloat = 1.0
+    """Clip-Cov: least covariance (verl: clip_cov_lb)."""
+    clip_cov_high: FiniteFloat = 5.0
+    """Clip-Cov: largest covariance (verl: clip_cov_ub)."""
+    kl_cov_ratio: PositiveFraction | None = None
+    """KL-Cov: this share of the step's tokens, of the largest covariances, has kl_cov_coef x |log policy - log
+    proximal| in its loss (2e-3 to 2e-4). null: none."""
+    kl_cov_coef: PositiveFloat = 1.0
+    """KL-Cov: weight of that (verl: ppo_kl_coef)."""
     early_stop_ratio: RatioAboveOne | None = 5.0
     """A minibatch whose token-weighted mean importance ratio exceeds this is discarded (as RLinf). null: no bound."""
     early_stop_ratio_low: Annotated[float, Range(0, 1, open_high=True, why=_FIRST_RATIO)] | None = None
@@ -615,6 +635,11 @@ class AlgorithmConfig:
     null: rewards are not looked at."""
     rollback_reward_steps: Annotated[int, Range(2)] = 10
     """Steps that those means are over."""
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Whether tokens are chosen by entropy or covariance, which takes the policy's own log-probs before a step."""
+        return self.top_entropy_share < 1 or self.clip_cov_ratio is not None or self.kl_cov_ratio is not None
 
     @property
     def masks_alone(self) -> list[str]:

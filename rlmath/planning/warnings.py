@@ -40,6 +40,17 @@ UNUSED: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         'with algorithm.loss="sapo", whose gate has no bounds',
     ),
     (
+        "algorithm.entropy_delta",
+        lambda c: c.algorithm.entropy_target is None,
+        "without algorithm.entropy_target",
+    ),
+    (
+        "algorithm.clip_cov_low algorithm.clip_cov_high",
+        lambda c: c.algorithm.clip_cov_ratio is None,
+        "without algorithm.clip_cov_ratio",
+    ),
+    ("algorithm.kl_cov_coef", lambda c: c.algorithm.kl_cov_ratio is None, "without algorithm.kl_cov_ratio"),
+    (
         "algorithm.sapo_temperature_pos algorithm.sapo_temperature_neg",
         lambda c: c.algorithm.loss != "sapo",
         'without algorithm.loss="sapo"',

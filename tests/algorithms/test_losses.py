@@ -149,6 +149,7 @@ DPPO_KL = LossSettings("dppo_kl", clip_low=0.05, clip_high=0.05)
         (DPPO_KL, 0.5, 0.75, 1.0, 0.0, 1),  # 0.5 ln(2/3) + 0.5 ln 2 = 0.144 nats
         (DPPO_KL, 0.002, 0.02, 1.0, -10.0, 0),  # 0.014 nats
         (DPPO_KL, 0.5, 0.75, -1.0, 1.5, 0),
+        (DPPO_KL, 0.1, 0.22, 1.0, -2.2, 0),  # 0.04995 nats from the old one to the new, 0.062 back
     ],
 )
 def test_dppo_masks_by_divergence_and_not_by_ratio(rule, before, now, advantage, loss, clipped):
@@ -205,6 +206,14 @@ def test_bad_completions_that_the_policy_has_left_are_masked():
     terms = policy_loss(tokens, LossSettings(off_policy_mask=0.5))
     assert gradient(terms.loss, leaf) == [0.0, 0.0, 1.0, 1.0, -1.0, -1.0]
     assert terms.masked_off_policy.item() == 2
+
+
+def test_a_penalty_pulls_back_to_the_proximal_policy():
+    leaf, tokens = inputs([-1.0, -1.0, -2.0], proximal=[-1.5, -1.5, -1.5], advantages=[0.0] * 3)
+    penalty_T = torch.tensor([0.0, 0.25, 0.5], dtype=torch.float64)
+    terms = policy_loss(replace(tokens, penalty_T=penalty_T), LossSettings())
+    assert terms.loss.item() == pytest.approx(0.25 * 0.5 + 0.5 * 0.5)
+    assert gradient(terms.loss, leaf) == [0.0, 0.25, -0.5]
 
 
 # ---------------------------------------------------------------- what carries a gradient
