@@ -3,8 +3,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 from torch import Tensor
 
@@ -340,13 +338,6 @@ def test_shapes_are_checked(column: str):
             TokenInputs(**tensors | {column: wrong}, n_segments=2)
 
 
-def test_words_are_checked():
-    with pytest.raises(TypeCheckError):
-        LossSettings(kind="ppo")  # pyright: ignore
-    with pytest.raises(TypeCheckError):
-        LossSettings(kl_kind="k4")  # pyright: ignore
-
-
 # ---------------------------------------------------------------- normalisation: weights and denominator
 
 
@@ -373,19 +364,3 @@ def test_a_completion_without_tokens(kind, count: int):
 def test_the_default_normalisation_is_the_mean_over_tokens():
     assert Normalisation() == TOKEN_MEAN
     assert (TOKEN_MEAN.weight(7), TOKEN_MEAN.count(7)) == (1.0, 7)
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    st.sampled_from(["token", "sequence", "constant"]), st.lists(st.integers(1, 50), min_size=1, max_size=9)
-)
-def test_a_loss_of_one_everywhere_is_one_unless_a_constant_divides(kind, lengths: list[int]):
-    normalisation = Normalisation(kind, 50)
-    weights = math.fsum(n * normalisation.weight(n) for n in lengths)
-    loss = weights / sum(normalisation.count(n) for n in lengths)
-    assert loss == pytest.approx(sum(lengths) / (50 * len(lengths)) if kind == "constant" else 1.0)
-
-
-def test_normalisation_words_are_checked():
-    with pytest.raises(TypeCheckError):
-        Normalisation("group")  # pyright: ignore
