@@ -126,6 +126,10 @@ def test_the_loss() -> None:
         correction=Correction("sequence", 1.69, 0.17, 4.71, 0.972, 1.028, 0.0283),
         kl_coef=0.0172,
         kl_kind="k2",
+        kl_ratio="sequence",
+        sapo_positive=1.683,
+        sapo_negative=1.684,
+        off_policy_mask=0.685,
         entropy_coef=0.00173,
     )
 
@@ -139,6 +143,7 @@ def test_the_loss_without_what_is_optional() -> None:
         importance_mask_geometric_low=None,
         importance_mask_geometric_high=None,
         importance_mask_binary_kl=None,
+        off_policy_mask=None,
         entropy_coef=0.0,
     )
     alone = loss_settings(replace(plain, importance_mask_binary_kl=0.0283)).correction
@@ -151,6 +156,9 @@ def test_the_loss_without_what_is_optional() -> None:
         correction=None,
         kl_coef=0.0,  # it is part of the reward
         kl_kind="k2",
+        kl_ratio="sequence",
+        sapo_positive=1.683,
+        sapo_negative=1.684,
         entropy_coef=0.0,
     )
     assert loss_settings(AlgorithmConfig()) == LossSettings()
