@@ -1,6 +1,6 @@
 """Steps of this trainer and of TRL's GRPO on this machine, in turns: the same model, lengths and batch.
 
-    python tools/bench_peer.py [--cases P1 P2 P3 P4] [--rounds 3] [--quick]
+    python tools/bench_peer.py [--cases P1 P3] [--rounds 3] [--quick]
     python tools/bench_peer.py --learning 5
     python tools/bench_peer.py --device cuda --model SmolLM2-135M-Instruct --data gsm8k.jsonl [--seconds 350]
 
@@ -13,16 +13,13 @@ by this program's own Python, which needs trl and datasets, too. Every side runs
 six) once, and the best of them `--rounds` times in all, in turns with the other side's.
 
 - P1: 0.6M parameters, 32 prompts x 8, exactly 128 new tokens, one optimizer step
-- P2: 9.5M parameters, 32 x 8, random lengths of mean 109 and at most 400, one optimizer step
 - P3: the demo's base model, 64 x 8, at most 32 new tokens, 4 optimizer steps
-- P4: 100M parameters, 4 x 8, random lengths of mean 256 and at most 1,024, one optimizer step
 - G1, with --model and --data (question and answer, as GSM8K's): 64 x 16, exactly 256 new tokens, one optimizer step;
   both compute the log-probs of what they sampled anew. On CPU 2 x 4 of 16 tokens, which shows that it runs
 
 Prints figures (tools/figures.py). Seconds of a step are medians over all measured steps of a side's best setting;
-realised lengths are reported, ours also where TRL's run was stopped. A run that is not done within `--limit` seconds
-is stopped; TRL's step then took "more than" the longest of its steps, the one that was stopped among them. With
-`--seconds` no round begins that may not end in time.
+realised lengths are reported. A run that is not done within `--limit` seconds ends the bench; with `--seconds` no round
+begins that may not end in time.
 
 `--learning N` measures what P3 learns instead: both sides make 50 steps with N seeds, a learning rate of 1e-4 and the
 same Adam, from one base model. A figure is the accuracy of what they sample, mean over seeds and five steps; its line
@@ -33,7 +30,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import statistics
 import subprocess
@@ -96,13 +92,9 @@ def layouts(*tokens: int) -> dict[str, tuple[str, ...]]:
     }
 
 
-STEP_BEGINS = "peer_trl: a step begins at "
-"""What tools/peer_trl.py writes to stderr, before a time (seconds since 1970). Its environment is another."""
 CASES = {
     "P1": Case("0.6M, 32 x 8 x 128 tokens", 32, (128, 128), 1, 2, 4, layouts(2048, 8192), (128, 32)),
-    "P2": Case("9.5M, 32 x 8, mean 109", 32, (0, 400), 1, 1, 1, layouts(4096), (32,)),
     "P3": Case("the demo's base, 64 x 8, 4 optimizer steps", 64, (0, 32), 4, 2, 8, layouts(8192), (64, 32)),
-    "P4": Case("100M, 4 x 8, mean 256", 4, (0, 1024), 1, 1, 1, layouts(2048), (4,)),
     "G1": Case(
         "a chat model, 64 x 16 x 256 tokens",
         *(64, (256, 256), 1, 2, 4, {"16,384 tokens": ("policy.max_tokens_per_microbatch=16384",)}, (64,)),
@@ -117,21 +109,8 @@ CASES = {
         ),
     ),
 }
-TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
-SHAPES = {
-    "P1": (TINY | {"num_key_value_heads": 2}, 101),
-    "P2": (
-        {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6}
-        | {"num_attention_heads": 6, "num_key_value_heads": 2},
-        120,
-    ),
-    "P4": (
-        {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 14}
-        | {"num_attention_heads": 12, "num_key_value_heads": 4},
-        260,
-    ),
-}
-"""Random models: their shape, and their number of tokens, of which one ends a completion. P3 has the demo's."""
+SHAPE, VOCABULARY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}, 101
+"""Of P1's random model, with one token that ends a completion. P3 has the demo's."""
 ASK = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -144,8 +123,6 @@ class Measured:
     completion_tokens: list[float]
     mfu: float | None = None
     """Of the update, as the trainer logs it (median); None for TRL."""
-    cut_off: bool = False
-    """The run did not end within the limit."""
     accuracy: list[float] = field(default_factory=list)
     """Share of right answers of every step, the warm-up's among them (0 to 1)."""
 
@@ -154,7 +131,7 @@ class Measured:
         return statistics.median(self.step_seconds)
 
 
-def make_random_model(folder: Path, shape: Mapping[str, int], vocabulary: int) -> None:
+def make_random_model(folder: Path) -> None:
     """A Qwen2 whose next token is nearly uniform over its vocabulary: lengths fall off geometrically."""
     torch.manual_seed(SEED)
     tokenizer = make_tokenizer()
@@ -165,7 +142,13 @@ def make_random_model(folder: Path, shape: Mapping[str, int], vocabulary: int) -
         "bos_token_id": None,
     }
     config = Qwen2Config(
-        vocab_size=vocabulary, max_position_embeddings=2048, tie_word_embeddings=False, **shape, **ends
+        vocab_size=VOCABULARY,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **SHAPE,
+        **ends,
     )
     model = Qwen2ForCausalLM(config).float()
     with torch.no_grad():
@@ -197,8 +180,8 @@ def prepare(place: Path, name: str, model: Path | None = None, data: Path | None
         ]
         (place / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)), encoding="utf-8")
         return model.absolute(), place / "asked.jsonl"
-    if name in SHAPES:
-        make_random_model(place / name, *SHAPES[name])
+    if name == "P1":
+        make_random_model(place / name)
         if not (place / "data").exists():
             make = [sys.executable, "-m", "rlmath.cli.make_arithmetic", "--output", str(place / "data")]
             make += ["--seed", str(SEED)]
@@ -209,20 +192,21 @@ def prepare(place: Path, name: str, model: Path | None = None, data: Path | None
     return place / "demo" / "base", place / "demo" / "data" / "train.jsonl"
 
 
-def run_limited(command: list[str], environment: Mapping[str, str], log: Path, limit: float) -> str | None:
-    """What a program prints to stdout; None where it did not end within `limit` seconds."""
+def run_limited(command: list[str], environment: Mapping[str, str], log: Path, limit: float) -> str:
+    """What a program prints to stdout. SystemExit, with the end of its log, where it failed or took longer."""
     with log.open("a", encoding="utf-8") as stderr, tempfile.TemporaryFile("w+") as stdout:
         program = subprocess.Popen(
             command, cwd=REPOSITORY, env=dict(environment), stdout=stdout, stderr=stderr
         )
         try:
-            status = program.wait(limit)
+            status: int | str = program.wait(limit)
         except subprocess.TimeoutExpired:
             program.terminate()  # torchrun ends its ranks, after 30 s by force
             program.wait()
-            return None
+            status = f"nothing after {limit:.0f} s"
         if status:
-            raise subprocess.CalledProcessError(status, command)
+            sys.stderr.write(log.read_text(encoding="utf-8", errors="replace")[-4000:])
+            raise SystemExit(f"bench_peer: {' '.join(command[:8])} ... ended with {status}")
         stdout.seek(0)
         return stdout.read()
 
@@ -255,14 +239,11 @@ def run_ours(
 ) -> Measured:
     output = Path(tempfile.mkdtemp(dir=place, prefix="ours-"))
     settings = our_settings(output, model, data, case, overrides)
-    started = time.perf_counter()
     command = [*demo.torchrun(case.ranks), "launch/train_grpo.py", *settings]
-    ended = run_limited(command, demo.one_thread(), place / "log.txt", limit)
-    lines = (output / METRICS_FILE).read_text(encoding="utf-8").splitlines() if ended is not None else []
+    run_limited(command, demo.one_thread(), place / "log.txt", limit)
+    lines = (output / METRICS_FILE).read_text(encoding="utf-8").splitlines()
     whole = [json.loads(line) for line in lines]
     rows = whole[case.warm_up :]
-    if not rows:
-        return cut_off(time.perf_counter() - started)
     return Measured(
         [row["seconds/step"] for row in rows],
         [row["seconds/rollout"] for row in rows],
@@ -308,28 +289,13 @@ def run_theirs(
     environment = demo.one_thread()
     if python != Path(sys.executable):
         environment.pop("PYTHONPATH", None)  # its packages are others
-    log = place / "log.txt"
-    known = log.stat().st_size if log.exists() else 0
-    stop_at = time.time() + limit
-    printed = run_limited(command, environment, log, limit)
-    if printed is None:
-        with log.open(encoding="utf-8", errors="replace") as text:
-            text.seek(known)
-            begun = [float(line.split()[-1]) for line in text if line.startswith(STEP_BEGINS)]
-        return cut_off(
-            max((end - start for start, end in itertools.pairwise([*begun, stop_at])), default=0.0)
-        )
+    printed = run_limited(command, environment, place / "log.txt", limit)
     found: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
     # Its rewards are 5 and -5.
     accuracy = [(reward + 5) / 10 for reward in found["rewards"]]
     return Measured(
         found["step_seconds"], found["generate_seconds"], found["completion_tokens"], accuracy=accuracy
     )
-
-
-def cut_off(seconds: float) -> Measured:
-    """Of a run that was stopped when a step had taken so long."""
-    return Measured([seconds], [float("nan")], [float("nan")], cut_off=True)
 
 
 def line(case: str, metric: str, unit: str, ours: float, theirs: float, ratio: float, note: str = "") -> None:
@@ -356,8 +322,7 @@ def bench(case: Case, files: tuple[Path, Path], place: Path, python: Path, given
         if time.monotonic() + longest > until:
             break
         ours[best].append(ours_by(best))
-        if not theirs[best_of_theirs][0].cut_off:
-            theirs[best_of_theirs].append(theirs_by(best_of_theirs))
+        theirs[best_of_theirs].append(theirs_by(best_of_theirs))
     title = f"{case.title}; ours {best}; TRL micro-batch {best_of_theirs}"
     report(title, ours[best], theirs[best_of_theirs], case.prompts * case.group)
 
@@ -368,22 +333,12 @@ def report(title: str, ours: Sequence[Measured], theirs: Sequence[Measured], com
     def median(runs: Sequence[Measured], name: str) -> float:
         return statistics.median(value for run in runs for value in getattr(run, name))
 
-    note = "more than " if any(run.cut_off for run in theirs) else ""
     pair = median(ours, "step_seconds"), median(theirs, "step_seconds")
-    if any(run.cut_off for run in ours):
-        title += "; OURS WAS STOPPED"
-    line(title, "step_seconds", "s", *pair, pair[1] / pair[0], note)
+    line(title, "step_seconds", "s", *pair, pair[1] / pair[0])
     report_mfu(title, ours)
-    if any(run.cut_off for run in ours):
-        return
-    tokens = median(ours, "completion_tokens")
-    if any(run.cut_off for run in theirs):
-        print_figure("peer", title, "completion_tokens_of_a_step", tokens, "tokens")
-        print_figure("peer", title, "mean_length", tokens / completions, "tokens")
-        return
     pair = median(ours, "generate_seconds"), median(theirs, "generate_seconds")
     line(title, "generate_seconds", "s", *pair, pair[1] / pair[0])
-    pair = tokens, median(theirs, "completion_tokens")
+    pair = median(ours, "completion_tokens"), median(theirs, "completion_tokens")
     line(title, "completion_tokens_of_a_step", "tokens", *pair, pair[0] / pair[1])
     line(title, "mean_length", "tokens", *(n / completions for n in pair), pair[0] / pair[1])
     rates = [
@@ -451,7 +406,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     escape_terminal()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--cases", nargs="+", choices=CASES, help="default: P1 to P4; on CUDA G1, the only one"
+        "--cases", nargs="+", choices=CASES, help="default: P1 and P3; on CUDA G1, the only one"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", type=Path, help="of G1: a folder")
@@ -472,7 +427,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.learning is not None and given.learning < 2:
         parser.error(f"--learning {given.learning}: needed are at least 2 seeds, whose spread is measured")
     cuda = given.device == "cuda"
-    names = given.cases or (["G1"] if cuda else ["P1"] if given.quick else [*SHAPES, "P3"])
+    names = given.cases or (["G1"] if cuda else ["P1"] if given.quick else ["P1", "P3"])
     if cuda and (names != ["G1"] or given.learning):
         parser.error("--device cuda: G1 is the only case for a GPU")
     if "G1" in names and not (given.model and given.data):

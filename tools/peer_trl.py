@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -24,9 +23,6 @@ import transformers
 import trl
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-
-STEP_BEGINS = "peer_trl: a step begins at "
-"""Before a time (seconds since 1970), on stderr: there bench_peer finds how long a step of a stopped run was."""
 
 
 @dataclass
@@ -58,7 +54,6 @@ class MeasuredTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         self.steps.started.append(time.perf_counter())
-        print(f"{STEP_BEGINS}{time.time()}", file=sys.stderr, flush=True)
         result = super()._generate_and_score_completions(inputs)
         self.steps.generated.append(time.perf_counter() - self.steps.started[-1])
         tokens = result["completion_mask"].sum().float()

@@ -11,7 +11,6 @@ from tools.bench_peer import (
     CASES,
     Measured,
     case_of,
-    cut_off,
     main,
     our_settings,
     prepare,
@@ -47,21 +46,10 @@ def test_figures_are_medians_over_the_steps_of_all_runs(capsys) -> None:
     }
 
 
-def test_of_a_peer_that_was_stopped_there_are_seconds_alone_and_ours_have_their_lengths(capsys) -> None:
-    report("P4", OURS, [cut_off(420.0)], completions=40)
-    found = {key: (line["value"], line["baseline"], line["ratio"]) for key, line in printed(capsys).items()}
-    assert found == {
-        "step_seconds": (3.0, "TRL: more than 420.000 s", 140.0),
-        "mfu of the update": (0.6, None, None),
-        "completion_tokens_of_a_step": (1200.0, None, None),
-        "mean_length": (30.0, None, None),
-    }
-
-
 def test_what_is_learned_comes_with_the_mfu_of_our_updates(capsys) -> None:
     ours = [Measured([1.0], [1.0], [1.0], mfu, accuracy=[0.1, *[0.5] * 4]) for mfu in (0.25, 0.75)]
     theirs = [Measured([1.0], [1.0], [1.0], accuracy=[share] * 5) for share in (0.2, 0.4)]
-    report_learning("P3", ours, [*theirs, cut_off(300.0)])
+    report_learning("P3", ours, theirs)
     lines = printed(capsys)
     assert list(lines) == ["accuracy", "mfu of the update"]
     assert lines["accuracy"]["case"] == "P3; steps 1 to 5"
