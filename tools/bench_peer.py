@@ -1,7 +1,6 @@
 """Steps of this trainer and of TRL's GRPO on this machine, in turns: the same model, lengths and batch.
 
     python tools/bench_peer.py [--cases P1 P3] [--rounds 3] [--quick]
-    python tools/bench_peer.py --learning 5
     python tools/bench_peer.py --device cuda --model SmolLM2-135M-Instruct --data gsm8k.jsonl [--seconds 350]
 
 On CPU two processes each; TRL runs in an environment of its own, which this makes from requirements/peer.txt:
@@ -20,10 +19,6 @@ six) once, and the best of them `--rounds` times in all, in turns with the other
 Prints figures (tools/figures.py). Seconds of a step are medians over all measured steps of a side's best setting;
 realised lengths are reported. A run that is not done within `--limit` seconds ends the bench; with `--seconds` no round
 begins that may not end in time.
-
-`--learning N` measures what P3 learns instead: both sides make 50 steps with N seeds, a learning rate of 1e-4 and the
-same Adam, from one base model. A figure is the accuracy of what they sample, mean over seeds and five steps; its line
-has the difference in standard errors of the seeds' means, too. The MFU of our updates is the median of the seeds.
 """
 
 from __future__ import annotations
@@ -37,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +118,6 @@ class Measured:
     completion_tokens: list[float]
     mfu: float | None = None
     """Of the update, as the trainer logs it (median); None for TRL."""
-    accuracy: list[float] = field(default_factory=list)
-    """Share of right answers of every step, the warm-up's among them (0 to 1)."""
 
     @property
     def seconds(self) -> float:
@@ -242,14 +235,12 @@ def run_ours(
     command = [*demo.torchrun(case.ranks), "launch/train_grpo.py", *settings]
     run_limited(command, demo.one_thread(), place / "log.txt", limit)
     lines = (output / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-    whole = [json.loads(line) for line in lines]
-    rows = whole[case.warm_up :]
+    rows = [json.loads(line) for line in lines[case.warm_up :]]
     return Measured(
         [row["seconds/step"] for row in rows],
         [row["seconds/rollout"] for row in rows],
         [row["n_valid_tokens"] for row in rows],
         statistics.median(row["train/mfu"] for row in rows),
-        accuracy=[row["rollout/accuracy"] for row in whole],
     )
 
 
@@ -281,25 +272,16 @@ def run_theirs(
     case: Case,
     micro_batch: int,
     limit: float,
-    more: Sequence[str] = (),
 ) -> Measured:
-    """In TRL's environment, with `more` arguments."""
+    """In TRL's environment."""
     command = [str(python), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
-    command += ["tools/peer_trl.py", *their_arguments(model, data, case, micro_batch), *more]
+    command += ["tools/peer_trl.py", *their_arguments(model, data, case, micro_batch)]
     environment = demo.one_thread()
     if python != Path(sys.executable):
         environment.pop("PYTHONPATH", None)  # its packages are others
     printed = run_limited(command, environment, place / "log.txt", limit)
     found: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
-    # Its rewards are 5 and -5.
-    accuracy = [(reward + 5) / 10 for reward in found["rewards"]]
-    return Measured(
-        found["step_seconds"], found["generate_seconds"], found["completion_tokens"], accuracy=accuracy
-    )
-
-
-def line(case: str, metric: str, unit: str, ours: float, theirs: float, ratio: float, note: str = "") -> None:
-    print_figure("peer", case, metric, ours, unit, baseline=f"TRL: {note}{theirs:.3f} {unit}", ratio=ratio)
+    return Measured(found["step_seconds"], found["generate_seconds"], found["completion_tokens"])
 
 
 def bench(case: Case, files: tuple[Path, Path], place: Path, python: Path, given: argparse.Namespace) -> None:
@@ -327,6 +309,10 @@ def bench(case: Case, files: tuple[Path, Path], place: Path, python: Path, given
     report(title, ours[best], theirs[best_of_theirs], case.prompts * case.group)
 
 
+def line(case: str, metric: str, unit: str, ours: float, theirs: float, ratio: float) -> None:
+    print_figure("peer", case, metric, ours, unit, baseline=f"TRL: {theirs:.3f} {unit}", ratio=ratio)
+
+
 def report(title: str, ours: Sequence[Measured], theirs: Sequence[Measured], completions: int) -> None:
     """The figures of a case with so many completions a step."""
 
@@ -335,7 +321,8 @@ def report(title: str, ours: Sequence[Measured], theirs: Sequence[Measured], com
 
     pair = median(ours, "step_seconds"), median(theirs, "step_seconds")
     line(title, "step_seconds", "s", *pair, pair[1] / pair[0])
-    report_mfu(title, ours)
+    reached = [run.mfu for run in ours if run.mfu is not None]
+    print_figure("peer", title, "mfu of the update", statistics.median(reached), "of the ceiling")
     pair = median(ours, "generate_seconds"), median(theirs, "generate_seconds")
     line(title, "generate_seconds", "s", *pair, pair[1] / pair[0])
     pair = median(ours, "completion_tokens"), median(theirs, "completion_tokens")
@@ -348,57 +335,6 @@ def report(title: str, ours: Sequence[Measured], theirs: Sequence[Measured], com
         for runs in (ours, theirs)
     ]
     line(title, "completion_tokens_per_second", "tokens/s", rates[0], rates[1], rates[0] / rates[1])
-
-
-def report_mfu(title: str, ours: Sequence[Measured]) -> None:
-    """The median of the runs that have one."""
-    reached = [run.mfu for run in ours if run.mfu is not None]
-    if reached:
-        print_figure("peer", title, "mfu of the update", statistics.median(reached), "of the ceiling")
-
-
-LEARNING_STEPS, WINDOW = 50, 5
-"""Steps of a run that learns, and of a figure's mean."""
-LEARNING_RATE = "1e-4"
-
-
-def bench_learning(place: Path, python: Path, seeds: int, limit: float) -> None:
-    """What both sides learn of P3, from one base model."""
-    case = replace(CASES["P3"], warm_up=0, steps=LEARNING_STEPS)
-    model, data = prepare(place, "P3")
-    equal = (f"optimizer.lr={LEARNING_RATE}", "optimizer.adam_beta2=0.999", "optimizer.warmup_steps=0")
-    setting, micro_batch = next(iter(case.ours.values())), case.theirs[0]
-    ours, theirs = [], []
-    for seed in range(1, seeds + 1):
-        own = (*setting, *equal, f"run.seed={seed}")
-        ours.append(run_ours(place, model, data, case, own, limit))
-        more = ("--learning-rate", LEARNING_RATE, "--seed", str(seed))
-        theirs.append(run_theirs(place, python, model, data, case, micro_batch, limit, more))
-    report_learning(f"P3: {case.title}; learning rate {LEARNING_RATE}, {seeds} seeds", ours, theirs)
-
-
-def report_learning(title: str, ours: Sequence[Measured], theirs: Sequence[Measured]) -> None:
-    """One line for the steps up to 5, 10, 20, ..., of the accuracies of the runs, one for each seed; then our MFU."""
-    for end in (WINDOW, *range(10, LEARNING_STEPS + 1, 10)):
-        means = [
-            [statistics.mean(run.accuracy[end - WINDOW : end]) for run in side if len(run.accuracy) >= end]
-            for side in (ours, theirs)
-        ]
-        if min(map(len, means)) < 2:
-            continue
-        spread = sum(statistics.variance(side) / len(side) for side in means) ** 0.5
-        pair = statistics.mean(means[0]), statistics.mean(means[1])
-        distance = (pair[0] - pair[1]) / spread if spread else 0.0
-        note = f"difference of {distance:+.1f} standard errors; "
-        line(
-            f"{title}; steps {end - WINDOW + 1} to {end}",
-            "accuracy",
-            "",
-            *pair,
-            pair[0] / max(pair[1], 1e-9),
-            note,
-        )
-    report_mfu(title, ours)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -420,15 +356,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--seconds", type=float, default=float("inf"), help="of a case at most (default: any)"
     )
     parser.add_argument("--quick", action="store_true", help="P1 only, one round")
-    parser.add_argument(
-        "--learning", type=int, metavar="SEEDS", help="what P3 learns, instead of seconds; at least 2 seeds"
-    )
     given = parser.parse_args(arguments)
-    if given.learning is not None and given.learning < 2:
-        parser.error(f"--learning {given.learning}: needed are at least 2 seeds, whose spread is measured")
     cuda = given.device == "cuda"
     names = given.cases or (["G1"] if cuda else ["P1"] if given.quick else ["P1", "P3"])
-    if cuda and (names != ["G1"] or given.learning):
+    if cuda and names != ["G1"]:
         parser.error("--device cuda: G1 is the only case for a GPU")
     if "G1" in names and not (given.model and given.data):
         parser.error("G1 needs --model (a chat model's folder) and --data (JSONL of question and answer)")
@@ -444,9 +375,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     given.rounds = 1 if given.quick else given.rounds
     with tempfile.TemporaryDirectory() as place:
-        if given.learning is not None:
-            bench_learning(Path(place), python, given.learning, given.limit)
-            return 0
         for name in names:
             case = case_of(name, given.device)
             files = prepare(Path(place), name, given.model, given.data)

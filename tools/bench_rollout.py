@@ -128,11 +128,16 @@ def counted(work: Callable[..., Any], seconds: collections.Counter[str], cause: 
 
 
 def plain_side(work: Work) -> tuple[Sample, dict[str, Any]]:
-    """vLLM with its own settings; on CPU one thread that the system places, as ours."""
+    """vLLM with its own settings; on CPU, as ours, one thread that the system places, and prompts are not split, which
+    its seeds do not bear there."""
     more: dict[str, Any] = {"gpu_memory_utilization": work.memory_share}
     if work.device == "cpu":
         os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-        more = {"kv_cache_memory_bytes": work.cache_bytes, "dtype": "float32"}
+        more = {
+            "kv_cache_memory_bytes": work.cache_bytes,
+            "dtype": "float32",
+            "enable_chunked_prefill": False,
+        }
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams
 

@@ -1,7 +1,7 @@
 """GRPO by TRL, for tools/bench_peer.py, which starts it under torchrun; on CUDA with vLLM in its process (colocated).
 
-Prints as its last line one JSON object: seconds of every measured step and of its generation, completion tokens, mean
-reward, and versions. A step is one generation and all optimizer steps on it; it lasts from the start of a generation to
+Prints as its last line one JSON object: seconds of every measured step and of its generation, completion tokens and
+versions. A step is one generation and all optimizer steps on it; it lasts from the start of a generation to
 the start of the next.
 """
 
@@ -33,7 +33,6 @@ class Steps:
     generated: list[float] = field(default_factory=list)
     """Seconds of the generation, with the reward and the log-probs that follow it."""
     tokens: list[int] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
     ended: float = 0.0
 
     def summary(self, warm_up: int) -> dict[str, Any]:
@@ -43,7 +42,6 @@ class Steps:
             "step_seconds": seconds[warm_up:],
             "generate_seconds": self.generated[warm_up:],
             "completion_tokens": self.tokens[warm_up:],
-            "rewards": self.rewards[warm_up:],
         }
 
 
@@ -72,12 +70,6 @@ class End(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self.steps.ended = time.perf_counter()
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **more: Any
-    ) -> None:
-        if logs and "reward" in logs and len(self.steps.rewards) < len(self.steps.started):
-            self.steps.rewards.append(logs["reward"])
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -96,8 +88,6 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, required=True, help="sequences of a rank's micro-batch")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--chat", action="store_true", help="prompts are turns of a user")
-    parser.add_argument("--learning-rate", type=float, default=1e-5)
-    parser.add_argument("--seed", type=int, default=42, help="of the order of prompts and of sampling")
     given = parser.parse_args()
     if given.device == "cpu":
         torch.set_num_threads(1)
@@ -139,8 +129,7 @@ def main() -> None:
             bf16=on_cuda,
             ddp_backend="gloo" if world > 1 and not on_cuda else None,
             **vllm,
-            learning_rate=given.learning_rate,
-            seed=given.seed,
+            learning_rate=1e-5,
             lr_scheduler_type="constant",
             gradient_checkpointing=False,
             per_device_train_batch_size=given.micro_batch,

@@ -5,7 +5,7 @@ vLLM imports it by its name (`worker_cls`), in the process of the training rank.
 may be imported only after `engine.prepare_environment`.
 """
 
-# Shape legend: R requests of a step of the engine, V vocabulary.
+# Shape legend: R requests of a step of the engine, T tokens, V vocabulary.
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -54,6 +55,7 @@ class RlmathCPUWorker(CPUWorker):
             for file in Path("/dev/shm").glob(f"{name}-*"):
                 file.unlink(missing_ok=True)
         self.model_runner.sampler.topk_topp_sampler.forward = self._sample
+        self.model_runner.sampler.gather_logprobs = gather_without_ranks
 
     def initialize_from_config(self, *arguments: Any, **more: Any) -> None:
         """As vLLM's; a KV cache takes memory as it is written to, not all of it at the start."""
@@ -109,6 +111,15 @@ class RlmathCPUWorker(CPUWorker):
         for storage, size in zip(cache_storages(self), self._kv_cache_bytes, strict=True):
             storage.resize_(size)
             fill_with_zero_pages(storage.data_ptr(), size)
+
+
+def gather_without_ranks(
+    logprobs_TV: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor
+) -> LogprobsTensors:
+    """The log-probs of the tokens alone. vLLM's own goes over the vocabulary again for their ranks, 0 here."""
+    assert num_logprobs == 0, "the most likely tokens are asked for by nobody"
+    rows_T1 = token_ids.unsqueeze(-1)
+    return LogprobsTensors(rows_T1.int(), logprobs_TV.gather(-1, rows_T1), torch.zeros_like(token_ids))
 
 
 class _ZeroPages(TorchFunctionMode):
