@@ -150,6 +150,7 @@ DISTINCT = Config(
         drop_truncated=True,
     ),
     algorithm=AlgorithmConfig(
+        preset="cispo",
         advantage="rloo",
         advantage_eps=0.00163,
         pass_k=1631,

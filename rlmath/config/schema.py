@@ -520,6 +520,40 @@ class AlgorithmConfig:
     """Advantages, loss and early stop; the formulas are in docs/algorithm.md. The defaults are GRPO (arXiv:2402.03300)
     with a token-level loss."""
 
+    preset: (
+        Literal[
+            "areal_ppo",
+            "cispo",
+            "clip_cov",
+            "critic",
+            "curriculum",
+            "dapo",
+            "decoupled",
+            "deepseek_v32",
+            "distill",
+            "dppo",
+            "dr_grpo",
+            "gdpo",
+            "gmpo",
+            "grpo",
+            "gspo",
+            "kl_cov",
+            "kpop",
+            "lite_ppo",
+            "maxrl",
+            "opo",
+            "pass_at_k",
+            "reinforce_pp",
+            "rloo",
+            "sapo",
+            "simplerl",
+            "skywork_or1",
+            "top_entropy",
+        ]
+        | None
+    ) = None
+    """Settings of configs/algorithms/NAME.yaml, each unless your files or the command line set it; --dry-run prints
+    them. null: none."""
     advantage: (
         Literal["grpo", "dr_grpo", "rloo", "ppo", "reinforce++", "lite_ppo", "opo", "maxrl", "pass@k", "gae"]
         | Annotated[str, TakesFunction("advantage")]
