@@ -166,6 +166,7 @@ DISTINCT = Config(
         sapo_temperature_neg=1.684,
         off_policy_mask=0.685,
         recompute_logprobs=False,
+        proximal_logprobs="compare",
         importance_correction="sequence",
         importance_cap=1.69,
         importance_mask_low=0.17,

@@ -21,8 +21,8 @@ FOR_THE_CHECK_ALONE = [
     ("memory", "gpu_gib"),
     ("parallel", "data"),
 ]
-"""The GPU that a run must fit, and the data-parallel replicas that its ranks must make, are only compared with; a preset
-is what it sets."""
+"""A preset is what it sets. The GPU that a run must fit, and the data-parallel replicas that its ranks must make, are
+only compared with."""
 
 
 def sections_of(tree: ast.Module) -> dict[str, str]:
