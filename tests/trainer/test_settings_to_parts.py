@@ -23,13 +23,6 @@ from rlmath.algorithms.partial_rollouts import UnfinishedRules
 from rlmath.algorithms.prompt_history import CurriculumRules
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 from rlmath.answers.verifier import Rules
-from rlmath.config.length_curriculum import (
-    engine_length,
-    length_stages,
-    planned_steps,
-    validation_tokens,
-    with_longest_lengths,
-)
 from rlmath.config.model_shape import ModelShape, YarnScaling
 from rlmath.config.schema import (
     AlgorithmConfig,
@@ -40,7 +33,6 @@ from rlmath.config.schema import (
     RolloutConfig,
     RunConfig,
     SelectionConfig,
-    StagesConfig,
     TeacherConfig,
 )
 from rlmath.data.dataset import critic_epochs, load_prompt_files, most_critic_updates, most_updates
@@ -134,6 +126,10 @@ def test_the_loss() -> None:
         correction=Correction("sequence", 1.69, 0.17, 4.71, 0.972, 1.028, 0.0283),
         kl_coef=0.0172,
         kl_kind="k2",
+        kl_ratio="sequence",
+        sapo_positive=1.683,
+        sapo_negative=1.684,
+        off_policy_mask=0.685,
         entropy_coef=0.00173,
     )
 
@@ -147,6 +143,7 @@ def test_the_loss_without_what_is_optional() -> None:
         importance_mask_geometric_low=None,
         importance_mask_geometric_high=None,
         importance_mask_binary_kl=None,
+        off_policy_mask=None,
         entropy_coef=0.0,
     )
     alone = loss_settings(replace(plain, importance_mask_binary_kl=0.0283)).correction
@@ -159,6 +156,9 @@ def test_the_loss_without_what_is_optional() -> None:
         correction=None,
         kl_coef=0.0,  # it is part of the reward
         kl_kind="k2",
+        kl_ratio="sequence",
+        sapo_positive=1.683,
+        sapo_negative=1.684,
         entropy_coef=0.0,
     )
     assert loss_settings(AlgorithmConfig()) == LossSettings()
@@ -275,47 +275,6 @@ def test_a_run_knows_the_code_of_functions_that_plugins_register(
 
 def test_which_prompts_are_drawn() -> None:
     assert rules_of(DISTINCT.data) == CurriculumRules("skip_solved", 1102, 0.1103, 0.9104, 0.1105)
-
-
-def test_a_score_is_made_with_every_number_of_the_section() -> None:
-    reward = replace(ONE_REWARD, function=None, overlong_buffer=8)
-    prompt = Prompt("q", "1+1=", (1,), ("\\boxed{2}",), "math")
-
-    def completion(text: str, tokens: int, reason: Any = "stop") -> Completion:
-        return Completion(0, (5,) * tokens, (0.0,) * tokens, text, reason, 0)
-
-    with open_reward_workers(reward) as pool:
-        rewards = RewardManager(pool, reward, max_new_tokens=20)
-        for one in (
-            completion("\\boxed{2}", 12),
-            completion("The answer is 2.", 12),
-            completion("\\boxed{3}", 14),
-            completion("2", 20),
-            completion("\\boxed{2}", 20, "length"),
-        ):
-            rewards.submit(prompt, one)
-        assert [score.reward for score in rewards.collect()] == pytest.approx(
-            [
-                (1.0 - 0.154) * 1.53,
-                (0.5 - 0.154) * 1.53,
-                (-0.5 - 0.154) * 1.53 - 0.156 * 2 / 8,
-                (-0.152 - 0.154) * 1.53 - 0.156,
-                0.0,
-            ]
-        )
-
-
-def test_what_a_function_that_fails_costs() -> None:
-    reward = replace(ONE_REWARD, function="math:sqrt", overlong_buffer=8)
-    with open_reward_workers(reward) as pool:
-        rewards = RewardManager(pool, reward, max_new_tokens=20)
-        rewards.submit(
-            Prompt("q", "", (1,), ("2",), "math"), Completion(0, (5,) * 16, (0.0,) * 16, "2", "stop", 0)
-        )
-        (score,) = rewards.collect()
-    # math.sqrt takes no three arguments.
-    assert score.verdict == "error"
-    assert score.reward == pytest.approx((-0.157 - 0.154) * 1.53 - 0.156 * 4 / 8)
 
 
 def test_when_checkpoints_are_made() -> None:
@@ -456,27 +415,6 @@ def test_what_an_engine_is_given_for_the_device() -> None:
     assert graphs == on_gpu | {"enforce_eager": False}
     split = _device_arguments(replace(DISTINCT.rollout, chunked_prefill=True), GPU)
     assert split == on_gpu | {"enable_chunked_prefill": True}
-
-
-def test_lengths_of_stages_and_validation() -> None:
-    assert [(one.first_step, one.steps) for one in length_stages(DISTINCT, None)] == [(0, 111), (111, 112)]
-    assert [one.config for one in length_stages(DISTINCT, None)] == [
-        replace(
-            DISTINCT,
-            stages=StagesConfig(),
-            rollout=replace(DISTINCT.rollout, max_new_tokens=new),
-            policy=replace(DISTINCT.policy, max_tokens_per_microbatch=budget),
-        )
-        for new, budget in ((113, 115), (114, 116))
-    ]
-    assert validation_tokens(DISTINCT) == 182
-    assert engine_length(DISTINCT) == 110 + 182
-    most = with_longest_lengths(DISTINCT)
-    assert (most.rollout.max_new_tokens, most.policy.max_tokens_per_microbatch) == (182, 116)
-    assert planned_steps(DISTINCT, steps_per_epoch=5) == 111 + 112
-    alone = replace(DISTINCT, stages=StagesConfig())
-    assert planned_steps(alone, steps_per_epoch=5) == 103
-    assert planned_steps(alone, steps_per_epoch=1) == 102
 
 
 def test_the_critic_has_a_rate_a_warm_up_and_epochs_of_its_own() -> None:

@@ -271,6 +271,7 @@ class Checkpointer:
             discarded_steps=self._divergence.discarded_steps,
             learned_step=self._divergence.learned_step,
             critic_updates=trainer.critic_updates,
+            entropy=trainer.entropy_control,
             cpu_sampler=CPU_SAMPLER_VERSION,
             good_step=self._divergence.good_step,
             rewards=tuple(self._divergence.rewards),
