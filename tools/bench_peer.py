@@ -92,7 +92,13 @@ CASES = {
     "P3": Case("the demo's base, 64 x 8, 4 optimizer steps", 64, (0, 32), 4, 2, 8, layouts(8192), (64, 32)),
     "G1": Case(
         "a chat model, 64 x 16 x 256 tokens",
-        *(64, (256, 256), 1, 2, 4, {"16,384 tokens": ("policy.max_tokens_per_microbatch=16384",)}, (64,)),
+        prompts=64,
+        new_tokens=(256, 256),
+        optimizer_steps=1,
+        warm_up=2,
+        steps=4,
+        ours={"16,384 tokens": ("policy.max_tokens_per_microbatch=16384",)},
+        theirs=(64,),
         group=16,
         ranks=1,
         settings=(
