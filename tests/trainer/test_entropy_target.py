@@ -17,24 +17,24 @@ from rlmath.trainer.metrics import UpdateRecord
 from rlmath.trainer.policy_update import PolicyTrainer
 
 
-def trainer(**settings: float) -> GrpoTrainer:
+def trainer() -> GrpoTrainer:
     """Without models: what holds the weight alone."""
     made = object.__new__(GrpoTrainer)
-    made.config = Config(algorithm=AlgorithmConfig(entropy_coef=0.01, **settings))
+    made.config = Config(algorithm=AlgorithmConfig(entropy_target=0.2, entropy_delta=0.005))
     made.actor = Actor(GrpoLearner(None, None, None, LossSettings(entropy_coef=0.01), EarlyStop()), [])
     made.entropy, made.critic, made.reference = EntropyControl(0.01, 0.01), None, None
     return made
 
 
 def update(*entropies: float) -> UpdateRecord:
-    """Of minibatches of 10 and more tokens with these mean entropies."""
+    """Of minibatches of 10, 11, ... tokens with these mean entropies."""
     sums = [{"entropy": one * (10 + i), "tokens": 10.0 + i} for i, one in enumerate(entropies)]
     return UpdateRecord([MinibatchResult(one, {}, 1.0, 0.1, None) for one in sums], [], None)
 
 
 def test_it_follows_the_mean_over_tokens_and_goes_on_after_a_checkpoint(tmp_path: Path) -> None:
-    run = trainer(entropy_target=0.2, entropy_delta=0.005)
-    assert run.control_entropy(update(0.1, 0.29)) == {"train/entropy_coef": 0.01}  # 4.19 / 21 is below 0.2
+    run = trainer()
+    assert run.control_entropy(update(0.29, 0.1)) == {"train/entropy_coef": 0.01}  # 4 / 21 is below 0.2
     assert run.actor.learner.settings.entropy_coef == pytest.approx(0.015)
     assert run.control_entropy(update(0.3)) == {"train/entropy_coef": pytest.approx(0.015)}
     assert run.actor.learner.settings.entropy_coef == 0.0 and run.entropy.coef == pytest.approx(0.01)
@@ -42,12 +42,6 @@ def test_it_follows_the_mean_over_tokens_and_goes_on_after_a_checkpoint(tmp_path
     assert run.entropy_control == (pytest.approx(0.01), 0.0)
     state = Progress(1, 0, 4, 2, 1, "TP1", 1, (), (), "m", "d", {}, entropy=run.entropy_control)
     write_progress(tmp_path, state)
-    later = trainer(entropy_target=0.2)
+    later = trainer()
     PolicyTrainer.resume(later, tmp_path, read_progress(tmp_path))
     assert later.entropy == run.entropy and later.actor.learner.settings.entropy_coef == 0.0
-
-
-def test_without_a_target_it_stays() -> None:
-    run = trainer()
-    assert run.control_entropy(update(0.1)) == {} and run.entropy_control == ()
-    assert run.actor.learner.settings.entropy_coef == 0.01
