@@ -29,6 +29,16 @@ class EngineMemory:
         )[0]
         """Size of this rank's KV cache (bytes)."""
 
+    @property
+    def weights_bytes(self) -> int:
+        """What this rank's weights take while the engine is awake (bytes): on GPU all of vLLM's allocator but the KV
+        cache, which is cut into pieces of 2 and 20 MiB."""
+        if self._on_cpu:
+            return self._weights.bytes
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        return CuMemAllocator.get_instance().get_current_usage() - self.kv_cache_bytes
+
     def _require(self, state: str, action: str) -> None:
         if self.state != state:
             raise RuntimeError(f"the engine is {self.state!r}; to {action} it must be {state!r}")
