@@ -18,7 +18,7 @@ from rlmath.distributed.device_kind import cuda_is_available
 from rlmath.distributed.memory import total_bytes
 from rlmath.distributed.mesh import Mesh
 from rlmath.planning import memory_estimate
-from rlmath.planning.memory_estimate import Kind, MemoryPlan, Target
+from rlmath.planning.memory_estimate import TRAINING_PHASES, Kind, MemoryPlan, Target
 from rlmath.planning.memory_formulas import EngineBytes, engine_bytes, longest_sequence_bytes
 
 GIB = 2**30
@@ -110,7 +110,7 @@ def fit_problems(config: Config, shape: ModelShape, world_size: int, kind: Kind 
         total = _gib(target.total_bytes)
         return [f"memory: {target.name} has {total} GiB, no more than {RESERVE}. Take a larger GPU."]
     plans = all_plans(config, shape, world_size, target, kind)
-    problems, phase_groups = [], (memory_estimate.TRAINING_PHASES,)
+    problems, phase_groups = [], (TRAINING_PHASES,)
     if kind == "grpo":
         problems += _engine_problems(config, shape, target)
         phase_groups = (memory_estimate.GENERATION_PHASES, *phase_groups)
@@ -155,14 +155,28 @@ def start_up_lines(config: Config, shape: ModelShape, world_size: int, kind: Kin
 
 
 def measured_line(config: Config, shape: ModelShape, mesh: Mesh, kind: Kind, most: int, used: int) -> str:
-    """The `most` that torch has held on this rank's GPU (bytes) beside the plan, and what the driver counts as `used`
-    after the first step."""
+    """The `most` that torch has reserved on this rank's GPU (bytes) beside the plan, and what the driver counts as
+    `used` after the first step."""
     plan = memory_estimate.plan_rank(config, shape, mesh, planned_target(config), kind)
-    return (
-        f"GPU memory of rank {mesh.rank} until the end of its first step: torch held {_gib(most)} GiB at most, planned "
-        f"{_gib(plan.held(plan.worst))} ({plan.worst}); now, with the engine asleep if there is one, the driver "
-        f"counts {_gib(used)} GiB"
+    asleep = asleep_bytes(plan)
+    planned = {phase: plan.held(phase) + (asleep if phase in TRAINING_PHASES else 0) for phase in plan.phases}
+    worst = max(planned, key=planned.__getitem__)
+    with_engine = (
+        f", with the {_gib(asleep)} that its engine has given back"
+        if planned[worst] > plan.held(worst)
+        else ""
     )
+    return (
+        f"GPU memory of rank {mesh.rank} until the end of its first step: torch counted {_gib(most)} GiB at most, "
+        f"planned {_gib(planned[worst])} ({worst}{with_engine}); now, with the engine asleep if there is one, the "
+        f"driver counts {_gib(used)} GiB"
+    )
+
+
+def asleep_bytes(plan: MemoryPlan) -> int:
+    """What a sleeping engine has given back to the device, and torch still counts as reserved: vLLM's allocator unmaps
+    its weights and KV cache behind torch's back."""
+    return plan.part("engine_weights") + plan.part("kv_cache")
 
 
 def figures(plan: MemoryPlan, phase: str, most: int | None = None) -> str:
@@ -225,7 +239,9 @@ def _changes(
         yield f"Start more ranks{that}{shared}, which share the optimizer."
     if part in ("activations", "logits", "parameters", "gradients", "optimizer"):
         yield f"Raise parallel.tensor (now {parallel.tensor}) or parallel.pipeline (now {parallel.pipeline})."
-    if part == "kv_cache":
+    if part == "kv_cache" and rollout.kv_cache_gib is not None:
+        yield f"Lower rollout.kv_cache_gib (now {rollout.kv_cache_gib:g})."
+    elif part == "kv_cache":
         assert target.total_bytes is not None
         least = _least_share(config, shape, target)
         if least < min(rollout.memory_share, usable_bytes(target) / target.total_bytes):
@@ -263,6 +279,12 @@ def _engine_problems(config: Config, shape: ModelShape, target: Target) -> Itera
     total = engine.weights + engine.workspace + sequence
     share = int(rollout.memory_share * target.total_bytes)
     tokens = config.data.max_prompt_tokens + rollout.max_new_tokens
+    if rollout.kv_cache_gib is not None:
+        yield (
+            f"rollout.kv_cache_gib is {rollout.kv_cache_gib:g}; one sequence of {tokens} tokens "
+            f"(data.max_prompt_tokens + rollout.max_new_tokens) needs {sequence / GIB:.3g} GiB. Raise it."
+        )
+        return
     least, split = (
         _least_share(config, shape, target),
         f"rollout.tensor_parallel (now {rollout.tensor_parallel})",
