@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from rlmath.config.gpu_specs import GPUS
@@ -154,29 +154,32 @@ def start_up_lines(config: Config, shape: ModelShape, world_size: int, kind: Kin
     return lines
 
 
-def measured_line(config: Config, shape: ModelShape, mesh: Mesh, kind: Kind, most: int, used: int) -> str:
-    """The `most` that torch has reserved on this rank's GPU (bytes) beside the plan, and what the driver counts as
-    `used` after the first step."""
+def measured_line(
+    config: Config, shape: ModelShape, mesh: Mesh, kind: Kind, most: int, engine: int, used: int
+) -> str:
+    """The `most` that torch has reserved on this rank's GPU until the end of the first step, and what `engine` its
+    engine's weights and KV cache have of it, beside the plan; and what the driver counts as `used` now (bytes).
+
+    Torch goes on counting what a sleeping engine has given back: vLLM's allocator unmaps it behind torch's back.
+    """
     plan = memory_estimate.plan_rank(config, shape, mesh, planned_target(config), kind)
-    asleep = asleep_bytes(plan)
-    planned = {phase: plan.held(phase) + (asleep if phase in TRAINING_PHASES else 0) for phase in plan.phases}
-    worst = max(planned, key=planned.__getitem__)
-    with_engine = (
-        f", with the {_gib(asleep)} that its engine has given back"
-        if planned[worst] > plan.held(worst)
+    beside = {phase: plan.held(phase) - _of_engine(parts) for phase, parts in plan.phases.items()}
+    worst = max(beside, key=beside.__getitem__)
+    planned_engine = max(map(_of_engine, plan.phases.values()))
+    without = (
+        f"beside the engine's weights and KV cache ({_gib(engine)} GiB, planned {_gib(planned_engine)}) "
+        if planned_engine
         else ""
     )
     return (
-        f"GPU memory of rank {mesh.rank} until the end of its first step: torch counted {_gib(most)} GiB at most, "
-        f"planned {_gib(planned[worst])} ({worst}{with_engine}); now, with the engine asleep if there is one, the "
+        f"GPU memory of rank {mesh.rank} until the end of its first step: {without}torch held {_gib(most - engine)} "
+        f"GiB at most, planned {_gib(beside[worst])} ({worst}); now, with the engine asleep if there is one, the "
         f"driver counts {_gib(used)} GiB"
     )
 
 
-def asleep_bytes(plan: MemoryPlan) -> int:
-    """What a sleeping engine has given back to the device, and torch still counts as reserved: vLLM's allocator unmaps
-    its weights and KV cache behind torch's back."""
-    return plan.part("engine_weights") + plan.part("kv_cache")
+def _of_engine(parts: Mapping[str, int]) -> int:
+    return parts.get("engine_weights", 0) + parts.get("kv_cache", 0)
 
 
 def figures(plan: MemoryPlan, phase: str, most: int | None = None) -> str:

@@ -14,7 +14,7 @@ prepare_environment("cpu")
 # vLLM reads the environment when it is imported.
 from vllm.device_allocator import AllocationData, cumem  # noqa: E402
 
-from rlmath.rollout.engine_sleep import EngineMemory  # noqa: E402
+from rlmath.rollout.engine_sleep import EngineMemory, allocator_bytes  # noqa: E402
 from rlmath.rollout.shared_gpu_worker import SharedGPUWorker, Worker  # noqa: E402
 
 
@@ -56,8 +56,9 @@ def test_weights_take_what_the_allocator_holds_beside_the_kv_cache(monkeypatch: 
     allocator.pointer_to_data = {
         number: AllocationData((0, size, number, 0), tag) for number, (tag, size) in enumerate(sizes.items())
     }
-    monkeypatch.setattr(cumem, "cumem_available", True)
     monkeypatch.setattr(cumem.CuMemAllocator, "instance", allocator)
     llm = SimpleNamespace(collective_rpc=lambda method: [2**30])
     assert EngineMemory(llm, SimpleNamespace(bytes=5), "cuda").weights_bytes == 22 * 2**20
     assert EngineMemory(llm, SimpleNamespace(bytes=5), "cpu").weights_bytes == 5
+    monkeypatch.setattr(cumem.CuMemAllocator, "instance", None)
+    assert allocator_bytes() == 0
