@@ -129,6 +129,14 @@ STAGES = (
         variables=("MODEL", "DATA"),
     ),
     Stage(
+        "ranks",
+        "GRPO on several ranks of one GPU beside one rank",
+        ("torch", "megatron-core", "transformers", "vllm"),
+        1200,
+        240,
+        wants=("transformer-engine",),
+    ),
+    Stage(
         "tests",
         "tests/gpu",
         ("torch", "megatron-core", "transformers", "pytest"),
