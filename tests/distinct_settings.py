@@ -150,6 +150,7 @@ DISTINCT = Config(
         drop_truncated=True,
     ),
     algorithm=AlgorithmConfig(
+        preset="cispo",
         advantage="rloo",
         advantage_eps=0.00163,
         pass_k=1631,
@@ -165,6 +166,7 @@ DISTINCT = Config(
         sapo_temperature_neg=1.684,
         off_policy_mask=0.685,
         recompute_logprobs=False,
+        proximal_logprobs="compare",
         importance_correction="sequence",
         importance_cap=1.69,
         importance_mask_low=0.17,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -12,12 +13,14 @@ from pathlib import Path
 
 import psutil
 
+from rlmath.telemetry.metrics_writer import without_times
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
 TRAIN = ("launch/train_grpo.py", "--config", "configs/demo.yaml")
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 90.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"nothing happened within {seconds} s"
@@ -28,7 +31,7 @@ def run(
     *command: str,
     expect: int = 0,
     path: Path | None = None,
-    timeout: float = 300.0,
+    timeout: float = 900.0,
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python command` in the repository to its end; `path` is one more folder of modules, `variables` more of the
@@ -87,3 +90,13 @@ def small_run(place: Path, output: Path) -> list[str]:
         "algorithm.n_minibatches=2",
         "algorithm.entropy_coef=0.01",
     ]
+
+
+def metric_rows(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, float]]:
+    """The rows of a run's file."""
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def rows(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, float]]:
+    """The rows without what the clock makes of them: those of equal runs are equal."""
+    return [without_times(row) for row in metric_rows(folder, name)]

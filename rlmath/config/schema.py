@@ -520,6 +520,40 @@ class AlgorithmConfig:
     """Advantages, loss and early stop; the formulas are in docs/algorithm.md. The defaults are GRPO (arXiv:2402.03300)
     with a token-level loss."""
 
+    preset: (
+        Literal[
+            "areal_ppo",
+            "cispo",
+            "clip_cov",
+            "critic",
+            "curriculum",
+            "dapo",
+            "decoupled",
+            "deepseek_v32",
+            "distill",
+            "dppo",
+            "dr_grpo",
+            "gdpo",
+            "gmpo",
+            "grpo",
+            "gspo",
+            "kl_cov",
+            "kpop",
+            "lite_ppo",
+            "maxrl",
+            "opo",
+            "pass_at_k",
+            "reinforce_pp",
+            "rloo",
+            "sapo",
+            "simplerl",
+            "skywork_or1",
+            "top_entropy",
+        ]
+        | None
+    ) = None
+    """Settings of configs/algorithms/NAME.yaml, each unless your files or the command line set it; --dry-run prints
+    them. null: none."""
     advantage: (
         Literal["grpo", "dr_grpo", "rloo", "ppo", "reinforce++", "lite_ppo", "opo", "maxrl", "pass@k", "gae"]
         | Annotated[str, TakesFunction("advantage")]
@@ -568,6 +602,10 @@ class AlgorithmConfig:
     recompute_logprobs: bool = True
     """Ratio against log-probs recomputed by the policy before its first update, the proximal policy (AReaL:
     recompute_logprob); false: against the engine's own."""
+    proximal_logprobs: Literal["recompute", "interpolate", "compare"] = "recompute"
+    """Of tokens of older weights: "interpolate" takes the recomputed log-probs from those of engine and policy, by
+    their versions, without a pass (AReaL: prox_logp_method=loglinear; arXiv:2512.06547); "compare" recomputes, and logs
+    how far off that would be."""
     importance_correction: Literal["token", "sequence"] | None = None
     """Weight of the surrogate for the difference between engine and recomputed log-probs: "token" (AReaL:
     use_decoupled_loss) or "sequence", the product over a completion. null: no weight."""
@@ -643,6 +681,11 @@ class AlgorithmConfig:
     null: rewards are not looked at."""
     rollback_reward_steps: Annotated[int, Range(2)] = 10
     """Steps that those means are over."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether log-probs of the step's start are the policy's own, and not interpolated."""
+        return self.recompute_logprobs and self.proximal_logprobs != "interpolate"
 
     @property
     def selects_tokens(self) -> bool:

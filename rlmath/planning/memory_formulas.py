@@ -26,7 +26,13 @@ from functools import lru_cache
 from rlmath.checkpoint.hf.weight_map import padded_vocab
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import PolicyConfig, RolloutConfig
-from rlmath.models.scratch_sizes import CHUNK_BYTES, CHUNKS_HELD, TEACHER_BLOCK_BYTES, TEACHER_BLOCKS_HELD
+from rlmath.models.scratch_sizes import (
+    CHUNK_BYTES,
+    CHUNKS_HELD,
+    ROW_BYTES,
+    TEACHER_BLOCK_BYTES,
+    TEACHER_BLOCKS_HELD,
+)
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, engine_vocab_rows
 
 FLOAT32_BYTES = 4
@@ -214,10 +220,11 @@ def forward_bytes(shape: ModelShape, work: StageWork) -> PassBytes:
 
 
 def _scratch_bytes(shape: ModelShape, work: StageWork) -> int:
-    """What the head's output is worked on in: chunks of logits, or float32 hidden states for a value."""
+    """What the head's output is worked on in: chunks of logits, on a GPU sums of its rows, or float32 hidden states for
+    a value."""
     if shape.outputs == 1:
         return 2 * work.tokens * shape.hidden_size * FLOAT32_BYTES if work.itemsize < FLOAT32_BYTES else 0
-    return CHUNKS_HELD * CHUNK_BYTES[work.device_kind]
+    return work.tokens * ROW_BYTES if work.device_kind == "cuda" else CHUNKS_HELD * CHUNK_BYTES["cpu"]
 
 
 def head_bytes(shape: ModelShape, tensor: int, itemsize: int) -> int:

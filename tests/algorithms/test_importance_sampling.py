@@ -12,6 +12,7 @@ from rlmath.algorithms.importance_sampling import (
     Correction,
     binary_kl,
     corrected,
+    interpolated_proximal,
     segment_sums,
     sequence_log_ratio,
 )
@@ -46,6 +47,25 @@ def test_the_ratio_of_a_sequence_is_the_geometric_mean_of_its_tokens():
 def test_a_segment_without_counted_tokens_has_a_ratio_of_one():
     got = sequence_log_ratio(torch.zeros(3), torch.tensor([True, False, False]), torch.tensor([0, 1, 1]), 2)
     assert got.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_interpolated_proximal_log_probs_are_near_those_of_the_step_between():
+    """Of a policy that learns for 2 + 6 steps, what the interpolation makes of the first and the last for the third:
+    much nearer than either, and exact where nothing was learned since."""
+    logits, draw = torch.zeros(50, dtype=torch.float64), torch.Generator().manual_seed(2)
+    direction = torch.randn(50, dtype=torch.float64, generator=draw)
+    path = [logits.log_softmax(0)]
+    for _ in range(8):  # plain gradient ascent of the mean of `direction`
+        p = logits.softmax(0)
+        logits = logits + 2.0 * p * (direction - (p * direction).sum())
+        path.append(logits.log_softmax(0))
+    found = interpolated_proximal(path[8], path[0], torch.full((50,), 2), updates=6)
+    error = (found - path[2]).abs().mean()
+    assert 0 < error < 0.2 * (path[0] - path[2]).abs().mean() < (path[8] - path[2]).abs().mean()
+    assert (
+        interpolated_proximal(path[2], path[0], torch.full((50,), 2), updates=0) - path[2]
+    ).abs().max() == 0
+    assert (interpolated_proximal(path[8], path[2], torch.zeros(50).long(), 6) - path[2]).abs().max() == 0
 
 
 # ---------------------------------------------------------------- weights

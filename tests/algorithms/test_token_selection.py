@@ -34,7 +34,7 @@ def on_ranks(parts: list[Tensor], work: Callable[[Tensor, Callable[[Tensor], Ten
     return torch.cat([found[number] for number in range(len(parts))])
 
 
-few = st.sampled_from([0.0, -0.0, 0.5, -0.5, 1e-40, 3e38])
+few = st.sampled_from([0.0, -0.0, 0.5, 0.50000006, 0.5000001, -0.5, 1e-40, 3e38])
 values_of_ranks = st.lists(
     st.lists(few | st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=6),
     min_size=1,
@@ -50,6 +50,12 @@ def test_the_largest_of_all_ranks_are_those_of_a_sort(rows: list[list[float]], s
     got = on_ranks(parts, lambda mine, summed: among_largest(mine, share, summed))
     least = every[max(1, int(share * len(every))) - 1] if every else 0.0
     assert got.tolist() == [one >= least for row in rows for one in row]
+
+
+def test_neighbours_as_float32_are_told_apart_below_a_larger_value():
+    values = torch.tensor([9.0, 1.0, 1.0000001, 1.0000002])
+    got = among_largest(values, 0.5, lambda one: one)
+    assert got.tolist() == [True, False, False, True]
 
 
 def test_covariances_are_to_the_means_of_all_ranks():

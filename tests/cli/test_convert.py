@@ -93,12 +93,24 @@ def test_a_mistake_ends_with_2_and_writes_nothing(
 ):
     copy = Path(shutil.copytree(source, tmp_path / "copy"))
     config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
+    (copy / "config.json").write_text(json.dumps(config | {"intermediate_size": 100}))
     assert to_megatron(copy, tmp_path / "out") == convert.MISTAKE
-    assert "GPT2LMHeadModel" in capsys.readouterr().err
-    assert to_megatron(source, tmp_path / "out", "--tensor-parallel", "0") == convert.MISTAKE
-    assert "needed: at least 1" in capsys.readouterr().err
+    assert "has shape (192, 128), config.json makes it (100, 128)" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--tensor-parallel", "0"], "needed: at least 1"),
+        (["--tensor-parallel", "3"], "does not divide"),
+    ],
+)
+def test_sizes_that_cannot_be_are_told(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], told: str
+):
+    assert to_megatron(source, tmp_path / "out", *more) == convert.MISTAKE
+    assert told in capsys.readouterr().err
 
 
 def test_what_is_no_folder_is_told(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

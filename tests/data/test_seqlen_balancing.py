@@ -12,7 +12,6 @@ from rlmath.data.seqlen_balancing import (
     Budget,
     Cost,
     MinibatchPlan,
-    assign_bins,
     balance_ranks,
     pack_evenly,
     pack_tightly,
@@ -116,19 +115,6 @@ def test_a_sample_over_the_budget_is_refused():
 def test_fewer_samples_than_minibatches_are_refused():
     with pytest.raises(ValueError, match="2 samples cannot fill 3 minibatches"):
         plan_minibatches([3, 4], 3, 1, max_tokens=8, seed=0)
-
-
-def test_a_count_that_must_be_a_multiple_spreads_the_samples_over_more_microbatches():
-    # Three of 9 tokens would do (6 + 3, 5 + 4, 5 + 4); four are asked for.
-    (minibatch,) = plan_minibatches([6, 3, 5, 4, 5, 4], 1, 1, max_tokens=9, seed=0, count_multiple=4)
-    assert [sum((6, 3, 5, 4, 5, 4)[i] for i in part) for part in microbatches(minibatch)] == [8, 8, 6, 5]
-
-
-def test_bins_are_assigned_in_rounds_the_most_costly_to_the_rank_with_least_work():
-    # Round one 9, 7, 5 to ranks 0, 1, 2; round two 4, 2, 1 to ranks 2, 1, 0.
-    lengths = [9, 7, 5, 4, 2, 1]
-    budget = Budget(lengths, [float(n) for n in lengths], 9)
-    assert assign_bins(budget, [[i] for i in range(6)], 3) == [[[0], [5]], [[1], [4]], [[2], [3]]]
 
 
 def test_a_sample_that_fits_moves_to_the_lighter_rank():

@@ -131,14 +131,14 @@ class Stage:
     device: Any
 
 
-def build(folder: Path, case: Case) -> Stage:
+def build(folder: Path, case: Case, **policy: Any) -> Stage:
     device = open_device(case.device, case.local_layers)
     init_process_group(device, 120.0)
-    return lay_out(folder, case, device)
+    return lay_out(folder, case, device, **policy)
 
 
-def lay_out(folder: Path, case: Case, device: Any) -> Stage:
-    """The actor in the layout of `case` over the ranks of the process group."""
+def lay_out(folder: Path, case: Case, device: Any, **policy: Any) -> Stage:
+    """The actor in the layout of `case` over the ranks of the process group; `policy` are settings of that section."""
     from megatron_patches.optimizer import tensor_types_named_as_on_cuda
     from rlmath.models.build import build_actor
     from rlmath.models.megatron import start_megatron
@@ -155,6 +155,7 @@ def lay_out(folder: Path, case: Case, device: Any) -> Stage:
     )
     start_megatron(mesh, device, seed=1, timeout_seconds=120.0)
     config, shape = settings(folder, case), shape_of(folder)
+    config = replace(config, policy=replace(config.policy, **policy))
     device = replace(device, params_dtype=torch.bfloat16) if case.bfloat16 else device
     # The distributed optimizer's types are named so by our patch.
     plain = case.bfloat16 and not config.optimizer.distributed
