@@ -115,6 +115,7 @@ DISTINCT = Config(
         on_new_weights="keep",
         max_concurrent_sequences=2704,
         memory_share=0.443,
+        kv_cache_gib=2.707,
         cpu_kv_cache_gib=0.25,
         max_num_seqs=144,
         max_num_batched_tokens=145,

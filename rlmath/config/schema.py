@@ -383,6 +383,9 @@ class RolloutConfig:
     which is the most that can be."""
     memory_share: PositiveFraction = 0.6
     """GPU: share of the device's memory that an engine may take while it generates."""
+    kv_cache_gib: PositiveFloat | None = None
+    """GPU: size of the KV cache of one rank (GiB), whatever else uses the device; needed where ranks share a GPU. null:
+    what vLLM measures to be left of `memory_share`."""
     cpu_kv_cache_gib: PositiveFloat = 0.5
     """CPU: size of the KV cache of one rank (GiB)."""
     max_num_seqs: PositiveInt = 256

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from rlmath.distributed.collectives import all_gather_objects
 from rlmath.distributed.device_kind import DeviceKind, resolve_kind, set_cuda_defaults
 from rlmath.distributed.process import never_import
 from rlmath.distributed.ranks import environment_rank, environment_world_size
@@ -74,6 +75,12 @@ def open_device(requested: str, local_layers: bool = True) -> Device:
     torch.cuda.set_device(local_rank)
     at = torch.device("cuda", local_rank)
     return Device("cuda", at, "cpu:gloo,cuda:nccl", torch.bfloat16, local_layers)
+
+
+def ranks_share_gpus(device: Device) -> bool:
+    """GPU: whether two ranks of the process group have the same one. A collective."""
+    gpus = all_gather_objects(str(torch.cuda.get_device_properties(device.torch_device).uuid))
+    return len(set(gpus)) < len(gpus)
 
 
 def let_gloo_connect_lazily() -> None:

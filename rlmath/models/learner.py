@@ -26,6 +26,7 @@ from rlmath.algorithms.importance_sampling import interpolated_proximal
 from rlmath.algorithms.losses import LossSettings, TokenInputs, TokenLoss, policy_loss
 from rlmath.data.packing import MicroBatch
 from rlmath.distributed.collectives import reduce_over_ranks
+from rlmath.distributed.device import release_cached
 from rlmath.models.forward_backward import ForwardBackward
 from rlmath.models.optimizer import learning_rate
 from rlmath.models.teacher import TeacherStates
@@ -97,6 +98,10 @@ class Learner:
         grad_norm = float(self.optimizer.get_grad_norm())
         reason = discard_rule(sums, grad_norm)
         if reason is None:
+            if self.updates == 0:
+                # The optimizer makes its state now, for good. Within what the passes have left it would keep pieces of
+                # memory as large as the logits from ever being given back, and gradients in them from being freed.
+                release_cached(self.forward_backward.device)
             self.optimizer.step()
             self._step_schedule(1)
             self.updates += 1

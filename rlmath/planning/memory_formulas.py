@@ -271,7 +271,7 @@ class EngineBytes:
     """Activations of the largest engine step, logits and sampling, CUDA graphs; 0 on CPU, where it is small beside the
     training's."""
     kv_cache: int
-    """On GPU what the share leaves, below 0 where it leaves nothing."""
+    """On GPU what the share leaves, below 0 where it leaves nothing, or as much as the settings give."""
     asleep: int
     """What of the workspace stays while the engine sleeps: CUDA graphs, which vLLM does not give back."""
 
@@ -281,10 +281,16 @@ def engine_bytes(
 ) -> EngineBytes:
     """The memory of one engine rank. `device_bytes` is the GPU's memory; on CPU the settings give the cache's size."""
     weights = weight_bytes(shape, rollout.tensor_parallel, itemsize, packed_head=device_kind == "cpu")
+    token = kv_bytes_per_token(shape, rollout.tensor_parallel, itemsize)
+
+    def given(gib: float, kind: str) -> int:
+        return int(gib * 2**30) // (BLOCK_TOKENS[kind] * token) * BLOCK_TOKENS[kind] * token
+
     if device_kind == "cpu" or device_bytes is None:
-        block = BLOCK_TOKENS["cpu"] * kv_bytes_per_token(shape, rollout.tensor_parallel, itemsize)
-        return EngineBytes(weights, 0, int(rollout.cpu_kv_cache_gib * 2**30) // block * block, 0)
+        return EngineBytes(weights, 0, given(rollout.cpu_kv_cache_gib, "cpu"), 0)
     workspace = workspace_bytes(shape, rollout, itemsize, device_bytes)
+    if rollout.kv_cache_gib is not None:
+        return EngineBytes(weights, workspace, given(rollout.kv_cache_gib, "cuda"), _graph_bytes(rollout))
     share = int(rollout.memory_share * device_bytes)
     return EngineBytes(weights, workspace, share - weights - workspace, _graph_bytes(rollout))
 
