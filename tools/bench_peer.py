@@ -174,8 +174,10 @@ def prepare(place: Path, name: str, model: Path | None = None, data: Path | None
             {
                 "prompt": row["question"] + ASK,
                 "solutions": [f"\\boxed{{{row['answer'].rpartition('####')[2].strip()}}}"],
+                "task": "math",
+                "query_id": str(number),
             }
-            for row in rows[:1000]
+            for number, row in enumerate(rows[:1000])
         ]
         (place / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)), encoding="utf-8")
         return model.absolute(), place / "asked.jsonl"
