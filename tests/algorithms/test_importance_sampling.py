@@ -76,27 +76,19 @@ def test_interpolated_proximal_log_probs_are_near_those_of_the_step_between():
     [
         (Correction("token"), [0.5, 1.0, 2.25, 3.0], "...."),
         (Correction("token", cap=2.0), [0.5, 1.0, 2.0, 2.0], "..xx"),
-        (Correction("token", mask_low=0.75), [0.0, 1.0, 2.25, 3.0], "x..."),
-        (Correction("token", mask_high=2.5), [0.5, 1.0, 2.25, 0.0], "...x"),
         (Correction("token", mask_low=0.75, mask_high=2.0), [0.0, 1.0, 0.0, 0.0], "x.xx"),
         # masks look at the weight before the cap
         (Correction("token", cap=2.0, mask_high=2.5), [0.5, 1.0, 2.0, 0.0], "..xx"),
-        (Correction("token", cap=2.0, mask_low=0.75, mask_high=2.5), [0.0, 1.0, 2.0, 0.0], "x.xx"),
         # product 0.5 x 2.25 = 1.125, and 1 x 3
         (Correction("sequence"), [1.125, 3.0, 1.125, 3.0], "...."),
         (Correction("sequence", cap=2.0), [1.125, 2.0, 1.125, 2.0], ".x.x"),
-        (Correction("sequence", mask_high=2.5), [1.125, 0.0, 1.125, 0.0], ".x.x"),
-        (Correction("sequence", mask_low=2.0), [0.0, 3.0, 0.0, 3.0], "x.x."),
-        (Correction("sequence", cap=2.0, mask_low=1.5), [0.0, 2.0, 0.0, 2.0], "xxxx"),
         # without a level the weight is 1, which no bound of the weight changes
         (Correction(None), [1.0, 1.0, 1.0, 1.0], "...."),
-        (Correction(None, 1.5, 0.75, 2.0), [1.0, 1.0, 1.0, 1.0], "...."),
         # geometric means sqrt(0.5 x 2.25) = 1.0607 and sqrt(3) = 1.732
         (Correction(None, geometric_high=1.5), [1.0, 0.0, 1.0, 0.0], ".x.x"),
         (Correction(None, geometric_high=1.1), [1.0, 0.0, 1.0, 0.0], ".x.x"),  # the product would be 1.125
         (Correction(None, geometric_high=1.06), [0.0, 0.0, 0.0, 0.0], "xxxx"),
         (Correction("token", geometric_low=0.9, geometric_high=1.5), [0.5, 0.0, 2.25, 0.0], ".x.x"),
-        (Correction("sequence", geometric_high=1.5), [1.125, 0.0, 1.125, 0.0], ".x.x"),
         # any mask leaves out, and a cap marks what stays
         (Correction("token", cap=2.0, mask_low=0.75, geometric_high=1.5), [0.0, 0.0, 2.0, 0.0], "xxxx"),
     ],
@@ -129,12 +121,6 @@ def test_no_weight_overflows(log_weights: list[float], level, wanted: list[float
     got = corrected(torch.tensor(log_weights), torch.zeros(2), both, one, 1, Correction(level))
     assert got.weights_T.tolist() == pytest.approx(wanted, rel=1e-5)
     assert got.cut_T.tolist() == [weight in (MOST, 1 / MOST) for weight in wanted]
-
-
-def test_a_monstrous_weight_is_capped_or_masked_like_any_other():
-    assert weights([1e300, 1.0], Correction("token", cap=2.0)).weights_T.tolist() == [2.0, 1.0]
-    assert weights([1e300, 1.0], Correction("token", mask_high=2.0)).weights_T.tolist() == [0.0, 1.0]
-    assert weights([1e-300, 1.0], Correction("token", mask_low=0.5)).weights_T.tolist() == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("rule", [Correction("token", 2.0, 0.5, 3.0), Correction("sequence", 2.0, 0.5, 3.0)])
