@@ -217,7 +217,8 @@ def count(
     """What the rank holds by phase and part (bytes), and what it sends by phase, group and operation: (number,
     bytes)."""
     fake_cuda.join_fake_group(mesh.rank, mesh.world_size)
-    device = Device("cuda", torch.device("cpu"), "fake", torch.bfloat16, local_layers)
+    head_dtype = torch.float32 if config.policy.head_dtype else None
+    device = Device("cuda", torch.device("cpu"), "fake", torch.bfloat16, local_layers, head_dtype)
     batches = full_batches(config, mesh)
     sent = fake_cuda.Sent()
     patch_gpu_path(shape, device, sent)
@@ -327,7 +328,7 @@ def patch_gpu_path(shape: ModelShape, device: Device, sent: fake_cuda.Sent) -> N
 
     import megatron_patches
     from megatron_patches import linear
-    from rlmath.models import build, forward_backward, logprobs, megatron
+    from rlmath.models import build, forward_backward, logprobs, megatron, output_layer
 
     fake_cuda.answer_for_values()
     linear.patch = lambda: None
@@ -337,6 +338,9 @@ def patch_gpu_path(shape: ModelShape, device: Device, sent: fake_cuda.Sent) -> N
     CudaRNGStatesTracker.fork = lambda tracker, *given: nullcontext()
     megatron.GPTModel.to = lambda model, *given: model
     logprobs.CHUNK_BYTES["cpu"] = logprobs.CHUNK_BYTES["cuda"]
+    output_layer.float32_product = lambda hidden, weight: hidden.new_empty(
+        len(hidden), len(weight), dtype=torch.float32
+    )
     forward_backward.finish_computation = lambda device: None
     p2p._batched_p2p_ops, p2p._p2p_ops = sent.between_stages_together, sent.between_stages
     if device.local_layers:

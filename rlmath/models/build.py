@@ -36,7 +36,7 @@ from rlmath.models.megatron import (
     transformer_config,
     wrap_for_training,
 )
-from rlmath.models.optimizer import build_optimizer, build_scheduler
+from rlmath.models.optimizer import build_loss_scale, build_optimizer, build_scheduler
 from rlmath.models.teacher import Teacher
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,7 @@ def build_actor(
         build_scheduler(config.optimizer, optimizer, total_updates),
         settings=loss_settings(config.algorithm, config.teacher),
         bounds=early_stop(config.algorithm),
+        loss_scale=build_loss_scale(config.optimizer, device),
     )
     return Actor(learner, chunks)
 
@@ -74,7 +75,8 @@ def build_sft_actor(
     chunks, wrapped, optimizer = _trained_chunks(config, shape, mesh, device, config.optimizer)
     forward_backward = ForwardBackward(wrapped, mesh, device, shape.vocab_size)
     scheduler = build_scheduler(config.optimizer, optimizer, total_updates)
-    return Actor(SftLearner(forward_backward, optimizer, scheduler), chunks)
+    loss_scale = build_loss_scale(config.optimizer, device)
+    return Actor(SftLearner(forward_backward, optimizer, scheduler, loss_scale=loss_scale), chunks)
 
 
 def build_reference(
@@ -109,6 +111,7 @@ def build_critic(config: Config, shape: ModelShape, mesh: Mesh, device: Device, 
         optimizer,
         build_scheduler(settings, optimizer, total_updates),
         clip=config.critic.clip,
+        loss_scale=build_loss_scale(settings, device),
     )
     return Critic(learner, chunks)
 

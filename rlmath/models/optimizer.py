@@ -1,8 +1,9 @@
-"""Megatron's optimizer and learning-rate schedule from our settings."""
+"""Megatron's optimizer and learning-rate schedule from our settings, and the loss scale of float16."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ def build_optimizer(
             clip_grad=settings.clip_grad,
             params_dtype=device.params_dtype,
             bf16=device.params_dtype is torch.bfloat16,
+            fp16=device.params_dtype is torch.float16,
+            loss_scale=1.0 if device.params_dtype is torch.float16 else None,  # the learner's is `LossScale`
             use_distributed_optimizer=settings.distributed,
         ),
         list(chunks),
@@ -41,6 +44,39 @@ def build_optimizer(
         for group in optimizer.param_groups:
             group["fused"] = True
     return optimizer
+
+
+@dataclass
+class LossScale:
+    """What a loss is multiplied by before a backward pass in float16, which has nothing between 0 and 6e-8, and its
+    gradients are divided by afterwards; a power of two costs them no bit. It halves where gradients overflow.
+
+    Megatron has a scale in each optimizer: that of a model's experts could get another than that of the rest.
+    """
+
+    scale: float
+    window: int
+    """Updates without an overflow after which it doubles."""
+    clean_updates: int = 0
+    """Since it last changed."""
+
+    def update(self, overflow: bool) -> bool:
+        """After a backward pass; whether the overflow is the scale's fault, which cannot be below 1."""
+        if overflow and self.scale <= 1:
+            return False
+        self.clean_updates = 0 if overflow else self.clean_updates + 1
+        if overflow:
+            self.scale = max(self.scale / 2, 1.0)
+        elif self.clean_updates == self.window:
+            self.scale, self.clean_updates = 2 * self.scale, 0
+        return overflow
+
+
+def build_loss_scale(settings: OptimizerConfig, device: Device) -> LossScale | None:
+    """None where gradients need none."""
+    if device.params_dtype is not torch.float16:
+        return None
+    return LossScale(settings.initial_loss_scale, settings.loss_scale_window)
 
 
 def build_scheduler(settings: OptimizerConfig, optimizer: Any, total_updates: int) -> OptimizerParamScheduler:

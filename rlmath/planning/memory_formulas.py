@@ -56,6 +56,8 @@ class StageWork:
     """Norms and residuals are split over the tensor-parallel ranks."""
     itemsize: int
     """Bytes of an element."""
+    head_itemsize: int
+    """Bytes of a logit."""
     device_kind: str
     local_layers: bool
     """Megatron's local layers with our norm and attention; else Transformer Engine's."""
@@ -164,9 +166,14 @@ def backward_bytes(shape: ModelShape, work: StageWork, policy: PolicyConfig, in_
         beside = max(beside, (2 * work.expert_tensor + 2) * _sent_elements(shape, work))
     moments = [others + deepest + size * (beside + hidden + received)]
     if work.has_head:
-        # Beside Transformer Engine it is added to its buffer by the product itself (`_dummy_gradient_bytes`).
-        head_gradient = matrix if work.local_layers and shape.outputs > 1 else 0
+        # Beside Transformer Engine it is added to its buffer by the product itself (`_dummy_gradient_bytes`), unless
+        # logits are wider than the model's format: they have a product of their own (`models.output_layer`).
+        wider = work.head_itemsize > work.itemsize
+        head_gradient = matrix if (work.local_layers or wider) and shape.outputs > 1 else 0
         own = max(_scratch_bytes(shape, work), head_gradient + size * shape.hidden_size, in_loss)
+        own += (
+            size * shape.hidden_size if wider and work.sequence else 0
+        )  # hidden states gathered for that product
         moments.append(others + kept + final_norm + logits + own + 2 * size * received)
     if work.has_embedding:
         moments.append(others + matrix + size * hidden)
@@ -215,9 +222,14 @@ def forward_bytes(shape: ModelShape, work: StageWork) -> PassBytes:
 
 def _scratch_bytes(shape: ModelShape, work: StageWork) -> int:
     """What the head's output is worked on in: chunks of logits, or float32 hidden states for a value."""
+    hidden_states = work.tokens * shape.hidden_size
     if shape.outputs == 1:
-        return 2 * work.tokens * shape.hidden_size * FLOAT32_BYTES if work.itemsize < FLOAT32_BYTES else 0
-    return CHUNKS_HELD * CHUNK_BYTES[work.device_kind]
+        return 2 * hidden_states * FLOAT32_BYTES if work.itemsize < FLOAT32_BYTES else 0
+    chunks = CHUNKS_HELD * CHUNK_BYTES[work.device_kind]
+    if work.device_kind == "cuda" or work.head_itemsize == work.itemsize:
+        return chunks
+    # On CPU the wider product takes both factors in its own format.
+    return max(chunks, head_bytes(shape, work.tensor, FLOAT32_BYTES) + hidden_states * FLOAT32_BYTES)
 
 
 def head_bytes(shape: ModelShape, tensor: int, itemsize: int) -> int:
@@ -249,7 +261,7 @@ def _logits_bytes(shape: ModelShape, work: StageWork) -> int:
     if shape.outputs == 1:  # the value head's, float32
         return work.tokens * FLOAT32_BYTES if work.has_head else 0
     columns = padded_vocab(shape.vocab_size, work.tensor) // work.tensor
-    return work.tokens * columns * work.itemsize if work.has_head else 0
+    return work.tokens * columns * work.head_itemsize if work.has_head else 0
 
 
 # ---------------------------------------------------------------- an engine

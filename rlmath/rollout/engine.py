@@ -66,11 +66,14 @@ def _cpu_arguments(settings: RolloutConfig) -> dict[str, Any]:
 
 
 def _device_arguments(settings: RolloutConfig, device: Device) -> dict[str, Any]:
+    formats: dict[str, Any] = {"dtype": str(device.params_dtype).removeprefix("torch.")}
+    if device.head_dtype is not None:
+        formats["hf_overrides"] = {"head_dtype": str(device.head_dtype).removeprefix("torch.")}
     if device.kind == "cpu":
-        return _cpu_arguments(settings)
+        return _cpu_arguments(settings) | formats
     return {
         **_gpu_arguments(settings),
-        "dtype": "bfloat16",
+        **formats,
         "enable_chunked_prefill": settings.chunked_prefill,
         "enable_sleep_mode": True,
         # Other kernels keep experts in layouts of their own, into which new weights cannot be written.

@@ -97,6 +97,11 @@ class Trainer(ABC):
         """Optimizer steps of the critic, 0 without one."""
         return 0
 
+    @property
+    def critic_loss_scale(self) -> tuple[float, ...]:
+        """As `Learner.loss_scale_state`, of the critic; () without one."""
+        return ()
+
     def checkpoint_files(self) -> dict[str, bytes]:
         """What a checkpoint keeps of this run beside tensors and `Progress`, by file name; rank 0 writes it."""
         return {}

@@ -160,9 +160,13 @@ class PolicyTrainer(Trainer):
     def critic_updates(self) -> int:
         return 0 if self.critic is None else self.critic.learner.updates
 
+    @property
+    def critic_loss_scale(self) -> tuple[float, ...]:
+        return () if self.critic is None else self.critic.learner.loss_scale_state
+
     def resume(self, folder: Path, progress: Progress) -> None:
         if self.critic is not None:
-            self.critic.learner.restore_schedule(progress.critic_updates)
+            self.critic.learner.restore_schedule(progress.critic_updates, progress.critic_loss_scale)
         if self.reference is not None:
             if self.reference_moved and not progress.has_model(REFERENCE):  # after a rollback
                 with self.offload.on_device("reference"):
@@ -269,7 +273,7 @@ class PolicyUpdater:
                     results.append(result)
                     if result.discarded is not None:
                         log_discarded(number, len(results), result.discarded)
-                        if algorithm.early_stop_action == "end":
+                        if algorithm.early_stop_action == "end" and not result.overflowed:
                             break
         return UpdateRecord(
             results,
