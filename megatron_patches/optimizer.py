@@ -48,5 +48,6 @@ def patch() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
-    for optimizer in (DistributedOptimizer, Float16OptimizerWithFloat16Params):
-        optimizer.__init__ = with_cuda_type_names(optimizer.__init__)
+    DistributedOptimizer.__init__ = with_cuda_type_names(DistributedOptimizer.__init__)
+    plain = Float16OptimizerWithFloat16Params
+    plain.__init__ = with_cuda_type_names(plain.__init__)

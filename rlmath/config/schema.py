@@ -289,6 +289,11 @@ class ParallelConfig:
 class PolicyConfig:
     """How the policy and the reference compute."""
 
+    max_tokens_per_microbatch: PositiveInt = 20480
+    """Token budget of one packed forward/backward (AReaL: mb_spec.max_tokens_per_mb). At least the longest sequence."""
+    transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
+    """GPU: Transformer Engine's layers, or Megatron's local layers with our norm and attention, which are slower and
+    need no further package. On CPU the layers are local ones."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of all models, of the engines, too, and of what they compute; optimizers step float32 copies.
     "auto": bfloat16 on GPU, float32 on CPU. "float16" has three more bits than bfloat16, so that engine and policy
@@ -298,12 +303,6 @@ class PolicyConfig:
     """"float32": logits are computed in it, from the output layer's weights in `dtype`, by models and engines (vLLM's
     head_dtype). They take twice the memory. The gradient of the logits is rounded to `dtype`; with teacher.loss=full
     the teacher's logits stay in it. null: as `dtype`."""
-
-    max_tokens_per_microbatch: PositiveInt = 20480
-    """Token budget of one packed forward/backward (AReaL: mb_spec.max_tokens_per_mb). At least the longest sequence."""
-    transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
-    """GPU: Transformer Engine's layers, or Megatron's local layers with our norm and attention, which are slower and
-    need no further package. On CPU the layers are local ones."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Activation recomputation, as Megatron has it: all of a layer ("full"), or its MLP, of local layers its attention
     ("selective"). null: no recomputation."""
@@ -340,12 +339,13 @@ class OptimizerConfig:
     """Largest global gradient norm (L2); 0 clips nothing."""
     distributed: bool = True
     """Share the optimizer's state over the data-parallel ranks (Megatron's distributed optimizer; only for "adam")."""
-    initial_loss_scale: Annotated[float, Range(1)] = 4096.0
-    """policy.dtype=float16: losses are multiplied by this before the backward pass, and gradients divided by it after
-    (Megatron: initial_loss_scale). A minibatch whose gradients overflow is skipped, and halves it, down to 1."""
-    loss_scale_window: PositiveInt = 1000
-    """policy.dtype=float16: the loss scale doubles after so many updates without an overflow (Megatron:
-    loss_scale_window, verl: growth_interval)."""
+    initial_loss_scale: PositiveFloat | None = None
+    """In float16: what losses, which are sums over tokens, are multiplied by before the backward pass, and gradients
+    divided by after it. A minibatch whose gradients overflow is skipped, and halves it, down to 1/256. null: 65,536
+    over the most that the tokens of a micro-batch weigh together, as a power of two."""
+    loss_scale_window: PositiveInt = 400
+    """In float16: the loss scale doubles after so many updates without an overflow (Megatron: loss_scale_window,
+    verl: growth_interval)."""
     overlap_grad_reduce: bool | None = None
     """Reduce gradients over the data-parallel ranks while the backward pass goes on. null: on GPU."""
 

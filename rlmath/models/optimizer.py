@@ -46,6 +46,10 @@ def build_optimizer(
     return optimizer
 
 
+LEAST_LOSS_SCALE = 2**-8
+"""Gradients of weights are sums over the tokens of a micro-batch, and may overflow at 1."""
+
+
 @dataclass
 class LossScale:
     """What a loss is multiplied by before a backward pass in float16, which has nothing between 0 and 6e-8, and its
@@ -61,22 +65,22 @@ class LossScale:
     """Since it last changed."""
 
     def update(self, overflow: bool) -> bool:
-        """After a backward pass; whether the overflow is the scale's fault, which cannot be below 1."""
-        if overflow and self.scale <= 1:
+        """After a backward pass; whether it was too large, which it is not at `LEAST_LOSS_SCALE`.
+
+        >>> scale = LossScale(4.0, window=2)
+        >>> [(scale.update(one), scale.scale) for one in (True, False, False, False)]
+        [(True, 2.0), (False, 2.0), (False, 4.0), (False, 4.0)]
+        >>> LossScale(LEAST_LOSS_SCALE, window=2).update(True)
+        False
+        """
+        if overflow and self.scale <= LEAST_LOSS_SCALE:
             return False
         self.clean_updates = 0 if overflow else self.clean_updates + 1
         if overflow:
-            self.scale = max(self.scale / 2, 1.0)
+            self.scale /= 2
         elif self.clean_updates == self.window:
             self.scale, self.clean_updates = 2 * self.scale, 0
         return overflow
-
-
-def build_loss_scale(settings: OptimizerConfig, device: Device) -> LossScale | None:
-    """None where gradients need none."""
-    if device.params_dtype is not torch.float16:
-        return None
-    return LossScale(settings.initial_loss_scale, settings.loss_scale_window)
 
 
 def build_scheduler(settings: OptimizerConfig, optimizer: Any, total_updates: int) -> OptimizerParamScheduler:
