@@ -46,4 +46,5 @@ def test_a_run_without_rewards_comes_closer_to_its_teacher(arithmetic: Path, los
     assert rows[0]["train/teacher_kl"] > rows[-1]["train/teacher_kl"] > 0
     if loss == "full":
         assert all(row["advantage"] == 0 for row in rows)
+        assert "seconds/logprobs" not in rows[0], "one update a step needs no pass of its own"
     assert "teacher:" in done.stdout + done.stderr

@@ -8,8 +8,16 @@ Every token has a weight; Megatron divides the sum over all micro-batches and ra
 | "clip" | max(-A r, -A clip(r)), at most -A * dual_clip where A < 0 | PPO, arXiv:1707.06347, eq. 7 |
 | "gspo" | the same with the geometric mean of the completion's ratios as r | GSPO-token, arXiv:2507.18071 |
 | "cispo" | -A sg[clip(r)] log policy, sg without gradient | CISPO (MiniMax-M1), arXiv:2506.13585 |
+| "gmpo" | as "gspo", with every ratio clipped before the mean | GMPO, arXiv:2507.20673, eq. 4 |
+| "sapo" | -A 4 / tau sigmoid(tau (r - 1)) | SAPO, arXiv:2511.20347 |
+| "dppo_tv" | -A r, 0 where r moves away and abs(p - q) is above its bound | DPPO, arXiv:2602.04879 |
+| "dppo_kl" | the same with the binary KL(q, p) | DPPO, arXiv:2602.04879 |
 
-clip(r) is r clipped to 1 - clip_low .. 1 + clip_high (two bounds: DAPO, arXiv:2503.14476; dual clip: arXiv:1912.09729).
+clip(r) is r clipped to 1 - clip_low .. 1 + clip_high (two bounds: DAPO, arXiv:2503.14476; dual clip: arXiv:1912.09729);
+"gmpo" clips log r to -clip_low .. clip_high, in the direction that the advantage pushes. "dppo_*": p and q are the
+token's probabilities now and at the step's start, the bound is clip_high where A > 0 (and p > q), clip_low where A < 0
+(and p < q); the gradient's r is at most dual_clip.
+
 Only tokens with a weight above 0 count: other entries may hold anything, even NaN, and reach neither value nor
 gradient.
 """
@@ -25,10 +33,19 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlmath.algorithms.importance_sampling import Correction, corrected, sequence_log_ratio, uncorrected
+from rlmath.algorithms.importance_sampling import (
+    MOST_LOG_WEIGHT,
+    Correction,
+    CorrectionLevel,
+    binary_kl,
+    corrected,
+    segment_sums,
+    sequence_log_ratio,
+    uncorrected,
+)
 from rlmath.algorithms.kl import KLKind, kl_estimate
 
-LossKind = Literal["clip", "gspo", "cispo"]
+LossKind = Literal["clip", "gspo", "cispo", "gmpo", "sapo", "dppo_tv", "dppo_kl"]
 LOSS_KINDS: tuple[str, ...] = get_args(LossKind)
 NormalisationKind = Literal["token", "sequence", "constant"]
 
@@ -46,9 +63,18 @@ class LossSettings:
     """For the difference between engine and trainer; None takes the surrogate as it is."""
     kl_coef: float = 0.0
     kl_kind: KLKind = "k3"
+    kl_ratio: CorrectionLevel | None = None
+    """Weigh the KL by policy / behaviour, with gradient: of the token, or their product over the completion
+    (DeepSeek-V3.2, arXiv:2512.02556)."""
     entropy_coef: float = 0.0
     teacher_coef: float = 0.0
     """Of the KL to a teacher over the whole vocabulary."""
+    sapo_positive: float = 1.0
+    sapo_negative: float = 1.05
+    """Temperatures of "sapo" where the advantage is above 0, and elsewhere."""
+    off_policy_mask: float | None = None
+    """Completions with a negative advantage are left out of the surrogate where the mean of log behaviour - log policy
+    is above this (nats; DeepSeek-V3.2, arXiv:2512.02556)."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +134,8 @@ class TokenInputs:
     teacher_kl_T: Float[Tensor, "T"] | None = None
     """KL(policy || teacher) of the whole distributions, with gradient; None without a teacher, or where its log-probs
     are in the advantages."""
+    penalty_T: Float[Tensor, "T"] | None = None
+    """Weight of abs(log policy - log proximal) in the loss of each token; None: nowhere."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +167,8 @@ class TokenLoss:
     """Tokens that the geometric mask left out."""
     masked_binary_kl: Float[Tensor, ""]
     """Tokens that the mask of the binary KL left out."""
+    masked_off_policy: Float[Tensor, ""]
+    """Tokens of completions that `off_policy_mask` left out."""
 
 
 def policy_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
@@ -150,8 +180,8 @@ def policy_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
     log_ratio_T = new_T - proximal_T
     surrogate_T, clipped_T = _surrogate(tokens, settings, new_T, log_ratio_T, counted_T)
     correction = uncorrected(counted_T, proximal_T)
+    behaviour_T = torch.where(counted_T, tokens.behaviour_logprobs_T, 0.0)
     if settings.correction is not None:
-        behaviour_T = torch.where(counted_T, tokens.behaviour_logprobs_T, 0.0)
         correction = corrected(
             proximal_T,
             behaviour_T,
@@ -161,10 +191,26 @@ def policy_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
             correction=settings.correction,
         )
     loss_T = surrogate_T * correction.weights_T
+    off_policy_T = torch.zeros_like(counted_T)
+    if settings.off_policy_mask is not None:
+        drift_T = sequence_log_ratio(
+            behaviour_T - new_T.detach(), counted_T, tokens.segments_T, tokens.n_segments
+        )
+        off_policy_T = counted_T & (tokens.advantages_T < 0) & (drift_T > settings.off_policy_mask)
+        loss_T = torch.where(off_policy_T, 0.0, loss_T)
+    if tokens.penalty_T is not None:
+        loss_T = loss_T + tokens.penalty_T * log_ratio_T.abs()
     kl_T = torch.zeros_like(new_T)
     if tokens.reference_logprobs_T is not None:
         reference_T = torch.where(counted_T, tokens.reference_logprobs_T, 0.0)
         kl_T = kl_estimate(settings.kl_kind, new_T, reference_T)
+        if settings.kl_ratio is not None:
+            log_weight_T = new_T - behaviour_T
+            if settings.kl_ratio == "sequence":
+                log_weight_T = segment_sums(log_weight_T, tokens.segments_T, tokens.n_segments)[
+                    tokens.segments_T
+                ]
+            kl_T = kl_T * log_weight_T.clamp(-MOST_LOG_WEIGHT, MOST_LOG_WEIGHT).exp()
         loss_T = loss_T + settings.kl_coef * kl_T
     if settings.entropy_coef:
         loss_T = loss_T - settings.entropy_coef * entropy_T
@@ -190,6 +236,7 @@ def policy_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
         teacher_kl=total(teacher_kl_T),
         masked_geometric=total(correction.masked_geometric_T.to(new_T.dtype)),
         masked_binary_kl=total(correction.masked_binary_kl_T.to(new_T.dtype)),
+        masked_off_policy=total(off_policy_T.to(new_T.dtype)),
     )
 
 
@@ -207,7 +254,16 @@ def _surrogate(
         ratio_T = log_ratio_T.detach().exp()
         cut_T = ratio_T.clamp(low, high)
         return -advantages_T * cut_T * new_T, cut_T != ratio_T
+    if settings.kind in ("dppo_tv", "dppo_kl"):
+        return _divergence_masked(settings, new_T, log_ratio_T, advantages_T)
+    if settings.kind == "gmpo":
+        return _geometric_mean(tokens, settings, log_ratio_T, advantages_T, counted_T)
     ratio_T = log_ratio_T.exp()
+    if settings.kind == "sapo":
+        tau_T = torch.full_like(ratio_T, settings.sapo_negative)
+        tau_T = torch.where(advantages_T > 0, settings.sapo_positive, tau_T)
+        gate_T = 4.0 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1.0))
+        return -advantages_T * gate_T, torch.zeros_like(counted_T)
     if settings.kind == "gspo":
         sequence_T = sequence_log_ratio(log_ratio_T, counted_T, tokens.segments_T, tokens.n_segments)
         # GSPO-token: the value is the sequence's, each token's gradient is weighted by its own advantage.
@@ -222,3 +278,43 @@ def _surrogate(
         loss_T = torch.where(over_T, most_T, loss_T)
         is_clipped_T = is_clipped_T | over_T
     return loss_T, is_clipped_T
+
+
+def _divergence_masked(
+    settings: LossSettings,
+    new_T: Float[Tensor, "T"],
+    log_ratio_T: Float[Tensor, "T"],
+    advantages_T: Float[Tensor, "T"],
+) -> tuple[Float[Tensor, "T"], Bool[Tensor, "T"]]:
+    """ "dppo_tv" and "dppo_kl": the mask looks at probabilities, so that improbable tokens may move far."""
+    now_T = new_T.detach()
+    before_T = now_T - log_ratio_T.detach()
+    gap_T = now_T.exp() - before_T.exp()
+    divergence_T = gap_T.abs() if settings.kind == "dppo_tv" else binary_kl(before_T, now_T)
+    leaves_T = torch.where(
+        advantages_T > 0,
+        (gap_T > 0) & (divergence_T > settings.clip_high),
+        (gap_T < 0) & (divergence_T > settings.clip_low) & (advantages_T < 0),
+    )
+    weight_T = (now_T - before_T).exp()
+    if settings.dual_clip is not None:
+        weight_T = weight_T.clamp(max=settings.dual_clip)
+    return -advantages_T * torch.where(leaves_T, 0.0, weight_T) * (new_T - now_T).exp(), leaves_T
+
+
+def _geometric_mean(
+    tokens: TokenInputs,
+    settings: LossSettings,
+    log_ratio_T: Float[Tensor, "T"],
+    advantages_T: Float[Tensor, "T"],
+    counted_T: Bool[Tensor, "T"],
+) -> tuple[Float[Tensor, "T"], Bool[Tensor, "T"]]:
+    """ "gmpo": value and gradient are those of the paper where all tokens of a completion have one advantage."""
+    cut_T = torch.where(
+        advantages_T > 0,
+        log_ratio_T.clamp(max=settings.clip_high),
+        log_ratio_T.clamp(min=-settings.clip_low),
+    )
+    mean_T = sequence_log_ratio(cut_T.detach(), counted_T, tokens.segments_T, tokens.n_segments)
+    ratio_T = mean_T.exp() * (cut_T - cut_T.detach()).exp()
+    return -advantages_T * ratio_T, cut_T != log_ratio_T

@@ -455,6 +455,8 @@ class Progress:
     """Steps done in the checkpoints that the run went back to, in the order of its rollbacks."""
     rollback_draw_steps: tuple[int, ...] = ()
     """The first step of other prompts and seeds, by rollback."""
+    entropy: tuple[float, ...] = ()
+    """`EntropyControl`'s two numbers, where `algorithm.entropy_target` has one."""
 
     def has_model(self, name: str) -> bool:
         """Whether the checkpoint has the weights of a model; "" is the policy."""

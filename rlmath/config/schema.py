@@ -543,9 +543,10 @@ class AlgorithmConfig:
     values of a critic (the section `critic`), normalised likewise: PPO; or a function of yours, see docs/hooks.md."""
     advantage_eps: NonNegativeFloat = 1e-6
     """Added to every deviation that an advantage is divided by."""
-    loss: Literal["clip", "gspo", "cispo"] = "clip"
+    loss: Literal["clip", "gspo", "cispo", "gmpo", "sapo", "dppo_tv", "dppo_kl"] = "clip"
     """"clip": PPO's clipped surrogate on single tokens; "gspo": on whole completions; "cispo": clipped weights of the
-    policy gradient."""
+    policy gradient; "gmpo": geometric mean of clipped ratios (arXiv:2507.20673); "sapo": a soft gate
+    (arXiv:2511.20347); "dppo_tv", "dppo_kl": masks by total variation or KL of the token (arXiv:2602.04879)."""
     loss_normalisation: Literal["token", "sequence", "constant"] = "token"
     """"token": mean over tokens (DAPO, verl's token-mean); "sequence": mean over completions of their mean over tokens
     (GRPO, verl's seq-mean-token-mean); "constant": mean over completions of their sum / rollout.max_new_tokens
@@ -558,12 +559,20 @@ class AlgorithmConfig:
     """Samples are assigned to minibatches at random, and every epoch takes the minibatches in an order of its own, both
     drawn from run.seed and the step. False: in the order of prompts."""
     clip_ratio: PositiveFraction = 0.2
-    """The importance ratio is clipped below 1 - clip_ratio, and above 1 + clip_ratio where clip_ratio_high is null."""
+    """The importance ratio is clipped below 1 - clip_ratio, and above 1 + clip_ratio where clip_ratio_high is null. Of
+    loss=gmpo the bounds are of the ratio's log, of dppo_tv and dppo_kl of the divergence."""
     clip_ratio_high: PositiveFloat | None = None
     """The importance ratio is clipped above 1 + clip_ratio_high (DAPO's clip-higher). null: clip_ratio."""
     dual_clip: RatioAboveOne | None = None
     """Largest importance ratio that counts where the advantage is negative (AReaL: c_clip, verl: clip_ratio_c). null:
     no bound."""
+    sapo_temperature_pos: PositiveFloat = 1.0
+    """loss=sapo: temperature of the gate where the advantage is above 0 (arXiv:2511.20347)."""
+    sapo_temperature_neg: PositiveFloat = 1.05
+    """loss=sapo: temperature of the gate where it is not: a larger one shuts it sooner (arXiv:2511.20347)."""
+    off_policy_mask: PositiveFloat | None = None
+    """Completions with a negative advantage are left out of the surrogate where the mean of log engine - log policy is
+    above this (nats a token; arXiv:2512.02556, TRL: off_policy_mask_threshold, 0.5 to begin with). null: none."""
     recompute_logprobs: bool = True
     """Ratio against log-probs recomputed by the policy before its first update, the proximal policy (AReaL:
     recompute_logprob); false: against the engine's own."""
@@ -597,8 +606,31 @@ class AlgorithmConfig:
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
     """Estimate of the KL from a sampled token: "k1" (difference of log-probs), "k2" (half its square), "k3" (verl:
     low_var_kl) or "abs"."""
+    kl_ratio: Literal["token", "sequence"] | None = None
+    """Weigh the KL in the loss by policy / engine, of the "token" or of the whole completion ("sequence"), with
+    gradient: k1 and k3 are then right off-policy (arXiv:2512.02556; TRL: use_bias_correction_kl). null: no weight."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus: the mean entropy of the policy's distribution is subtracted from the loss."""
+    entropy_target: PositiveFloat | None = None
+    """entropy_coef is only the first weight: after every step it rises by entropy_delta below this entropy (nats a
+    token), else falls, and is off above it (Skywork-OR1, arXiv:2505.22312, has 0.2). null: it stays."""
+    entropy_delta: PositiveFloat = 0.005
+    """By how much entropy_target changes the weight after a step (arXiv:2505.22312)."""
+    top_entropy_share: PositiveFraction = 1.0
+    """Advantages count at this share of the step's tokens, those of the highest entropies (arXiv:2506.01939: 0.2; TRL:
+    top_entropy_quantile). Below 1 it costs a pass where no log-probs are recomputed."""
+    clip_cov_ratio: PositiveFraction | None = None
+    """Clip-Cov: this share of the step's tokens, drawn from those whose covariance of log-prob and advantage lies
+    within the next two, is left out (arXiv:2505.22617, as the next four: 2e-4). null: none."""
+    clip_cov_low: FiniteFloat = 1.0
+    """Clip-Cov: least covariance (verl: clip_cov_lb)."""
+    clip_cov_high: FiniteFloat = 5.0
+    """Clip-Cov: largest covariance (verl: clip_cov_ub)."""
+    kl_cov_ratio: PositiveFraction | None = None
+    """KL-Cov: this share of the step's tokens, of the largest covariances, has kl_cov_coef x |log policy - log
+    proximal| in its loss (2e-3 to 2e-4). null: none."""
+    kl_cov_coef: PositiveFloat = 1.0
+    """KL-Cov: weight of that (verl: ppo_kl_coef)."""
     early_stop_ratio: RatioAboveOne | None = 5.0
     """A minibatch whose token-weighted mean importance ratio exceeds this is discarded (as RLinf). null: no bound."""
     early_stop_ratio_low: Annotated[float, Range(0, 1, open_high=True, why=_FIRST_RATIO)] | None = None
@@ -619,6 +651,11 @@ class AlgorithmConfig:
     null: rewards are not looked at."""
     rollback_reward_steps: Annotated[int, Range(2)] = 10
     """Steps that those means are over."""
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Whether tokens are chosen by entropy or covariance, which takes the policy's own log-probs before a step."""
+        return self.top_entropy_share < 1 or self.clip_cov_ratio is not None or self.kl_cov_ratio is not None
 
     @property
     def masks_alone(self) -> list[str]:

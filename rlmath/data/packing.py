@@ -45,6 +45,8 @@ class MicroBatch:
     max_seqlen: int
     sample_indices: tuple[int, ...]
     """Which samples of the step's list these segments are; padding segments are not named."""
+    penalty_T: torch.Tensor | None = None
+    """float32, weight of abs(log policy - log proximal) in the loss; None: nowhere."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same with its tensors on a device; a GPU takes them from pinned memory while the host goes on."""

@@ -21,6 +21,7 @@ from megatron.core.models.gpt import GPTModel
 from rlmath.algorithms.early_stop import EarlyStop
 from rlmath.algorithms.importance_sampling import Correction
 from rlmath.algorithms.losses import LossSettings
+from rlmath.algorithms.token_selection import TokenRules
 from rlmath.checkpoint.hf.weights import load_hf_weights
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import AlgorithmConfig, Config, OptimizerConfig, TeacherConfig
@@ -229,8 +230,26 @@ def loss_settings(algorithm: AlgorithmConfig, teacher: TeacherConfig = NO_TEACHE
         correction=correction,
         kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
         kl_kind=algorithm.kl_estimator,
+        kl_ratio=algorithm.kl_ratio,
+        sapo_positive=algorithm.sapo_temperature_pos,
+        sapo_negative=algorithm.sapo_temperature_neg,
+        off_policy_mask=algorithm.off_policy_mask,
         entropy_coef=algorithm.entropy_coef,
         teacher_coef=teacher.coef if teacher.path is not None and teacher.loss == "full" else 0.0,
+    )
+
+
+def token_rules(algorithm: AlgorithmConfig) -> TokenRules | None:
+    """The choice of tokens that the settings name; None: all alike."""
+    if not algorithm.selects_tokens:
+        return None
+    return TokenRules(
+        algorithm.top_entropy_share if algorithm.top_entropy_share < 1 else None,
+        algorithm.clip_cov_ratio,
+        algorithm.clip_cov_low,
+        clip_high=algorithm.clip_cov_high,
+        kl_cov=algorithm.kl_cov_ratio,
+        kl_coef=algorithm.kl_cov_coef,
     )
 
 

@@ -218,6 +218,7 @@ class GrpoLearner(Learner):
             segments_T=batch.segments_T,
             n_segments=batch.n_segments,
             teacher_kl_T=teacher_kl[0] if teacher_kl else None,
+            penalty_T=batch.penalty_T,
         )
         terms = policy_loss(tokens, self.settings)
         mismatch_T = torch.where(weights_T > 0, (recomputed_T - behaviour_T).abs(), 0.0)

@@ -406,6 +406,27 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"{keys}: compared are recomputed log-probs with the engine's, and "
             "algorithm.recompute_logprobs is false. Set it to true, or the masks to null."
         )
+    if algorithm.kl_ratio is not None and algorithm.kl_coef:
+        if algorithm.kl_in == "reward":
+            yield (
+                f'algorithm.kl_ratio is "{algorithm.kl_ratio}", a weight of the KL in the loss, and algorithm.kl_in is '
+                '"reward", whose gradient the surrogate weighs. Set algorithm.kl_ratio=null, or algorithm.kl_in=loss.'
+            )
+        elif algorithm.kl_estimator not in ("k1", "k3"):
+            yield (
+                f'algorithm.kl_estimator is "{algorithm.kl_estimator}", whose mean is no KL: with algorithm.kl_ratio '
+                "its gradient is none of the KL's. Set algorithm.kl_estimator=k3, or algorithm.kl_ratio=null."
+            )
+    if algorithm.clip_cov_ratio is not None and algorithm.kl_cov_ratio is not None:
+        yield (
+            "algorithm.clip_cov_ratio and algorithm.kl_cov_ratio are two ways to hold the same tokens. Set one of them "
+            "to null."
+        )
+    if algorithm.clip_cov_ratio is not None and algorithm.clip_cov_low >= algorithm.clip_cov_high:
+        yield (
+            f"algorithm.clip_cov_low is {algorithm.clip_cov_low:g}, not below algorithm.clip_cov_high "
+            f"{algorithm.clip_cov_high:g}: no token lies between. Lower the former."
+        )
     samples, minibatches = config.data.prompts_per_step * config.rollout.group_size, algorithm.n_minibatches
     if samples < minibatches:
         yield (

@@ -29,7 +29,32 @@ UNUSED: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         "since one minibatch a step (algorithm.n_minibatches=1, epochs=1) is learned from before the policy changes, "
         "and every importance ratio is 1",
     ),
-    ("algorithm.dual_clip", lambda c: c.algorithm.loss == "cispo", 'with algorithm.loss="cispo"'),
+    (
+        "algorithm.dual_clip",
+        lambda c: c.algorithm.loss in ("cispo", "gmpo", "sapo"),
+        'with algorithm.loss="cispo", "gmpo" or "sapo"',
+    ),
+    (
+        "algorithm.clip_ratio algorithm.clip_ratio_high",
+        lambda c: c.algorithm.loss == "sapo",
+        'with algorithm.loss="sapo", whose gate has no bounds',
+    ),
+    (
+        "algorithm.entropy_delta",
+        lambda c: c.algorithm.entropy_target is None,
+        "without algorithm.entropy_target",
+    ),
+    (
+        "algorithm.clip_cov_low algorithm.clip_cov_high",
+        lambda c: c.algorithm.clip_cov_ratio is None,
+        "without algorithm.clip_cov_ratio",
+    ),
+    ("algorithm.kl_cov_coef", lambda c: c.algorithm.kl_cov_ratio is None, "without algorithm.kl_cov_ratio"),
+    (
+        "algorithm.sapo_temperature_pos algorithm.sapo_temperature_neg",
+        lambda c: c.algorithm.loss != "sapo",
+        'without algorithm.loss="sapo"',
+    ),
     (
         "algorithm.importance_cap algorithm.importance_mask_low algorithm.importance_mask_high",
         lambda c: c.algorithm.importance_correction is None,
@@ -41,7 +66,7 @@ UNUSED: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         "with an algorithm.importance_mask_high that is not above it",
     ),
     (
-        "memory.offload_reference algorithm.reference_every_steps algorithm.kl_in",
+        "memory.offload_reference algorithm.reference_every_steps algorithm.kl_in algorithm.kl_ratio",
         lambda c: c.algorithm.kl_coef == 0,
         "with algorithm.kl_coef=0: there is no reference",
     ),
@@ -212,7 +237,12 @@ def _algorithm_warnings(config: Config) -> Iterator[str]:
             f"algorithm.clip_ratio={algorithm.clip_ratio:g} hardly ever clips the mean ratio of a completion; GSPO's "
             "paper has 3e-4, and 4e-4 for algorithm.clip_ratio_high."
         )
-    if algorithm.kl_coef != 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+    if algorithm.loss == "gmpo" and algorithm.clip_ratio_high is None and algorithm.clip_ratio == 0.2:
+        yield (
+            "algorithm.clip_ratio=0.2 bounds the log of a token's ratio with algorithm.loss=gmpo; its paper has 0.4."
+        )
+    unweighted = algorithm.kl_in == "loss" and algorithm.kl_ratio is None
+    if algorithm.kl_coef != 0 and unweighted and algorithm.kl_estimator == "k1":
         yield (
             'algorithm.kl_estimator="k1" in the loss has an expected gradient of 0 and holds nothing back; "k2" has '
             "that of the KL."

@@ -133,6 +133,7 @@ POLICY = (
             ("train/importance_correction_cut", "correction cut"),
             ("train/importance_masked_geometric", "masked, geometric"),
             ("train/importance_masked_binary_kl", "masked, binary KL"),
+            ("train/off_policy_masked", "masked, off-policy"),
         ),
         percent=True,
     ),

@@ -102,6 +102,11 @@ class Trainer(ABC):
         """As `Learner.loss_scale_state`, of the critic; () without one."""
         return ()
 
+    @property
+    def entropy_control(self) -> tuple[float, ...]:
+        """Where a coefficient that follows the entropy stands, for a checkpoint; empty without one."""
+        return ()
+
     def checkpoint_files(self) -> dict[str, bytes]:
         """What a checkpoint keeps of this run beside tensors and `Progress`, by file name; rank 0 writes it."""
         return {}

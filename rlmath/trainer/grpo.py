@@ -136,6 +136,7 @@ class GrpoTrainer(PolicyTrainer):
         self.move_reference(number + 1)
         seconds = self.timers.seconds() | {"step": time.perf_counter() - started}
         metrics = self.metrics(stage, rollout, update, seconds) | history | probed
+        metrics |= self.control_entropy(update)
         metrics |= self.hooks.metrics(selection.sampled)
         return StepRecord(
             metrics,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from rlmath.algorithms.advantages import advantages, gdpo_advantages
+from rlmath.algorithms.entropy import EntropyControl
 from rlmath.algorithms.losses import Normalisation
 from rlmath.algorithms.types import Sample, ScoredGroup
 from rlmath.checkpoint.directory import CRITIC, REFERENCE, Progress
@@ -38,7 +39,15 @@ from rlmath.data.packing import MicroBatch, pack
 from rlmath.data.seqlen_balancing import plan_minibatches, training_cost
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
-from rlmath.models.build import Actor, build_actor, build_critic, build_reference, build_teacher, copy_weights
+from rlmath.models.build import (
+    Actor,
+    build_actor,
+    build_critic,
+    build_reference,
+    build_teacher,
+    copy_weights,
+    token_rules,
+)
 from rlmath.models.critic import Critic
 from rlmath.models.forward_backward import ForwardBackward
 from rlmath.models.hf_config import critic_config_file, critic_shape_of, teacher_shape_of
@@ -60,6 +69,8 @@ from rlmath.trainer.token_advantages import (
     ScoredStep,
     StepLogprobs,
     TeacherInAdvantages,
+    TokensThatCount,
+    logprobs_and_entropies,
 )
 
 logger = logging.getLogger(__name__)
@@ -113,6 +124,7 @@ class PolicyTrainer(Trainer):
             teacher=self.teacher,
             teacher_in_update=in_update,
         )
+        self.entropy = EntropyControl(config.algorithm.entropy_coef, config.algorithm.entropy_coef)
         self.length_stages = length_curriculum.length_stages(config, total_steps)
         self.updaters = [
             PolicyUpdater(
@@ -139,6 +151,25 @@ class PolicyTrainer(Trainer):
         self.reference_moved = True
         logger.info("The reference is the policy of step %d from here on", steps_done)
 
+    def control_entropy(self, update: UpdateRecord) -> dict[str, float]:
+        """The weight of the entropy in the next step's loss, where a target is to be kept; its metric."""
+        algorithm, results = self.config.algorithm, update.results
+        if algorithm.entropy_target is None:
+            return {}
+        used = self.entropy.weight
+        if results:
+            sums = [sum(result.sums[name] for result in results) for name in ("entropy", "tokens")]
+            self.entropy = self.entropy.after(
+                sums[0] / max(1.0, sums[1]), algorithm.entropy_target, algorithm.entropy_delta
+            )
+            self.use_entropy(self.entropy)
+        return {"train/entropy_coef": used}
+
+    def use_entropy(self, control: EntropyControl) -> None:
+        """Learn with this weight of the entropy."""
+        self.entropy, learner = control, self.actor.learner
+        learner.settings = replace(learner.settings, entropy_coef=control.weight)
+
     @property
     def models(self) -> list[SavedModel]:
         models = super().models
@@ -164,6 +195,11 @@ class PolicyTrainer(Trainer):
     def critic_loss_scale(self) -> tuple[float, ...]:
         return () if self.critic is None else self.critic.learner.loss_scale_state
 
+    @property
+    def entropy_control(self) -> tuple[float, ...]:
+        has_target = self.config.algorithm.entropy_target is not None
+        return (self.entropy.coef, self.entropy.weight) if has_target else ()
+
     def resume(self, folder: Path, progress: Progress) -> None:
         if self.critic is not None:
             self.critic.learner.restore_schedule(progress.critic_updates, progress.critic_loss_scale)
@@ -172,6 +208,8 @@ class PolicyTrainer(Trainer):
                 with self.offload.on_device("reference"):
                     load_hf_weights(self.reference.chunks, self.config.model.path, self.shape, self.mesh)
             self.reference_moved = progress.has_model(REFERENCE)
+        if self.config.algorithm.entropy_target is not None and progress.entropy:
+            self.use_entropy(EntropyControl(*progress.entropy))
 
     def roll_back(self, rollbacks: Sequence[Rollback]) -> None:
         super().roll_back(rollbacks)
@@ -215,6 +253,7 @@ class PolicyUpdater:
         algorithm, max_new_tokens = self.config.algorithm, self.config.rollout.max_new_tokens
         self.cost = training_cost(self.shape)
         self.normalisation = Normalisation(algorithm.loss_normalisation, max_new_tokens)
+        self.rules = token_rules(algorithm)
         self.penalty = None
         if self.reference is not None and algorithm.kl_in == "reward":
             kind = "ppo" if algorithm.advantage == "gae" else algorithm.advantage
@@ -223,10 +262,10 @@ class PolicyUpdater:
     @property
     def on_policy(self) -> bool:
         """Whether the old log-probs are those of the update's own forward pass, so that no extra pass is needed: one
-        minibatch, one epoch, and neither KL in the reward nor a teacher in the advantages."""
+        minibatch, one epoch, and neither KL in the reward nor a teacher in the advantages nor a choice of tokens."""
         algorithm = self.config.algorithm
         only_one = algorithm.n_minibatches == 1 and algorithm.epochs == 1
-        in_advantages = self.penalty is not None or self.teaches("advantage")
+        in_advantages = self.penalty is not None or self.teaches("advantage") or self.rules is not None
         return algorithm.recompute_logprobs and only_one and not in_advantages
 
     def teaches(self, loss: str) -> bool:
@@ -288,7 +327,9 @@ class PolicyUpdater:
     def has_no_gradient(self, means_PG: Sequence[Sequence[float]]) -> bool:
         """Whether there is nothing to learn: all advantages are 0, as where all completions of every group have one
         reward, and the loss has no other part."""
-        other_parts = self.reference or self.critic or self.teacher or self.config.algorithm.entropy_coef
+        algorithm = self.config.algorithm
+        entropy = algorithm.entropy_coef or algorithm.entropy_target
+        other_parts = self.reference or self.critic or self.teacher or entropy
         return not other_parts and not any(chain.from_iterable(means_PG))
 
     def score(self, groups: Sequence[ScoredGroup], number: int) -> ScoredStep:
@@ -307,15 +348,20 @@ class PolicyUpdater:
 
     def logprobs(self, packed: PackedStep) -> StepLogprobs:
         """Log-probs under the policy, where they are recomputed, and under the reference. A collective."""
-        old = reference = None
+        old = reference = entropy = None
         if self.penalty is not None or not self.pretrains(packed.scored.number):
-            if self.config.algorithm.recompute_logprobs and not self.on_policy:
+            recomputes = self.config.algorithm.recompute_logprobs
+            if self.rules is not None:
+                with self.timers.phase("logprobs"):
+                    own, entropy = logprobs_and_entropies(self.actor, packed.batches, self.mesh)
+                old = own if recomputes else None
+            elif recomputes and not self.on_policy:
                 with self.timers.phase("logprobs"):
                     old = self.actor.forward_backward.logprobs(packed.batches)
             if self.reference is not None:
                 with self.timers.phase("reference"), self.offload.on_device("reference"):
                     reference = self.reference.logprobs(packed.batches)
-        return StepLogprobs(old, reference)
+        return StepLogprobs(old, reference, entropy)
 
     def pretrains(self, number: int) -> bool:
         """Whether only the critic learns in this step."""
@@ -352,6 +398,8 @@ class PolicyUpdater:
                     mesh=self.mesh,
                 )
             )
+        if self.rules is not None and not self.pretrains(number):
+            parts.append(TokensThatCount(self.rules, self.mesh))
         return parts
 
     def minibatches(

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rlmath.algorithms.advantages import AdvantageKind, KLTotals, kl_shaped_advantages
 from rlmath.algorithms.kl import KLKind, kl_estimate, to_go
+from rlmath.algorithms.token_selection import TokenRules, chosen_tokens
 from rlmath.algorithms.types import ScoredGroup
 from rlmath.data.packing import MicroBatch
 from rlmath.distributed.mesh import Mesh
@@ -79,6 +80,8 @@ class StepLogprobs:
     """Under the policy; None: the engine's are used, or those of the update's own forward pass."""
     reference: list[Tensor] | None
     """Under the reference; None where there is no KL."""
+    entropy: list[Tensor] | None = None
+    """Of the policy's distribution at each token; None where no token is chosen by it."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +209,83 @@ def _token_advantages(batch: MicroBatch, to_go_T: Tensor, offsets_N: Tensor, slo
     offsets_S = torch.cat((offsets_N[list(batch.sample_indices)], offsets_N.new_zeros(padding)))
     advantages_T = offsets_S[batch.segments_T] - slope * to_go_T
     return torch.where(batch.completion_index_T >= 0, advantages_T, 0.0).float()
+
+
+# ---------------------------------------------------------------- tokens that count
+
+
+@torch.no_grad()
+def logprobs_and_entropies(
+    actor: Actor, batches: Sequence[MicroBatch], mesh: Mesh
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Of every micro-batch's tokens, [T], under the present weights (nats); empty off the last pipeline stage. A
+    collective."""
+    policy = actor.forward_backward
+
+    def keep(index: int, batch: MicroBatch, logits_TV: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs_T, entropy_T = policy.logprobs_of(batch, logits_TV)
+        return logprobs_T, entropy_T
+
+    found = policy.run(batches, keep, forward_only=True)
+    if not mesh.is_last_stage:
+        found = [(torch.empty(0), torch.empty(0))] * len(batches)
+    return [one for one, _ in found], [one for _, one in found]
+
+
+@dataclass(frozen=True)
+class TokensThatCount:
+    """Advantages and penalties by `TokenRules`; the last part, since they look at advantages."""
+
+    rules: TokenRules
+    mesh: Mesh
+
+    def apply(self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages) -> Advantages:
+        batches, entropy = advantages.batches, logprobs.entropy
+        assert entropy is not None
+        if not self.mesh.is_last_stage:
+            batches, entropy = [], []
+        own = [batch.loss_weights_T > 0 for batch in batches]
+        policy = logprobs.old or [batch.behaviour_logprobs_T for batch in batches]
+
+        def of_own(columns: Sequence[Tensor]) -> Tensor:
+            kept = [one.cpu().float()[which] for one, which in zip(columns, own, strict=False)]
+            return torch.cat([torch.empty(0), *kept])
+
+        chosen = chosen_tokens(
+            self.rules,
+            of_own(entropy),
+            of_own(policy),
+            advantages_N=of_own([batch.advantages_T for batch in batches]),
+            uniform_N=of_own([_uniform(batch, packed.seed) for batch in batches]),
+            summed=self._summed,
+        )
+        sizes = [int(which.sum()) for which in own]
+        learned, penalty = chosen.learned_N.split(sizes), chosen.penalty_N.split(sizes)
+        found = []
+        for batch, which, learned_n, penalty_n in zip(batches, own, learned, penalty, strict=True):
+            advantages_T, penalty_T = batch.advantages_T.clone(), torch.zeros_like(batch.advantages_T)
+            advantages_T[which] *= learned_n
+            penalty_T[which] = penalty_n
+            has_penalty = self.rules.kl_cov is not None
+            found.append(
+                replace(batch, advantages_T=advantages_T, penalty_T=penalty_T if has_penalty else None)
+            )
+        return replace(advantages, batches=found) if self.mesh.is_last_stage else advantages
+
+    def _summed(self, values: Tensor) -> Tensor:
+        """Over gloo; of the ranks that share tokens one counts."""
+        total = values.clone() if self.mesh.counts_loss else torch.zeros_like(values)
+        dist.all_reduce(total)
+        return total
+
+
+def _uniform(batch: MicroBatch, seed: int) -> Tensor:
+    """A random number for every token, the same on every layout."""
+    numbers_T = torch.zeros_like(batch.advantages_T)
+    for index, tokens in _samples(batch):
+        draw = torch.Generator().manual_seed((seed * 1_000_003 + index) % 2**63)
+        numbers_T[tokens] = torch.rand(tokens.stop - tokens.start, generator=draw)
+    return numbers_T
 
 
 # ---------------------------------------------------------------- teacher

@@ -5,19 +5,14 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from jaxtyping import TypeCheckError
 
 from rlmath.algorithms.advantages import (
     ADVANTAGE_KINDS,
     AdvantageKind,
     KLTotals,
     advantages,
-    batch_normalised,
-    centred,
     gdpo_advantages,
-    group_normalised,
     kl_shaped_advantages,
-    leave_one_out,
 )
 
 OF_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce++")
@@ -53,18 +48,6 @@ def approx(rows: Rows, tolerance: float = 1e-12) -> list:
 )
 def test_one_right_answer_of_four(kind: AdvantageKind, wanted: list[float]):
     assert advantages([[5.0, -5.0, -5.0, -5.0]], [[1, 1, 1, 1]], kind, 0.0) == approx([wanted], 1e-7)
-
-
-def test_pieces_by_hand():
-    rewards_G = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64)
-    assert centred(rewards_G).tolist() == [-2.0, -1.0, 3.0]
-    # the others' means: 4, 3.5, 1.5
-    assert leave_one_out(rewards_G).tolist() == pytest.approx([-3.0, -1.5, 4.5])
-    # variance (4 + 1 + 9) / 2 = 7
-    assert group_normalised(rewards_G, 0.0).tolist() == pytest.approx([-2 / 7**0.5, -1 / 7**0.5, 3 / 7**0.5])
-    # weights 1 0 1: mean 3.5, deviation 2.5
-    weights_N = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
-    assert batch_normalised(rewards_G, weights_N, 0.0)[[0, 2]].tolist() == pytest.approx([-1.0, 1.0])
 
 
 # ---------------------------------------------------------------- groups and their sizes
@@ -117,18 +100,6 @@ def test_a_completion_without_tokens_is_no_contrast_of_the_batch(eps: float):
     # The only tokens of the batch all have a return of 1 (or 0.1, where rounding would be divided by itself).
     assert advantages([[1.0, 0.0]], [[3, 0]], "ppo", eps)[0][0] == 0.0
     assert advantages([[0.1, 0.1, 0.0]], [[3, 2, 0]], "ppo", eps)[0][:2] == [0.0, 0.0]
-
-
-def test_the_shape_of_the_rewards_is_checked():
-    for function in (centred, leave_one_out, lambda rewards: group_normalised(rewards, 1e-6)):
-        with pytest.raises(TypeCheckError):
-            function(torch.ones(4, 1))
-        with pytest.raises(TypeCheckError):
-            function(torch.ones(4, dtype=torch.int64))
-    with pytest.raises(TypeCheckError):
-        batch_normalised(torch.ones(4), torch.ones(3), 1e-6)
-    with pytest.raises(TypeCheckError):
-        advantages([[1.0]], [[1]], "gae", 1e-6)  # pyright: ignore
 
 
 # ---------------------------------------------------------------- any rewards, against the standard library

@@ -7,7 +7,6 @@ from itertools import count, islice
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jaxtyping import TypeCheckError
 
 from rlmath.algorithms.dynamic_sampling import (
     DROP_REASONS,
@@ -120,11 +119,6 @@ def test_contrast_is_looked_for_in_what_the_filters_leave():
         (), ("short",) * 3, "empty"
     )
     assert choose(short_right, SelectionRules(max_tokens=8)) == Chosen((0, 1), ("long",))
-
-
-def test_words_are_checked():
-    with pytest.raises(TypeCheckError):
-        SelectionRules(dynamic="entropy")  # pyright: ignore
 
 
 # ---------------------------------------------------------------- refills

@@ -1,12 +1,16 @@
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jaxtyping import TypeCheckError
+from torch import Tensor
 
 from rlmath.algorithms.kl import KL_KINDS, KLKind, kl_estimate, to_go
+from rlmath.algorithms.losses import LossSettings, TokenInputs, policy_loss
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -55,21 +59,109 @@ def test_a_nan_is_seen(kind: KLKind):
     assert got.isnan().all()
 
 
+# ---------------------------------------------------------------- expected gradients, by enumeration
+
+
+def policies(seed: int, *shape: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logits of the policy, and log-probs of the policy, the reference and an older policy."""
+    draw = torch.Generator().manual_seed(seed)
+    logits, *others = torch.randn(3, *shape, dtype=torch.float64, generator=draw)
+    logits.requires_grad_()
+    return logits, logits.log_softmax(-1), *(one.log_softmax(-1) for one in others)
+
+
+def loss_of(logp: Tensor, sampled: Tensor, weights: Tensor, segments: Tensor, **more) -> Tensor:
+    """The loss, every token with the probability of being sampled as its weight."""
+    columns = {"logprobs_T": logp, "proximal_logprobs_T": sampled, "behaviour_logprobs_T": sampled}
+    columns |= {"entropy_T": torch.zeros_like(sampled), "weights_T": weights}
+    columns["reference_logprobs_T"] = more.pop("reference", None)
+    advantages_T = more.pop("advantages", torch.zeros_like(sampled))
+    tokens = TokenInputs(
+        **columns, advantages_T=advantages_T, segments_T=segments, n_segments=int(segments.max()) + 1
+    )
+    return policy_loss(tokens, LossSettings(kl_coef=1.0, **more)).loss
+
+
+def expected_gradients(kind: KLKind) -> dict[str, Tensor]:
+    """Of one token out of five, by where the estimate stands."""
+    logits, logp, ref, old = policies(3, 5)
+    now, tokens = logp.detach(), torch.arange(5)
+    more = {"reference": ref, "kl_kind": kind}
+    losses = {
+        "loss": loss_of(logp, now, now.exp(), tokens, **more),
+        "loss, older policy": loss_of(logp, old, old.exp(), tokens, **more),
+        "loss, `kl_ratio`": loss_of(logp, old, old.exp(), tokens, kl_ratio="token", **more),
+        "reward": loss_of(logp, now, now.exp(), tokens, advantages=-kl_estimate(kind, now, ref)),
+    }
+    return {place: torch.autograd.grad(loss, logits, retain_graph=True)[0] for place, loss in losses.items()}
+
+
+def named_gradients() -> dict[str, Tensor]:
+    logits, logp, ref, old = policies(3, 5)
+    p, d = logp.exp(), logp - ref
+    kl, forward = (p * d).sum(), (ref.exp() * -d).sum()
+    square, distance, absolute = (p * d**2).sum() / 2, (p - ref.exp()).abs().sum() / 2, (p * d.abs()).sum()
+    formulas = {
+        "none": 0 * kl,
+        "**exact**": kl,
+        "KL(ref \\|\\| p)": forward,
+        "2 TV": 2 * distance,
+        "E d^2 / 2": square,
+        "E \\|d\\|": absolute,
+        "KL - KL(ref \\|\\| p)": kl - forward,
+        "E d^2 / 2 - KL": square - kl,
+        "E \\|d\\| - 2 TV": absolute - 2 * distance,
+        "-KL(old \\|\\| p)": (old.exp() * logp).sum(),
+    }
+    return {name: torch.autograd.grad(one, logits, retain_graph=True)[0] for name, one in formulas.items()}
+
+
+def test_the_table_of_gradients_in_the_docs_is_that_of_the_enumeration():
+    known, lines = named_gradients(), []
+    for kind in KL_KINDS:
+        cells = [f"`{kind}`"]
+        for gradient in expected_gradients(kind).values():
+            fits = [name for name, one in known.items() if torch.allclose(one, gradient, rtol=0, atol=1e-12)]
+            cells.append(fits[0] if fits else "another")
+        lines.append(f"| {' | '.join(cells)} |")
+    head = ["estimator", *expected_gradients("k1")]
+    table = [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *lines]
+    assert "\n".join(table) in (ROOT / "docs/algorithm.md").read_text()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_weighed_by_the_ratio_the_gradient_is_that_of_the_kl_of_whole_completions(kind: KLKind, level):
+    """All completions of two tokens out of three, sampled by an older policy: rows 0 to 2 of the second token's
+    distributions are those behind each first token."""
+    first, logp1, ref1, old1 = policies(5, 3)
+    second, logp2, ref2, old2 = policies(6, 3, 3)
+    pairs = torch.cartesian_prod(torch.arange(3), torch.arange(3))
+
+    def of_both(one: Tensor, two: Tensor) -> Tensor:
+        return torch.stack((one[pairs[:, 0]], two[pairs[:, 0], pairs[:, 1]]), 1).flatten()
+
+    old = of_both(old1, old2)
+    weights = old.view(9, 2).sum(1).exp().repeat_interleave(2)
+    segments = torch.arange(9).repeat_interleave(2)
+    loss = loss_of(
+        of_both(logp1, logp2),
+        old,
+        weights,
+        segments,
+        reference=of_both(ref1, ref2),
+        kl_kind=kind,
+        kl_ratio=level,
+    )
+    behind = (logp1 if level == "sequence" else old1).exp()  # who samples the first token of the second's KL
+    kl = (logp1.exp() * (logp1 - ref1)).sum() + (behind * (logp2.exp() * (logp2 - ref2)).sum(1)).sum()
+    gradients = (torch.autograd.grad(one, [first, second], retain_graph=True) for one in (loss, kl))
+    for ours, exact in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=0, atol=1e-12)
+    assert loss.item() == pytest.approx(kl.item(), abs=1e-12)
+
+
 def test_to_go_by_hand():
     values_T = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
     bounds = torch.tensor([0, 3, 4, 5], dtype=torch.int32)
     assert to_go(values_T, bounds).tolist() == [7.0, 6.0, 4.0, 8.0, 16.0]
-
-
-def test_shapes_and_words_are_checked():
-    row = torch.zeros(3)
-    with pytest.raises(TypeCheckError):
-        kl_estimate("k3", row, torch.zeros(2))
-    with pytest.raises(TypeCheckError):
-        kl_estimate("k3", row, torch.zeros(3, dtype=torch.int64))
-    with pytest.raises(TypeCheckError):
-        kl_estimate("k3", row[None], row[None])
-    with pytest.raises(TypeCheckError):
-        kl_estimate("k4", row, row)  # pyright: ignore
-    with pytest.raises(TypeCheckError):
-        to_go(row, torch.tensor([0.0, 3.0]))

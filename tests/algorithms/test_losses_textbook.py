@@ -44,6 +44,16 @@ class Book:
             r = self.ratio(t).item()
             return min(max(r, low), high) * A * self.tokens.logprobs_T[t], not low <= r <= high
         r = self.ratio(t)
+        if self.rule.kind == "sapo":
+            tau = self.rule.sapo_positive if A > 0 else self.rule.sapo_negative
+            return 4 / (tau * (1 + torch.exp(tau * (1 - r)))) * A, False
+        if self.rule.kind in ("dppo_tv", "dppo_kl"):
+            return self.divergence_masked(t, A)
+        if self.rule.kind == "gmpo":
+            own = [self.bounded(u) for u in self.counted(int(self.tokens.segments_T[t]))]
+            mean = math.prod(u.item() for u in own) ** (1 / len(own))
+            cut = self.bounded(t)
+            return mean * A * cut / cut.item(), cut.item() != r.item()
         if self.rule.kind == "gspo":
             own = self.counted(int(self.tokens.segments_T[t]))
             mean = torch.stack([self.ratio(u) for u in own]).prod() ** (1 / len(own))
@@ -55,6 +65,32 @@ class Book:
         if A < 0 and self.rule.dual_clip is not None and r.item() > self.rule.dual_clip:
             return torch.tensor(self.rule.dual_clip * A, dtype=torch.float64), True
         return r * A, False
+
+    def bounded(self, t: int) -> Tensor:
+        """The ratio of "gmpo", which is clipped where the advantage pushes it."""
+        r, low, high = self.ratio(t), math.exp(-self.rule.clip_low), math.exp(self.rule.clip_high)
+        if self.tokens.advantages_T[t] > 0:
+            return torch.tensor(high, dtype=torch.float64) if r.item() > high else r
+        return torch.tensor(low, dtype=torch.float64) if r.item() < low else r
+
+    def divergence_masked(self, t: int, A: float) -> tuple[Tensor, bool]:
+        p, q = self.tokens.logprobs_T[t].detach().exp().item(), math.exp(self.tokens.proximal_logprobs_T[t])
+        gap = abs(p - q)
+        if self.rule.kind == "dppo_kl":
+            at_most_1 = min(p, 1 - 1e-6), min(q, 1 - 1e-6)
+            gap = at_most_1[1] * math.log(at_most_1[1] / at_most_1[0])
+            gap += (1 - at_most_1[1]) * math.log((1 - at_most_1[1]) / (1 - at_most_1[0]))
+        bound = self.rule.clip_high if A > 0 else self.rule.clip_low
+        if gap > bound and (p - q) * A > 0:
+            return torch.zeros((), dtype=torch.float64), True
+        return A * min(p / q, self.rule.dual_clip or math.inf) * self.ratio(t) / (p / q), False
+
+    def off_policy(self, t: int) -> bool:
+        if self.rule.off_policy_mask is None or self.tokens.advantages_T[t] >= 0:
+            return False
+        own = self.counted(int(self.tokens.segments_T[t]))
+        gaps = [(self.tokens.behaviour_logprobs_T[u] - self.tokens.logprobs_T[u]).item() for u in own]
+        return sum(gaps) / len(gaps) > self.rule.off_policy_mask
 
     def masks(self, t: int) -> tuple[bool, bool]:
         """Whether the geometric mask and that of the binary KL leave the token out."""
@@ -95,20 +131,26 @@ class Book:
             return torch.zeros((), dtype=torch.float64)
         policy = torch.exp(self.tokens.logprobs_T[t])
         reference = math.exp(self.tokens.reference_logprobs_T[t])
-        return {
+        own = {"token": [t], "sequence": self.counted(int(self.tokens.segments_T[t])), None: []}
+        weight = torch.ones((), dtype=torch.float64)
+        for u in own[self.rule.kl_ratio]:
+            weight = weight * torch.exp(self.tokens.logprobs_T[u] - self.tokens.behaviour_logprobs_T[u])
+        estimate = {
             "k1": torch.log(policy / reference),
             "k2": torch.log(policy / reference) ** 2 / 2,
             "k3": reference / policy - torch.log(reference / policy) - 1,
             "abs": torch.log(policy / reference) * (1 if policy.item() > reference else -1),
-        }[self.rule.kl_kind]
+        }
+        return weight * estimate[self.rule.kl_kind]
 
     def sums(self) -> dict[str, Tensor]:
         total = {name: torch.zeros((), dtype=torch.float64) for name in SUMS}
         for t in self.counted():
             objective, clipped = self.surrogate(t)
             weight, cut = self.correction(t)
+            weight_of_it = 0.0 if self.off_policy(t) else weight
             r, kl, entropy = self.ratio(t).item(), self.kl(t), self.tokens.entropy_T[t]
-            objective = weight * objective - self.rule.kl_coef * kl + self.rule.entropy_coef * entropy
+            objective = weight_of_it * objective - self.rule.kl_coef * kl + self.rule.entropy_coef * entropy
             more = {
                 "loss": -self.tokens.weights_T[t] * objective,
                 "tokens": 1,
@@ -123,6 +165,7 @@ class Book:
                 "teacher_kl": 0,
                 "masked_geometric": self.masks(t)[0],
                 "masked_binary_kl": self.masks(t)[1],
+                "masked_off_policy": self.off_policy(t),
             }
             total = {name: total[name] + more[name] for name in SUMS}
         return total
@@ -182,6 +225,9 @@ rules = st.builds(
     correction=st.none() | corrections,
     kl_coef=st.floats(0.0, 2.0),
     kl_kind=st.sampled_from(KL_KINDS),
+    kl_ratio=st.sampled_from([None, "token", "sequence"]),
+    sapo_negative=st.floats(0.5, 2.0),
+    off_policy_mask=st.none() | st.floats(0.1, 0.5),
     entropy_coef=st.sampled_from([0.0, 0.3]),
 )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from rlmath.checkpoint.convert import convert
 from rlmath.checkpoint.convert.convert import hf_to_megatron
 from rlmath.checkpoint.hf.weight_map import hf_tensors
-from rlmath.checkpoint.hf.weights import read_metadata_files
 from tests.checkpoint.conversions import (
     assert_same,
     drop,
@@ -107,32 +104,6 @@ def test_a_checkpoint_with_numbers_that_are_not_finite_is_refused(
     assert not (tmp_path / "hf").exists()
 
 
-@pytest.mark.parametrize(
-    "name", ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json"]
-)
-def test_a_fifo_in_the_place_of_a_file_is_not_waited_for(copy: Path, source: Path, tmp_path: Path, name: str):
-    index = {"metadata": {}, "weight_map": dict.fromkeys(weights(copy), "model-00001-of-00002.safetensors")}
-    (copy / "model.safetensors").rename(copy / "model-00001-of-00002.safetensors")
-    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
-    (copy / name).unlink()
-    os.mkfifo(copy / name)
-    if name == "config.json":
-        assert name not in read_metadata_files(copy)
-        return
-    with pytest.raises(ValueError, match=r"1 are not there|has neither"):
-        hf_to_megatron(copy, shape_of(source), tmp_path / "out", 1, 1, None)
-
-
-@pytest.mark.parametrize(
-    "text", ['{"weight_map": ' + "[" * 5000, '{"weight_map": {"a": 1' + "0" * 6000 + "}}", '{"a": 1}']
-)
-def test_a_hostile_index_is_told_by_its_name(copy: Path, source: Path, tmp_path: Path, text: str):
-    (copy / "model.safetensors").unlink()
-    (copy / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json"):
-        hf_to_megatron(copy, shape_of(source), tmp_path / "out", 1, 1, None)
-
-
 def test_tensors_that_older_releases_wrote_are_passed_over(tmp_path: Path):
     tied = make_model_folder(tmp_path / "tied", tied=True)
     copy = Path(shutil.copytree(tied, tmp_path / "copy"))
@@ -140,52 +111,6 @@ def test_tensors_that_older_releases_wrote_are_passed_over(tmp_path: Path):
     edit(copy, lambda held: held.update({"lm_head.weight": held["model.embed_tokens.weight"].clone()}))
     state = to_megatron(copy, tmp_path / "out")
     assert_same(weights(to_hf(state, copy, tmp_path / "hf")), weights(tied))
-
-
-def test_a_file_that_was_cut_off_is_told_before_anything_is_written(copy: Path, source: Path, tmp_path: Path):
-    content = (copy / "model.safetensors").read_bytes()
-    for length in (0, 5, 1000, len(content) - 1):
-        (copy / "model.safetensors").write_bytes(content[:length])
-        with pytest.raises(ValueError, match=r"cannot be read|not a whole safetensors file"):
-            hf_to_megatron(copy, shape_of(source), tmp_path / "out", 1, 1, None)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("index", ["{", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "../x"}}', "[]"])
-def test_an_index_that_is_none_is_told(copy: Path, source: Path, tmp_path: Path, index: str):
-    (copy / "model.safetensors").unlink()
-    (copy / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(ValueError):
-        hf_to_megatron(copy, shape_of(source), tmp_path / "out", 1, 1, None)
-
-
-@pytest.mark.parametrize(
-    ("norm_in", "told"),
-    [
-        (None, f"tensors are not in the weights: {NORM}"),
-        ("b.safetensors", f"lacks 1 tensors that the index looks for there: {NORM}"),
-        ("pipe", "1 are not there: pipe"),
-        ("x" * 300, "1 are not there: xxx"),
-    ],
-    ids=["nowhere", "another file", "a pipe", "a long name"],
-)
-def test_an_index_that_does_not_find_a_tensor_is_told(
-    copy: Path, source: Path, tmp_path: Path, norm_in: str | None, told: str
-):
-    tensors = load_file(copy / "model.safetensors")
-    (copy / "model.safetensors").unlink()
-    files = {name: "a.safetensors" if name == NORM else "b.safetensors" for name in tensors}
-    for file in ("a.safetensors", "b.safetensors"):
-        save_file({name: tensors[name] for name in tensors if files[name] == file}, copy / file)
-    os.mkfifo(copy / "pipe")
-    weight_map = files | {NORM: norm_in}
-    if norm_in is None:  # it lies in a file that is named for another tensor
-        save_file(tensors, copy / "b.safetensors")
-        del weight_map[NORM]
-    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(ValueError) as error:
-        hf_to_megatron(copy, shape_of(source), tmp_path / "out", 1, 1, None)
-    assert told in str(error.value)
 
 
 @pytest.mark.parametrize(

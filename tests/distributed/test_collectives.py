@@ -10,7 +10,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlmath.distributed.collectives import gathered_bytes
 from rlmath.distributed.device import FULLY_CONNECTED_RANKS, Device, init_process_group, open_device
-from tests.distributed.counting_store import gloo_start
 
 
 def test_no_rank_sends_more_than_twice_what_there_is() -> None:
@@ -20,15 +19,6 @@ def test_no_rank_sends_more_than_twice_what_there_is() -> None:
     # Parts of one size are gathered as they are: a sum would send them twice.
     assert gathered_bytes([10] * 8) == (False, 80)
     assert gathered_bytes([10_000, *[4] * 511]) == (True, 2 * (10_000 + 4 * 511))
-
-
-def test_a_group_that_connects_when_needed_asks_the_store_once_a_rank() -> None:
-    all_connected = [gloo_start(n, connect_all=True)[0] for n in (4, 8, 16)]
-    requests, sizes = zip(*[gloo_start(n, connect_all=False) for n in (4, 8, 16)], strict=True)
-    # Each rank writes one key, and waits for and reads those of all.
-    assert all_connected == [n * (1 + 2 * n) for n in (4, 8, 16)]
-    assert requests == (4, 8, 16)
-    assert sizes[2] < 4.1 * sizes[0]
 
 
 @pytest.mark.parametrize(("world_size", "told"), [(FULLY_CONNECTED_RANKS, None), (512, "1")])

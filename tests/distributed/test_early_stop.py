@@ -65,12 +65,6 @@ def test_an_overflow_in_float16_halves_the_loss_scale_and_leaves_every_bit_of_th
 
 
 @matrix
-def test_every_rank_reaches_the_same_decision(ranks: RankPool, untied_model: Path) -> None:
-    reports = ranks.run(SHARED.ranks, policy_cases.discard, untied_model, SHARED, SAMPLES, "nan")
-    assert len({report["reason"] for report in reports}) == 1
-
-
-@matrix
 @pytest.mark.parametrize(
     "case",
     [Case(data=2, optimizer="adam", max_tokens=64), Case(pipeline=2, virtual_pipeline=2, optimizer="adam")],

@@ -1,99 +1,21 @@
-"""Learning rates of every update against tables and formulas written by hand; weights after several updates against
-torch's optimizers; and what the settings make of the models."""
+"""Weights after several updates against torch's optimizers."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from rlmath.config.schema import (
-    AlgorithmConfig,
-    OptimizerConfig,
-)
+from rlmath.config.schema import OptimizerConfig
 from tests.distributed import optimizer_cases, oracle
-from tests.distributed.optimizer_cases import Schedule
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_parity import assert_close
-from tests.distributed.update_cases import make_groups
-from tests.selection import matrix
 from tests.tiny_models import make_samples
 
 pytestmark = pytest.mark.distributed
-
-GROUPS = make_groups((2, 2, 2))
-LR, LEAST = 0.012, 0.002
-
-
-def rates_of(**settings: object) -> OptimizerConfig:
-    return OptimizerConfig(kind="sgd", distributed=False, lr=LR, min_lr=LEAST, **settings)  # type: ignore[arg-type]
-
-
-def cosine(part: float) -> float:
-    return LEAST + (LR - LEAST) * (1 + math.cos(math.pi * part)) / 2
-
-
-SCHEDULES: dict[str, tuple[Schedule, list[float]]] = {
-    "a constant rate": (Schedule(rates_of(), steps=3), [LR] * 4),
-    "a warm-up starts above 0": (
-        Schedule(rates_of(warmup_steps=3), steps=6),
-        [0.003, 0.006, 0.009, 0.012, 0.012, 0.012, 0.012],
-    ),
-    "a linear decay ends with the run": (
-        Schedule(rates_of(decay="linear"), steps=5),
-        [0.012, 0.010, 0.008, 0.006, 0.004, 0.002],
-    ),
-    "after a warm-up, too": (
-        Schedule(rates_of(decay="linear", warmup_steps=2), steps=7),
-        [0.004, 0.008, 0.012, 0.010, 0.008, 0.006, 0.004, 0.002],
-    ),
-    "a cosine": (
-        Schedule(rates_of(decay="cosine", warmup_steps=1), steps=5),
-        [0.006, *(cosine(part / 4) for part in range(5))],
-    ),
-    "minibatches and epochs are updates": (
-        Schedule(rates_of(decay="linear", warmup_steps=2), steps=2, n_minibatches=3, epochs=2),
-        [0.004, 0.008, *(LEAST + (LR - LEAST) * (10 - n) / 10 for n in range(11))],
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def found_rates(ranks: RankPool, tied_model: Path) -> dict[str, list[float]]:
-    schedules = [schedule for schedule, _ in SCHEDULES.values()]
-    (found,) = ranks.run(1, optimizer_cases.rates, tied_model, schedules, GROUPS)
-    return dict(zip(SCHEDULES, found, strict=True))
-
-
-@matrix
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_learning_rate_of_every_update(found_rates: dict[str, list[float]], name: str) -> None:
-    assert found_rates[name] == pytest.approx(SCHEDULES[name][1], rel=1e-9)
-
-
-LEARNED_WITH: list[tuple[AlgorithmConfig, int, tuple[bool, bool, bool], tuple[int, int], bool]] = [
-    (AlgorithmConfig(), 1, (False, False, True), (0, 0), False),
-    (AlgorithmConfig(epochs=2), 2, (True, False, False), (1, 0), False),
-    (AlgorithmConfig(n_minibatches=3), 3, (True, False, False), (1, 0), False),
-    (AlgorithmConfig(recompute_logprobs=False), 1, (False, False, False), (0, 0), False),
-    (AlgorithmConfig(kl_coef=0.1), 1, (False, True, True), (0, 1), False),
-    (AlgorithmConfig(kl_coef=0.1, kl_in="reward"), 1, (True, False, False), (1, 1), True),
-]
-"""Minibatches of a step; whether each has log-probs of the policy before, of the reference, and whether it counts as
-on-policy; passes of policy and reference for log-probs; whether KL is part of the reward."""
-
-
-@matrix
-def test_log_probs_are_computed_once_and_where_they_are_needed(ranks: RankPool, tied_model: Path) -> None:
-    algorithms = [replace(one, early_stop_ratio=None, early_stop_ratio_low=None) for one, *_ in LEARNED_WITH]
-    (found,) = ranks.run(1, optimizer_cases.learned_with, tied_model, algorithms, GROUPS)
-    for ours, (_, count, given, (policy, reference), in_reward) in zip(found, LEARNED_WITH, strict=True):
-        assert ours == ([given] * count, {"policy": policy, "reference": reference}, in_reward)
-
 
 OPTIMIZERS = {
     "adam with decay and a large epsilon": OptimizerConfig(

@@ -205,14 +205,6 @@ def test_kl_against_a_reference_is_part_of_the_update(ranks: RankPool, untied_mo
     check_update(ranks, untied_model, Case(tensor=2, pipeline=2, kl_coef=0.3, max_tokens=64), 1e-5)
 
 
-@matrix
-def test_packed_sequences_do_not_see_each_other(ranks: RankPool, untied_model: Path) -> None:
-    packed = ranks.run(1, policy_cases.logprobs, untied_model, Case(), SAMPLES)[0]
-    for index in (0, 7, 23):
-        alone = ranks.run(1, policy_cases.logprobs, untied_model, Case(), [SAMPLES[index]])[0]
-        torch.testing.assert_close(torch.tensor(packed[index]), torch.tensor(alone[0]), atol=2e-6, rtol=0)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("case", FULL_LAYOUTS, ids=str)

@@ -79,6 +79,14 @@ def test_runs_that_can_start(overrides: list[str]):
             "algorithm.importance_mask_binary_kl: compared are recomputed log-probs with the engine's",
         ),
         (
+            ["algorithm.kl_ratio=token", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward", K1],
+            "Set algorithm.kl_ratio=null, or algorithm.kl_in=loss.",
+        ),
+        (
+            ["algorithm.kl_ratio=token", "algorithm.kl_coef=0.1", "algorithm.kl_estimator=k2"],
+            'algorithm.kl_estimator is "k2", whose mean is no KL',
+        ),
+        (
             ["data.prompts_per_step=2", "rollout.group_size=2", "algorithm.n_minibatches=5"],
             "gives 4 samples a step, which cannot fill 5 minibatches",
         ),
@@ -117,7 +125,7 @@ def test_settings_that_do_not_fit_together(overrides: list[str], told: str):
         (["algorithm.importance_mask_low=0.5"], "importance_mask_low: no effect without"),
         (
             ["algorithm.loss=cispo", "algorithm.dual_clip=3", "algorithm.epochs=2"],
-            'no effect with algorithm.loss="cispo"',
+            'no effect with algorithm.loss="cispo", "gmpo" or "sapo"',
         ),
         (
             ["algorithm.loss=cispo", "algorithm.clip_ratio_high=0.3"],
@@ -168,6 +176,7 @@ def test_settings_without_effect_are_named(overrides: list[str], told: str):
         ("algorithm.loss_normalisation", NormalisationKind),
         ("algorithm.importance_correction", CorrectionLevel),
         ("algorithm.kl_estimator", KLKind),
+        ("algorithm.kl_ratio", CorrectionLevel),
         ("selection.dynamic_sampling", Contrast),
     ],
 )

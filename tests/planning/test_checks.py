@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlmath.config.help import all_settings
 from rlmath.config.load import load_config
@@ -47,27 +48,9 @@ MODEL_CONFIG: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": VOCAB,
 }
-KEY_VALUE_ROWS = KV_HEADS * HIDDEN // HEADS
-LAYER_SHAPES = {
-    "input_layernorm.weight": (HIDDEN,),
-    "post_attention_layernorm.weight": (HIDDEN,),
-    "self_attn.q_proj.weight": (HIDDEN, HIDDEN),
-    "self_attn.q_proj.bias": (HIDDEN,),
-    "self_attn.k_proj.weight": (KEY_VALUE_ROWS, HIDDEN),
-    "self_attn.k_proj.bias": (KEY_VALUE_ROWS,),
-    "self_attn.v_proj.weight": (KEY_VALUE_ROWS, HIDDEN),
-    "self_attn.v_proj.bias": (KEY_VALUE_ROWS,),
-    "self_attn.o_proj.weight": (HIDDEN, HIDDEN),
-    "mlp.gate_proj.weight": (FFN, HIDDEN),
-    "mlp.up_proj.weight": (FFN, HIDDEN),
-    "mlp.down_proj.weight": (HIDDEN, FFN),
-}
-TENSORS = {
-    "model.embed_tokens.weight": (VOCAB, HIDDEN),
-    "model.norm.weight": (HIDDEN,),
-    "lm_head.weight": (VOCAB, HIDDEN),
-    **{f"model.layers.{n}.{name}": shape for n in range(LAYERS) for name, shape in LAYER_SHAPES.items()},
-}
+with torch.device("meta"):
+    MODEL = Qwen2ForCausalLM(Qwen2Config(**MODEL_CONFIG))
+TENSORS = {name: tuple(parameter.shape) for name, parameter in MODEL.named_parameters()}
 SMALL = ["data.max_prompt_tokens=16", "rollout.max_new_tokens=32", "policy.max_tokens_per_microbatch=64"]
 
 
@@ -447,9 +430,12 @@ def test_an_index_and_its_files(place: Path):
     check(place)
     (place / "model" / "b.safetensors").unlink()
     assert "names 2 files, 1 are not there: b.safetensors" in problem(place)
+    index.write_text(index.read_text().replace("b.safetensors", "x" * 300))
+    assert "1 are not there: xxx" in problem(place)
     index.write_text('{"weight_map": {"x": "../../etc/passwd"}}')
     assert "names files outside of its folder" in problem(place)
-    for text in ("{", "[]", '{"weight_map": {}}', '{"weight_map": 3}', "\xff"):
+    deep, long = '{"weight_map": ' + "[" * 5000, '{"weight_map": {"a": 1' + "0" * 6000 + "}}"
+    for text in ("{", "[]", '{"weight_map": {}}', '{"weight_map": 3}', "\xff", deep, long):
         index.write_bytes(text.encode("latin-1"))
         assert "model.safetensors.index.json" in problem(place)
 

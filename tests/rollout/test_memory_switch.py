@@ -96,30 +96,6 @@ def test_the_kv_cache_is_what_its_storages_hold_together() -> None:
 
 
 @pytest.mark.parametrize("device", CALLS)
-@pytest.mark.parametrize(
-    ("before", "wrong", "message"),
-    [
-        (0, "wake_weights", "the engine is 'awake'; to wake its weights it must be 'asleep'"),
-        (0, "wake_kv_cache", "the engine is 'awake'; to wake its KV cache it must be 'weights'"),
-        (1, "sleep", "the engine is 'asleep'; to sleep it must be 'awake'"),
-        (1, "wake_kv_cache", "the engine is 'asleep'; to wake its KV cache it must be 'weights'"),
-        (2, "sleep", "the engine is 'weights'; to sleep it must be 'awake'"),
-        (2, "wake_weights", "the engine is 'weights'; to wake its weights it must be 'asleep'"),
-    ],
-)
-def test_a_wrong_order_is_an_error_and_touches_nothing(
-    device: str, before: int, wrong: str, message: str
-) -> None:
-    rig = Rig(device)
-    for move in MOVES[:before]:
-        getattr(rig.memory, move)()
-    state, calls, held = rig.memory.state, list(rig.llm.calls), rig.weight_bytes
-    with pytest.raises(RuntimeError, match=message):
-        getattr(rig.memory, wrong)()
-    assert (rig.memory.state, rig.llm.calls, rig.weight_bytes) == (state, calls, held)
-
-
-@pytest.mark.parametrize("device", CALLS)
 def test_a_cache_that_is_still_in_use_is_an_error(device: str) -> None:
     rig = Rig(device, busy=True)
     with pytest.raises(RuntimeError, match="prefixes of old weights"):
@@ -161,12 +137,6 @@ def test_a_forced_sleep_after_a_gpu_without_memory_ends_asleep(tag: str, call: s
         (rig.memory.wake_kv_cache if tag == "kv_cache" else rig.memory.wake_weights)()
     rig.memory.force_sleep()
     assert rig.memory.state == "asleep" and rig.llm.calls[-1] == call
-
-
-def test_a_forced_sleep_aborts_requests() -> None:
-    rig = Rig("cpu", busy=True)
-    rig.memory.force_sleep()
-    assert rig.memory.state == "asleep" and rig.llm.running == []
 
 
 def test_what_a_rank_holds_in_each_phase_by_hand() -> None:

@@ -135,6 +135,10 @@ def test_the_loss() -> None:
         correction=Correction("sequence", 1.69, 0.17, 4.71, 0.972, 1.028, 0.0283),
         kl_coef=0.0172,
         kl_kind="k2",
+        kl_ratio="sequence",
+        sapo_positive=1.683,
+        sapo_negative=1.684,
+        off_policy_mask=0.685,
         entropy_coef=0.00173,
     )
 
@@ -148,6 +152,7 @@ def test_the_loss_without_what_is_optional() -> None:
         importance_mask_geometric_low=None,
         importance_mask_geometric_high=None,
         importance_mask_binary_kl=None,
+        off_policy_mask=None,
         entropy_coef=0.0,
     )
     alone = loss_settings(replace(plain, importance_mask_binary_kl=0.0283)).correction
@@ -160,6 +165,9 @@ def test_the_loss_without_what_is_optional() -> None:
         correction=None,
         kl_coef=0.0,  # it is part of the reward
         kl_kind="k2",
+        kl_ratio="sequence",
+        sapo_positive=1.683,
+        sapo_negative=1.684,
         entropy_coef=0.0,
     )
     assert loss_settings(AlgorithmConfig()) == LossSettings()
@@ -276,47 +284,6 @@ def test_a_run_knows_the_code_of_functions_that_plugins_register(
 
 def test_which_prompts_are_drawn() -> None:
     assert rules_of(DISTINCT.data) == CurriculumRules("skip_solved", 1102, 0.1103, 0.9104, 0.1105)
-
-
-def test_a_score_is_made_with_every_number_of_the_section() -> None:
-    reward = replace(ONE_REWARD, function=None, overlong_buffer=8)
-    prompt = Prompt("q", "1+1=", (1,), ("\\boxed{2}",), "math")
-
-    def completion(text: str, tokens: int, reason: Any = "stop") -> Completion:
-        return Completion(0, (5,) * tokens, (0.0,) * tokens, text, reason, 0)
-
-    with open_reward_workers(reward) as pool:
-        rewards = RewardManager(pool, reward, max_new_tokens=20)
-        for one in (
-            completion("\\boxed{2}", 12),
-            completion("The answer is 2.", 12),
-            completion("\\boxed{3}", 14),
-            completion("2", 20),
-            completion("\\boxed{2}", 20, "length"),
-        ):
-            rewards.submit(prompt, one)
-        assert [score.reward for score in rewards.collect()] == pytest.approx(
-            [
-                (1.0 - 0.154) * 1.53,
-                (0.5 - 0.154) * 1.53,
-                (-0.5 - 0.154) * 1.53 - 0.156 * 2 / 8,
-                (-0.152 - 0.154) * 1.53 - 0.156,
-                0.0,
-            ]
-        )
-
-
-def test_what_a_function_that_fails_costs() -> None:
-    reward = replace(ONE_REWARD, function="math:sqrt", overlong_buffer=8)
-    with open_reward_workers(reward) as pool:
-        rewards = RewardManager(pool, reward, max_new_tokens=20)
-        rewards.submit(
-            Prompt("q", "", (1,), ("2",), "math"), Completion(0, (5,) * 16, (0.0,) * 16, "2", "stop", 0)
-        )
-        (score,) = rewards.collect()
-    # math.sqrt takes no three arguments.
-    assert score.verdict == "error"
-    assert score.reward == pytest.approx((-0.157 - 0.154) * 1.53 - 0.156 * 4 / 8)
 
 
 def test_when_checkpoints_are_made() -> None:

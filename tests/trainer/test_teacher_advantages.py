@@ -1,4 +1,4 @@
-"""The teacher's part of advantages, by hand."""
+"""The teacher's part of advantages, and tokens that count, by hand."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlmath.algorithms.token_selection import TokenRules
 from rlmath.algorithms.types import Sample
-from rlmath.data.packing import pack
+from rlmath.data.packing import MicroBatch, pack
 from rlmath.distributed.mesh import Mesh
-from rlmath.trainer.token_advantages import Advantages, add_teacher_advantages
+from rlmath.trainer.token_advantages import (
+    Advantages,
+    PackedStep,
+    ScoredStep,
+    StepLogprobs,
+    TokensThatCount,
+    add_teacher_advantages,
+)
 
 ALONE = Mesh(0, 1, 1, 1, 1)
 SAMPLES = [
@@ -44,3 +52,26 @@ def test_every_token_gets_its_own_difference_and_unknown_ones_nothing(recomputed
     assert found.batches[0].advantages_T.tolist() == pytest.approx(wanted)
     assert found.means_PG[0] == pytest.approx([0.5 + sum(first), -0.25 + sum(second)])
     assert found.teacher_kl == pytest.approx(-(sum(first) + sum(second)) / 4)
+
+
+@pytest.mark.parametrize("split", [[[0, 1]], [[1], [0]]])
+def test_tokens_of_low_entropy_lose_their_advantage_and_prompts_never_count(split: list[list[int]]) -> None:
+    """Tokens 5 6 7 8 | 5 9 98; entropies 9 9 0.5 0.1 | 9 0.2 0.4, of which the upper half is 0.5 and 0.4. Log-probs -1
+    -2 | -1.5 -0.5 with advantages 0.5 0.5 | -0.25 -0.25: covariances 0.094 -0.281 | 0.094 -0.281."""
+    entropies = {0: [9.0, 9.0, 0.5, 0.1], 1: [9.0, 0.2, 0.4]}
+    batches = [pack(SAMPLES, indices, 1) for indices in split]
+    entropy = [torch.tensor([one for index in indices for one in entropies[index]]) for indices in split]
+    packed = PackedStep(ScoredStep(0, [], [], []), batches, (slice(0, len(batches)),), seed=1)
+    rules = TokenRules(entropy_share=0.5, kl_cov=0.25, kl_coef=2.0)
+    part = TokensThatCount(rules, ALONE)
+    found = part.apply(packed, StepLogprobs(None, None, entropy), Advantages(batches, [])).batches
+    by_sample = {index: one for one in found for index in one.sample_indices}
+    got = {index: _of_sample(one, index) for index, one in by_sample.items()}
+    assert got[0] == ([0.0, 0.0, 0.5, 0.0], [0.0, 0.0, 2.0, 0.0])
+    assert got[1] == ([0.0, 0.0, -0.25], [0.0, 2.0, 0.0])
+
+
+def _of_sample(batch: MicroBatch, index: int) -> tuple[list[float], list[float]]:
+    where = batch.segments_T == batch.sample_indices.index(index)
+    assert batch.penalty_T is not None
+    return batch.advantages_T[where].tolist(), batch.penalty_T[where].tolist()

@@ -273,6 +273,7 @@ class Checkpointer:
             critic_updates=trainer.critic_updates,
             loss_scale=trainer.actor.learner.loss_scale_state,
             critic_loss_scale=trainer.critic_loss_scale,
+            entropy=trainer.entropy_control,
             cpu_sampler=CPU_SAMPLER_VERSION,
             good_step=self._divergence.good_step,
             rewards=tuple(self._divergence.rewards),
