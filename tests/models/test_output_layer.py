@@ -19,10 +19,10 @@ def test_logits_are_exact_to_float32_and_their_gradient_is_rounded_once(
     torch.manual_seed(3)
     hidden_TH, weight_VH = (torch.randn(rows, 64).to(dtype).requires_grad_() for rows in (37, 501))
     logits_TV = output_layer._Float32Logits.apply(hidden_TH, weight_VH)
-    exact_TV = hidden_TH.detach().double() @ weight_VH.double().t()
-    off, off_rounded = (
-        float((x.double() - exact_TV).abs().mean()) for x in (logits_TV, hidden_TH @ weight_VH.t())
+    exact_TV, rounded_TV = (
+        x @ y.t() for x, y in ((hidden_TH.double(), weight_VH.double()), (hidden_TH, weight_VH))
     )
+    off, off_rounded = ((x.double() - exact_TV).abs().mean() for x in (logits_TV, rounded_TV))
     assert logits_TV.dtype == torch.float32 and 500 * off < off_rounded
     grad_TV = torch.randn(37, 501)
     rounded_TV = grad_TV.to(dtype)
