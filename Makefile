@@ -53,8 +53,9 @@ test-slurm: venv ## run the tests on a Slurm of their own, which root on Debian 
 test-megatron-next: venv-next ## run the parity tests against the Megatron-Core of the GPU lock
 	.venv-next/bin/python -m pytest -m parity $(ARGS)
 
-test-gpu-lock: venv ## read the GPU lock's wheels (330 MB, once): have they what the GPU path uses?
+test-gpu-lock: venv ## read the GPU lock's wheels (5 GB, once): have they what the GPU path and their libraries use?
 	.venv/bin/python tools/gpu_lock.py
+	.venv/bin/python tools/gpu_symbols.py
 
 gpu-check: ## check everything that needs a GPU, with python3's packages, else .venv's: ARGS="--quick"
 	@python=python3; "$$python" -c "import torch" 2>/dev/null || [ ! -x .venv/bin/python ] || python=.venv/bin/python; \

@@ -79,7 +79,15 @@ setup(
             "megatron-core==0.19.2; python_version>='3.12'",
             "transformer-engine[pytorch,core_cu13]>=2.10,<3",
         ],
-        "test": ["pytest", "pytest-timeout", "hypothesis", "beartype", "markdown-it-py", "scipy"],
+        "test": [
+            "pytest",
+            "pytest-timeout",
+            "hypothesis",
+            "beartype",
+            "markdown-it-py",
+            "pyelftools",
+            "scipy",
+        ],
         "notebook": ["ipykernel", "nbclient"],  # docs/examples/notebook.ipynb; nbclient for its test
         "wandb": ["wandb>=0.31,<0.32"],  # rlmath/telemetry/wandb.py names its settings
     },

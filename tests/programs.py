@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
+
+from rlmath.telemetry.metrics_writer import without_times
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
@@ -87,3 +90,13 @@ def small_run(place: Path, output: Path) -> list[str]:
         "algorithm.n_minibatches=2",
         "algorithm.entropy_coef=0.01",
     ]
+
+
+def metric_rows(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, float]]:
+    """The rows of a run's file."""
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def rows(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, float]]:
+    """The rows without what the clock makes of them: those of equal runs are equal."""
+    return [without_times(row) for row in metric_rows(folder, name)]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from rlmath.checkpoint.directory import complete_checkpoints, read_progress
 from rlmath.distributed.fault_tolerance.exit_codes import DIVERGED, FINISHED, read_exit_status
-from tests.programs import run, torchrun_command
+from tests.programs import metric_rows, run, torchrun_command
 from tests.selection import matrix
 from tests.spoiled_run import SPOILED_STEP
 from tests.test_train_sft import SFT, settings
@@ -30,10 +29,6 @@ def start(place: Path, folder: Path, program: tuple[str, ...], *more: str, expec
 
 def saved_steps(folder: Path) -> list[int]:
     return [one.step for one in complete_checkpoints(folder / "checkpoints")[0]]
-
-
-def metric_rows(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @matrix

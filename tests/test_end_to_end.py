@@ -13,7 +13,7 @@ import torch
 from rlmath.config.load import load_config
 from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE, read_exit_status
 from rlmath.run.startup import prepare_grpo
-from tests.programs import REPOSITORY, TRAIN, run, small_run, torchrun_command
+from tests.programs import REPOSITORY, TRAIN, metric_rows, run, small_run, torchrun_command
 from tests.reward_by_hash import hash_of
 from tests.selection import matrix
 
@@ -93,12 +93,8 @@ def workplace(arithmetic: Path) -> Path:
     return place
 
 
-def rows(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_every_step_tells_its_metrics(workplace: Path) -> None:
-    found = rows(workplace / "run")
+    found = metric_rows(workplace / "run")
     assert [row["step"] for row in found] == [1, 2, 3]
     for row in found:
         assert row.keys() >= METRICS
@@ -134,7 +130,7 @@ def test_every_step_samples_anew(workplace: Path) -> None:
 
 
 def test_rewards_and_advantages_belong_to_their_texts(workplace: Path) -> None:
-    for row, groups in zip(rows(workplace / "run"), samples(workplace / "run"), strict=True):
+    for row, groups in zip(metric_rows(workplace / "run"), samples(workplace / "run"), strict=True):
         assert len(groups) == PER_STEP and all(len(group["completions"]) == GROUP for group in groups)
         rewards, by_token, tokens = [], 0.0, 0
         for group in groups:
@@ -155,7 +151,7 @@ def test_rewards_and_advantages_belong_to_their_texts(workplace: Path) -> None:
 
 def test_kl_and_clipping_are_at_work(workplace: Path) -> None:
     """After the first minibatch the ratio is no longer 1, and the narrow bounds cut."""
-    for row in rows(workplace / "run"):
+    for row in metric_rows(workplace / "run"):
         assert row["kl_reward"] == pytest.approx(-KL_COEF * row["train/reference_kl"])
         assert row["final_reward"] == pytest.approx(row["task_reward"] + row["kl_reward"])
         assert row["importance_weight"] == pytest.approx(1.0, abs=0.1) and row["importance_weight"] != 1.0
@@ -170,7 +166,7 @@ def test_the_console_tells_the_steps_and_what_is_not_at_its_default(workplace: P
     assert "prompts_per_step=8" in data and "shuffle" not in data
     assert "  sft: " not in console and "weight_decay" not in console
     told = [line for line in console.splitlines() if re.match(r"\d\d:\d\d:\d\d step ", line)]
-    for step, line, row in zip((1, 2, 3), told, rows(workplace / "run"), strict=True):
+    for step, line, row in zip((1, 2, 3), told, metric_rows(workplace / "run"), strict=True):
         assert len(line) <= 80
         numbers = f"reward {row['task_reward']:.3f} acc {row['rollout/accuracy']:.3f}"
         assert re.fullmatch(
@@ -254,7 +250,7 @@ def test_a_reward_function_of_the_users_trains_and_its_failures_are_told(workpla
     overrides = small_run(workplace, workplace / "own")
     own = ("run.total_steps=3", "reward.function=half_broken:reward", "reward.function_failure=-1")
     done = run(*torchrun_command(2, *TRAIN, *overrides, *own), path=mine)
-    row, *later = rows(workplace / "own")
+    row, *later = metric_rows(workplace / "own")
     assert 0 < row["reward/failures"] < 1
     assert row["reward/failures"] + row["reward/verdict/function"] == pytest.approx(1.0)
     assert row["reward/own/length"] > 0
@@ -302,7 +298,7 @@ def test_a_reward_function_that_fails_on_every_answer_ends_the_run_and_corrected
     assert "reward.function prints: called" in console
     ended = read_exit_status(folder)
     assert ended.status == MISTAKE and "KeyError: 'no such column'" in ended.message
-    assert len(rows(folder)) == 1
+    assert len(metric_rows(folder)) == 1
     file.write_text(source.replace("LAST", "10**6"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     recovery = prepare_grpo(load_config([REPOSITORY / "configs" / "demo.yaml"], overrides)).recovery

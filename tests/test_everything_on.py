@@ -22,8 +22,7 @@ from rlmath.checkpoint.directory import read_progress
 from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished
 from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, read_exit_status
 from rlmath.replay.capture import read_capture
-from rlmath.telemetry.metrics_writer import without_times
-from tests.programs import TRAIN, run, small_run, torchrun_command
+from tests.programs import TRAIN, rows, run, small_run, torchrun_command
 from tests.spoiled_run import SPOILED_STEP
 from tests.test_end_to_end import replay
 
@@ -167,10 +166,6 @@ def whole(place: Path) -> Path:
     return folder
 
 
-def rows_of(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, float]]:
-    return [without_times(json.loads(line)) for line in (folder / name).read_text().splitlines()]
-
-
 def groups_of(folder: Path, step: int) -> list[dict[str, Any]]:
     """The groups of a step, counted from 1, as they are kept."""
     file = folder / "samples" / f"step-{step:06d}.jsonl"
@@ -190,7 +185,7 @@ def updates_before(step: int) -> int:
 
 def test_it_goes_back_once_and_ends(whole: Path) -> None:
     assert read_exit_status(whole).status == FINISHED
-    found = rows_of(whole)
+    found = rows(whole)
     assert [row["step"] for row in found] == list(range(1, STEPS + 1))
     assert whole.with_suffix(".txt").read_text().count("Rollback 1 of at most 2") == 1
     (record,) = json.loads((whole / "rollbacks.json").read_text())["rollbacks"]
@@ -198,7 +193,7 @@ def test_it_goes_back_once_and_ends(whole: Path) -> None:
 
 
 def test_every_step_has_the_lengths_of_its_stage_which_leaves_its_model(whole: Path) -> None:
-    for step, (row, limit) in enumerate(zip(rows_of(whole), LIMITS, strict=True), start=1):
+    for step, (row, limit) in enumerate(zip(rows(whole), LIMITS, strict=True), start=1):
         assert (row["stage"], row["rollout/max_new_tokens"]) == (1 if limit == 12 else 2, limit)
         made = [one for group in groups_of(whole, step) for one in group["completions"]]
         assert len(made) == PER_STEP * GROUP and max(one["length"] for one in made) == limit
@@ -213,7 +208,7 @@ def test_what_is_in_flight_knows_the_step_and_the_weights_that_sampled_it(whole:
     """Every token of a step was sampled with the version of all updates before it, and no checkpoint lacks a group."""
     drawn: Counter[str] = Counter()
     for step in range(1, STEPS + 1):
-        unfinished, row = unfinished_of(whole, step), rows_of(whole)[step - 1]
+        unfinished, row = unfinished_of(whole, step), rows(whole)[step - 1]
         assert len(unfinished.groups) == row["rollout/groups_in_flight"]
         assert (len(unfinished.groups) > 0) == (step not in (STAGES[0], STEPS)), (
             "none is in flight at a stage's end"
@@ -233,11 +228,11 @@ def test_prompts_have_the_template_of_training_and_none_was_solved_before(place:
         for group in groups_of(whole, step):
             assert group["prompt"][0] == "Q" and group["prompt_id"] not in solved
     left = [json.loads(line) for line in (whole / "prompt_history.jsonl").read_text().splitlines()]
-    assert solved <= {row.get("query_id") for row in left} and rows_of(whole)[0]["history/skipped_share"] > 0
+    assert solved <= {row.get("query_id") for row in left} and rows(whole)[0]["history/skipped_share"] > 0
 
 
 def test_rewards_are_weighed_as_they_are_listed(whole: Path) -> None:
-    for step, row in enumerate(rows_of(whole), start=1):
+    for step, row in enumerate(rows(whole), start=1):
         groups = groups_of(whole, step)
         rewards = []
         for one in (one for group in groups for one in group["completions"]):
@@ -257,7 +252,7 @@ def rate(update: int, most: float, least: float, warmup: int, updates: int) -> f
 
 
 def test_policy_and_critic_have_rates_and_epochs_of_their_own_and_both_are_lowered(whole: Path) -> None:
-    found, least = rows_of(whole), MIN_LR / LR * CRITIC_LR
+    found, least = rows(whole), MIN_LR / LR * CRITIC_LR
     of_critic = MINIBATCHES * CRITIC_EPOCHS
     for step, row in enumerate(found, start=1):
         factor = FACTOR if step >= SPOILED_STEP else 1.0
@@ -277,7 +272,7 @@ def test_policy_and_critic_have_rates_and_epochs_of_their_own_and_both_are_lower
 
 
 def test_validation_is_asked_with_settings_of_its_own(place: Path, whole: Path) -> None:
-    found = rows_of(whole, "validation.jsonl")
+    found = rows(whole, "validation.jsonl")
     assert [row["step"] for row in found] == [3, 5]
     for row in found:
         assert row["validation/held/accuracy"] == pytest.approx(1 / HELD)
@@ -292,9 +287,9 @@ def test_validation_is_asked_with_settings_of_its_own(place: Path, whole: Path) 
 
 
 def test_weights_are_probed_as_often_as_asked(whole: Path) -> None:
-    probed = ["sync/probe_difference" in row for row in rows_of(whole)]
+    probed = ["sync/probe_difference" in row for row in rows(whole)]
     assert probed == [True, False, False, True, False]
-    assert all(row["sync/probe_difference_max"] < 1e-5 for row in rows_of(whole)[::3])
+    assert all(row["sync/probe_difference_max"] < 1e-5 for row in rows(whole)[::3])
 
 
 def test_tensorboard_has_the_validations_at_their_steps(whole: Path) -> None:
@@ -354,8 +349,8 @@ def test_killed_later_it_goes_on_with_all_of_it(place: Path, whole: Path, tmp_pa
         (folder / name).write_text("".join(f"{line}\n" for line in lines) + '{"step": 5, "lo')
     console = train(place, folder, *TRAIN)
     assert f"step-{SAVED:06d}, made on TP1 x PP1 x DP2" in console
-    assert rows_of(folder) == rows_of(whole) and len(rows_of(folder)) == STEPS
-    assert rows_of(folder, "validation.jsonl") == rows_of(whole, "validation.jsonl")
+    assert rows(folder) == rows(whole) and len(rows(folder)) == STEPS
+    assert rows(folder, "validation.jsonl") == rows(whole, "validation.jsonl")
     for name in ("hf_model", "models/stage-2"):
         ours, theirs = (one / name / "model.safetensors" for one in (folder, whole))
         assert ours.read_bytes() == theirs.read_bytes()

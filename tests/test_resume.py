@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlmath.telemetry.metrics_writer import without_times
-from tests.programs import TRAIN, run, small_run, torchrun_command
+from tests.programs import TRAIN, rows, run, small_run, torchrun_command
 from tests.selection import matrix
 
 pytestmark = [pytest.mark.distributed, matrix]
@@ -64,11 +63,6 @@ def command(place: Path, folder: Path, *overrides: str, ranks: int = RANKS) -> l
 def train(place: Path, folder: Path, *overrides: str, ranks: int = RANKS) -> str:
     """What the console said."""
     return run(*command(place, folder, *overrides, ranks=ranks), path=place / "functions", timeout=600).stderr
-
-
-def rows(folder: Path) -> list[dict[str, float]]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [without_times(row) for row in found]
 
 
 def learned_prompts(folder: Path) -> list[list[str]]:

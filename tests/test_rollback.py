@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from rlmath.distributed.fault_tolerance.exit_codes import DIVERGED, FINISHED, read_exit_status
 from rlmath.run.recovery.rollback import read_rollbacks
-from rlmath.telemetry.metrics_writer import without_times
-from tests.programs import run, torchrun_command
+from tests.programs import rows, run, torchrun_command
 from tests.selection import matrix
 from tests.spoiled_run import SPOILED_STEP
 from tests.test_train_sft import SFT, settings
@@ -37,11 +35,6 @@ def train(place: Path, folder: Path, program: tuple[str, ...], *more: str, expec
     """The console of a supervised run on two data-parallel ranks."""
     command = torchrun_command(2, *program, *settings(place, folder, *MORE, *more))
     return run(*command, expect=expect, timeout=600).stderr
-
-
-def rows(folder: Path) -> list[dict[str, float]]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [without_times(row) for row in found]
 
 
 def test_a_run_goes_back_with_a_lower_rate_and_other_prompts_also_when_it_is_killed_in_between(

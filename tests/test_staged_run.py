@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlmath.telemetry.metrics_writer import without_times
-from tests.programs import TRAIN, run, small_run, torchrun_command
+from tests.programs import TRAIN, rows, run, small_run, torchrun_command
 from tests.selection import matrix
 
 pytestmark = [pytest.mark.distributed, matrix]
@@ -44,11 +43,6 @@ def staged(place: Path) -> tuple[str, ...]:
     how = ("validation.every_steps=2", "validation.temperature=0", "validation.batch_size=8")
     budgets = "stages.max_tokens_per_microbatch=[256,512,1024]"
     return (*STAGES, budgets, "run.total_steps=null", paths, *how, "validation.keep_best=true")
-
-
-def rows(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, float]]:
-    found = [json.loads(line) for line in (folder / name).read_text().splitlines()]
-    return [without_times(row) for row in found]
 
 
 @pytest.fixture(scope="module")

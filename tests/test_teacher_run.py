@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.programs import TRAIN, run, small_run, torchrun_command
+from tests.programs import TRAIN, metric_rows, run, small_run, torchrun_command
 from tests.selection import matrix
 
 pytestmark = pytest.mark.distributed
@@ -20,10 +19,6 @@ def make_teacher(place: Path) -> Path:
     shape = ("--hidden", "96", "--layers", "2", "--heads", "2", "--kv-heads", "2", "--seed", "8")
     run("-m", "rlmath.cli.make_tiny_model", "--output", str(place / "teacher"), *shape)
     return place / "teacher"
-
-
-def metrics(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @matrix
@@ -41,7 +36,7 @@ def test_a_run_without_rewards_comes_closer_to_its_teacher(arithmetic: Path, los
     )
     recipe = ("--config", "configs/algorithms/distill.yaml")
     done = run(*torchrun_command(2, *TRAIN, *recipe, *small_run(arithmetic, output), *settings))
-    rows = metrics(output)
+    rows = metric_rows(output)
     assert len(rows) == STEPS and all(row["seconds/teacher"] > 0 for row in rows)
     assert rows[0]["train/teacher_kl"] > rows[-1]["train/teacher_kl"] > 0
     if loss == "full":

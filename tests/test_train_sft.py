@@ -19,9 +19,8 @@ from rlmath.distributed.device import GPU_PACKAGES
 from rlmath.distributed.fault_tolerance.exit_codes import read_exit_status
 from rlmath.planning.checks import used_keys
 from rlmath.run.startup import prepare_sft
-from rlmath.telemetry.metrics_writer import without_times
 from tests.distributed.test_sft import loss_and_hits
-from tests.programs import REPOSITORY, run, torchrun_command
+from tests.programs import REPOSITORY, rows, run, torchrun_command
 from tests.selection import matrix
 
 SFT = ("launch/train_sft.py", "--config", "configs/demo_sft.yaml")
@@ -44,11 +43,6 @@ def settings(place: Path, output: Path, *more: str) -> list[str]:
         f"save.keep_last={STEPS}",
         *more,
     ]
-
-
-def rows(folder: Path) -> list[dict[str, float]]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [without_times(row) for row in found]
 
 
 @pytest.fixture(scope="module")

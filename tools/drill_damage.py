@@ -20,10 +20,7 @@ from rlmath.checkpoint.directory import MANIFEST, PARTIAL, complete_checkpoints
 from rlmath.config.run_files import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
-    EXIT_STATUS_FILE,
-    EXPORT_FOLDER,
     LOCK_FILE,
-    METRICS_FILE,
     SAMPLES_FOLDER,
     SUMMARY_FILE,
 )
@@ -165,12 +162,6 @@ def _largest_file(folder: Path) -> Path:
     return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
 
 
-def truncate(attempt: Attempt, rng: random.Random) -> str:
-    path = _largest_file(_newest(attempt.output))
-    os.truncate(path, rng.randrange(path.stat().st_size))
-    return f"truncated {path.relative_to(attempt.output)}"
-
-
 def flip_a_bit(attempt: Attempt, rng: random.Random) -> str:
     return _flip_in(attempt.output, _largest_file(_newest(attempt.output)), rng)
 
@@ -215,41 +206,7 @@ def empty_folder(attempt: Attempt, rng: random.Random) -> str:
     return f"{folder.name} is empty"
 
 
-def copy_as_later(attempt: Attempt, rng: random.Random) -> str:
-    """A whole checkpoint under the name of a step that was never made."""
-    folder = _newest(attempt.output)
-    later = folder.with_name("step-090000")
-    shutil.copytree(folder, later)
-    return f"{folder.name} copied to {later.name}"
-
-
 # ---------------------------------------------------------------- what else stands in the folder
-
-
-def tear_metrics(attempt: Attempt, rng: random.Random) -> str:
-    """As a power cut leaves it: half a line more."""
-    path = attempt.output / METRICS_FILE
-    with path.open("ab") as file:
-        file.write(b'{"step": 90000, "task_rew')
-    return f"half a line in {METRICS_FILE}"
-
-
-def leave_scratch(attempt: Attempt, rng: random.Random) -> str:
-    """What programs that were killed leave behind."""
-    files = (
-        f"{CHECKPOINTS_FOLDER}/step-090000{PARTIAL}/state/__0_0.distcp",
-        f"{CHECKPOINTS_FOLDER}/step-000001{PARTIAL}/manifest.json",
-        f"{EXPORT_FOLDER}{PARTIAL}/model.safetensors",
-        f".{CONFIG_FILE}.4711.tmp",
-        f".{EXIT_STATUS_FILE}.4711.tmp",
-        "metrics.tmp",
-        f"{SAMPLES_FOLDER}/step-000001.tmp",
-    )
-    for name in files:
-        path = attempt.output / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"left")
-    return f"left {len(files)} unfinished files"
 
 
 def pretend_end(attempt: Attempt, rng: random.Random) -> str:

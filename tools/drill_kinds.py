@@ -314,13 +314,11 @@ KINDS: dict[str, Kind] = {
     "sigint": Kind(any_time, signal_launcher(signal.SIGINT), _STOPS),
     "sighup": Kind(any_time, signal_launcher(signal.SIGHUP)),
     "disk-full": Kind(at_once, damage.fill_disk, spoil=damage.free_disk),
-    "truncated": _damaged(damage.truncate),
     "bit-flip": _damaged(damage.flip_a_bit),
     "unreadable": _damaged(damage.make_unreadable),
     "two-damaged": _damaged(damage.damage_two),
     "half-copied": _damaged(damage.lose_files),
     "emptied": _damaged(damage.empty_folder),
-    "renumbered": _damaged(damage.copy_as_later),
     "kill-export": Kind(in_export, kill_all, (FAILURE, FINISHED), place="export"),
     "sigterm-export": Kind(in_export, signal_launcher(signal.SIGTERM), (FINISHED,), place="export"),
     # the run continues by itself
@@ -334,8 +332,6 @@ KINDS: dict[str, Kind] = {
     "no-inodes": Kind(at_once, damage.use_up_inodes, _SURVIVES),
     "checkpoints-gone": Kind(any_time, damage.remove_checkpoints, _SURVIVES),
     # between two starts
-    "torn-metrics": _between(damage.tear_metrics),
-    "leftovers": _between(damage.leave_scratch),
     "looks-finished": _between(damage.pretend_end),
     "config-lost": _between(damage.lose_config),
     "moved": _between(damage.move_folder),

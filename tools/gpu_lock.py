@@ -381,18 +381,18 @@ def fetch(folder: Path) -> dict[str, bytes]:
     for package in PACKAGES.values():
         pattern = f"{package.replace('-', '_')}-{versions[package]}-*.whl"
         if not list(folder.glob(pattern)):
-            take(f"{package}=={versions[package]}", folder)
+            take([f"{package}=={versions[package]}"], folder)
         files |= python_files(next(folder.glob(pattern)))
     return files
 
 
-def take(pin: str, folder: Path) -> None:
-    """Take a wheel of the package index for the lock's Python, without what it depends on."""
+def take(pins: Sequence[str], folder: Path) -> None:
+    """Take wheels of the package index for the lock's Python and system, without what they depend on."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     command += ["--python-version", "3.12", "--dest", str(folder)]
-    for kind in ("2_28", "2_24", "2_17"):
-        command += ["--platform", f"manylinux_{kind}_x86_64"]
-    subprocess.run([*command, pin], check=True)
+    for kind in ("2014", *(f"_2_{minor}" for minor in range(5, 40))):
+        command += ["--platform", f"manylinux{kind}_x86_64"]
+    subprocess.run([*command, *pins], check=True)
 
 
 def python_files(wheel: Path) -> dict[str, bytes]:

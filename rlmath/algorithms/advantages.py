@@ -7,6 +7,14 @@
 | "rloo" | r - mean of the others of its group | RLOO, arXiv:2402.14740 |
 | "ppo" | r, then normalised over all tokens of the batch | AReaL's PPO without a critic, `adv_norm` |
 | "reinforce++" | r - group mean, then normalised likewise | REINFORCE++-baseline, arXiv:2501.03262 |
+| "lite_ppo" | (r - group mean) / (deviation of all rewards + eps) | Lite PPO, arXiv:2508.08221 |
+| "opo" | r - mean of the group, each weighed by its tokens | OPO, arXiv:2505.23585 |
+| "maxrl" | (s - p) / p, s whether r > 0, p the share of the group | MaxRL, arXiv:2602.02710 |
+| "pass@k" | k times what r adds to the best of k - 1 others, on average | PKPO, arXiv:2505.15201 |
+
+The last two are estimates of the group, whose expected gradients, over completions of one prompt, are those of the sum
+of pass@j / j for j from 1 to G - 1, and of the best reward of k completions (pass@k, where rewards are 0 and 1).
+"opo" takes the variance of a completion's gradient to grow with its tokens.
 
 Several rewards are summed before, or normalised each for itself: `gdpo_advantages` (GDPO, arXiv:2601.05242).
 
@@ -15,7 +23,7 @@ group. Groups may be of different sizes: one that was cut short is a smaller gro
 zeros where it is normalised. A reward that is NaN makes its group, or the normalised batch, NaN.
 """
 
-# Shape legend: G samples of one group, N samples of the batch, K rewards of a sample.
+# Shape legend: G samples of one group, O its G - 1 others, N samples of the batch, K rewards of a sample.
 
 from __future__ import annotations
 
@@ -28,22 +36,35 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "ppo", "reinforce++"]
+AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "ppo", "reinforce++", "lite_ppo", "opo", "maxrl", "pass@k"]
 ADVANTAGE_KINDS: tuple[str, ...] = get_args(AdvantageKind)
 
 
 def advantages(
-    rewards: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]], kind: AdvantageKind, eps: float
+    rewards: Sequence[Sequence[float]],
+    tokens: Sequence[Sequence[int]],
+    kind: AdvantageKind,
+    eps: float,
+    pass_k: int = 2,
 ) -> list[list[float]]:
     """The advantage of every completion, by group and sample.
 
-    `tokens` are the completions' lengths, the weights of completions in a normalisation over the batch.
+    `tokens` are the completions' lengths, the weights of completions in a normalisation over the batch, and in the
+    baseline of "opo". `pass_k` is the k of "pass@k".
 
     >>> advantages([[5.0, -5.0, -5.0, -5.0]], [[1, 1, 1, 1]], "rloo", eps=0.0)
     [[10.0, -3.333333333333333, -3.333333333333333, -3.333333333333333]]
     """
+    groups = [torch.tensor(row, dtype=torch.float64) for row in rewards]
+    if kind == "opo":
+        lengths = [torch.tensor(row, dtype=torch.float64) for row in tokens]
+        return [length_weighted(*pair).tolist() for pair in zip(groups, lengths, strict=True)]
+    if kind == "pass@k":
+        return [best_of_k(row_G, pass_k).tolist() for row_G in groups]
+    if kind == "lite_ppo":
+        return [row_G.tolist() for row_G in _scaled_by_batch(groups, eps)]
     of_group = _OF_GROUP[kind]
-    by_group = [of_group(torch.tensor(row, dtype=torch.float64), eps) for row in rewards]
+    by_group = [of_group(row_G, eps) for row_G in groups]
     if kind not in ("ppo", "reinforce++") or not by_group:
         return [row_G.tolist() for row_G in by_group]
     weights_N = torch.tensor([n for row in tokens for n in row], dtype=torch.float64)
@@ -71,6 +92,50 @@ def leave_one_out(rewards_G: Float[Tensor, "G"]) -> Float[Tensor, "G"]:
     """reward - mean of the others, which is G / (G - 1) times the distance from the mean of all."""
     G = len(rewards_G)
     return centred(rewards_G) * (G / max(1, G - 1))
+
+
+def length_weighted(rewards_G: Float[Tensor, "G"], tokens_G: Float[Tensor, "G"]) -> Float[Tensor, "G"]:
+    """reward - mean of the group, in which a completion counts as often as it has tokens."""
+    total = tokens_G.sum()
+    mean = (tokens_G * rewards_G).sum() / total if total > 0 else rewards_G.mean()
+    return _where_contrast(rewards_G, rewards_G - mean)
+
+
+def likelihood_weighted(rewards_G: Float[Tensor, "G"]) -> Float[Tensor, "G"]:
+    """(s - p) / p with s 1 where the reward is above 0, else 0, and p the mean of s; zeros where that is 0.
+
+    >>> likelihood_weighted(torch.tensor([5.0, -5.0, -5.0, -5.0])).tolist()
+    [3.0, -1.0, -1.0, -1.0]
+    """
+    right_G = torch.where(rewards_G.isnan(), rewards_G, (rewards_G > 0).to(rewards_G.dtype))
+    return _where_contrast(right_G, (right_G - right_G.mean()) / right_G.mean())
+
+
+def best_of_k(rewards_G: Float[Tensor, "G"], k: int) -> Float[Tensor, "G"]:
+    """k times by how much, on average over all choices of k - 1 others of the group, the completion's reward is above
+    the best of them. A group of less than k is one of its own size.
+
+    >>> best_of_k(torch.tensor([1.0, 0.0, 0.0]), 2).tolist(), best_of_k(torch.tensor([1.0, 1.0, 0.0]), 2).tolist()
+    ([2.0, 0.0, 0.0], [1.0, 1.0, 0.0])
+    """
+    G = len(rewards_G)
+    k = min(k, G)
+    if k < 2:
+        return centred(rewards_G)
+    chances = [math.comb(j, k - 2) / math.comb(G - 1, k - 1) for j in range(G - 1)]
+    chance_O = rewards_G.new_tensor(chances)  # that the others' j-th reward, from the least, is the best one
+    found_G = torch.empty_like(rewards_G)
+    for g in range(G):
+        others_O = torch.cat((rewards_G[:g], rewards_G[g + 1 :])).sort().values
+        found_G[g] = k * (chance_O * (rewards_G[g] - others_O).clamp(min=0.0)).sum()
+    return found_G
+
+
+def _scaled_by_batch(groups: Sequence[Tensor], eps: float) -> list[Tensor]:
+    """Every reward's distance from its group's mean, in deviations of all rewards (divided by their number less 1)."""
+    every_N = torch.cat(list(groups)) if groups else torch.zeros(0)
+    scale = every_N.std() + eps if len(every_N) > 1 else torch.ones(())
+    return [_where_contrast(row_G, centred(row_G) / scale) for row_G in groups]
 
 
 def batch_normalised(
@@ -141,6 +206,7 @@ _OF_GROUP: dict[str, Callable[[Tensor, float], Tensor]] = {
     "rloo": lambda rewards_G, eps: leave_one_out(rewards_G),
     "ppo": lambda rewards_G, eps: rewards_G,
     "reinforce++": lambda rewards_G, eps: centred(rewards_G),
+    "maxrl": lambda rewards_G, eps: likelihood_weighted(rewards_G),
 }
 
 

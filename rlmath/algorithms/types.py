@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 FinishReason = Literal["stop", "length"]
-GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce++")
+GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce++", "lite_ppo", "opo", "maxrl", "pass@k")
 """Words of `algorithm.advantage` that compare the completions of a group."""
 
 

@@ -472,6 +472,9 @@ class RewardConfig:
     """Schemes "mix" and "independent": what an answer without a box gets (SimpleRL's FORMAT_PENALTY_VALUE)."""
     output_scaling: PositiveFloat | None = None
     """AReaL's reward_output_scaling. null: 5 for "correctness", which makes +5 and -5, and 1 for the others."""
+    length_penalty: NonNegativeFloat = 0.0
+    """What 1,000 tokens cost in reward, times the group's pass rate, 1 / completions at least: length is dear where a
+    prompt is easy (arXiv:2506.05256)."""
     output_bias: FiniteFloat = 0.0
     """AReaL's reward_output_bias, subtracted before scaling."""
     mask_no_eos_with_zero: bool = False
@@ -534,13 +537,18 @@ class AlgorithmConfig:
     with a token-level loss."""
 
     advantage: (
-        Literal["grpo", "dr_grpo", "rloo", "ppo", "reinforce++", "gae"]
+        Literal["grpo", "dr_grpo", "rloo", "ppo", "reinforce++", "lite_ppo", "opo", "maxrl", "pass@k", "gae"]
         | Annotated[str, TakesFunction("advantage")]
     ) = "grpo"
     """"grpo": distance from the group's mean, in its deviations; "dr_grpo": distance alone; "rloo": distance from the
     mean of the others; "ppo": the reward itself, normalised over the batch's tokens (AReaL's PPO without a critic);
-    "reinforce++": distance from the group's mean, normalised over the batch's tokens; "gae": of every token, by the
+    "reinforce++": distance from the group's mean, normalised over the batch's tokens; "lite_ppo": the same distance in
+    deviations of the batch (arXiv:2508.08221); "opo": distance from the mean weighed by tokens (arXiv:2505.23585);
+    "maxrl": distance in units of the group's pass rate (arXiv:2602.02710); "pass@k": what a completion adds to the best
+    of pass_k (arXiv:2505.15201); "gae": of every token, by the
     values of a critic (the section `critic`), normalised likewise: PPO; or a function of yours, see docs/hooks.md."""
+    pass_k: Annotated[int, Range(2)] = 4
+    """The k of advantage="pass@k", at most rollout.group_size (arXiv:2505.15201)."""
     advantage_eps: NonNegativeFloat = 1e-6
     """Added to every deviation that an advantage is divided by."""
     loss: Literal["clip", "gspo", "cispo", "gmpo", "sapo", "dppo_tv", "dppo_kl"] = "clip"

@@ -390,6 +390,16 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f'rollout.group_size is {config.rollout.group_size}; algorithm.advantage="{algorithm.advantage}" compares '
             'the completions of a group and needs at least 2. Raise it, or set algorithm.advantage to "ppo" or "gae".'
         )
+    if algorithm.advantage == "pass@k" and algorithm.pass_k > config.rollout.group_size:
+        yield (
+            f"algorithm.pass_k is {algorithm.pass_k}, above rollout.group_size {config.rollout.group_size}: a group "
+            "has no so many completions. Lower the former."
+        )
+    if algorithm.advantage in ("maxrl", "pass@k") and algorithm.kl_in == "reward" and algorithm.kl_coef:
+        yield (
+            f'algorithm.advantage is "{algorithm.advantage}", which counts successes, and algorithm.kl_in="reward" '
+            "takes every completion's KL from what is counted. Set algorithm.kl_in=loss."
+        )
     if (hook := advantage_hook(config)) is not None and algorithm.kl_in == "reward" and algorithm.kl_coef:
         yield (
             f'algorithm.kl_in is "reward", which is part of the advantages, and these are of {hook}. Set '

@@ -122,8 +122,8 @@ def _gdpo_problems(reward: RewardConfig, algorithm: AlgorithmConfig) -> Iterator
             'algorithm.kl_in is "reward", and with reward.combine=gdpo there is no one reward to take it from. Set '
             'algorithm.kl_in="loss", or reward.combine=sum.'
         )
-    if reward.mask_no_eos_with_zero or reward.overlong_buffer:
-        name = "mask_no_eos_with_zero" if reward.mask_no_eos_with_zero else "overlong_buffer"
+    of_sums = ("mask_no_eos_with_zero", "overlong_buffer", "length_penalty")
+    if name := next((one for one in of_sums if getattr(reward, one)), None):
         yield (
             f"reward.{name} changes the sum of the rewards, which reward.combine=gdpo does not learn from. List "
             "length, or a function of yours, as a reward of its own; or set reward.combine=sum."

@@ -40,6 +40,11 @@ UNUSED: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         'with algorithm.loss="sapo", whose gate has no bounds',
     ),
     (
+        "algorithm.pass_k",
+        lambda c: c.algorithm.advantage != "pass@k",
+        'without algorithm.advantage="pass@k"',
+    ),
+    (
         "algorithm.entropy_delta",
         lambda c: c.algorithm.entropy_target is None,
         "without algorithm.entropy_target",

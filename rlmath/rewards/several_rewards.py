@@ -219,8 +219,30 @@ def summed_rewards(group: ScoredGroup, reward: RewardConfig) -> list[float]:
     """The rewards that advantages of weighted sums are made of: those of the scores, where a reward that failed counts
     as the mean of what it gave the others of the group, so that it moves nothing.
 
-    Where it gave none a value, it adds nothing. A completion that `mask_no_eos_with_zero` sets to 0 stays there.
+    Where it gave none a value, it adds nothing. A completion that `mask_no_eos_with_zero` sets to 0 stays there. All
+    less `reward.length_penalty`.
     """
+    rewards = _without_failures(group, reward)
+    if not reward.length_penalty:
+        return rewards
+    tokens = [len(one.token_ids) for one in group.completions]
+    return length_penalised(rewards, tokens, [one.correct for one in group.scores], reward.length_penalty)
+
+
+def length_penalised(
+    rewards: Sequence[float], tokens: Sequence[int], correct: Sequence[bool], penalty: float
+) -> list[float]:
+    """Rewards of a group less `penalty` for every 1,000 tokens, times the share of right completions, or 1 / G where
+    it is less (ALP, arXiv:2506.05256).
+
+    >>> length_penalised([1.0, 0.0], [1000, 500], [True, False], penalty=0.5)
+    [0.75, -0.125]
+    """
+    cost = penalty / 1000 * max(sum(correct), 1) / max(1, len(correct))
+    return [reward - cost * n for reward, n in zip(rewards, tokens, strict=True)]
+
+
+def _without_failures(group: ScoredGroup, reward: RewardConfig) -> list[float]:
     if not reward.rewards or not any(score.failures for score in group.scores):
         return group.rewards
     scheme = Scheme.of(reward)

@@ -439,7 +439,8 @@ class PolicyUpdater:
             return gdpo_advantages(parts_PG, weights, algorithm.advantage_eps)
         if not groups:
             return []
-        return advantages(rewards_PG, tokens_PG, algorithm.advantage, algorithm.advantage_eps)
+        kind, eps = algorithm.advantage, algorithm.advantage_eps
+        return advantages(rewards_PG, tokens_PG, kind, eps, algorithm.pass_k)
 
     def pack_minibatches(self, samples: Sequence[Sample], number: int) -> list[list[MicroBatch]]:
         """This data-parallel rank's micro-batches of every minibatch."""

@@ -1,3 +1,4 @@
+import itertools
 import math
 import statistics
 
@@ -44,10 +45,47 @@ def approx(rows: Rows, tolerance: float = 1e-12) -> list:
         # the same squared distances over 4: deviation 4.330127, 7.5 / 4.330127 = sqrt(3)
         ("ppo", [1.7320508, -0.5773503, -0.5773503, -0.5773503]),
         ("reinforce++", [1.7320508, -0.5773503, -0.5773503, -0.5773503]),
+        ("lite_ppo", [1.5, -0.5, -0.5, -0.5]),  # the batch is the group
+        ("opo", [7.5, -2.5, -2.5, -2.5]),
+        ("maxrl", [3.0, -1.0, -1.0, -1.0]),  # (1 - 1/4) / (1/4)
+        ("pass@k", [20.0, 0.0, 0.0, 0.0]),  # 2 x (5 + 5); only what is best adds to the best of two
     ],
 )
 def test_one_right_answer_of_four(kind: AdvantageKind, wanted: list[float]):
     assert advantages([[5.0, -5.0, -5.0, -5.0]], [[1, 1, 1, 1]], kind, 0.0) == approx([wanted], 1e-7)
+
+
+def test_kinds_that_look_beyond_means_by_hand():
+    # all rewards 1 0 | 3 0: mean 1, squared distances 0 + 1 + 4 + 1 over 3
+    got = advantages([[1.0, 0.0], [3.0, 0.0]], [[1, 1]] * 2, "lite_ppo", 0.5)
+    scale = math.sqrt(2) + 0.5
+    assert got == approx([[0.5 / scale, -0.5 / scale], [1.5 / scale, -1.5 / scale]])
+    # (3 x 1 + 1 x 0) / 4
+    assert advantages([[1.0, 0.0]], [[3, 1]], "opo", 0.0) == approx([[0.25, -0.75]])
+    # the best of two others: of (0, 1), (0, 3), (1, 3); of 4 it is 2 above 2 on average: 3 x (3 + 1 + 1) / 3
+    assert advantages([[4.0, 0.0, 1.0, 3.0]], [[1] * 4], "pass@k", 0.0, 3) == approx([[5.0, 0.0, 0.0, 2.0]])
+
+
+def expected_gradient(kind: AdvantageKind, p: float, G: int, k: int = 2) -> float:
+    """By p, of a group whose completions are right with chance p, over all its outcomes; a mean over completions."""
+    total = 0.0
+    for outcome in itertools.product((0.0, 1.0), repeat=G):
+        (row,) = advantages([list(outcome)], [[1] * G], kind, 0.0, k)
+        chance = math.prod(p if right else 1 - p for right in outcome)
+        scores = [1 / p if right else -1 / (1 - p) for right in outcome]
+        total += chance * sum(a * s for a, s in zip(row, scores, strict=True)) / G
+    return total
+
+
+@pytest.mark.parametrize("p", [0.05, 0.3, 0.9])
+def test_maxrl_and_pass_at_k_have_the_expected_gradients_that_they_claim(p: float):
+    for G in (2, 3, 6):
+        # pass@j = 1 - (1 - p)^j, whose derivative is j (1 - p)^(j - 1)
+        likelihood = sum((1 - p) ** (j - 1) for j in range(1, G))
+        assert expected_gradient("maxrl", p, G) == pytest.approx(likelihood, rel=1e-12)
+        for k in range(2, G + 1):
+            assert expected_gradient("pass@k", p, G, k) == pytest.approx(k * (1 - p) ** (k - 1), rel=1e-12)
+    assert expected_gradient("rloo", p, 4) == pytest.approx(1.0)
 
 
 # ---------------------------------------------------------------- groups and their sizes
@@ -112,15 +150,30 @@ groups = st.lists(
 
 
 def by_the_book(rewards: Rows, tokens: list[list[int]], kind: str, eps: float) -> Rows:
+    everything = [reward for row in rewards for reward in row]
+    lengths = {id(row): ns for row, ns in zip(rewards, tokens, strict=True)}
+
     def of_group(row: list[float]) -> list[float]:
         mean = statistics.fmean(row)
         if kind == "ppo":
             return row
         if len(row) == 1:
             return [0.0]
+        if kind == "opo":
+            of_tokens = [r for r, n in zip(row, lengths[id(row)], strict=True) for _ in range(n)]
+            return [r - statistics.fmean(of_tokens) for r in row]
+        if kind == "maxrl":
+            right = [float(r > 0) for r in row]
+            rate = statistics.fmean(right)
+            return [(s - rate) / rate if rate else 0.0 for s in right]
+        if kind == "pass@k":  # of 2
+            return [
+                2 * statistics.fmean(max(r - o, 0) for o in row[:g] + row[g + 1 :]) for g, r in enumerate(row)
+            ]
         if kind == "rloo":
             return [r - (sum(row) - r) / (len(row) - 1) for r in row]
-        scale = statistics.stdev(row) + eps if kind == "grpo" else 1.0
+        scale = {"grpo": statistics.stdev(row) + eps, "lite_ppo": statistics.stdev(everything) + eps}
+        scale = scale.get(kind, 1.0)
         return [(r - mean) / scale if len(set(row)) > 1 else 0.0 for r in row]
 
     by_group = [of_group(row) for row in rewards]

@@ -88,23 +88,14 @@ def test_formats_and_sizes_are_those_asked_for(source: Path, tmp_path: Path):
     assert formats == [torch.bfloat16, torch.float32]
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
-        ({"num_hidden_layers": 5}, "tensors are not in the weights: model.layers.4."),
-        ({"num_hidden_layers": 3}, "tensors are unknown to Qwen2ForCausalLM: model.layers.3."),
-        ({"intermediate_size": 100}, "has shape (192, 128), config.json makes it (100, 128)"),
-    ],
-)
 def test_a_mistake_ends_with_2_and_writes_nothing(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, object], told: str
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     copy = Path(shutil.copytree(source, tmp_path / "copy"))
     config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"layer_types": None} | change))
+    (copy / "config.json").write_text(json.dumps(config | {"intermediate_size": 100}))
     assert to_megatron(copy, tmp_path / "out") == convert.MISTAKE
-    assert told in capsys.readouterr().err
+    assert "has shape (192, 128), config.json makes it (100, 128)" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
 
 

@@ -1,4 +1,4 @@
-"""rlmath/cli/plan_memory.py: from a config and config.json alone to a table, plain data or a refusal."""
+"""rlmath/cli/plan_memory.py: from a config and a model's shape to a table, plain data or a refusal."""
 
 import json
 from pathlib import Path
@@ -10,21 +10,8 @@ from rlmath.config.schema import Config, ParallelConfig, RolloutConfig
 from rlmath.planning.parallelism import least_ranks
 
 STAGED = Path(__file__).resolve().parents[2] / "configs" / "areal" / "v0.1_1.5b_stages.yaml"
-QWEN_7B = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "vocab_size": 152064,
-    "max_position_embeddings": 32768,
-    "rope_theta": 1000000.0,
-    "rms_norm_eps": 1e-6,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-}
+MODEL = "model.path=/nowhere/Qwen2.5-7B"
+"""Planned with the published shape."""
 FITS = (
     "parallel.tensor=4",
     "parallel.sequence=true",
@@ -36,15 +23,8 @@ FITS = (
 )
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    """A folder that holds nothing but config.json."""
-    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B), encoding="utf-8")
-    return f"model.path={tmp_path}"
-
-
-def test_a_table_of_parts_by_phases_for_every_stage(model: str, capsys: pytest.CaptureFixture[str]):
-    assert main([model, *FITS, "parallel.pipeline=2", "--ranks", "16"]) == 0
+def test_a_table_of_parts_by_phases_for_every_stage(capsys: pytest.CaptureFixture[str]):
+    assert main([MODEL, *FITS, "parallel.pipeline=2", "--ranks", "16"]) == 0
     out = capsys.readouterr().out
     assert "7.62 B parameters on 16 ranks\nLayout: TP4 x PP2 x DP2, 16 engines of TP1\n" in out
     assert "H100-80GB: 79.1 GiB, of which a run may fill 72.9" in out
@@ -54,8 +34,8 @@ def test_a_table_of_parts_by_phases_for_every_stage(model: str, capsys: pytest.C
     assert rows.count("kv_cache") == rows.count("held") == 2
 
 
-def test_plain_data_adds_up(model: str, capsys: pytest.CaptureFixture[str]):
-    assert main([model, *FITS, "--json"]) == 0
+def test_plain_data_adds_up(capsys: pytest.CaptureFixture[str]):
+    assert main([MODEL, *FITS, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["ranks"] == 4 and data["problems"] == []
     (plan,) = data["plans"]
@@ -64,24 +44,22 @@ def test_plain_data_adds_up(model: str, capsys: pytest.CaptureFixture[str]):
     assert data["device"]["kind"] == "cuda"
 
 
-def test_what_cannot_fit_ends_with_an_error_and_the_key(model: str, capsys: pytest.CaptureFixture[str]):
-    assert main([model, "memory.gpu=A100-40GB"]) == 2
+def test_what_cannot_fit_ends_with_an_error_and_the_key(capsys: pytest.CaptureFixture[str]):
+    assert main([MODEL, "memory.gpu=A100-40GB"]) == 2
     told = capsys.readouterr()
     assert "held" in told.out
     assert 'in the phase "update"' in told.err and "policy.recompute_granularity=full" in told.err
 
 
-def test_settings_that_no_run_could_have_are_told_and_not_planned(
-    model: str, capsys: pytest.CaptureFixture[str]
-):
-    assert main([model, "parallel.tensor=3", "memory.gpu=H10", "--ranks", "4"]) == 2
+def test_settings_that_no_run_could_have_are_told_and_not_planned(capsys: pytest.CaptureFixture[str]):
+    assert main([MODEL, "parallel.tensor=3", "memory.gpu=H10", "--ranks", "4"]) == 2
     told = capsys.readouterr()
     assert told.out == ""
     assert '"H100-80GB"' in told.err and "does not divide the 4 ranks" in told.err
 
 
-def test_without_a_gpu_the_plan_is_for_the_cpu(model: str, capsys: pytest.CaptureFixture[str]):
-    assert main([model, "run.device=cpu"]) == 0
+def test_without_a_gpu_the_plan_is_for_the_cpu(capsys: pytest.CaptureFixture[str]):
+    assert main([MODEL, "run.device=cpu"]) == 0
     assert "Planned for the CPU" in capsys.readouterr().out
 
 
@@ -96,8 +74,8 @@ def test_the_least_ranks_make_whole_replicas_and_whole_engines():
     assert least_ranks(config) == 12
 
 
-def test_engines_on_ranks_of_their_own_have_a_table(model: str, capsys: pytest.CaptureFixture[str]):
-    own = (model, *FITS, "rollout.ranks=4", "rollout.tensor_parallel=2", "rollout.max_staleness=0")
+def test_engines_on_ranks_of_their_own_have_a_table(capsys: pytest.CaptureFixture[str]):
+    own = (MODEL, *FITS, "rollout.ranks=4", "rollout.tensor_parallel=2", "rollout.max_staleness=0")
     assert main([*own, "--ranks", "12"]) == 0
     out = capsys.readouterr().out
     assert "TP4 x PP1 x DP2, 2 engines of TP2 on ranks of their own\nranks 0-7 train, ranks 8-11" in out

@@ -12,16 +12,22 @@ from rlmath.data.seqlen_balancing import (
     Budget,
     Cost,
     MinibatchPlan,
-    assign_bins,
     balance_ranks,
     pack_evenly,
     pack_tightly,
     plan_minibatches,
 )
-from tools.bench_packing import COST, draw_lengths
 
 ATTENTION = Cost(30.0, 1.0)
 """At 30 tokens attention costs as much as everything else."""
+COST_OF_1_5B = Cost(9.3e9, 2.6e5)
+"""FLOPs of a model of 1.5B parameters."""
+
+
+def lengths_of_long_reasoning(limit: int, count: int) -> list[int]:
+    """Tokens of prompt and answer; 9 to 17% of the answers are cut at the limit."""
+    draw = random.Random(limit)
+    return [106 + min(limit, 1 + int(draw.lognormvariate(8.4, 1.4))) for _ in range(count)]
 
 
 @st.composite
@@ -111,19 +117,6 @@ def test_fewer_samples_than_minibatches_are_refused():
         plan_minibatches([3, 4], 3, 1, max_tokens=8, seed=0)
 
 
-def test_a_count_that_must_be_a_multiple_spreads_the_samples_over_more_microbatches():
-    # Three of 9 tokens would do (6 + 3, 5 + 4, 5 + 4); four are asked for.
-    (minibatch,) = plan_minibatches([6, 3, 5, 4, 5, 4], 1, 1, max_tokens=9, seed=0, count_multiple=4)
-    assert [sum((6, 3, 5, 4, 5, 4)[i] for i in part) for part in microbatches(minibatch)] == [8, 8, 6, 5]
-
-
-def test_bins_are_assigned_in_rounds_the_most_costly_to_the_rank_with_least_work():
-    # Round one 9, 7, 5 to ranks 0, 1, 2; round two 4, 2, 1 to ranks 2, 1, 0.
-    lengths = [9, 7, 5, 4, 2, 1]
-    budget = Budget(lengths, [float(n) for n in lengths], 9)
-    assert assign_bins(budget, [[i] for i in range(6)], 3) == [[[0], [5]], [[1], [4]], [[2], [3]]]
-
-
 def test_a_sample_that_fits_moves_to_the_lighter_rank():
     # 8 against 4: giving 2 away makes 6 each, no swap does.
     ranks = [[[0, 1]], [[2, 3]]]
@@ -148,14 +141,12 @@ def test_ranks_stay_as_they_are_where_the_budget_allows_no_exchange():
 @pytest.mark.parametrize("limit", [16_384, 28_672])
 @pytest.mark.parametrize("data_size", [8, 32])
 def test_lengths_of_long_reasoning_fill_the_budget_and_load_ranks_alike(limit: int, data_size: int):
-    draw = random.Random(limit)
-    lengths = [106 + min(limit, 1 + int(draw.lognormvariate(8.4, 1.4))) for _ in range(2048)]
-    cost = Cost(9.3e9, 2.6e5)
-    for minibatch in plan_minibatches(lengths, 2, data_size, limit + 4096, seed=1, cost=cost):
+    lengths = lengths_of_long_reasoning(limit, 2048)
+    for minibatch in plan_minibatches(lengths, 2, data_size, limit + 4096, seed=1, cost=COST_OF_1_5B):
         tokens = sum(lengths[index] for index in members(minibatch))
         bound = -(-tokens // ((limit + 4096) * data_size))
         assert len(minibatch.microbatches_by_rank[0]) <= 1.02 * bound
-        work = rank_costs(minibatch, lengths, cost)
+        work = rank_costs(minibatch, lengths, COST_OF_1_5B)
         assert max(work) - min(work) <= 0.02 * sum(work) / data_size
 
 
@@ -222,5 +213,6 @@ def test_exchanges_are_looked_for_between_a_bounded_number_of_pairs_for_each_ran
         return exchange(*args, **named)
 
     monkeypatch.setattr(seqlen_balancing, "_exchange", counted)
-    plan_minibatches(draw_lengths(28_672, 8 * ranks, seed=1), 1, ranks, 32_768, seed=1, cost=COST)
+    lengths = lengths_of_long_reasoning(28_672, 8 * ranks)
+    plan_minibatches(lengths, 1, ranks, 32_768, seed=1, cost=COST_OF_1_5B)
     assert 0 < pairs[0] <= 16 * ranks

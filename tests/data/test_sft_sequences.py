@@ -13,22 +13,11 @@ from rlmath.cli.make_tiny_model import make_tokenizer
 from rlmath.data.sft_sequences import WrittenSequence, load_sequences, sequences_fingerprint, split_held_out
 
 PROMPT_FORM = {"prompt": "47+85=", "completion": "\\boxed{132}"}
-CHAT_TEMPLATE = (
-    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     return make_tokenizer()
-
-
-@pytest.fixture
-def chat_tokenizer():
-    found = make_tokenizer()
-    found.chat_template = CHAT_TEMPLATE
-    return found
 
 
 def write(path: Path, *rows: object) -> str:
@@ -57,15 +46,6 @@ def test_an_end_that_is_written_is_not_doubled(tmp_path: Path, tokenizer) -> Non
             write(tmp_path / f"{number}.jsonl", {"prompt": "1", "completion": completion}), tokenizer
         )
         assert one.completion_ids.count(tokenizer.eos_token_id) == 1
-
-
-def test_of_messages_the_assistants_turns_are_learned(tmp_path: Path, chat_tokenizer) -> None:
-    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
-    row = {"messages": [{"role": role, "content": content} for role, content in turns]}
-    (one,), _ = load(write(tmp_path / "a.jsonl", row), chat_tokenizer)
-    assert texts(one, chat_tokenizer) == ("[user]a[assistant]", "b[user]c[assistant]d<eos>")
-    learned = [token for token, is_learned in zip(one.completion_ids, one.learned, strict=True) if is_learned]
-    assert chat_tokenizer.decode(learned) == "bd<eos>" and one.n_learned == 3
 
 
 def test_messages_need_a_chat_template(tmp_path: Path, tokenizer) -> None:

@@ -14,17 +14,13 @@ import torch.distributed as dist
 
 from rlmath.algorithms.types import Sample, ScoredGroup
 from rlmath.config.schema import Config, OptimizerConfig, ParallelConfig, RolloutConfig, SyncConfig
-from rlmath.data.dataset import load_inputs, load_validation
 from rlmath.data.packing import pack
 from rlmath.distributed.bridge import open_worlds
 from rlmath.distributed.device import init_process_group, open_device
-from rlmath.distributed.fault_tolerance.preemption import StopRequest
 from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.planning.memory_estimate import engine_mesh_of, mesh_of
 from rlmath.run.prepared import PreparedRun
-from rlmath.run.recovery.resume import Origin
 from tests.distributed import partial_rollout_cases as partial
-from tests.tiny_models import shape_of
 
 LEARNS = OptimizerConfig(kind="sgd", lr=0.05, distributed=False)
 ASYNC = RolloutConfig(
@@ -61,10 +57,7 @@ def run(folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Map
     for_this = ("score", "snapshots", "paced")
     sections = {name: value for name, value in more.items() if name not in for_this}
     config = partial.config_of(folder, place, steps, rollout, {"optimizer": LEARNS} | sections)
-    shape = shape_of(folder)
-    inputs = load_inputs(config, shape)
-    validation = load_validation(config, inputs.tokenizer, shape.vocab_size)
-    prepared = PreparedRun(config, shape, inputs, Origin("", ""), None, validation=validation)
+    prepared = partial.prepared_run(config)
     world, rank, device = environment_world_size(), environment_rank(), open_device("cpu")
     if rank >= world - rollout.ranks:
         _sample(prepared, world, rank, device, bool(more.get("paced")))
@@ -119,8 +112,6 @@ def _sample(prepared: PreparedRun[Any], world: int, rank: int, device: Any, pace
 def _train(
     prepared: PreparedRun[Any], world: int, rank: int, device: Any, steps: int, more: Mapping[str, Any]
 ) -> Run:
-    from rlmath.run.divergence import DivergenceCheck
-    from rlmath.run.recovery.checkpointing import Checkpointer
     from rlmath.trainer.grpo import GrpoTrainer
 
     config: Config = prepared.config
@@ -131,10 +122,7 @@ def _train(
         else:
             init_process_group(device, 120.0, store)
         trainer = GrpoTrainer(prepared.on_rank(mesh, device, workers=workers, bridge=bridge))
-        stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, 0)
-        divergence = DivergenceCheck(trainer, 3, None)
-        checkpointer = Checkpointer(trainer, prepared.origin, stop, divergence, lambda: None)
-        trainer.begin(0, checkpointer.export, checkpointer.asked_to_stop)
+        partial.begin(trainer)
         weights = {}
         for number in range(steps):
             weights[trainer.actor.learner.updates] = _copy_of(trainer)

@@ -26,11 +26,8 @@ from rlmath.config.schema import (
     TelemetryConfig,
     ValidationConfig,
 )
-from rlmath.data.dataset import load_inputs, load_validation
-from rlmath.run.prepared import PreparedRun
-from rlmath.run.recovery.resume import Origin
 from tests.distributed.optimizer_cases import run_here
-from tests.tiny_models import shape_of
+from tests.distributed.partial_rollout_cases import prepared_run
 
 SEED = 101
 PROMPTS, PER_STEP, GROUP = 9, 3, 4
@@ -126,10 +123,6 @@ def whole_run(model: Path, folder: Path) -> dict[str, Any]:
     """A run of three steps; the last one begins with a validation, and one follows it."""
     from rlmath.trainer.grpo import GrpoTrainer
 
-    config, shape = settings(model, folder), shape_of(model)
-    inputs = load_inputs(config, shape)
-    files = load_validation(config, inputs.tokenizer, shape.vocab_size)
-    prepared = PreparedRun(config, shape, inputs, Origin("", ""), None, validation=files)
     found: dict[str, Any] = {"records": []}
 
     class Observed(GrpoTrainer):
@@ -157,7 +150,7 @@ def whole_run(model: Path, folder: Path) -> dict[str, Any]:
             found["watched"] = self.check.rewards
             super().close(status)
 
-    found["status"] = run_here(Observed, prepared)
+    found["status"] = run_here(Observed, prepared_run(settings(model, folder)))
     return found
 
 

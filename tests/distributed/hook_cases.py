@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +13,17 @@ from rlmath.config.schema import (
     AlgorithmConfig,
     Config,
     DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PolicyConfig,
-    RewardConfig,
     RolloutConfig,
     RunConfig,
-    SaveConfig,
     SelectionConfig,
     TelemetryConfig,
 )
 from rlmath.config.schema import ValidationConfig as Validation
-from rlmath.data.dataset import load_inputs, load_validation
 from rlmath.distributed.device import init_process_group, open_device
-from rlmath.distributed.fault_tolerance.preemption import StopRequest
 from rlmath.distributed.mesh import Mesh
-from rlmath.run.prepared import PreparedRun
-from rlmath.run.recovery.resume import Origin
 from rlmath.trainer.step_hooks import StepHooks
 from rlmath.workers.user_functions import UserFunctionError
-from tests.tiny_models import shape_of
+from tests.distributed import partial_rollout_cases as partial
 
 REWARDS, TOKENS = [[1.0, 0.0], [2.0]], [[3, 4], [5]]
 
@@ -87,56 +77,40 @@ def shared(plugin: str) -> dict[str, Any]:
     return found
 
 
-def config_of(folder: Path, place: Path) -> Config:
-    return Config(
-        run=RunConfig(output_dir=str(place / "run"), total_steps=3, total_epochs=3, seed=7, device="cpu"),
-        model=ModelConfig(path=str(folder)),
-        data=DataConfig(train_path=str(place / "train.jsonl"), prompts_per_step=4, max_prompt_tokens=8),
-        policy=PolicyConfig(max_tokens_per_microbatch=64),
-        optimizer=OptimizerConfig(
-            kind="sgd", lr=1e-2, min_lr=1e-3, decay="cosine", warmup_steps=4, distributed=False
-        ),
-        rollout=RolloutConfig(
-            group_size=3, max_new_tokens=12, temperature=0.9, cpu_kv_cache_gib=0.1, progress_bar=False
-        ),
-        reward=RewardConfig(function="tests.reward_by_hash:reward"),
-        algorithm=AlgorithmConfig(n_minibatches=3, epochs=2, kl_coef=0.1, early_stop_ratio=None),
-        save=SaveConfig(ckpt_freq_secs=None),
-    )
-
-
 def steps(folder: Path, place: Path, plugin: str) -> dict[str, Any]:
     """Two steps of one rank: in the second one the advantage fails."""
-    from rlmath.run.divergence import DivergenceCheck
-    from rlmath.run.recovery.checkpointing import Checkpointer
     from rlmath.trainer.grpo import GrpoTrainer
 
     rows = [{"question": f"{n}+{n}=", "answer": str(2 * n), "id": f"q{n}"} for n in range(8)]
     for name in ("train", "held"):
         (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config, shape = config_of(folder, place), shape_of(folder)
-    config = replace(
-        config,
-        run=replace(config.run, plugins=[plugin]),
-        data=replace(config.data, template="raw"),
-        algorithm=replace(config.algorithm, advantage="by_rank", kl_coef=0.0),
-        selection=SelectionConfig(dynamic_sampling="even", max_extra_prompts=2),
-        telemetry=TelemetryConfig(metrics=["lengths"]),
-        validation=Validation(
+    more = {
+        "run": RunConfig(
+            output_dir=str(place / "run"),
+            total_steps=3,
+            total_epochs=3,
+            seed=7,
+            device="cpu",
+            plugins=[plugin],
+        ),
+        "data": DataConfig(
+            train_path=str(place / "train.jsonl"), prompts_per_step=4, max_prompt_tokens=8, template="raw"
+        ),
+        "algorithm": AlgorithmConfig(advantage="by_rank", n_minibatches=3, epochs=2, early_stop_ratio=None),
+        "selection": SelectionConfig(dynamic_sampling="even", max_extra_prompts=2),
+        "telemetry": TelemetryConfig(metrics=["lengths"]),
+        "validation": Validation(
             every_steps=1, paths=[str(place / "held.jsonl")], max_new_tokens=4, scorer="first_three"
         ),
-    )
-    inputs = load_inputs(config, shape)
-    validation = load_validation(config, inputs.tokenizer, shape.vocab_size)
-    prepared = PreparedRun(config, shape, inputs, Origin("", ""), None, validation=validation)
+    }
+    rollout = RolloutConfig(group_size=3, max_new_tokens=12, cpu_kv_cache_gib=0.1, progress_bar=False)
+    config = partial.config_of(folder, place, 3, rollout, more)
+    prepared = partial.prepared_run(config)
     device, mesh = open_device("cpu"), Mesh(0, 1, 1, 1, 1)
     with GrpoTrainer.open_workers(config, mesh) as workers:
         init_process_group(device, 120.0)
         trainer = GrpoTrainer(prepared.on_rank(mesh, device, workers=workers))
-        stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, 0)
-        divergence = DivergenceCheck(trainer, 3, None)
-        checkpointer = Checkpointer(trainer, prepared.origin, stop, divergence, lambda: None)
-        trainer.begin(0, checkpointer.export, checkpointer.asked_to_stop)
+        partial.begin(trainer)
         first = trainer.step(0)
         state = trainer.rollouts.files(), trainer.rollouts.next_draw, trainer.actor.learner.updates
         (place / "fail").touch()

@@ -24,7 +24,7 @@ from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
 from rlmath.planning.memory_estimate import Target, plan_rank
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
-from tests.distributed.policy_cases import Case, Stage, settings
+from tests.distributed.policy_cases import Case, Stage, build
 from tests.tiny_models import shape_of
 
 FLOAT32_BYTES = 4
@@ -115,35 +115,12 @@ class SavedActivations:
 
 
 def _build(folder: Path, layout: Layout) -> Stage:
-    from rlmath.models.build import build_actor
-    from rlmath.models.megatron import start_megatron
-
-    case = layout.case
-    device = open_device("cpu")
-    init_process_group(device, 120.0)
-    mesh = Mesh(
-        dist.get_rank(),
-        dist.get_world_size(),
-        case.tensor,
-        case.pipeline,
-        engine_size=1,
-        virtual_pipeline=case.virtual_pipeline,
-    )
-    start_megatron(mesh, device, seed=1, timeout_seconds=120.0)
-    config, shape = _settings(folder, layout), shape_of(folder)
-    actor = build_actor(config, shape, mesh, device, total_updates=10, stop_token_ids=(1,))
-    return Stage(actor, mesh, shape, config, device)
-
-
-def _settings(folder: Path, layout: Layout) -> Config:
-    config = settings(folder, layout.case)
-    policy = replace(
-        config.policy,
-        recompute_granularity=layout.granularity,
-        recompute_method=layout.method,
-        recompute_num_layers=layout.recompute_layers,
-    )
-    return replace(config, policy=policy, optimizer=replace(config.optimizer, lr=1e-6))
+    policy = {
+        "recompute_granularity": layout.granularity,
+        "recompute_method": layout.method,
+        "recompute_num_layers": layout.recompute_layers,
+    }
+    return build(folder, replace(layout.case, lr=1e-6), **policy)
 
 
 def _batches(stage: Stage, layout: Layout) -> list[MicroBatch]:

@@ -115,30 +115,41 @@ def _prompts(place: Path) -> str:
     return str(path)
 
 
+def prepared_run(config: Config) -> PreparedRun[Any]:
+    """What a start reads."""
+    shape = shape_of(Path(config.model.path))
+    inputs = load_inputs(config, shape)
+    validation = load_validation(config, inputs.tokenizer, shape.vocab_size)
+    return PreparedRun(config, shape, inputs, Origin("", ""), None, validation=validation)
+
+
+def begin(trainer: Any) -> None:
+    """As the loop of a run begins, from its first step on."""
+    from rlmath.run.divergence import DivergenceCheck
+    from rlmath.run.recovery.checkpointing import Checkpointer
+
+    stop = StopRequest(trainer.config.run.stop_grace_seconds, trainer.config.run.output_dir, 0)
+    check = DivergenceCheck(trainer, 3, None)
+    checkpointer = Checkpointer(trainer, Origin("", ""), stop, check, lambda: None)
+    trainer.begin(0, checkpointer.export, checkpointer.asked_to_stop)
+
+
 def run(folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Mapping[str, Any]) -> Run:
     """All steps of a small run, without the life cycle around them; `more` has sections of its settings. With
     "stop_after" the rollouts begin anew after so many steps, with what a checkpoint would hold of them, with
     "reward_changed" with another reward function."""
-    from rlmath.run.divergence import DivergenceCheck
-    from rlmath.run.recovery.checkpointing import Checkpointer
     from rlmath.trainer.grpo import GrpoTrainer
     from rlmath.trainer.rollouts.synchronous import PartialRollouts
 
     sections = {name: value for name, value in more.items() if name not in ("stop_after", "reward_changed")}
-    config, shape = config_of(folder, place, steps, rollout, sections), shape_of(folder)
-    inputs = load_inputs(config, shape)
-    validation = load_validation(config, inputs.tokenizer, shape.vocab_size)
-    prepared = PreparedRun(config, shape, inputs, Origin("", ""), None, validation=validation)
+    prepared = prepared_run(config := config_of(folder, place, steps, rollout, sections))
     world, parallel = environment_world_size(), config.parallel
     mesh = Mesh(environment_rank(), world, parallel.tensor, 1, rollout.tensor_parallel)
     device, found = open_device("cpu"), Run([], [], [], [], [], [])
     with GrpoTrainer.open_workers(config, mesh) as workers:
         init_process_group(device, 120.0)
         trainer = GrpoTrainer(prepared.on_rank(mesh, device, workers=workers))
-        stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, 0)
-        divergence = DivergenceCheck(trainer, 3, None)
-        checkpointer = Checkpointer(trainer, prepared.origin, stop, divergence, lambda: None)
-        trainer.begin(0, checkpointer.export, checkpointer.asked_to_stop)
+        begin(trainer)
         if config.optimizer.lr > NO_CHANGE:
             _score_new_tokens(trainer, found)
         for number in range(steps):

@@ -137,14 +137,14 @@ class Stage:
     device: Any
 
 
-def build(folder: Path, case: Case) -> Stage:
+def build(folder: Path, case: Case, **policy: Any) -> Stage:
     device = open_device(case.device, case.local_layers, case.dtype, case.head_dtype)
     init_process_group(device, 120.0)
-    return lay_out(folder, case, device)
+    return lay_out(folder, case, device, **policy)
 
 
-def lay_out(folder: Path, case: Case, device: Any) -> Stage:
-    """The actor in the layout of `case` over the ranks of the process group."""
+def lay_out(folder: Path, case: Case, device: Any, **policy: Any) -> Stage:
+    """The actor in the layout of `case` over the ranks of the process group; `policy` are settings of that section."""
     from rlmath.models.build import build_actor
     from rlmath.models.megatron import start_megatron
 
@@ -160,6 +160,7 @@ def lay_out(folder: Path, case: Case, device: Any) -> Stage:
     )
     start_megatron(mesh, device, seed=1, timeout_seconds=120.0)
     config, shape = settings(folder, case), shape_of(folder)
+    config = replace(config, policy=replace(config.policy, **policy))
     actor = build_actor(config, shape, mesh, device, total_updates=10, stop_token_ids=(1,))
     return Stage(actor, mesh, shape, config, device)
 

@@ -7,18 +7,12 @@ import torch
 
 from rlmath.distributed.device import held_bytes, open_device, release_cached, resident_bytes
 from rlmath.distributed.device_kind import resolve_kind
-from rlmath.distributed.ranks import environment_rank, environment_world_size
 
 
 @pytest.mark.parametrize(("there", "kind"), [(True, "cuda"), (False, "cpu")])
 def test_auto_is_cuda_where_there_is_one(monkeypatch: pytest.MonkeyPatch, there: bool, kind: str):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
     assert resolve_kind("auto") == kind
-
-
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_a_kind_that_is_asked_for_is_not_second_guessed(kind: str):
-    assert resolve_kind(kind) == kind
 
 
 def test_the_cpu_computes_in_float32_with_one_thread_over_gloo():
@@ -31,18 +25,6 @@ def test_the_cpu_computes_in_float32_with_one_thread_over_gloo():
         torch.set_num_threads(threads)
     assert (device.kind, device.backend, device.params_dtype) == ("cpu", "gloo", torch.float32)
     assert device.torch_device == torch.device("cpu")
-
-
-def test_the_place_in_the_run_is_the_launchers(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("WORLD_SIZE", "16")
-    monkeypatch.setenv("RANK", "3")
-    assert (environment_rank(), environment_world_size()) == (3, 16)
-
-
-def test_without_a_launcher_a_process_is_alone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.delenv("RANK", raising=False)
-    assert (environment_rank(), environment_world_size()) == (0, 1)
 
 
 def test_resident_memory_sees_what_is_taken():

@@ -15,7 +15,6 @@ from rlmath.config.schema import (
     ParallelConfig,
     RolloutConfig,
     SelectionConfig,
-    StagesConfig,
 )
 from tests.distributed import partial_rollout_cases as cases
 from tests.distributed.partial_rollout_cases import CARRY, DEFER, GROUP, LONGEST, PER_STEP, Run
@@ -170,18 +169,6 @@ def test_dynamic_sampling_replaces_dropped_groups_by_further_draws(
             {s.step for g in groups for c in g.completions for s in c.segments} for groups in run.groups
         ]
         assert versions == [{step} for step in range(5)], "dropped or not, nothing older is in a step"
-
-
-@pytest.mark.full
-def test_a_stage_that_defers_ends_with_nothing_in_flight(make: Make) -> None:
-    stages = StagesConfig(steps=[4, 3], max_new_tokens=[20, LONGEST])
-    run = make(1, replace(DEFER, slice_tokens=12), steps=7, stages=stages)
-    assert run.in_flight[3] == run.in_flight[6] == [] and any(run.in_flight[:3]) and any(run.in_flight[4:])
-    completions_of(run)  # every prompt comes once
-    for step, groups in enumerate(run.groups):
-        lengths = [len(c.token_ids) for group in groups for c in group.completions]
-        assert max(lengths) <= (20 if step < 4 else LONGEST)
-    assert max(len(c.token_ids) for step in run.groups[4:] for g in step for c in g.completions) > 20
 
 
 @pytest.mark.full

@@ -16,7 +16,7 @@ from tests.distributed import oracle, teacher_cases
 from tests.distributed.policy_cases import LEARNING_RATE, Case
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_parity import assert_close
-from tests.distributed.update_cases import make_groups
+from tests.distributed.update_cases import StepOutcome, make_groups
 from tests.selection import keeping, matrix
 from tests.tiny_models import VOCAB, make_model_folder, make_samples
 
@@ -91,6 +91,19 @@ def check_gradients(
     assert_close(got, oracle.gradients(model), 1e-5)
 
 
+def check_step(
+    ours: StepOutcome, model: torch.nn.Module, teacher: Path, samples: list[Sample], loss: str
+) -> None:
+    value, kl = dense_loss(model, oracle.load(teacher), samples, loss)
+    value.backward()
+    wanted = {n: -LEARNING_RATE["sgd"] * g for n, g in oracle.gradients(model).items()}
+    assert_close(ours.update, wanted, 2e-5)
+    (result,) = ours.record.results
+    told = ours.record.teacher_kl
+    told = result.sums["teacher_kl"] / result.sums["tokens"] if told is None else told
+    assert told == pytest.approx(kl.item(), rel=1e-4)
+
+
 @matrix
 @pytest.mark.parametrize(
     ("case", "loss"),
@@ -140,14 +153,7 @@ def test_a_step_learns_from_the_teacher_alone_or_with_rewards(
             )
             for one in samples_of(groups, centred)
         ]
-        value, kl = dense_loss(model, oracle.load(teachers["more"]), samples, loss)
-        value.backward()
-        wanted = {n: -LEARNING_RATE["sgd"] * g for n, g in oracle.gradients(model).items()}
-        assert_close(ours.update, wanted, 2e-5)
-        (result,) = ours.record.results
-        told = ours.record.teacher_kl
-        told = result.sums["teacher_kl"] / result.sums["tokens"] if told is None else told
-        assert told == pytest.approx(kl.item(), rel=1e-4)
+        check_step(ours, model, teachers["more"], samples, loss)
         assert (ours.record.teacher_kl is None) == (loss == "full")
 
 
@@ -178,11 +184,4 @@ def test_a_step_compares_both_over_the_tokens_that_both_know(
         replace(one, behaviour_logprobs=tuple(oracle.completion_logprobs(model, one).tolist()))
         for one in samples_of(groups, [[0.0] * len(group.completions) for group in groups])
     ]
-    value, kl = dense_loss(model, oracle.load(teachers["fewer"]), samples, loss)
-    value.backward()
-    wanted = {n: -LEARNING_RATE["sgd"] * g for n, g in oracle.gradients(model).items()}
-    assert_close(ours.update, wanted, 2e-5)
-    (result,) = ours.record.results
-    told = ours.record.teacher_kl
-    told = result.sums["teacher_kl"] / result.sums["tokens"] if told is None else told
-    assert told == pytest.approx(kl.item(), rel=1e-4)
+    check_step(ours, model, teachers["fewer"], samples, loss)

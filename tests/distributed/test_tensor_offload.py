@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlmath.distributed.device import Device
-from rlmath.distributed.tensor_offload import ALIGNMENT_BYTES, BLOCK_BYTES, StorageSet
+from rlmath.distributed.tensor_offload import ALIGNMENT_BYTES, BLOCK_BYTES, HostMemory, StorageSet
 from tests.distributed.rank_pool import RankPool
 
 CPU = Device("cpu", torch.device("cpu"), "gloo", torch.float32)
@@ -95,14 +95,15 @@ def test_tensors_made_later_leave_the_next_time() -> None:
     assert torch.equal(state[0], wanted)
 
 
-def test_a_tensor_that_is_forgotten_while_away_is_no_harm() -> None:
-    state = random_tensors(10, 20)
-    wanted = state[1].clone()
-    changing = StorageSet("optimizer", lambda: state, keep=True, device=CPU)
-    changing.offload()
-    del state[0]
-    changing.onload()
-    assert torch.equal(state[0], wanted) and changing.nbytes == 80
+@pytest.mark.parametrize(
+    ("offset", "size", "cut"),
+    [(0, 10, [10]), (90, 30, [10, 20]), (100, 50, [50]), (20, BLOCK_BYTES + 180, [80, BLOCK_BYTES, 100])],
+)
+def test_pieces_of_host_memory_end_where_blocks_end(offset: int, size: int, cut: list[int]) -> None:
+    host = HostMemory(pinned=False)
+    host.reserve(100)
+    host.reserve(BLOCK_BYTES + 300)
+    assert [piece.numel() for piece in host.pieces(offset, size)] == cut
 
 
 def test_a_storage_larger_than_a_block_comes_back_bit_by_bit() -> None:

@@ -72,27 +72,10 @@ def test_what_is_no_model_is_reported(tmp_path: Path) -> None:
         resolve_model(tmp_path / "empty", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("broken", "told"),
-    [
-        ("truncated", "is not a whole safetensors file"),
-        ("other shape", "config.json makes it"),
-        ("no weights", "has neither model.safetensors nor"),
-        ("no tokenizer", "has no tokenizer"),
-    ],
-)
-def test_a_model_that_cannot_be_loaded_is_refused(
-    untied_model: Path, tmp_path: Path, broken: str, told: str
-) -> None:
+def test_a_model_that_cannot_be_loaded_is_refused(untied_model: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(untied_model, tmp_path / "copy"))
-    if broken == "truncated":
-        os.truncate(copy / "model.safetensors", 5000)
-    elif broken == "other shape":
-        config = json.loads((copy / "config.json").read_text())
-        (copy / "config.json").write_text(json.dumps(config | {"intermediate_size": 200}))
-    else:
-        (copy / ("model.safetensors" if broken == "no weights" else "tokenizer.json")).unlink()
-    with pytest.raises(ValueError, match=told):
+    os.truncate(copy / "model.safetensors", 5000)
+    with pytest.raises(ValueError, match="is not a whole safetensors file"):
         resolve_model(copy, tmp_path / "out")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -11,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, read_exit_status
-from rlmath.telemetry.metrics_writer import without_times
 from tests.hosts.cluster import Node, cluster, why_not
 from tests.hosts.launching import Launch, launch
-from tests.programs import small_run, wait_for
+from tests.programs import rows, small_run, wait_for
 from tests.selection import matrix
 
 WHY_NOT = why_not()
@@ -55,11 +53,6 @@ def sft_settings(place: Path, output: Path, *more: str) -> list[str]:
         "telemetry.tensorboard=false",
         *more,
     ]
-
-
-def rows(output: Path) -> list[dict[str, float]]:
-    found = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [without_times(row) for row in found]
 
 
 def steps_done(output: Path) -> int:

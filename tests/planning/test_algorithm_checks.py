@@ -87,6 +87,18 @@ def test_runs_that_can_start(overrides: list[str]):
             'algorithm.kl_estimator is "k2", whose mean is no KL',
         ),
         (
+            ["algorithm.advantage=pass@k", "algorithm.pass_k=9", "rollout.group_size=8"],
+            "algorithm.pass_k is 9, above rollout.group_size 8",
+        ),
+        (
+            ["algorithm.advantage=maxrl", "algorithm.kl_in=reward", "algorithm.kl_coef=0.1", K1],
+            "which counts successes",
+        ),
+        (
+            ["algorithm.clip_cov_ratio=2e-4", "algorithm.kl_cov_ratio=2e-4"],
+            "are two ways to hold the same tokens",
+        ),
+        (
             ["data.prompts_per_step=2", "rollout.group_size=2", "algorithm.n_minibatches=5"],
             "gives 4 samples a step, which cannot fill 5 minibatches",
         ),

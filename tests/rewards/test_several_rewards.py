@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -220,6 +221,20 @@ def test_in_a_sum_a_reward_that_failed_counts_as_the_mean_of_its_group():
     )
     assert summed_rewards(group((1.0, 0.5), (0.0, None), reasons=" l"), masked) == [2.0, 0.0]
     assert summed_rewards(group((1.0, 0.5), (0.0, None)), RewardConfig()) == [2.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("right", "wanted"),
+    [
+        ([True, True, False], [1.0 - 0.5 * 2 / 3, 1.0 - 0.25 * 2 / 3, -1.0]),  # 2 of 3 are right
+        ([False, False, False], [-1.0 - 0.5 / 3, -1.0 - 0.25 / 3, -1.0]),  # 1 / 3 at least
+    ],
+)
+def test_length_costs_more_where_a_prompt_is_easy(right: list[bool], wanted: list[float]):
+    scores = [Score(1.0 if one else -1.0, one, "", "number") for one in right]
+    completions = [replace(completion(""), token_ids=[7] * n) for n in (1000, 500, 0)]
+    found = ScoredGroup(PROMPT, tuple(completions), tuple(scores))
+    assert summed_rewards(found, RewardConfig(length_penalty=0.5)) == pytest.approx(wanted)
 
 
 def test_a_function_that_failed_on_every_completion_ends_the_step_by_its_name():

@@ -167,14 +167,6 @@ def test_what_an_engine_did_by_hand() -> None:
     assert work_queue.usage(1.5) == EngineUsage(1.5, steps=7, tail_steps=3, fill=19 / (4 * 7))
 
 
-def test_an_engine_that_begins_everything_at_once_is_in_its_tail_from_then_on() -> None:
-    work_queue = WorkQueue(new_store(), make_requests([5] * 4, 1), ONE_ENGINE, 4)
-    work_queue.pop(Load(0, 0))
-    for _ in range(8):
-        work_queue.pop(Load(4, 0))
-    assert work_queue.usage(1.0) == EngineUsage(1.0, steps=8, tail_steps=8, fill=1.0)
-
-
 class Unasked(dist.Store):
     """A store that raises at every request."""
 

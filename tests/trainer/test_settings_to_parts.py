@@ -23,13 +23,6 @@ from rlmath.algorithms.partial_rollouts import UnfinishedRules
 from rlmath.algorithms.prompt_history import CurriculumRules
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 from rlmath.answers.verifier import Rules
-from rlmath.config.length_curriculum import (
-    engine_length,
-    length_stages,
-    planned_steps,
-    validation_tokens,
-    with_longest_lengths,
-)
 from rlmath.config.model_shape import ModelShape, YarnScaling
 from rlmath.config.schema import (
     AlgorithmConfig,
@@ -40,7 +33,6 @@ from rlmath.config.schema import (
     RolloutConfig,
     RunConfig,
     SelectionConfig,
-    StagesConfig,
     TeacherConfig,
 )
 from rlmath.data.dataset import critic_epochs, load_prompt_files, most_critic_updates, most_updates
@@ -443,27 +435,6 @@ def test_the_formats_of_a_run_and_its_loss_scale() -> None:
         (replace(derived, rollout=by_completion), 16384.0),  # 116 tokens are 4 completions
     ):
         assert build_loss_scale(config, device) == LossScale(scale, 274)
-
-
-def test_lengths_of_stages_and_validation() -> None:
-    assert [(one.first_step, one.steps) for one in length_stages(DISTINCT, None)] == [(0, 111), (111, 112)]
-    assert [one.config for one in length_stages(DISTINCT, None)] == [
-        replace(
-            DISTINCT,
-            stages=StagesConfig(),
-            rollout=replace(DISTINCT.rollout, max_new_tokens=new),
-            policy=replace(DISTINCT.policy, max_tokens_per_microbatch=budget),
-        )
-        for new, budget in ((113, 115), (114, 116))
-    ]
-    assert validation_tokens(DISTINCT) == 182
-    assert engine_length(DISTINCT) == 110 + 182
-    most = with_longest_lengths(DISTINCT)
-    assert (most.rollout.max_new_tokens, most.policy.max_tokens_per_microbatch) == (182, 116)
-    assert planned_steps(DISTINCT, steps_per_epoch=5) == 111 + 112
-    alone = replace(DISTINCT, stages=StagesConfig())
-    assert planned_steps(alone, steps_per_epoch=5) == 103
-    assert planned_steps(alone, steps_per_epoch=1) == 102
 
 
 def test_the_critic_has_a_rate_a_warm_up_and_epochs_of_its_own() -> None:

@@ -253,23 +253,6 @@ def test_what_the_own_node_holds_never_comes_from_another(layout: Layout, ranks_
     assert (across > 0) == (len(layout.stages) > 1)
 
 
-@pytest.mark.parametrize(("tied", "matrices"), [(False, 2), (True, 1)])
-def test_a_vocabulary_that_is_filled_up_otherwise_sends_the_rows_between_the_borders(
-    tied: bool, matrices: int
-) -> None:
-    """101 rows on two ranks: Megatron has 51 on the first, vLLM (of 128) has 64. Rows 51 to 63 travel."""
-    plan = plan_of(replace(SMALL, tied_embeddings=tied), Layout(tensor=2), 2)
-    assert plan.lower_bound == bytes_of(matrices * 13 * 5)
-    assert plan.bytes_sent(1) == plan.bytes_received(0) == plan.lower_bound
-    assert plan.bytes_sent(0) == plan.bytes_received(1) == 0
-
-
-def test_a_tied_embedding_is_nearer_where_the_last_stage_has_a_copy() -> None:
-    """Both stages have it: neither must be sent it."""
-    plan = plan_of(MODELS["tied"], Layout(stages=PP2), 1)
-    assert "model.embed_tokens.weight" not in {copy.tensor for copies in plan.rounds for copy in copies}
-
-
 @settings(max_examples=30, deadline=None)
 @given(
     tensor=st.sampled_from([1, 2, 4]),
