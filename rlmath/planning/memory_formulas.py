@@ -168,12 +168,11 @@ def backward_bytes(shape: ModelShape, work: StageWork, policy: PolicyConfig, in_
     if work.has_head:
         # Beside Transformer Engine it is added to its buffer by the product itself (`_dummy_gradient_bytes`), unless
         # logits are wider than the model's format: they have a product of their own (`models.output_layer`).
-        wider = work.head_itemsize > work.itemsize
-        head_gradient = matrix if (work.local_layers or wider) and shape.outputs > 1 else 0
+        wider = work.head_itemsize > work.itemsize and shape.outputs > 1
+        head_gradient = matrix if wider or (work.local_layers and shape.outputs > 1) else 0
         own = max(_scratch_bytes(shape, work), head_gradient + size * shape.hidden_size, in_loss)
-        own += (
-            size * shape.hidden_size if wider and work.sequence else 0
-        )  # hidden states gathered for that product
+        if wider and work.sequence:  # hidden states gathered for that product
+            own += size * shape.hidden_size
         moments.append(others + kept + final_norm + logits + own + 2 * size * received)
     if work.has_embedding:
         moments.append(others + matrix + size * hidden)
