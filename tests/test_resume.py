@@ -69,7 +69,7 @@ def command(place: Path, folder: Path, *overrides: str, ranks: int = RANKS) -> l
 
 def train(place: Path, folder: Path, *overrides: str, ranks: int = RANKS) -> str:
     """What the console said."""
-    return run(*command(place, folder, *overrides, ranks=ranks), path=place / "functions", timeout=600).stderr
+    return run(*command(place, folder, *overrides, ranks=ranks), path=place / "functions", timeout=999).stderr
 
 
 def learned_prompts(folder: Path) -> list[list[str]]:

@@ -337,10 +337,10 @@ def patch_gpu_path(shape: ModelShape, device: Device, sent: fake_cuda.Sent) -> N
     build.load_hf_weights = lambda *given: None
     CudaRNGStatesTracker.fork = lambda tracker, *given: nullcontext()
     megatron.GPTModel.to = lambda model, *given: model
-    logprobs.CHUNK_BYTES["cpu"] = logprobs.CHUNK_BYTES["cuda"]
     output_layer.float32_product = lambda hidden, weight: hidden.new_empty(
         len(hidden), len(weight), dtype=torch.float32
     )
+    logprobs._kernels = fake_cuda.logprob_kernels
     forward_backward.finish_computation = lambda device: None
     p2p._batched_p2p_ops, p2p._p2p_ops = sent.between_stages_together, sent.between_stages
     if device.local_layers:

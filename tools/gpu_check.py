@@ -115,6 +115,14 @@ STAGES = (
         wants=("transformer-engine",),
     ),
     Stage(
+        "ranks",
+        "GRPO on several ranks of one GPU beside one rank",
+        ("torch", "megatron-core", "transformers", "vllm"),
+        1200,
+        240,
+        wants=("transformer-engine",),
+    ),
+    Stage(
         "tests",
         "tests/gpu",
         ("torch", "megatron-core", "transformers", "pytest"),

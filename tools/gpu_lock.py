@@ -72,9 +72,13 @@ OBJECTS = {
         "core": CLIENT,
         "core.engine_core": CORE,
         "core.engine_core.scheduler": SCHEDULER,
+        "module": "vllm.device_allocator.cumem",
+        "module.CuMemAllocator": "vllm.device_allocator.cumem.CuMemAllocator",
+        "allocator": "vllm.device_allocator.cumem.CuMemAllocator",
         "worker": WORKER,
         "worker.model_runner": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
     },
+    "rlmath/rollout/shared_gpu_worker.py": {"super()": WORKER},
     "rlmath/rollout/sampling.py": {
         "llm": LLM,
         "self._engine": ENGINE,
@@ -99,6 +103,7 @@ ENGINE_ARGUMENTS = "vllm.engine.arg_utils.EngineArgs"
 GIVES_ENGINE_ARGUMENTS = (
     "_device_arguments",
     "_gpu_arguments",
+    "_shared_gpu_arguments",
     "_mesh_arguments",
     "_open_llm",
     "__init__",

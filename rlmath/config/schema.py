@@ -399,6 +399,9 @@ class RolloutConfig:
     which is the most that can be."""
     memory_share: PositiveFraction = 0.6
     """GPU: share of the device's memory that an engine may take while it generates."""
+    kv_cache_gib: PositiveFloat | None = None
+    """GPU: size of the KV cache of one rank (GiB), whatever else uses the device; needed where ranks share a GPU. null:
+    what vLLM measures to be left of `memory_share`."""
     cpu_kv_cache_gib: PositiveFloat = 0.5
     """CPU: size of the KV cache of one rank (GiB)."""
     max_num_seqs: PositiveInt = 256
@@ -536,6 +539,40 @@ class AlgorithmConfig:
     """Advantages, loss and early stop; the formulas are in docs/algorithm.md. The defaults are GRPO (arXiv:2402.03300)
     with a token-level loss."""
 
+    preset: (
+        Literal[
+            "areal_ppo",
+            "cispo",
+            "clip_cov",
+            "critic",
+            "curriculum",
+            "dapo",
+            "decoupled",
+            "deepseek_v32",
+            "distill",
+            "dppo",
+            "dr_grpo",
+            "gdpo",
+            "gmpo",
+            "grpo",
+            "gspo",
+            "kl_cov",
+            "kpop",
+            "lite_ppo",
+            "maxrl",
+            "opo",
+            "pass_at_k",
+            "reinforce_pp",
+            "rloo",
+            "sapo",
+            "simplerl",
+            "skywork_or1",
+            "top_entropy",
+        ]
+        | None
+    ) = None
+    """Settings of configs/algorithms/NAME.yaml, each unless your files or the command line set it; --dry-run prints
+    them. null: none."""
     advantage: (
         Literal["grpo", "dr_grpo", "rloo", "ppo", "reinforce++", "lite_ppo", "opo", "maxrl", "pass@k", "gae"]
         | Annotated[str, TakesFunction("advantage")]
@@ -584,6 +621,10 @@ class AlgorithmConfig:
     recompute_logprobs: bool = True
     """Ratio against log-probs recomputed by the policy before its first update, the proximal policy (AReaL:
     recompute_logprob); false: against the engine's own."""
+    proximal_logprobs: Literal["recompute", "interpolate", "compare"] = "recompute"
+    """Of tokens of older weights: "interpolate" takes the recomputed log-probs from those of engine and policy, by
+    their versions, without a pass (AReaL: prox_logp_method=loglinear; arXiv:2512.06547); "compare" recomputes, and logs
+    how far off that would be."""
     importance_correction: Literal["token", "sequence"] | None = None
     """Weight of the surrogate for the difference between engine and recomputed log-probs: "token" (AReaL:
     use_decoupled_loss) or "sequence", the product over a completion. null: no weight."""
@@ -659,6 +700,11 @@ class AlgorithmConfig:
     null: rewards are not looked at."""
     rollback_reward_steps: Annotated[int, Range(2)] = 10
     """Steps that those means are over."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether log-probs of the step's start are the policy's own, and not interpolated."""
+        return self.recompute_logprobs and self.proximal_logprobs != "interpolate"
 
     @property
     def selects_tokens(self) -> bool:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rlmath.config.schema import Config
+from rlmath.distributed.collectives import all_gather_objects
 from rlmath.distributed.device_kind import (
     DeviceKind,
     NumberFormat,
@@ -98,6 +99,12 @@ def open_device(
     torch.cuda.set_device(local_rank)
     at = torch.device("cuda", local_rank)
     return Device("cuda", at, "cpu:gloo,cuda:nccl", params_dtype, local_layers, logits)
+
+
+def ranks_share_gpus(device: Device) -> bool:
+    """GPU: whether two ranks of the process group have the same one. A collective."""
+    gpus = all_gather_objects(str(torch.cuda.get_device_properties(device.torch_device).uuid))
+    return len(set(gpus)) < len(gpus)
 
 
 def let_gloo_connect_lazily() -> None:

@@ -22,9 +22,11 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rlmath.algorithms.early_stop import EarlyStop, MinibatchSums, discard_reason
+from rlmath.algorithms.importance_sampling import interpolated_proximal
 from rlmath.algorithms.losses import LossSettings, TokenInputs, TokenLoss, policy_loss
 from rlmath.data.packing import MicroBatch
 from rlmath.distributed.collectives import reduce_over_ranks
+from rlmath.distributed.device import release_cached
 from rlmath.models.forward_backward import ForwardBackward
 from rlmath.models.optimizer import LossScale, learning_rate
 from rlmath.models.teacher import TeacherStates
@@ -121,6 +123,10 @@ class Learner:
             if overflowed:
                 reason = f"gradients overflow at loss scale {scale:g}; the next is {self.loss_scale.scale:g}"
         if reason is None:
+            if self.updates == 0:
+                # The optimizer makes its state now, for good. Within what the passes have left it would keep pieces of
+                # memory as large as the logits from ever being given back, and gradients in them from being freed.
+                release_cached(self.forward_backward.device)
             self.optimizer.step()
             self._step_schedule(1)
             self.updates += 1
@@ -159,7 +165,7 @@ class Actor(Generic[L]):
 
 
 LOSS_SUMS = tuple(one.name for one in fields(TokenLoss))
-GRPO_SUMS = (*LOSS_SUMS, "denominator", "mismatch")
+GRPO_SUMS = (*LOSS_SUMS, "denominator", "mismatch", "proximal_error")
 GRPO_MAXIMA = ("mismatch_max",)
 """Metrics of a minibatch of `GrpoLearner`: sums over its tokens, and the largest value of any token."""
 
@@ -170,6 +176,8 @@ class GrpoLearner(Learner):
 
     settings: LossSettings
     bounds: EarlyStop
+    step_version: int = field(default=0, init=False)
+    """Version of the weights that the step begins with."""
 
     def learn(
         self,
@@ -207,10 +215,16 @@ class GrpoLearner(Learner):
         logprobs_T, entropy_T, *teacher_kl = self.forward_backward.logprobs_of(batch, logits_TV, rows)
         behaviour_T, weights_T = batch.behaviour_logprobs_T, batch.loss_weights_T
         recomputed_T = logprobs_T.detach() if old is None else old[index]
+        proximal_T = behaviour_T if old is None and not on_policy else recomputed_T
+        approximate_T = proximal_T
+        if batch.lag_T is not None:
+            since = self.updates - self.step_version
+            approximate_T = interpolated_proximal(logprobs_T, behaviour_T, batch.lag_T, since)
+            proximal_T = approximate_T if old is None else proximal_T
         tokens = TokenInputs(
             logprobs_T=logprobs_T,
             entropy_T=entropy_T if self.settings.entropy_coef else entropy_T.detach(),
-            proximal_logprobs_T=behaviour_T if old is None and not on_policy else recomputed_T,
+            proximal_logprobs_T=proximal_T,
             behaviour_logprobs_T=behaviour_T,
             reference_logprobs_T=None if reference is None else reference[index],
             advantages_T=batch.advantages_T,
@@ -223,7 +237,9 @@ class GrpoLearner(Learner):
         terms = policy_loss(tokens, self.settings)
         mismatch_T = torch.where(weights_T > 0, (recomputed_T - behaviour_T).abs(), 0.0)
         metrics = {name: getattr(terms, name) for name in LOSS_SUMS}
+        error_T = torch.where(weights_T > 0, (approximate_T - proximal_T).abs(), 0.0)
         metrics |= {"mismatch": mismatch_T.sum(), "mismatch_max": mismatch_T.max()}
+        metrics["proximal_error"] = error_T.sum()
         return self._loss_of(terms.loss, batch, metrics)
 
 

@@ -25,6 +25,7 @@ from rlmath.config.help import (
 )
 from rlmath.config.hub import is_hub_id, push_problems
 from rlmath.config.length_curriculum import stage_list_problems, validates
+from rlmath.config.load import preset_settings
 from rlmath.config.model_shape import ModelShape, cpu_head_dim_problem
 from rlmath.config.schema import (
     Config,
@@ -384,6 +385,7 @@ def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 def algorithm_problems(config: Config) -> Iterator[str]:
     """What was got, what is needed and what to change, one text per problem."""
     algorithm = config.algorithm
+    yield from _preset_problems(config)
     compares = algorithm.advantage in GROUP_ADVANTAGES and not model_checks.teaches_alone(config)
     if config.rollout.group_size < 2 and compares:
         yield (
@@ -460,6 +462,20 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"selection.max_completion_tokens is {most}, below selection.min_completion_tokens {least} or "
             f"rollout.min_new_tokens {config.rollout.min_new_tokens}: every completion would be left out. Raise it."
         )
+
+
+def _preset_problems(config: Config) -> Iterator[str]:
+    """Parts that a preset is named after, and that are other ones: its further settings would not fit them."""
+    name = config.algorithm.preset
+    if name not in all_settings()["algorithm.preset"].words:
+        return
+    values, parts = setting_values(config), preset_settings(name)
+    for key in ("algorithm.advantage", "algorithm.loss"):
+        if key in parts and values[key] != parts[key]:
+            yield (
+                f'algorithm.preset is "{name}", whose {key} is "{parts[key]}", and yours is "{values[key]}". Leave '
+                f"{key} out, or write the parts that you want of configs/algorithms/{name}.yaml yourself."
+            )
 
 
 # ---------------------------------------------------------------- supervised training

@@ -26,7 +26,13 @@ from functools import lru_cache
 from rlmath.checkpoint.hf.weight_map import padded_vocab
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import PolicyConfig, RolloutConfig
-from rlmath.models.scratch_sizes import CHUNK_BYTES, CHUNKS_HELD, TEACHER_BLOCK_BYTES, TEACHER_BLOCKS_HELD
+from rlmath.models.scratch_sizes import (
+    CHUNK_BYTES,
+    CHUNKS_HELD,
+    ROW_BYTES,
+    TEACHER_BLOCK_BYTES,
+    TEACHER_BLOCKS_HELD,
+)
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, engine_vocab_rows
 
 FLOAT32_BYTES = 4
@@ -220,12 +226,15 @@ def forward_bytes(shape: ModelShape, work: StageWork) -> PassBytes:
 
 
 def _scratch_bytes(shape: ModelShape, work: StageWork) -> int:
-    """What the head's output is worked on in: chunks of logits, or float32 hidden states for a value."""
+    """What the head's output is worked on in: chunks of logits, on a GPU sums of its rows, or float32 hidden states for
+    a value."""
     hidden_states = work.tokens * shape.hidden_size
     if shape.outputs == 1:
         return 2 * hidden_states * FLOAT32_BYTES if work.itemsize < FLOAT32_BYTES else 0
-    chunks = CHUNKS_HELD * CHUNK_BYTES[work.device_kind]
-    if work.device_kind == "cuda" or work.head_itemsize == work.itemsize:
+    if work.device_kind == "cuda":
+        return work.tokens * ROW_BYTES
+    chunks = CHUNKS_HELD * CHUNK_BYTES["cpu"]
+    if work.head_itemsize == work.itemsize:
         return chunks
     # On CPU the wider product takes both factors in its own format.
     return max(chunks, head_bytes(shape, work.tensor, FLOAT32_BYTES) + hidden_states * FLOAT32_BYTES)
@@ -275,7 +284,7 @@ class EngineBytes:
     """Activations of the largest engine step, logits and sampling, CUDA graphs; 0 on CPU, where it is small beside the
     training's."""
     kv_cache: int
-    """On GPU what the share leaves, below 0 where it leaves nothing."""
+    """On GPU what the share leaves, below 0 where it leaves nothing, or as much as the settings give."""
     asleep: int
     """What of the workspace stays while the engine sleeps: CUDA graphs, which vLLM does not give back."""
 
@@ -285,10 +294,16 @@ def engine_bytes(
 ) -> EngineBytes:
     """The memory of one engine rank. `device_bytes` is the GPU's memory; on CPU the settings give the cache's size."""
     weights = weight_bytes(shape, rollout.tensor_parallel, itemsize, packed_head=device_kind == "cpu")
+    token = kv_bytes_per_token(shape, rollout.tensor_parallel, itemsize)
+
+    def given(gib: float, kind: str) -> int:
+        return int(gib * 2**30) // (BLOCK_TOKENS[kind] * token) * BLOCK_TOKENS[kind] * token
+
     if device_kind == "cpu" or device_bytes is None:
-        block = BLOCK_TOKENS["cpu"] * kv_bytes_per_token(shape, rollout.tensor_parallel, itemsize)
-        return EngineBytes(weights, 0, int(rollout.cpu_kv_cache_gib * 2**30) // block * block, 0)
+        return EngineBytes(weights, 0, given(rollout.cpu_kv_cache_gib, "cpu"), 0)
     workspace = workspace_bytes(shape, rollout, itemsize, device_bytes)
+    if rollout.kv_cache_gib is not None:
+        return EngineBytes(weights, workspace, given(rollout.kv_cache_gib, "cuda"), _graph_bytes(rollout))
     share = int(rollout.memory_share * device_bytes)
     return EngineBytes(weights, workspace, share - weights - workspace, _graph_bytes(rollout))
 

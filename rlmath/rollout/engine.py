@@ -18,7 +18,7 @@ from rlmath.config.schema import RolloutConfig
 from rlmath.data.tokenizer import stop_token_ids
 from rlmath.distributed import process
 from rlmath.distributed.collectives import broadcast_from_rank_zero
-from rlmath.distributed.device import Device, prepare_imports
+from rlmath.distributed.device import Device, prepare_imports, ranks_share_gpus
 from rlmath.distributed.device_kind import DeviceKind
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.ranks import environment_rank
@@ -35,6 +35,9 @@ CPU_CHUNKED_PREFILL = False
 """vLLM 0.32 rewinds the generator of a request whose prompt it split, which torch's on CPU does not allow."""
 
 CPU_WORKER = "rlmath.rollout.cpu_worker.RlmathCPUWorker"
+SHARED_GPU_WORKER = "rlmath.rollout.shared_gpu_worker.SharedGPUWorker"
+LEAST_SHARE = 0.01
+"""Of the device's memory: what vLLM asks to be free when it starts, where the size of the KV cache is given."""
 
 
 def prepare_environment(device_kind: DeviceKind) -> None:
@@ -65,12 +68,13 @@ def _cpu_arguments(settings: RolloutConfig) -> dict[str, Any]:
     }
 
 
-def _device_arguments(settings: RolloutConfig, device: Device) -> dict[str, Any]:
+def _device_arguments(settings: RolloutConfig, device: Device, shares_gpu: bool = False) -> dict[str, Any]:
     if device.kind == "cpu":
         return _cpu_arguments(settings) | _number_formats(device)
     return {
         **_gpu_arguments(settings),
         **_number_formats(device),
+        **(_shared_gpu_arguments(settings) if shares_gpu else {}),
         "enable_chunked_prefill": settings.chunked_prefill,
         "enable_sleep_mode": True,
         # Other kernels keep experts in layouts of their own, into which new weights cannot be written.
@@ -97,10 +101,24 @@ def _mesh_arguments(mesh: Mesh, device_kind: DeviceKind) -> dict[str, Any]:
     }
 
 
+def _shared_gpu_arguments(settings: RolloutConfig) -> dict[str, Any]:
+    """Of ranks on one GPU, as docs/gpu.md starts them. ValueError where the engine would measure free memory."""
+    if settings.kv_cache_gib is None:
+        raise ValueError(
+            "ranks share a GPU, and rollout.kv_cache_gib is null: vLLM would measure the memory that is free while the "
+            "other ranks take theirs. Set it to the size of one rank's KV cache (GiB)"
+        )
+    # Both would ask for a GPU behind each rank: the reduction by symmetric memory, and the custom one.
+    os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
+    return {"worker_cls": SHARED_GPU_WORKER, "disable_custom_all_reduce": True}
+
+
 def _gpu_arguments(settings: RolloutConfig) -> dict[str, Any]:
+    cache = settings.kv_cache_gib
     return {
         "enforce_eager": not settings.cuda_graphs,
-        "gpu_memory_utilization": settings.memory_share,
+        "gpu_memory_utilization": settings.memory_share if cache is None else LEAST_SHARE,
+        "kv_cache_memory_bytes": None if cache is None else int(cache * 2**30),
         # The fused kernel is FlashInfer's; see `prepare_environment`.
         "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
     }
@@ -180,7 +198,8 @@ class Engine:
         prepare_environment(device.kind)
         self._settings = settings
         self._device_kind: DeviceKind = device.kind
-        arguments = _device_arguments(settings, device) | {
+        shares_gpu = device.kind == "cuda" and ranks_share_gpus(device)
+        arguments = _device_arguments(settings, device, shares_gpu) | {
             **_mesh_arguments(mesh, device.kind),
             "load_format": "auto" if load_weights else "dummy",
         }

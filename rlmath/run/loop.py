@@ -36,6 +36,7 @@ from rlmath.distributed.rendezvous import Rendezvous
 from rlmath.planning.memory_estimate import mesh_of
 from rlmath.planning.memory_fit import measured_line
 from rlmath.report.write import write_run_report
+from rlmath.rollout.engine_sleep import allocator_bytes
 from rlmath.run.divergence import DivergedError, DivergenceCheck, RewardRule
 from rlmath.run.endings import END, Ending, conclude
 from rlmath.run.join import OnError, claim_folder, join_run
@@ -234,12 +235,14 @@ class TrainingRun:
         """Rank 0 logs what the first step held of a GPU beside what was planned."""
         trainer = self.trainer
         if trainer.mesh.rank == 0 and trainer.device.kind == "cuda":
-            most, used = (
-                torch.cuda.max_memory_reserved(trainer.device.torch_device),
-                device_bytes(trainer.device),
-            )
             line = measured_line(
-                trainer.config, trainer.shape, mesh=trainer.mesh, kind=trainer.kind, most=most, used=used
+                trainer.config,
+                trainer.shape,
+                mesh=trainer.mesh,
+                kind=trainer.kind,
+                most=torch.cuda.max_memory_reserved(trainer.device.torch_device),
+                engine=allocator_bytes(),
+                used=device_bytes(trainer.device),
             )
             logger.info("%s", line)
 

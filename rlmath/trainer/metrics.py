@@ -216,6 +216,8 @@ def update_metrics(
     if settings.masks_alone:
         metrics["train/importance_masked_geometric"] = mean("masked_geometric")
         metrics["train/importance_masked_binary_kl"] = mean("masked_binary_kl")
+    if settings.proximal_logprobs == "compare":
+        metrics["train/proximal_error"] = mean("proximal_error")
     if settings.off_policy_mask is not None:
         metrics["train/off_policy_masked"] = mean("masked_off_policy")
     return metrics | counts
