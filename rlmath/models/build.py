@@ -34,7 +34,6 @@ from rlmath.models.logprobs import MinTokensMask
 from rlmath.models.megatron import (
     Recompute,
     build_chunks,
-    fuses_gradient_accumulation,
     transformer_config,
     wrap_for_training,
 )
@@ -178,11 +177,6 @@ def _trained_chunks(
     """The chunks of a model that is trained, wrapped and bare, and their optimizer; `start` is the setting that names
     the folder of its weights, and the folder (None: those of `model.path`)."""
     option, path = start or ("model.path", config.model.path)
-    if mesh.rank == 0 and device.kind == "cuda" and not fuses_gradient_accumulation(device):
-        logger.warning(
-            "Gradients are added up in a pass of their own: apex's kernel fused_weight_gradient_mlp_cuda is not "
-            "installed (the Dockerfile builds it)"
-        )
     policy = config.policy
     recompute = Recompute(policy.recompute_granularity, policy.recompute_method, policy.recompute_num_layers)
     megatron = transformer_config(shape, mesh, device, config.parallel, recompute)

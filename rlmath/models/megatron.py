@@ -22,7 +22,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -158,7 +157,8 @@ def transformer_config(
         calculate_per_token_loss=True,
         use_cpu_initialization=is_cpu,
         perform_initialization=False,
-        gradient_accumulation_fusion=fuses_gradient_accumulation(device),
+        # Gradients of weights are added to their float32 buffers by the products (`megatron_patches.multi_tensor`).
+        gradient_accumulation_fusion=not is_cpu,
         # SwiGLU in one function: of local layers `_build_chunk` sets ours, beside Transformer Engine it is Megatron's.
         use_te_activation_func=local_layers,
         bias_activation_fusion=not local_layers,
@@ -209,12 +209,6 @@ def _stage_layout(mesh: Mesh, parallel: ParallelConfig) -> dict[str, Any]:
         # Megatron would wait for the whole device after every message, which torch 2.0 and older needed.
         "batch_p2p_sync": False,
     }
-
-
-def fuses_gradient_accumulation(device: Device) -> bool:
-    """Whether gradients of weights are added to their float32 buffers by the matrix multiplication itself. Megatron's
-    output layer needs apex's kernel for it, which only an apex built with CUDA has."""
-    return device.kind == "cuda" and _grad_accum_fusion_available
 
 
 def _expert_layout(shape: ModelShape, mesh: Mesh, device: Device) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from rlmath.config.schema import OptimizerConfig
@@ -20,7 +20,8 @@ def build_optimizer(
     settings: OptimizerConfig, chunks: Sequence[DistributedDataParallel], device: Device
 ) -> Any:
     """Megatron's optimizer over this rank's parameters; with `distributed` its state is shared over data-parallel
-    ranks. On CPU it is torch's, which steps all tensors of a group in one call only where it is asked to."""
+    ranks. Without Transformer Engine and apex, as on CPU, it is torch's, which steps all tensors of a group in one call
+    only where it is asked to."""
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer=settings.kind,
@@ -40,7 +41,7 @@ def build_optimizer(
         ),
         list(chunks),
     )
-    if device.kind == "cpu":
+    if USING_PYTORCH_OPTIMIZER:
         for group in optimizer.param_groups:
             group["fused"] = True
     return optimizer

@@ -32,6 +32,7 @@ from rlmath.models.scratch_sizes import (
     ROW_BYTES,
     TEACHER_BLOCK_BYTES,
     TEACHER_BLOCKS_HELD,
+    flash_takes,
 )
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, engine_vocab_rows
 
@@ -133,9 +134,9 @@ def _sent_elements(shape: ModelShape, work: StageWork) -> int:
 def _attention_elements(shape: ModelShape, work: StageWork, selective: bool) -> int:
     """Query Q, key and value K elements of a token.
 
-    Transformer Engine's: the projection (Q + 2 K), of which value is a part, query and key turned (Q + K), the output
-    (Q). Ours: query, key and value laid out by segment, the latter two repeated to Q, and the output in both layouts;
-    recomputed ("selective"), the projection and the output.
+    On a GPU, Transformer Engine's and ours with torch's flash kernel: the projection (Q + 2 K), of which value is a
+    part, query and key turned (Q + K), the output (Q). Ours else: query, key and value laid out by segment, the latter
+    two repeated to Q, and the output in both layouts; recomputed ("selective"), the projection and the output.
 
     Without repetition value stays a part of the projection, where segments are equally long, and keeps it (2 Q more).
 
@@ -145,8 +146,10 @@ def _attention_elements(shape: ModelShape, work: StageWork, selective: bool) -> 
     query = shape.num_heads * shape.head_dim // work.tensor
     key = shape.num_kv_heads * shape.head_dim // work.tensor
     projection = query + 2 * key
-    if not work.local_layers:
-        return projection + 2 * query + key + (query + key if shape.qk_norm else 0)
+    flash = work.device_kind == "cuda" and flash_takes(shape.head_dim, work.itemsize)
+    if not work.local_layers or (flash and not selective):
+        normed = query if work.local_layers else query + key
+        return projection + 2 * query + key + (normed if shape.qk_norm else 0)
     kept = projection + query if selective else (5 + 2 * (query == key and not shape.qk_norm)) * query
     if shape.qk_norm:
         kept += query + (query + key if selective else projection)

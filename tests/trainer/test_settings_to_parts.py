@@ -40,7 +40,6 @@ from rlmath.data.prompt_curriculum import rules_of
 from rlmath.distributed.device import Device, run_device
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
-from rlmath.models import megatron
 from rlmath.models.build import build_loss_scale, critic_optimizer, early_stop, loss_settings
 from rlmath.models.megatron import Recompute, selective_modules, transformer_config
 from rlmath.models.optimizer import LossScale
@@ -374,8 +373,8 @@ def test_windows_layers_that_do_not_rotate_and_yarns_factor_as_megatron_takes_th
         assert scale == (None if device is CPU else 1.5**2 / 2), "query and key are multiplied by it"
 
 
-def test_what_is_one_function_beside_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rotation and apex's kernel are there, as far as Megatron can tell."""
+def test_what_is_one_function_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine's rotation is there, as far as Megatron can tell."""
     from megatron.core.models.common.embeddings import rope_utils
 
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", object())
@@ -385,13 +384,9 @@ def test_what_is_one_function_beside_transformer_engine(monkeypatch: pytest.Monk
         swiglu = found.bias_activation_fusion, found.use_te_activation_func
         return *swiglu, found.apply_rope_fusion, found.gradient_accumulation_fusion
 
-    for there in (True, False):
-        monkeypatch.setattr(megatron, "_grad_accum_fusion_available", there)
-        assert megatron.fuses_gradient_accumulation(GPU) == there
-        assert not megatron.fuses_gradient_accumulation(CPU)
-        assert given(GPU) == (True, False, True, there)
-        assert given(replace(GPU, local_layers=True)) == (False, True, False, there)
-        assert given(CPU) == (False, True, False, False)
+    assert given(GPU) == (True, False, True, True)
+    assert given(replace(GPU, local_layers=True)) == (False, True, False, True)
+    assert given(CPU) == (False, True, False, False)
 
 
 def test_what_an_engine_is_given_for_the_device() -> None:
