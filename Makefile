@@ -28,7 +28,7 @@ PURE = rlmath/config rlmath/algorithms rlmath/answers rlmath/data rlmath/rewards
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: configs launch megatron_patches requirements rlmath tests tools \
-	help demo test test-matrix test-full test-slurm test-megatron-next test-gpu-lock gpu-check lint format docs clean python venv venv-next venv-lint venv-docs
+	help demo test test-matrix test-full test-slurm test-megatron-next test-gpu-lock gpu-check lint format docs clean python venv venv-next venv-lint venv-docs venv-triton
 
 help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
@@ -39,7 +39,7 @@ demo: venv ## train a tiny model and print the result: SEED=1 ALGORITHM=grpo RAN
 test: venv ## run the tests: a case of every part of the program, a run that is resumed
 	.venv/bin/python -m tests $(ARGS)
 
-test-matrix: venv ## run the tests that CI runs beside: further layouts, engines and programs
+test-matrix: venv venv-triton ## run the tests that CI runs beside: further layouts, engines and programs
 	.venv/bin/python -m tests --matrix $(ARGS)
 
 test-full: venv ## run every test, also the long ones, or those of one part: PART=rollout
@@ -81,7 +81,7 @@ configs launch megatron_patches requirements rlmath tests tools:
 	@echo "make $@: there is no such target; make help names those that there are" >&2; exit 2
 
 clean: ## remove environments, caches, the site and the demo's output
-	rm -rf .venv .venv-next .venv-lint .venv-docs .venv*.lock .pytest_cache .ruff_cache .hypothesis .gpu-lock *.egg-info build outputs/demo
+	rm -rf .venv .venv-next .venv-lint .venv-docs .venv-triton .venv*.lock .pytest_cache .ruff_cache .hypothesis .gpu-lock *.egg-info build outputs/demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environments. rlmath.cli.install does nothing where one is current.
@@ -101,3 +101,6 @@ venv-lint: python
 
 venv-docs: python
 	@"$(PYTHON)" -m rlmath.cli.install .venv-docs requirements/docs.txt
+
+venv-triton: python
+	@"$(PYTHON)" -m rlmath.cli.install .venv-triton requirements/triton.txt

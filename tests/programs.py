@@ -20,7 +20,7 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY
 TRAIN = ("launch/train_grpo.py", "--config", "configs/demo.yaml")
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 90.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"nothing happened within {seconds} s"
@@ -31,7 +31,7 @@ def run(
     *command: str,
     expect: int = 0,
     path: Path | None = None,
-    timeout: float = 300.0,
+    timeout: float = 900.0,
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python command` in the repository to its end; `path` is one more folder of modules, `variables` more of the

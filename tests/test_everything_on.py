@@ -141,7 +141,7 @@ HELD = 3
 def train(place: Path, folder: Path, *program: str) -> str:
     """What the console said."""
     everything = [*small_run(place, folder), *(one.format(place=place) for one in SETTINGS)]
-    return run(*torchrun_command(2, *program, *everything), timeout=600).stderr
+    return run(*torchrun_command(2, *program, *everything), timeout=1800).stderr
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ def test_a_run_downloads_once_resumes_with_its_commits_and_uploads(
     there.refuses_commits = True
     more = ("save.export_hf=true", "save.push_to_hub=me/trained")
     command = torchrun_command(2, *TRAIN, *overrides(place, output, "run.total_steps=1", *more))
-    first = run(*command, variables=variables, timeout=600)
+    first = run(*command, variables=variables, timeout=1800)
     weights = there.downloads()
     assert weights["model.safetensors"] == 1 and weights["train.jsonl"] == 1 and set(weights.values()) == {1}
     assert "pytorch_model.bin" not in weights
@@ -73,7 +73,7 @@ def test_a_run_downloads_once_resumes_with_its_commits_and_uploads(
     there.add("org/rows", "datasets").commit({"train.jsonl": b'{"question": "1+1?", "answer": "2"}\n'})
     there.refuses_commits = False
     command = torchrun_command(2, *TRAIN, *overrides(place, output, "run.total_steps=2", *more))
-    second = run(*command, variables=variables, timeout=600)
+    second = run(*command, variables=variables, timeout=1800)
     assert there.downloads() == weights
     assert "Resuming from" in second.stdout + second.stderr
     pushed = there.add("me/trained")

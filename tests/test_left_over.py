@@ -46,7 +46,7 @@ def test_a_session_that_leaves_a_process_fails_and_names_it(tmp_path: Path) -> N
         env=ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     (line,) = [line for line in done.stdout.splitlines() if line.endswith(f": sleep {seconds}")]

@@ -61,7 +61,7 @@ def test_in_a_fresh_process_no_name_of_torch_is_changed():
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert told.returncode == 0, told.stderr

@@ -34,7 +34,7 @@ def spoiled(program: str, spoil: str, times: int, *more: str) -> tuple[str, ...]
 def train(place: Path, folder: Path, program: tuple[str, ...], *more: str, expect: int = 0) -> str:
     """The console of a supervised run on two data-parallel ranks."""
     command = torchrun_command(2, *program, *settings(place, folder, *MORE, *more))
-    return run(*command, expect=expect, timeout=600).stderr
+    return run(*command, expect=expect, timeout=1800).stderr
 
 
 def test_a_run_goes_back_with_a_lower_rate_and_other_prompts_also_when_it_is_killed_in_between(

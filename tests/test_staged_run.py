@@ -34,7 +34,7 @@ def reward(completion, solutions, row):
 def train(place: Path, folder: Path, *overrides: str) -> str:
     """What the console said."""
     command = torchrun_command(2, *TRAIN, *small_run(place, folder), *COMMON, *overrides)
-    return run(*command, path=place / "shortness", timeout=600).stderr
+    return run(*command, path=place / "shortness", timeout=1800).stderr
 
 
 def staged(place: Path) -> tuple[str, ...]:

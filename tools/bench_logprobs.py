@@ -1,13 +1,13 @@
 """Memory and time of log-probabilities and entropy over Qwen2.5's vocabulary, against the plain way.
 
-    python tools/bench_logprobs.py [--quick] [--device cpu|cuda] [--chunk-mib 32 128]
+    python tools/bench_logprobs.py [--quick] [--device cpu|cuda]
 
-The plain way: `logits.float() / temperature`, `log_softmax`, `gather`, `-(p * logp).sum()`, and autograd. Forward and
-backward of both, with gradients through log-probs and entropy, and through the log-probs alone; float32 and one thread
-on CPU, bfloat16 on CUDA. Every case runs in a process of its own. --chunk-mib: also with
-other sizes of the chunks that `logprobs.py` works in, to choose its `CHUNK_BYTES`. Memory is what the first pass needs
-at its peak beyond the logits themselves (resident memory on CPU, torch's allocator on CUDA); seconds are medians of
-later passes. Prints figures (tools/figures.py).
+The plain way: `logits.float() / temperature`, `log_softmax`, `gather`, `-(p * logp).sum()`, and autograd. Ours: torch's
+operations over chunks of rows on CPU, on CUDA the kernels, which are compared with these chunks, too. Forward and
+backward, with gradients through log-probs and entropy, and through the log-probs alone; float32 and one thread on CPU,
+bfloat16 on CUDA. Every case runs in a process of its own. Memory is what the first pass needs at its peak beyond the
+logits themselves (resident memory on CPU, torch's allocator on CUDA); seconds are medians of later passes. Prints
+figures (tools/figures.py).
 """
 
 # Shape legend: T packed tokens, V vocabulary.
@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlmath.models.logprobs import CHUNK_BYTES, MinTokensMask, next_logprobs, shift_to_tokens
+from rlmath.models.logprobs import KERNEL_DEVICES, MinTokensMask, next_logprobs, shift_to_tokens
 from tools.figures import print_figure
 
 VOCABULARY = 151_936
@@ -66,7 +66,7 @@ def ours(logits_TV: Tensor, token_ids_T: Tensor, gradients: str) -> Results:
     return shift_to_tokens(of_next, token_ids_T, index_T)
 
 
-WAYS = {"plain": plain, "ours": ours}
+WAYS = {"plain": plain, "chunks": ours, "kernels": ours}
 
 
 def timed_pass(
@@ -110,18 +110,17 @@ def forget_peak(device: str) -> None:
         clear.write("5")
 
 
-def measure(
-    way: str, gradients: str, device: str, tokens: int, repeats: int, chunk_bytes: int
-) -> dict[str, float]:
+def measure(way: str, gradients: str, device: str, tokens: int, repeats: int) -> dict[str, float]:
     """Peak extra bytes of a first pass, and median seconds of the others, in this process."""
     torch.set_num_threads(1)
-    CHUNK_BYTES[device] = chunk_bytes
+    if way == "chunks":
+        KERNEL_DEVICES.clear()
     dist.init_process_group(
         "gloo" if device == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1
     )
     torch.manual_seed(1)
-    # Libraries load, and the process group starts, on a small problem.
-    timed_pass(WAYS[way], *make_inputs(device, 4, 1000), gradients)
+    # Libraries load, kernels are compiled, and the process group starts, on a small problem.
+    timed_pass(WAYS[way], *make_inputs(device, 4, VOCABULARY), gradients)
     logits_TV, token_ids_T = make_inputs(device, tokens, VOCABULARY)
     before = held_bytes(device, peak=False)
     forget_peak(device)
@@ -155,52 +154,47 @@ def fill(logits_TV: Tensor) -> Tensor:
 
 
 def in_own_process(
-    way: str, gradients: str, device: str, tokens: int, chunk_bytes: int, repeats: int = REPEATS
+    way: str, gradients: str, device: str, tokens: int, repeats: int = REPEATS
 ) -> dict[str, Any]:
     """`measure` in a fresh process, so that no other case's memory is counted."""
-    command = [sys.executable, __file__, "--measure", way, gradients, device]
-    command += [str(tokens), str(repeats), str(chunk_bytes)]
+    command = [sys.executable, __file__, "--measure", way, gradients, device, str(tokens), str(repeats)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def report(case: str, metric: str, unit: str, mine: float, theirs: float) -> None:
-    """Less is better."""
-    told = f"plain torch: {theirs:.4g} {unit}"
-    print_figure("logprobs", case, metric, mine, unit, baseline=told, ratio=theirs / mine)
-
-
-def bench(device: str, gradients: str, tokens: int, chunks_mib: Sequence[int]) -> None:
-    """One case with every size of chunks: peak extra memory, and seconds of forward, backward and both."""
-    theirs = in_own_process("plain", gradients, device, tokens, CHUNK_BYTES[device])
-    for mib in chunks_mib:
-        mine = in_own_process("ours", gradients, device, tokens, mib * 2**20)
-        case = f"{device}, {tokens} tokens, gradient through {GRADIENTS[gradients]}, chunks of {mib} MiB"
-        report(case, "peak_extra_memory", "MiB", mine["extra_bytes"] / 2**20, theirs["extra_bytes"] / 2**20)
-        for metric in ("forward_seconds", "backward_seconds", "seconds"):
-            report(case, metric, "s", mine[metric], theirs[metric])
+def bench(device: str, gradients: str, tokens: int) -> None:
+    """One case: peak extra memory, and seconds of forward, backward and both; less is better."""
+    way, others = ("kernels", ("chunks", "plain")) if device == "cuda" else ("chunks", ("plain",))
+    found = {one: in_own_process(one, gradients, device, tokens) for one in (way, *others)}
+    case = f"{device}, {tokens} tokens, gradient through {GRADIENTS[gradients]}"
+    for other in others:
+        for metric, unit in (
+            ("extra_bytes", "bytes"),
+            ("forward_seconds", "s"),
+            ("backward_seconds", "s"),
+            ("seconds", "s"),
+        ):
+            mine, theirs = found[way][metric], found[other][metric]
+            told = f"{other}: {theirs:.4g} {unit}"
+            print_figure("logprobs", case, metric, mine, unit, baseline=told, ratio=theirs / max(mine, 1e-9))
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few tokens, within a minute")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--chunk-mib", type=int, nargs="+", help="default: what logprobs.py has")
-    parser.add_argument("--measure", nargs=6, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    if given.chunk_mib and min(given.chunk_mib) < 1:
-        parser.error("--chunk-mib needs sizes of at least 1")
     if given.measure:
-        way, gradients, device, tokens, repeats, chunk_bytes = given.measure
-        figures = measure(way, gradients, device, int(tokens), int(repeats), int(chunk_bytes))
-        print(json.dumps(figures))
+        *names, tokens, repeats = given.measure
+        print(json.dumps(measure(*names, int(tokens), int(repeats))))
         return
     sizes = (8192, 20480) if given.device == "cuda" else (1024, 3072)
     if given.quick:
         sizes = (4096,) if given.device == "cuda" else (256,)
     for tokens in sizes:
         for gradients in GRADIENTS:
-            bench(given.device, gradients, tokens, given.chunk_mib or [CHUNK_BYTES[given.device] // 2**20])
+            bench(given.device, gradients, tokens)
 
 
 if __name__ == "__main__":

@@ -283,6 +283,15 @@ def fused_kernels() -> SimpleNamespace:
     )
 
 
+def logprob_kernels(logits_TV: Tensor) -> SimpleNamespace:
+    """For `rlmath.models.logprob_kernels`: sums of the rows, and a gradient in place."""
+    rows = len(logits_TV)
+    return SimpleNamespace(
+        shard_sums=lambda *given: (torch.empty(rows), torch.empty(3, rows)),
+        overwrite_with_gradient=lambda *given, **more: None,
+    )
+
+
 def _weight_gradient(weight: Tensor) -> Tensor:
     """Fused accumulation: the product goes to the buffer."""
     weight.grad_added_to_main_grad = True

@@ -118,6 +118,27 @@ def binary_kl(proximal_T: Float[Tensor, "T"], behaviour_T: Float[Tensor, "T"]) -
 
 
 @torch.no_grad()
+def interpolated_proximal(
+    logprobs_T: Float[Tensor, "T"],
+    behaviour_T: Float[Tensor, "T"],
+    lag_T: Int[Tensor, "T"],
+    updates: int,
+) -> Float[Tensor, "T"]:
+    """Log-probs of the policy at the step's start, between those of the engine, whose weights are `lag_T` optimizer
+    steps older, and those of the policy now, `updates` steps later (nats): on the straight line over the steps
+    (A-3PO, arXiv:2512.06547; AReaL: prox_logp_method=loglinear). Without any step they are the policy's own.
+
+    >>> now, engine, lag = torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -2.0]), torch.tensor([3, 0])
+    >>> interpolated_proximal(now, engine, lag, updates=1).tolist()
+    [-1.25, -2.0]
+    """
+    if updates == 0:
+        return logprobs_T.clone()
+    share_T = lag_T / (lag_T + updates)
+    return behaviour_T + share_T * (logprobs_T - behaviour_T)
+
+
+@torch.no_grad()
 def corrected(
     proximal_T: Float[Tensor, "T"],
     behaviour_T: Float[Tensor, "T"],

@@ -82,6 +82,15 @@ class Completion:
     segments: tuple[Segment, ...] = ()
     """By which weights its tokens were sampled, in order; from an engine there is at least one."""
 
+    def lag(self, version: int) -> list[int]:
+        """By token, how many optimizer steps its weights are behind `version`.
+
+        >>> done = Completion(0, (7, 8), (-1.0, -1.0), "", "stop", 4, (Segment(1, 2, 0), Segment(1, 4, 1)))
+        >>> done.lag(5)
+        [3, 1]
+        """
+        return [version - one.policy_version for one in self.segments for _ in range(one.tokens)]
+
 
 @dataclass(frozen=True)
 class PartialCompletion:
@@ -197,6 +206,9 @@ class Sample:
     """Shared by all tokens of the completion."""
     learned: Sequence[bool] | None = None
     """By token of the completion, whether it has weight in the loss; None: all have."""
+    lag: Sequence[int] | None = None
+    """By token of the completion, how many optimizer steps the weights that sampled it are behind those that the step
+    begins with; None: not asked for."""
 
     @property
     def length(self) -> int:

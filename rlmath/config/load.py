@@ -41,7 +41,7 @@ from rlmath.config.help import (
 )
 from rlmath.config.run_files import write_whole
 from rlmath.config.schema import MISSING, Config
-from rlmath.config.shipped_files import shipped_config
+from rlmath.config.shipped_files import shipped, shipped_config
 
 COMPACT_SECTION = "parallel"
 """The section that a word such as d32t2p1 stands for."""
@@ -98,6 +98,18 @@ def load_config(
     config = reader.config(saved)
     raise_problems("the settings", list(text_problems(config)))
     return config
+
+
+def preset_settings(name: str) -> dict[str, Any]:
+    """What the preset of this name sets, by key, its base's settings before its own.
+
+    >>> preset_settings("dr_grpo")
+    {'algorithm.advantage': 'dr_grpo', 'algorithm.loss_normalisation': 'constant'}
+    """
+    reader = _Reader(name)
+    reader.read_file(shipped(f"configs/algorithms/{name}.yaml"))
+    raise_problems("the settings", reader._problems)
+    return reader.given
 
 
 def config_as_yaml(config: Config) -> str:
@@ -202,6 +214,8 @@ class _Reader:
     def __init__(self, source: str) -> None:
         self._source = source
         self._tree = copy.deepcopy(_defaults())
+        self.given: dict[str, Any] = {}
+        """What was set, by key."""
         self._problems: list[str] = []
 
     def read_file(self, path: Path, below: tuple[Path, ...] = ()) -> None:
@@ -263,7 +277,8 @@ class _Reader:
                 found(f'{self._source}: the value in "{_bounded(text)}" cannot be read: {reason}')
 
     def config(self, saved: bool) -> Config:
-        """What was read; ValueError with all mistakes."""
+        """What was read, over that of a preset; ValueError with all mistakes."""
+        self._read_preset()
         for key, setting in all_settings().items():
             if OmegaConf.is_missing(self._tree[setting.section], setting.name):
                 self._problems.append(
@@ -283,6 +298,14 @@ class _Reader:
             section = values.setdefault(setting.section, {})
             section[setting.name] = self._resolved(setting, written[setting.section][setting.name], saved)
         return Config(**{name: section(**values[name]) for name, section in section_classes().items()})
+
+    def _read_preset(self) -> None:
+        name = self.given.get("algorithm.preset")
+        if name not in all_settings()["algorithm.preset"].words:
+            return
+        for key, value in preset_settings(name).items():
+            if key not in self.given:
+                self._set(key, value, f"algorithm.preset={name}")
 
     def _resolved(self, setting: Setting, written: Any, saved: bool) -> Any:
         """The value of a setting, with what its interpolations stand for."""
@@ -330,6 +353,7 @@ class _Reader:
         setting = all_settings()[key]
         if value == MISSING:
             return
+        self.given[key] = value
         if setting.is_text and not isinstance(value, str | None):
             change = "Put text that looks like something else in quotes."
         else:

@@ -244,7 +244,7 @@ class PromptOrder:
         left_out = f"; the {count} that fill no whole step are left out of each epoch" if count else ""
         places = f" ({self.n_places} places an epoch by data.train_weights)" if self.shares else ""
         return (
-            f"Order: {self.steps_per_epoch} steps per epoch,"
+            f"Order: {self.steps_per_epoch} step{'s' * (self.steps_per_epoch != 1)} per epoch,"
             f" {self.prompts_per_step} of {self.n_prompts} prompts{places} a step,"
             f" {'shuffled in every epoch' if self.shuffle else 'in the order of the file'}{left_out}."
         )

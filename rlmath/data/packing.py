@@ -43,8 +43,12 @@ class MicroBatch:
     completion_index_T: torch.Tensor
     """int32, position in the completion from 0; -1 on prompt and padding tokens."""
     max_seqlen: int
+    bounds: tuple[int, ...]
+    """`cu_seqlens_S1` on the host."""
     sample_indices: tuple[int, ...]
     """Which samples of the step's list these segments are; padding segments are not named."""
+    lag_T: torch.Tensor | None = None
+    """int64, `Sample.lag` of completion tokens, else 0; None: not asked for."""
     penalty_T: torch.Tensor | None = None
     """float32, weight of abs(log policy - log proximal) in the loss; None: nowhere."""
 
@@ -94,6 +98,7 @@ def pack(
     weights: list[float] = []
     advantages: list[float] = []
     logprobs: list[float] = []
+    lags: list[int] = []
     bounds, loss_count = [0], 0
     for index in indices:
         sample = samples[index]
@@ -112,6 +117,7 @@ def pack(
             n_learned = sum(sample.learned)
             weights += [0.0] * n_prompt + [normalisation.weight(n_learned) * one for one in sample.learned]
         advantages += [0.0] * n_prompt + [sample.advantage] * n_completion
+        lags += [0] * n_prompt + list(sample.lag or [0] * n_completion)
         logprobs += [0.0] * n_prompt
         logprobs += sample.behaviour_logprobs
         loss_count += normalisation.count(n_learned)
@@ -123,6 +129,7 @@ def pack(
         completion_index += [-1] * padding
         for column in (weights, advantages, logprobs):
             column += [0.0] * padding
+        lags += [0] * padding
         bounds.append(len(tokens))
     return MicroBatch(
         token_ids_T=torch.tensor(tokens, dtype=torch.int64),
@@ -134,5 +141,7 @@ def pack(
         behaviour_logprobs_T=torch.tensor(logprobs, dtype=torch.float32),
         completion_index_T=torch.tensor(completion_index, dtype=torch.int32),
         max_seqlen=max(end - start for start, end in itertools.pairwise(bounds)),
+        bounds=tuple(bounds),
         sample_indices=tuple(indices),
+        lag_T=torch.tensor(lags) if any(samples[index].lag for index in indices) else None,
     )

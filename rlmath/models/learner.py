@@ -22,11 +22,13 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rlmath.algorithms.early_stop import EarlyStop, MinibatchSums, discard_reason
+from rlmath.algorithms.importance_sampling import interpolated_proximal
 from rlmath.algorithms.losses import LossSettings, TokenInputs, TokenLoss, policy_loss
 from rlmath.data.packing import MicroBatch
 from rlmath.distributed.collectives import reduce_over_ranks
+from rlmath.distributed.device import release_cached
 from rlmath.models.forward_backward import ForwardBackward
-from rlmath.models.optimizer import learning_rate
+from rlmath.models.optimizer import LossScale, learning_rate
 from rlmath.models.teacher import TeacherStates
 
 DiscardRule = Callable[[Mapping[str, float], float], str | None]
@@ -45,6 +47,10 @@ class MinibatchResult:
     learning_rate: float
     discarded: str | None
     """Why it was discarded; None when it was learned from."""
+    loss_scale: float | None = None
+    """What the loss was multiplied by for its gradient; None where nothing was (`optimizer.LossScale`)."""
+    overflowed: bool = False
+    """It was discarded since the loss scale was too large: a smaller one follows."""
 
 
 @dataclass(eq=False)
@@ -58,6 +64,8 @@ class Learner:
     """Optimizer steps so far: the version of the weights."""
     lr_scale: float = field(default=1.0, init=False)
     """What the schedule's learning rate is multiplied by."""
+    loss_scale: LossScale | None = field(default=None, kw_only=True)
+    """Of float16; None: the loss is not scaled."""
 
     def _loss_of(
         self, loss: Tensor, batch: MicroBatch, metrics: Mapping[str, Tensor]
@@ -66,12 +74,23 @@ class Learner:
         divides the loss in place and metrics must not share its storage."""
         count = loss.new_full((), batch.loss_count, dtype=torch.int)
         copies = {name: value.detach().clone() for name, value in metrics.items()}
+        if self.loss_scale is not None:
+            loss = loss * self.loss_scale.scale
         return loss, self.forward_backward.counted_once(count), copies | {"denominator": count}
 
-    def restore_schedule(self, updates: int) -> None:
-        """Set the schedule to where it is after so many optimizer steps, whose weights and state were loaded."""
+    def restore_schedule(self, updates: int, loss_scale: Sequence[float] = ()) -> None:
+        """Set the schedule to where it is after so many optimizer steps, whose weights and state were loaded, and the
+        loss scale to what `loss_scale_state` was then."""
         self._step_schedule(updates - self.updates)
         self.updates = updates
+        if self.loss_scale is not None and loss_scale:
+            self.loss_scale.scale, self.loss_scale.clean_updates = loss_scale[0], int(loss_scale[1])
+
+    @property
+    def loss_scale_state(self) -> tuple[float, ...]:
+        """For a checkpoint; () where losses are not scaled."""
+        scale = self.loss_scale
+        return () if scale is None else (scale.scale, scale.clean_updates)
 
     def _step_schedule(self, increment: int) -> None:
         self.scheduler.step(increment=increment)
@@ -91,17 +110,29 @@ class Learner:
         count, by Megatron, once. The names are the arguments of `_reduce`. Gradients are zero before the pass, and
         again afterwards."""
         sums, maxima = self._reduce(metrics, sum_names, max_names)
-        lr = learning_rate(self.optimizer)
+        lr, scale, overflowed = learning_rate(self.optimizer), None, False
+        if self.loss_scale is not None:
+            scale = self.loss_scale.scale
+            for chunk in self.forward_backward.chunks:
+                chunk.scale_gradients(1 / scale)
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         reason = discard_rule(sums, grad_norm)
+        if self.loss_scale is not None and math.isfinite(sums["loss"]):
+            overflowed = self.loss_scale.update(not math.isfinite(grad_norm))
+            if overflowed:
+                reason = f"gradients overflow at loss scale {scale:g}; the next is {self.loss_scale.scale:g}"
         if reason is None:
+            if self.updates == 0:
+                # The optimizer makes its state now, for good. Within what the passes have left it would keep pieces of
+                # memory as large as the logits from ever being given back, and gradients in them from being freed.
+                release_cached(self.forward_backward.device)
             self.optimizer.step()
             self._step_schedule(1)
             self.updates += 1
         self.forward_backward.zero_grad()
         self.optimizer.zero_grad()
-        return MinibatchResult(sums, maxima, grad_norm, lr, reason)
+        return MinibatchResult(sums, maxima, grad_norm, lr, reason, scale, overflowed)
 
     def _reduce(
         self, metrics: Sequence[dict[str, Tensor]], sum_names: Sequence[str], max_names: Sequence[str] = ()
@@ -134,7 +165,7 @@ class Actor(Generic[L]):
 
 
 LOSS_SUMS = tuple(one.name for one in fields(TokenLoss))
-GRPO_SUMS = (*LOSS_SUMS, "denominator", "mismatch")
+GRPO_SUMS = (*LOSS_SUMS, "denominator", "mismatch", "proximal_error")
 GRPO_MAXIMA = ("mismatch_max",)
 """Metrics of a minibatch of `GrpoLearner`: sums over its tokens, and the largest value of any token."""
 
@@ -145,6 +176,8 @@ class GrpoLearner(Learner):
 
     settings: LossSettings
     bounds: EarlyStop
+    step_version: int = field(default=0, init=False)
+    """Version of the weights that the step begins with."""
 
     def learn(
         self,
@@ -182,10 +215,16 @@ class GrpoLearner(Learner):
         logprobs_T, entropy_T, *teacher_kl = self.forward_backward.logprobs_of(batch, logits_TV, rows)
         behaviour_T, weights_T = batch.behaviour_logprobs_T, batch.loss_weights_T
         recomputed_T = logprobs_T.detach() if old is None else old[index]
+        proximal_T = behaviour_T if old is None and not on_policy else recomputed_T
+        approximate_T = proximal_T
+        if batch.lag_T is not None:
+            since = self.updates - self.step_version
+            approximate_T = interpolated_proximal(logprobs_T, behaviour_T, batch.lag_T, since)
+            proximal_T = approximate_T if old is None else proximal_T
         tokens = TokenInputs(
             logprobs_T=logprobs_T,
             entropy_T=entropy_T if self.settings.entropy_coef else entropy_T.detach(),
-            proximal_logprobs_T=behaviour_T if old is None and not on_policy else recomputed_T,
+            proximal_logprobs_T=proximal_T,
             behaviour_logprobs_T=behaviour_T,
             reference_logprobs_T=None if reference is None else reference[index],
             advantages_T=batch.advantages_T,
@@ -198,7 +237,9 @@ class GrpoLearner(Learner):
         terms = policy_loss(tokens, self.settings)
         mismatch_T = torch.where(weights_T > 0, (recomputed_T - behaviour_T).abs(), 0.0)
         metrics = {name: getattr(terms, name) for name in LOSS_SUMS}
+        error_T = torch.where(weights_T > 0, (approximate_T - proximal_T).abs(), 0.0)
         metrics |= {"mismatch": mismatch_T.sum(), "mismatch_max": mismatch_T.max()}
+        metrics["proximal_error"] = error_T.sum()
         return self._loss_of(terms.loss, batch, metrics)
 
 

@@ -6,9 +6,10 @@ vocabulary), so nothing of their size is allocated beside them, neither forward 
 tensor that was passed in holds its own gradient. It must belong to nobody else, and a second backward pass through the
 same graph is an error.
 
-Both passes go over the rows in chunks small enough to stay in the cache, read each logit from memory once, and
-(backward) write it once. As in a stable softmax, logits are shifted by the row's maximum; they are scaled to bits,
-exponents of 2, since torch's `exp2` takes a quarter of the time of its `exp` on a CPU. Sums are in float32.
+Both passes read each logit from memory once, and (backward) write it once: on a GPU by kernels (`logprob_kernels.py`),
+elsewhere by torch's operations over chunks of rows small enough to stay in the cache. As in a stable softmax, logits
+are shifted by the row's maximum; they are scaled to bits, exponents of 2, since torch's `exp2` takes a quarter of the
+time of its `exp` on a CPU. Sums are in float32.
 
 The teacher's logits are never whole: in both passes they are computed from its last hidden states for a block of
 rows at a time (`TeacherRows`).
@@ -22,6 +23,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -35,6 +38,9 @@ MASKED_LOGIT = -1e30
 """Scaled logit (bits) of a token that cannot be sampled: finite, so that 0 times it is 0."""
 
 LN2 = math.log(2)
+
+KERNEL_DEVICES = {"cuda"}
+"""Kinds of device whose logits go through the kernels, where Triton is installed: it comes with torch's CUDA builds."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +227,7 @@ class _RowSums:
     """What the backward pass needs of every row, over the whole vocabulary."""
 
     neg_max_T: Tensor
-    """Minus the largest scaled logit (bits)."""
+    """Minus the largest scaled logit (bits); for the kernels minus the largest logit."""
     mass_T: Tensor
     """Sum of 2^b, b being the shifted logits."""
     logprobs_T: Tensor
@@ -265,17 +271,32 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         return grad_TV, None, None, None
 
 
+def _kernels(logits_TV: Tensor) -> ModuleType | None:
+    """The module of kernels, if these logits go through them."""
+    if logits_TV.device.type not in KERNEL_DEVICES or find_spec("triton") is None:
+        return None
+    from rlmath.models import logprob_kernels
+
+    return logprob_kernels
+
+
 def _row_sums(logits_TV: Tensor, targets_T: Tensor, shard: _Shard, group: dist.ProcessGroup) -> _RowSums:
     """The sums over all shards. A collective."""
     local_T = targets_T - shard.start
     mine_T = (local_T >= 0) & (local_T < shard.columns)
     column_T1 = local_T.clamp(0, max(shard.columns - 1, 0))[:, None]
-    own_neg_max_T, sums_3T = _local_sums(logits_TV, shard)
-    sums_3T[2] = _shifted_targets(logits_TV, column_T1, own_neg_max_T, shard)
+    if kernels := _kernels(logits_TV):
+        given = (shard.columns, shard.temperature, column_T1, shard.masked_T, shard.masked_columns)
+        own_neg_max_T, sums_3T = kernels.shard_sums(logits_TV, *given)
+        unit_bits = shard.bits
+    else:
+        own_neg_max_T, sums_3T = _local_sums(logits_TV, shard)
+        sums_3T[2] = _shifted_targets(logits_TV, column_T1, own_neg_max_T, shard)
+        unit_bits = 1.0
     top_T = -own_neg_max_T
     dist.all_reduce(top_T, op=dist.ReduceOp.MAX, group=group)
     neg_max_T = -top_T
-    _shift_further(sums_3T, neg_max_T - own_neg_max_T, mine_T)
+    _shift_further(sums_3T, (neg_max_T - own_neg_max_T) * unit_bits, mine_T)
     dist.all_reduce(sums_3T, group=group)
     mass_T, moment_T, target_T = sums_3T.unbind()
     log_mass_T = mass_T.log()
@@ -299,6 +320,18 @@ def _overwrite_with_gradient(
     d H / d logit_j = -p_j (log p_j + H) / temperature. A row whose incoming gradients are all 0 gets exactly 0,
     whatever its logits hold.
     """
+    if kernels := _kernels(grad_TV):
+        kernels.overwrite_with_gradient(
+            grad_TV,
+            shard.columns,
+            shard.temperature,
+            row_sums=sums.tensors,
+            grad_logprobs_T=grad_logprobs_T,
+            grad_entropy_T=grad_entropy_T,
+            masked_T=shard.masked_T,
+            masked_columns=shard.masked_columns,
+        )
+        return
     logprobs_T, entropy_T, mass_T = sums.logprobs_T, sums.entropy_T, sums.mass_T
     zero_T = torch.zeros_like(mass_T)
     pull_T = zero_T if grad_logprobs_T is None else grad_logprobs_T / shard.temperature

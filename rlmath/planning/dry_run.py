@@ -17,9 +17,9 @@ from pathlib import Path
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.checkpoint.unfinished_groups import TOKEN_BYTES
 from rlmath.config import length_curriculum
-from rlmath.config.help import raise_problems
+from rlmath.config.help import as_yaml_word, raise_problems, setting_values
 from rlmath.config.hub import HubFailedError
-from rlmath.config.load import load_config
+from rlmath.config.load import load_config, preset_settings
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.audit import EXAMPLES
@@ -218,6 +218,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
         "Data:",
         *(f"  {line}" for line in plan.data.lines),
         *hook_lines(config, plan.kind),
+        *(preset_lines(config) if plan.kind == "grpo" else ()),
         *(_step_lines(plan) if plan.kind == "grpo" else _sft_step_lines(plan)),
         *start_up_lines(length_curriculum.with_longest_lengths(config), shape, plan.ranks, plan.kind),
         *_disk_lines(plan),
@@ -230,6 +231,18 @@ def plan_lines(plan: RunPlan) -> list[str]:
         "No problem was found."
         + (" A start needs the whole model, which is not here." if is_elsewhere else ""),
     ]
+
+
+def preset_lines(config: Config) -> Iterator[str]:
+    """What `algorithm.preset` stands for, and where the run has something else."""
+    name = config.algorithm.preset
+    if name is None:
+        return
+    yield f"Preset: {name} is configs/algorithms/{name}.yaml"
+    values = setting_values(config)
+    for key, value in preset_settings(name).items():
+        other = "" if values[key] == value else f", here {as_yaml_word(values[key])}"
+        yield f"  {key}={as_yaml_word(value)}{other}"
 
 
 def _step_lines(plan: RunPlan) -> Iterator[str]:

@@ -40,6 +40,16 @@ UNUSED: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         'with algorithm.loss="sapo", whose gate has no bounds',
     ),
     (
+        "algorithm.proximal_logprobs",
+        lambda c: (
+            not c.algorithm.recompute_logprobs
+            or c.algorithm.n_minibatches == c.algorithm.epochs == 1
+            or not (c.rollout.max_staleness and (c.rollout.ranks or c.rollout.tail == "carry"))
+        ),
+        "without tokens of older weights (rollout.max_staleness with rollout.ranks or rollout.tail=carry), recomputed "
+        "log-probs and several minibatches a step",
+    ),
+    (
         "algorithm.pass_k",
         lambda c: c.algorithm.advantage != "pass@k",
         'without algorithm.advantage="pass@k"',

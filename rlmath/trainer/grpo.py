@@ -164,7 +164,7 @@ class GrpoTrainer(PolicyTrainer):
         metrics |= update.critic_metrics
         if self.teacher is not None:
             metrics |= teacher_metrics(update)
-        metrics |= mismatch_metrics(update.results, only_first=not algorithm.recompute_logprobs)
+        metrics |= mismatch_metrics(update.results, only_first=not algorithm.recomputes)
         sampled = rollout.sampled_tokens, selection.sampled, learned
         metrics |= pace_metrics(seconds, *sampled, update.passes)
         if self.peak_flops is not None:

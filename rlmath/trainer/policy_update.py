@@ -192,13 +192,17 @@ class PolicyTrainer(Trainer):
         return 0 if self.critic is None else self.critic.learner.updates
 
     @property
+    def critic_loss_scale(self) -> tuple[float, ...]:
+        return () if self.critic is None else self.critic.learner.loss_scale_state
+
+    @property
     def entropy_control(self) -> tuple[float, ...]:
         has_target = self.config.algorithm.entropy_target is not None
         return (self.entropy.coef, self.entropy.weight) if has_target else ()
 
     def resume(self, folder: Path, progress: Progress) -> None:
         if self.critic is not None:
-            self.critic.learner.restore_schedule(progress.critic_updates)
+            self.critic.learner.restore_schedule(progress.critic_updates, progress.critic_loss_scale)
         if self.reference is not None:
             if self.reference_moved and not progress.has_model(REFERENCE):  # after a rollback
                 with self.offload.on_device("reference"):
@@ -294,6 +298,7 @@ class PolicyUpdater:
             shaped = part.apply(packed, logprobs, shaped)
         results: list[MinibatchResult] = []
         if not self.pretrains(number):
+            self.actor.learner.step_version = self.actor.learner.updates
             minibatches = self.minibatches(packed, logprobs, shaped)
             orders = packed.orders(algorithm.epochs, algorithm.shuffle)
             with self.timers.phase("update"), self.offload.on_device("teacher_head"):
@@ -308,7 +313,7 @@ class PolicyUpdater:
                     results.append(result)
                     if result.discarded is not None:
                         log_discarded(number, len(results), result.discarded)
-                        if algorithm.early_stop_action == "end":
+                        if algorithm.early_stop_action == "end" and not result.overflowed:
                             break
         return UpdateRecord(
             results,
@@ -336,7 +341,9 @@ class PolicyUpdater:
     def pack(self, scored: ScoredStep, means_PG: Sequence[Sequence[float]]) -> PackedStep:
         """This data-parallel rank's micro-batches, with these advantages in all tokens of a completion."""
         with self.timers.phase("pack"):
-            packed = self.pack_minibatches(make_samples(scored.groups, means_PG), scored.number)
+            needs_lag = self.config.algorithm.proximal_logprobs != "recompute"
+            version = self.actor.learner.updates if needs_lag else None
+            packed = self.pack_minibatches(make_samples(scored.groups, means_PG, version), scored.number)
         bounds = pairwise(accumulate(map(len, packed), initial=0))
         slices = tuple(slice(start, end) for start, end in bounds)
         seed = step_seed(self.config.run.seed, scored.number)
@@ -346,7 +353,7 @@ class PolicyUpdater:
         """Log-probs under the policy, where they are recomputed, and under the reference. A collective."""
         old = reference = entropy = None
         if self.penalty is not None or not self.pretrains(packed.scored.number):
-            recomputes = self.config.algorithm.recompute_logprobs
+            recomputes = self.config.algorithm.recomputes
             if self.rules is not None:
                 with self.timers.phase("logprobs"):
                     own, entropy = logprobs_and_entropies(self.actor, packed.batches, self.mesh)
@@ -467,10 +474,19 @@ def log_discarded(number: int, minibatch: int, reason: str) -> None:
     logger.info("step %d: minibatch %d discarded: %s", *what, extra=event("discarded", number + 1))
 
 
-def make_samples(groups: Sequence[ScoredGroup], advantages_PG: Sequence[Sequence[float]]) -> list[Sample]:
-    """All sequences to train on with their advantages, in order of prompt and completion."""
+def make_samples(
+    groups: Sequence[ScoredGroup], advantages_PG: Sequence[Sequence[float]], version: int | None = None
+) -> list[Sample]:
+    """All sequences to train on with their advantages, in order of prompt and completion; with how far their tokens
+    are behind a `version` of the weights."""
     return [
-        Sample(group.prompt.token_ids, completion.token_ids, completion.logprobs, advantage)
+        Sample(
+            group.prompt.token_ids,
+            completion.token_ids,
+            completion.logprobs,
+            advantage,
+            lag=None if version is None else completion.lag(version),
+        )
         for group, row in zip(groups, advantages_PG, strict=True)
         for completion, advantage in zip(group.completions, row, strict=True)
     ]

@@ -55,17 +55,6 @@ def test_one_right_answer_of_four(kind: AdvantageKind, wanted: list[float]):
     assert advantages([[5.0, -5.0, -5.0, -5.0]], [[1, 1, 1, 1]], kind, 0.0) == approx([wanted], 1e-7)
 
 
-def test_kinds_that_look_beyond_means_by_hand():
-    # all rewards 1 0 | 3 0: mean 1, squared distances 0 + 1 + 4 + 1 over 3
-    got = advantages([[1.0, 0.0], [3.0, 0.0]], [[1, 1]] * 2, "lite_ppo", 0.5)
-    scale = math.sqrt(2) + 0.5
-    assert got == approx([[0.5 / scale, -0.5 / scale], [1.5 / scale, -1.5 / scale]])
-    # (3 x 1 + 1 x 0) / 4
-    assert advantages([[1.0, 0.0]], [[3, 1]], "opo", 0.0) == approx([[0.25, -0.75]])
-    # the best of two others: of (0, 1), (0, 3), (1, 3); of 4 it is 2 above 2 on average: 3 x (3 + 1 + 1) / 3
-    assert advantages([[4.0, 0.0, 1.0, 3.0]], [[1] * 4], "pass@k", 0.0, 3) == approx([[5.0, 0.0, 0.0, 2.0]])
-
-
 def expected_gradient(kind: AdvantageKind, p: float, G: int, k: int = 2) -> float:
     """By p, of a group whose completions are right with chance p, over all its outcomes; a mean over completions."""
     total = 0.0

@@ -117,12 +117,8 @@ DPPO_KL = LossSettings("dppo_kl", clip_low=0.05, clip_high=0.05)
             -3.0,
             0,
         ),  # five times as probable, and only 0.04: kept, with a weight of 3
-        (DPPO_TV, 0.4, 0.1, -1.0, 0.0, 1),
         (DPPO_TV, 0.1, 0.4, -1.0, 3.0, 0),  # a bad token that moved up comes back
-        (DPPO_TV, 0.5, 0.2, 1.0, -0.4, 0),
         (DPPO_KL, 0.5, 0.75, 1.0, 0.0, 1),  # 0.5 ln(2/3) + 0.5 ln 2 = 0.144 nats
-        (DPPO_KL, 0.002, 0.02, 1.0, -10.0, 0),  # 0.014 nats
-        (DPPO_KL, 0.5, 0.75, -1.0, 1.5, 0),
         (DPPO_KL, 0.1, 0.22, 1.0, -2.2, 0),  # 0.04995 nats from the old one to the new, 0.062 back
     ],
 )

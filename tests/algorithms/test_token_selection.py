@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -34,7 +34,7 @@ def on_ranks(parts: list[Tensor], work: Callable[[Tensor, Callable[[Tensor], Ten
     return torch.cat([found[number] for number in range(len(parts))])
 
 
-few = st.sampled_from([0.0, -0.0, 0.5, -0.5, 1e-40, 3e38])
+few = st.sampled_from([0.0, -0.0, 0.5, 0.50000006, 0.5000001, -0.5, 1e-40, 3e38])
 values_of_ranks = st.lists(
     st.lists(few | st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=6),
     min_size=1,
@@ -44,6 +44,7 @@ values_of_ranks = st.lists(
 
 @settings(deadline=None, max_examples=100)
 @given(values_of_ranks, st.floats(0.01, 1.0))
+@example([[9.0, 1.0], [1.0000001, 1.0000002]], 0.5)
 def test_the_largest_of_all_ranks_are_those_of_a_sort(rows: list[list[float]], share: float):
     every = sorted((one for row in rows for one in row), reverse=True)
     parts = [torch.tensor(row, dtype=torch.float32) for row in rows]

@@ -40,7 +40,7 @@ assert (PUBLISHED / "Qwen2.5-7B.json").is_file(), PUBLISHED
 def python(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-c", WITHOUT + source]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
 
 
 def test_every_command_is_described_and_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,7 +213,7 @@ def test_an_interrupt_reaches_a_run_once(tmp_path: Path) -> None:
     )
     assert started.stdout is not None and started.stdout.readline() == "ready\n"
     os.killpg(started.pid, signal.SIGINT)
-    output, _ = started.communicate(timeout=90)
+    output, _ = started.communicate(timeout=900)
     assert output == "status 0\n" and count.read_text() == "1 True"
 
 
@@ -324,7 +324,7 @@ def test_a_wheel_has_configs_launchers_and_locks(tmp_path: Path) -> None:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((REPOSITORY / name).read_bytes())
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w"]
-    subprocess.run([*command, str(tmp_path), str(source)], check=True, capture_output=True, timeout=300)
+    subprocess.run([*command, str(tmp_path), str(source)], check=True, capture_output=True, timeout=900)
     (wheel,) = tmp_path.glob("rlmath-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     for name in (

@@ -15,8 +15,14 @@ from rlmath.planning.memory_estimate import mesh_of
 PACKAGE = Path(rlmath.__file__).parent
 ONLY_LOOK = ("config/schema", "config/help", "config/load", "planning/")
 """Modules that declare settings, check them, or plan with them: a setting that is read nowhere else does nothing."""
-FOR_THE_CHECK_ALONE = [("memory", "gpu"), ("memory", "gpu_gib"), ("parallel", "data")]
-"""The GPU that a run must fit, and the data-parallel replicas that its ranks must make, are only compared with."""
+FOR_THE_CHECK_ALONE = [
+    ("algorithm", "preset"),
+    ("memory", "gpu"),
+    ("memory", "gpu_gib"),
+    ("parallel", "data"),
+]
+"""A preset is what it sets. The GPU that a run must fit, and the data-parallel replicas that its ranks must make, are
+only compared with."""
 
 
 def sections_of(tree: ast.Module) -> dict[str, str]:

@@ -1,4 +1,4 @@
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import pairwise
 
 import pytest
@@ -79,7 +79,8 @@ class Moves(TorchFunctionMode):
 
 def test_a_device_takes_every_tensor_from_pinned_memory_while_the_host_goes_on(monkeypatch):
     """Nothing is pinned, which takes a GPU."""
-    batch, moves = pack([ONE, TWO], [0, 1], 1), Moves()
+    both = torch.zeros(5)
+    batch, moves = replace(pack([ONE, TWO], [0, 1], 1), lag_T=both, penalty_T=both), Moves()
 
     def pin_memory(tensor):
         moves.noted.append(("pin_memory", False))
@@ -91,7 +92,7 @@ def test_a_device_takes_every_tensor_from_pinned_memory_while_the_host_goes_on(m
         assert moves.noted == []
         moved = batch.to(torch.device("meta"))
     assert moves.noted == [("pin_memory", False), ("to", True)] * len(TENSORS)
-    assert len(TENSORS) == 7 and {getattr(moved, name).device.type for name in TENSORS} == {"meta"}
+    assert len(TENSORS) == 9 and {getattr(moved, name).device.type for name in TENSORS} == {"meta"}
     assert (moved.sample_indices, moved.loss_count, moved.max_seqlen) == ((0, 1), 5, 5)
 
 
@@ -157,3 +158,13 @@ def test_every_sample_is_found_again_between_its_bounds(packed: list[Sample], mu
         assert tuple(batch.behaviour_logprobs_T[answer].tolist()) == sample.behaviour_logprobs
         assert batch.completion_index_T[answer].tolist() == list(range(len(sample.completion_ids)))
         assert set(batch.advantages_T[answer].tolist()) == {sample.advantage}
+
+
+def test_how_far_behind_the_weights_of_each_token_are() -> None:
+    old = replace(SAMPLE_OF_LAG, lag=(3, 1))
+    batch = pack([old, SAMPLE_OF_LAG], [0, 1], 4)
+    assert batch.lag_T is not None and batch.lag_T.tolist() == [0, 3, 1, 0, 0, 0, 0, 0]
+    assert pack([SAMPLE_OF_LAG], [0], 1).lag_T is None
+
+
+SAMPLE_OF_LAG = Sample((5,), (7, 8), (-1.0, -2.0), 0.5)

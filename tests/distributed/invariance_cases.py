@@ -27,6 +27,7 @@ class Variant:
     normalisation: NormalisationKind = "token"
     kind: LossKind = "clip"
     entropy_coef: float = 0.0
+    off_policy_mask: float | None = None
 
     def max_tokens(self, samples: list[Sample], data_size: int) -> int:
         total = sum(sample.length for sample in samples)
@@ -56,7 +57,9 @@ def outcomes(folder: Path, case: Case, samples: list[Sample], variants: list[Var
     found = []
     for variant in variants:
         batches = _microbatches(stage, samples, variant)
-        loss = LossSettings(variant.kind, entropy_coef=variant.entropy_coef)
+        loss = LossSettings(
+            variant.kind, entropy_coef=variant.entropy_coef, off_policy_mask=variant.off_policy_mask
+        )
         stage.actor.learner.settings = loss
         gradients = _gradients(stage, batches) if case.optimizer == "sgd" else {}
         with _weights_kept(stage):

@@ -40,6 +40,7 @@ def loss(
     kind: str = "clip",
     normalisation: str = "token",
     entropy_coef: float = 0.0,
+    off_policy_mask: float | None = None,
 ) -> Tensor:
     """The losses of docs/algorithm.md as the papers write them, sample by sample; k3 KL; mean over tokens or over the
     samples' means."""
@@ -47,7 +48,10 @@ def loss(
     for sample in samples:
         logprobs, entropy = completion_terms(model, sample)
         log_ratio = logprobs - torch.tensor(sample.behaviour_logprobs)
-        per_token = _surrogate(kind, logprobs, log_ratio, sample.advantage) - entropy_coef * entropy
+        per_token = _surrogate(kind, logprobs, log_ratio, sample.advantage)
+        if off_policy_mask is not None and sample.advantage < 0 and -log_ratio.mean() > off_policy_mask:
+            per_token = 0.0 * per_token
+        per_token = per_token - entropy_coef * entropy
         if reference is not None:
             with torch.no_grad():
                 ref = completion_logprobs(reference, sample)
@@ -60,6 +64,16 @@ def loss(
 def _surrogate(kind: str, logprobs: Tensor, log_ratio: Tensor, advantage: float) -> Tensor:
     if kind == "cispo":
         return -log_ratio.detach().exp().clamp(0.8, 1.2) * advantage * logprobs
+    if kind == "sapo":
+        tau = 1.0 if advantage > 0 else 1.05
+        return -4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1)) * advantage
+    if kind == "dppo_tv":
+        now = logprobs.detach().exp()
+        moved = now - now / log_ratio.detach().exp()
+        return torch.where((moved * advantage > 0) & (moved.abs() > 0.2), 0.0, -log_ratio.exp() * advantage)
+    if kind == "gmpo":
+        cut = log_ratio.clamp(max=0.2) if advantage > 0 else log_ratio.clamp(min=-0.2)
+        return (-cut.mean().exp() * advantage).expand_as(logprobs)
     ratio = (log_ratio.mean() if kind == "gspo" else log_ratio).exp()
     surrogate = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     return -surrogate.expand_as(logprobs)

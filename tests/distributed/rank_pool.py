@@ -91,7 +91,7 @@ class RankPool:
             self._workers.append((process, ours))
 
     def run(
-        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 240.0
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 600.0
     ) -> list[Any]:
         """Results of `function(*args)` by rank. A rank that fails or hangs fails the test with its traceback."""
         self._grow(world_size)

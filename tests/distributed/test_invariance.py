@@ -26,6 +26,10 @@ OTHER_LOSSES = [
     Variant("many", "sequence", "gspo"),
     Variant("two", "token", "cispo"),
     Variant("two", "token", entropy_coef=0.1),
+    Variant("many", "sequence", "gmpo"),
+    Variant("two", "token", "sapo"),
+    Variant("many", "token", "dppo_tv"),
+    Variant("two", "sequence", off_policy_mask=0.1),
 ]
 INTERLEAVED = Case(pipeline=2, virtual_pipeline=2)
 LAYOUTS = [
@@ -53,7 +57,8 @@ def dense(untied_model: Path) -> dict[Variant, Outcome]:
     for variant in {replace(one, split="one") for one in (*VARIANTS, *OTHER_LOSSES)}:
         model = oracle.load(untied_model)
         options = {"kind": variant.kind, "normalisation": variant.normalisation}
-        loss = oracle.loss(model, SAMPLES, entropy_coef=variant.entropy_coef, **options)
+        options |= {"entropy_coef": variant.entropy_coef, "off_policy_mask": variant.off_policy_mask}
+        loss = oracle.loss(model, SAMPLES, **options)
         loss.backward()
         gradients = oracle.gradients(model)
         update = {name: -LEARNING_RATE["sgd"] * gradient for name, gradient in gradients.items()}

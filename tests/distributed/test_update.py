@@ -132,3 +132,21 @@ def test_a_step_without_any_contrast_is_not_learned_from(
     _, outcome = ranks.run(1, update_cases.steps, untied_model, case, [GROUPS, alike], algorithm)[0]
     assert (outcome.record.results == []) == skipped
     assert any(bool(change.any()) for change in outcome.update.values()) != skipped
+
+
+@matrix
+def test_chosen_tokens_do_not_depend_on_ranks_and_micro_batches(ranks: RankPool, untied_model: Path) -> None:
+    """One rank with large micro-batches, two with small ones: the same tokens lose their advantage or pay."""
+    algorithm = AlgorithmConfig(
+        top_entropy_share=0.3, clip_cov_ratio=0.1, clip_cov_low=-9.0, clip_cov_high=9.0, n_minibatches=2
+    )
+    for chosen in (algorithm, replace(algorithm, clip_cov_ratio=None, kl_cov_ratio=0.1, epochs=2)):
+        one, other = (step(ranks, untied_model, case, chosen) for case in (LAYOUTS[0], LAYOUTS[2]))
+        assert_close(one.update, other.update, 1e-4)
+        for ours, theirs in zip(one.record.results, other.record.results, strict=True):
+            assert ours.sums == pytest.approx(theirs.sums, rel=1e-3, abs=1e-3)
+    plain = step(
+        ranks, untied_model, LAYOUTS[0], replace(algorithm, clip_cov_ratio=None, top_entropy_share=1.0)
+    )
+    differ = [(one.update[name] - plain.update[name]).abs().max() for name in plain.update]
+    assert max(differ) > 1e-2 * max(update.abs().max() for update in plain.update.values())

@@ -162,7 +162,7 @@ def stop_half_way(arguments: list[str], output: Path, number: signal.Signals) ->
             assert program.poll() is None and time.monotonic() < until, console.read_text()
             time.sleep(0.02)
         os.killpg(program.pid, number)
-        status = program.wait(60)
+        status = program.wait(300)
     finally:
         end_family(program)
     lines = [

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rlmath.data.packing import MicroBatch, pack
 from rlmath.distributed.device import open_device
 from rlmath.distributed.tensor_offload import HostMemory, StorageSet
+from rlmath.models.logprobs import vocab_parallel_logprobs
 from rlmath.planning.checks import transformer_engine_problems
 from tests.distributed import (
     engine_cases,
@@ -25,6 +27,7 @@ from tests.distributed import (
 )
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
+from tests.models.test_logprobs import dense, loss, random_logits
 from tests.tiny_models import make_samples
 
 pytestmark = [
@@ -75,6 +78,30 @@ def test_logprobs_in_bfloat16_are_close_to_transformers(
             torch.testing.assert_close(torch.tensor(found[index]), wanted, atol=BF16_NATS, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("V", [151_936, 5_003])
+def test_kernels_give_the_textbooks_logprobs_entropy_and_gradient(dtype: torch.dtype, V: int) -> None:
+    pytest.importorskip("triton")
+    logits_TV, targets_T = random_logits(12, V)
+    masked_T, masked_TN = torch.arange(12) < 4, torch.zeros(12, V - 2, dtype=torch.bool)
+    masked_TN[:4, [1, 4_999]] = True
+    leaf_TV = logits_TV.to("cuda", dtype).requires_grad_()
+    wanted = dense(leaf_TV.detach().cpu(), targets_T % 4_000 + 2, 0.7, V - 2, masked_TN)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        given = (leaf_TV, (targets_T % 4_000 + 2).cuda(), 0.7, V - 2, dist.group.WORLD, masked_T.cuda())
+        found = [values_T.cpu() for values_T in vocab_parallel_logprobs(*given, masked_tokens=(1, 4_999))]
+        loss(*found, "logprobs and entropy").backward()
+    finally:
+        dist.destroy_process_group()
+    loss(*wanted[:2], "logprobs and entropy").backward()
+    for mine_T, theirs_T in zip(found, wanted[:2], strict=True):
+        torch.testing.assert_close(mine_T.double(), theirs_T, atol=1e-5, rtol=1e-5)
+    error = {"atol": 1e-5, "rtol": max(1e-5, torch.finfo(dtype).eps)}
+    torch.testing.assert_close(leaf_TV.grad[:, : V - 2].cpu().double(), wanted[2].grad, **error)
+    assert not leaf_TV.grad[:, V - 2 :].any()
+
+
 @pytest.mark.parametrize("local_layers", layers())
 @pytest.mark.parametrize("change", [{"selective": True}, {"recompute": True}, {"overlap_grad_reduce": True}])
 def test_recomputation_and_overlap_change_no_gradient(
@@ -90,11 +117,15 @@ def test_recomputation_and_overlap_change_no_gradient(
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=0.02 * float(gradient.abs().max()))
 
 
-def test_gradients_are_added_up_by_the_product_itself_where_apexs_kernel_is_there() -> None:
-    pytest.importorskip("fused_weight_gradient_mlp_cuda", exc_type=ImportError)
-    from rlmath.models.megatron import fuses_gradient_accumulation
+def test_gradients_are_added_up_by_the_product_itself() -> None:
+    from megatron_patches.multi_tensor import add_product
 
-    assert fuses_gradient_accumulation(open_device("cuda"))
+    at = open_device("cuda").torch_device
+    x, grad = (torch.randn(300, n, device=at).bfloat16() for n in (72, 40))
+    total = torch.randn(40, 72, device=at)
+    wanted = total.double() + grad.double().t() @ x.double()
+    add_product(x, grad, total)
+    torch.testing.assert_close(total.double(), wanted, rtol=1e-5, atol=1e-4)
 
 
 def test_a_micro_batch_on_the_gpu_is_the_one_of_the_host() -> None:

@@ -71,24 +71,12 @@ def chunk_rows(monkeypatch: pytest.MonkeyPatch):
     return lambda rows, columns: monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 4 * rows * columns)
 
 
-@pytest.mark.parametrize("parts", ["logprobs", "entropy", "logprobs and entropy"])
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
-def test_values_and_gradients_equal_the_dense_formula(parts: str, temperature: float) -> None:
-    logits_TV, targets_T = random_logits(13, 301)
-    found = ours(logits_TV, targets_T, temperature, 301)
-    wanted = dense(logits_TV, targets_T, temperature, 301)
-    loss(*found[:2], parts).backward()
-    loss(*wanted[:2], parts).backward()
-    torch.testing.assert_close(found[0], wanted[0].float(), **CLOSE)
-    torch.testing.assert_close(found[1], wanted[1].float(), **CLOSE)
-    torch.testing.assert_close(found[2].grad, wanted[2].grad.float(), **CLOSE)
-
-
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_any_shape_chunk_and_temperature_agrees_with_the_dense_formula(data: st.DataObject) -> None:
-    T, N = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 40))
+    T, N = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 300))
     padding = data.draw(st.integers(0, 3))
+    parts = data.draw(st.sampled_from(["logprobs", "entropy", "logprobs and entropy"]))
     temperature = data.draw(st.floats(0.2, 3.0))
     logits_TV, targets_T = random_logits(T, N + padding, data.draw(st.sampled_from([1e-3, 1.0, 20.0])), T + N)
     targets_T %= N
@@ -97,8 +85,8 @@ def test_any_shape_chunk_and_temperature_agrees_with_the_dense_formula(data: st.
         patch.setitem(module.CHUNK_BYTES, "cpu", data.draw(st.integers(1, 4 * T * N + 8)))
         found = ours(logits_TV, targets_T, temperature, N)
         wanted = dense(logits_TV, targets_T, temperature, N)
-        loss(*found[:2], "logprobs and entropy").backward()
-        loss(*wanted[:2], "logprobs and entropy").backward()
+        loss(*found[:2], parts).backward()
+        loss(*wanted[:2], parts).backward()
     tolerance = {"atol": 2e-6 / temperature, "rtol": 2e-6}
     torch.testing.assert_close(found[0], wanted[0].float(), **tolerance)
     torch.testing.assert_close(found[1], wanted[1].float(), **tolerance)
@@ -151,9 +139,12 @@ def test_a_shard_of_padding_alone_works() -> None:
 
 
 @pytest.mark.parametrize("parts", ["logprobs", "logprobs and entropy"])
-def test_bfloat16_logits_give_float32_results_and_a_gradient_rounded_once(parts: str) -> None:
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+def test_logits_of_16_bits_give_float32_results_and_a_gradient_rounded_once(
+    parts: str, dtype: torch.dtype, rounding: float
+) -> None:
     logits_TV, targets_T = random_logits(9, 200, spread=6.0)
-    logits_TV = logits_TV.bfloat16()
+    logits_TV = logits_TV.to(dtype)
     targets_T %= 190
     found = ours(logits_TV, targets_T, 0.8, 190)
     wanted = dense(logits_TV, targets_T, 0.8, 190)
@@ -163,7 +154,7 @@ def test_bfloat16_logits_give_float32_results_and_a_gradient_rounded_once(parts:
     torch.testing.assert_close(found[0], wanted[0].float(), **CLOSE)
     torch.testing.assert_close(found[1], wanted[1].float(), **CLOSE)
     grad_TN = found[2].grad[:, :190].double()
-    torch.testing.assert_close(grad_TN, wanted[2].grad, atol=1e-7, rtol=2**-8)
+    torch.testing.assert_close(grad_TN, wanted[2].grad, atol=1e-7, rtol=rounding)
 
 
 def test_masked_tokens_have_no_probability_in_their_rows_even_where_they_tower() -> None:
@@ -174,7 +165,9 @@ def test_masked_tokens_have_no_probability_in_their_rows_even_where_they_tower()
     logits_TV[~masked_T, 35] = 1.0
     masked_TN = torch.zeros(8, 38, dtype=torch.bool)
     masked_TN[:5, [33, 35]] = True
-    found = ours(logits_TV, targets_T, 0.7, 38, masked_T=masked_T, masked_tokens=(33, 35, 39))
+    masked = {"masked_T": masked_T, "masked_tokens": (33, 35, 39)}
+    assert torch.all((ours(logits_TV, 0 * targets_T + 33, 0.7, 38, **masked)[0] < -1e29) == masked_T)
+    found = ours(logits_TV, targets_T, 0.7, 38, **masked)
     wanted = dense(logits_TV, targets_T, 0.7, 38, masked_TN)
     loss(*found[:2], "logprobs and entropy").backward()
     loss(*wanted[:2], "logprobs and entropy").backward()
@@ -232,17 +225,6 @@ def test_a_second_backward_pass_is_an_error(T: int) -> None:
     logprobs_T.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         entropy_T.sum().backward()
-
-
-def test_a_second_use_of_overwritten_logits_is_an_error() -> None:
-    logits_TV, targets_T = random_logits(5, 12)
-    leaf_TV = logits_TV.clone().requires_grad_()
-    first, second = (
-        vocab_parallel_logprobs(leaf_TV, targets_T, t, 12, dist.group.WORLD)[0] for t in (1.0, 2.0)
-    )
-    first.sum().backward()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        second.sum().backward()
 
 
 def test_a_gradient_of_the_gradient_is_refused() -> None:

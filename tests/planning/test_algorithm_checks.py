@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typing
+from pathlib import Path
 
 import pytest
 
@@ -12,13 +13,15 @@ from rlmath.algorithms.importance_sampling import CorrectionLevel
 from rlmath.algorithms.kl import KLKind
 from rlmath.algorithms.losses import LossKind, NormalisationKind
 from rlmath.config.help import all_settings
-from rlmath.config.load import load_config
+from rlmath.config.load import config_as_yaml, load_config
+from rlmath.config.shipped_files import shipped
 from rlmath.distributed.memory import total_bytes
 from rlmath.planning.checks import (
     algorithm_problems,
     host_memory_problems,
     run_problems,
 )
+from rlmath.planning.dry_run import preset_lines
 from rlmath.planning.memory_fit import GIB
 from rlmath.planning.reward_checks import reward_problems
 from rlmath.planning.warnings import config_warnings
@@ -194,6 +197,40 @@ def test_settings_without_effect_are_named(overrides: list[str], told: str):
 )
 def test_the_words_of_the_settings_are_those_of_the_code(key: str, kinds: object):
     assert all_settings()[key].words == typing.get_args(kinds)
+
+
+# ---------------------------------------------------------------- presets
+
+PRESETS = all_settings()["algorithm.preset"].words
+
+
+def test_presets_are_the_files_and_start_without_a_warning():
+    assert list(PRESETS) == sorted(path.stem for path in shipped("configs/algorithms").glob("*.yaml"))
+    for name in PRESETS:
+        given = [f"algorithm.preset={name}", *(["teacher.path=t"] if name == "distill" else [])]
+        assert problems(*given) == [] and notes(*given) == []
+
+
+def test_a_preset_lies_below_files_and_command_line_wherever_it_is_named(tmp_path: Path):
+    own, saved = tmp_path / "own.yaml", tmp_path / "saved.yaml"
+    own.write_text("algorithm: {clip_ratio_high: 0.2, n_minibatches: 1, preset: top_entropy}")
+    config = load_config([own], [*PATHS, "algorithm.n_minibatches=8"])
+    assert list(preset_lines(config)) == [
+        "Preset: top_entropy is configs/algorithms/top_entropy.yaml",
+        "  algorithm.n_minibatches=4, here 8",
+        "  algorithm.clip_ratio=0.2",
+        "  algorithm.clip_ratio_high=0.28, here 0.2",
+        "  selection.dynamic_sampling=accuracy",
+        "  selection.max_extra_prompts=256",
+        "  algorithm.top_entropy_share=0.2",
+    ]
+    saved.write_text(config_as_yaml(config))
+    assert load_config([saved], []) == config and config.selection.max_extra_prompts == 256
+
+
+def test_another_loss_than_the_presets_is_refused():
+    (problem,) = problems("algorithm.preset=gspo", "algorithm.loss=clip")
+    assert 'algorithm.preset is "gspo", whose algorithm.loss is "gspo", and yours is "clip"' in problem
 
 
 # ---------------------------------------------------------------- partial rollouts

@@ -69,7 +69,7 @@ def test_all_tokens_of_an_engine_are_drawn_with_the_noise_of_their_seed_and_posi
     make_tiny_model.main(["--output", str(tmp_path / "model")])
     command = [sys.executable, "-m", "tests.rollout.sampled_tokens", str(tmp_path / "model")]
     done = subprocess.run(
-        command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=300
+        command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])

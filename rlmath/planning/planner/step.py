@@ -191,7 +191,7 @@ def recomputes_logprobs(config: Config) -> bool:
     only_one = algorithm.n_minibatches == algorithm.epochs == 1
     in_reward = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
     in_advantages = in_reward or (teacher.path is not None and teacher.loss == "advantage")
-    recomputes = algorithm.recompute_logprobs and (in_advantages or not only_one)
+    recomputes = algorithm.recomputes and (in_advantages or not only_one)
     return recomputes or algorithm.selects_tokens
 
 
