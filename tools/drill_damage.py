@@ -16,7 +16,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlmath.checkpoint.directory import MANIFEST, PARTIAL, complete_checkpoints
+from rlmath.checkpoint.directory import PARTIAL, complete_checkpoints
 from rlmath.config.run_files import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
@@ -176,34 +176,10 @@ def _flip_in(output: Path, path: Path, rng: random.Random) -> str:
     return f"a bit of byte {place} of {path.relative_to(output)}"
 
 
-def make_unreadable(attempt: Attempt, rng: random.Random) -> str:
-    path = _newest(attempt.output) / MANIFEST
-    path.unlink()
-    path.mkdir()
-    return f"a folder in the place of {path.relative_to(attempt.output)}"
-
-
 def damage_two(attempt: Attempt, rng: random.Random) -> str:
     """The newest two; the one before them is whole."""
     paths = [_largest_file(_newest(attempt.output, number)) for number in (0, 1)]
     return "; ".join(_flip_in(attempt.output, path, rng) for path in paths)
-
-
-def lose_files(attempt: Attempt, rng: random.Random) -> str:
-    """As a copy that was broken off leaves it: without the last files and the manifest."""
-    folder = _newest(attempt.output)
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-    lost = [folder / MANIFEST, *files[-rng.randint(1, len(files)) :]]
-    for path in lost:
-        path.unlink()
-    return f"{len(lost)} files of {folder.name} were lost, the manifest too"
-
-
-def empty_folder(attempt: Attempt, rng: random.Random) -> str:
-    folder = _newest(attempt.output)
-    shutil.rmtree(folder)
-    folder.mkdir()
-    return f"{folder.name} is empty"
 
 
 # ---------------------------------------------------------------- what else stands in the folder

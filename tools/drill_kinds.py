@@ -315,10 +315,7 @@ KINDS: dict[str, Kind] = {
     "sighup": Kind(any_time, signal_launcher(signal.SIGHUP)),
     "disk-full": Kind(at_once, damage.fill_disk, spoil=damage.free_disk),
     "bit-flip": _damaged(damage.flip_a_bit),
-    "unreadable": _damaged(damage.make_unreadable),
     "two-damaged": _damaged(damage.damage_two),
-    "half-copied": _damaged(damage.lose_files),
-    "emptied": _damaged(damage.empty_folder),
     "kill-export": Kind(in_export, kill_all, (FAILURE, FINISHED), place="export"),
     "sigterm-export": Kind(in_export, signal_launcher(signal.SIGTERM), (FINISHED,), place="export"),
     # the run continues by itself

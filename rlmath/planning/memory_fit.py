@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from rlmath.config.gpu_specs import GPUS
 from rlmath.config.length_curriculum import with_longest_lengths
@@ -18,7 +19,7 @@ from rlmath.distributed.device_kind import cuda_is_available
 from rlmath.distributed.memory import total_bytes
 from rlmath.distributed.mesh import Mesh
 from rlmath.planning import memory_estimate
-from rlmath.planning.memory_estimate import Kind, MemoryPlan, Target
+from rlmath.planning.memory_estimate import TRAINING_PHASES, Kind, MemoryPlan, Target
 from rlmath.planning.memory_formulas import EngineBytes, engine_bytes, longest_sequence_bytes
 
 GIB = 2**30
@@ -42,12 +43,13 @@ def planned_target(config: Config) -> Target:
         both = f'memory.gpu is "{memory.gpu}" and memory.gpu_gib is {memory.gpu_gib:g}; give one of the two.'
         raise ValueError(f"{both} Set the other to null.")
     gib = memory.gpu_gib if memory.gpu is None else GPUS[memory.gpu].gib
-    local_layers = config.policy.transformer_impl == "local"
-    named = None if gib is None else Target("cuda", memory.gpu or "the GPU", int(gib * GIB), local_layers)
+    policy = config.policy
+    gpu = partial(Target, "cuda", local_layers=policy.transformer_impl == "local", dtype=policy.dtype)
+    named = None if gib is None else gpu(memory.gpu or "the GPU", int(gib * GIB))
     if config.run.device == "cpu" or not cuda_is_available():
-        return named or Target("cpu", "CPU", None, local_layers=True)
+        return named or Target("cpu", "CPU", None, local_layers=True, dtype=policy.dtype)
     try:
-        here = Target("cuda", "the GPU that is there", _bytes_of_gpu_here(), local_layers)
+        here = gpu("the GPU that is there", _bytes_of_gpu_here())
     except ValueError as error:
         if named is None:
             how = "Name the GPU by memory.gpu or memory.gpu_gib."
@@ -110,7 +112,7 @@ def fit_problems(config: Config, shape: ModelShape, world_size: int, kind: Kind 
         total = _gib(target.total_bytes)
         return [f"memory: {target.name} has {total} GiB, no more than {RESERVE}. Take a larger GPU."]
     plans = all_plans(config, shape, world_size, target, kind)
-    problems, phase_groups = [], (memory_estimate.TRAINING_PHASES,)
+    problems, phase_groups = [], (TRAINING_PHASES,)
     if kind == "grpo":
         problems += _engine_problems(config, shape, target)
         phase_groups = (memory_estimate.GENERATION_PHASES, *phase_groups)
@@ -154,15 +156,32 @@ def start_up_lines(config: Config, shape: ModelShape, world_size: int, kind: Kin
     return lines
 
 
-def measured_line(config: Config, shape: ModelShape, mesh: Mesh, kind: Kind, most: int, used: int) -> str:
-    """The `most` that torch has held on this rank's GPU (bytes) beside the plan, and what the driver counts as `used`
-    after the first step."""
+def measured_line(
+    config: Config, shape: ModelShape, mesh: Mesh, kind: Kind, most: int, engine: int, used: int
+) -> str:
+    """The `most` that torch has reserved on this rank's GPU until the end of the first step, and what `engine` its
+    engine's weights and KV cache have of it, beside the plan; and what the driver counts as `used` now (bytes).
+
+    Torch goes on counting what a sleeping engine has given back: vLLM's allocator unmaps it behind torch's back.
+    """
     plan = memory_estimate.plan_rank(config, shape, mesh, planned_target(config), kind)
-    return (
-        f"GPU memory of rank {mesh.rank} until the end of its first step: torch held {_gib(most)} GiB at most, planned "
-        f"{_gib(plan.held(plan.worst))} ({plan.worst}); now, with the engine asleep if there is one, the driver "
-        f"counts {_gib(used)} GiB"
+    beside = {phase: plan.held(phase) - _of_engine(parts) for phase, parts in plan.phases.items()}
+    worst = max(beside, key=beside.__getitem__)
+    planned_engine = max(map(_of_engine, plan.phases.values()))
+    without = (
+        f"beside the engine's weights and KV cache ({_gib(engine)} GiB, planned {_gib(planned_engine)}) "
+        if planned_engine
+        else ""
     )
+    return (
+        f"GPU memory of rank {mesh.rank} until the end of its first step: {without}torch held {_gib(most - engine)} "
+        f"GiB at most, planned {_gib(beside[worst])} ({worst}); now, with the engine asleep if there is one, the "
+        f"driver counts {_gib(used)} GiB"
+    )
+
+
+def _of_engine(parts: Mapping[str, int]) -> int:
+    return parts.get("engine_weights", 0) + parts.get("kv_cache", 0)
 
 
 def figures(plan: MemoryPlan, phase: str, most: int | None = None) -> str:
@@ -225,7 +244,9 @@ def _changes(
         yield f"Start more ranks{that}{shared}, which share the optimizer."
     if part in ("activations", "logits", "parameters", "gradients", "optimizer"):
         yield f"Raise parallel.tensor (now {parallel.tensor}) or parallel.pipeline (now {parallel.pipeline})."
-    if part == "kv_cache":
+    if part == "kv_cache" and rollout.kv_cache_gib is not None:
+        yield f"Lower rollout.kv_cache_gib (now {rollout.kv_cache_gib:g})."
+    elif part == "kv_cache":
         assert target.total_bytes is not None
         least = _least_share(config, shape, target)
         if least < min(rollout.memory_share, usable_bytes(target) / target.total_bytes):
@@ -263,6 +284,12 @@ def _engine_problems(config: Config, shape: ModelShape, target: Target) -> Itera
     total = engine.weights + engine.workspace + sequence
     share = int(rollout.memory_share * target.total_bytes)
     tokens = config.data.max_prompt_tokens + rollout.max_new_tokens
+    if rollout.kv_cache_gib is not None:
+        yield (
+            f"rollout.kv_cache_gib is {rollout.kv_cache_gib:g}; one sequence of {tokens} tokens "
+            f"(data.max_prompt_tokens + rollout.max_new_tokens) needs {sequence / GIB:.3g} GiB. Raise it."
+        )
+        return
     least, split = (
         _least_share(config, shape, target),
         f"rollout.tensor_parallel (now {rollout.tensor_parallel})",

@@ -7,6 +7,7 @@ buffers of vLLM's scheduler and sampler, no weights and no KV cache.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -28,6 +29,12 @@ class EngineMemory:
             lambda worker: sum(storage.nbytes() for storage in cache_storages(worker))
         )[0]
         """Size of this rank's KV cache (bytes)."""
+
+    @property
+    def weights_bytes(self) -> int:
+        """What this rank's weights take while the engine is awake (bytes): on GPU all of vLLM's allocator but the KV
+        cache, which is cut into pieces of 2 and 20 MiB."""
+        return self._weights.bytes if self._on_cpu else allocator_bytes() - self.kv_cache_bytes
 
     def _require(self, state: str, action: str) -> None:
         if self.state != state:
@@ -80,6 +87,14 @@ class EngineMemory:
             # Sleep would first save the model's buffers, which may have no memory now.
             self._llm.collective_rpc("discard", args=(("weights", "kv_cache"),))
         self.state = "asleep"
+
+
+def allocator_bytes() -> int:
+    """What vLLM's allocator holds on this process's GPU, or has given back while it sleeps: weights and KV cache
+    (bytes); 0 without an engine."""
+    module = sys.modules.get("vllm.device_allocator.cumem")
+    allocator = None if module is None else module.CuMemAllocator.instance
+    return 0 if allocator is None else allocator.get_current_usage()
 
 
 def reset_prefix_cache(llm: Any) -> None:

@@ -9,6 +9,8 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_CYCLES = 3
 """Cycles that later ones are not compared with: allocators, kernels and libraries still settle."""
+GROWTH_SHARE = 0.1
+"""By how much (share) an excess over the plan must exceed the largest that was logged to be logged, too."""
 
 
 class MemoryLeak(RuntimeError):
@@ -27,6 +29,8 @@ class MemoryMonitor:
         self._cycle = 0
         self._expected: dict[str, int] = {}
         self._earlier: dict[str, int] = {}
+        self._logged_over = 0
+        """The largest excess over the plan that was logged, after whatever phase (bytes)."""
         self._found: list[str] = []
         """Where more was held in this cycle."""
         self.held: dict[str, int] = {}
@@ -48,36 +52,46 @@ class MemoryMonitor:
         self._expected = {phase: held + more for phase, more in planned.items()}
 
     def observe(self, phase: str, held: int, against_earlier: bool = True) -> None:
-        """What is held after a phase of this cycle. It is compared with the plan and with earlier cycles; any excess is
-        logged."""
+        """What is held after a phase of this cycle, to be compared with the plan and with earlier cycles. An excess is
+        logged once: what is too much after one phase is so after the next ones, and in the next cycles, too."""
         self.held[phase] = held
         if not self.compares:
             return
+        is_logged = False
         # In the first cycle a process still loads code, and maps what it keeps.
         if self._cycle > 1 and phase in self._expected:
-            self._compare(phase, held, self._expected[phase], "planned")
+            over = held - self._expected[phase]
+            if self._exceeds(phase, held, over, "planned") and over > self._logged_over * (1 + GROWTH_SHARE):
+                change = (over - self._logged_over) / 2**20
+                self._log(f", {change:.0f} MiB more than was logged before" if self._logged_over else "")
+                self._logged_over, is_logged = over, True
         if self._cycle <= WARM_UP_CYCLES or not against_earlier:
             return
         earlier = self._earlier.setdefault(phase, held)
-        if self._compare(phase, held, earlier, "in the same phase of earlier steps"):
-            # Logged once; growth on top of it is logged again.
+        if self._exceeds(phase, held, held - earlier, "in the same phase of earlier steps"):
+            if not is_logged:
+                self._log()
+            # Growth on top of it is logged again.
             self._earlier[phase] = held
 
-    def _compare(self, phase: str, held: int, expected: int, with_what: str) -> bool:
-        over = held - expected
+    def _exceeds(self, phase: str, held: int, over: int, than: str) -> bool:
         if over <= self._threshold:
             return False
         self._found.append(
-            f'after "{phase}" this rank holds {held / 2**30:.3f} GiB, {over / 2**20:.0f} MiB more than {with_what}'
+            f'after "{phase}" this rank holds {held / 2**30:.3f} GiB, {over / 2**20:.0f} MiB more than {than}'
         )
+        return True
+
+    def _log(self, change: str = "") -> None:
+        """The last excess that was found."""
         logger.warning(
-            "Memory: cycle %d, rank %d: %s (memory.leak_threshold_mib is %g)",
+            "Memory: cycle %d, rank %d: %s%s (memory.leak_threshold_mib is %g)",
             self._cycle,
             self._rank,
             self._found[-1],
+            change,
             self._threshold / 2**20,
         )
-        return True
 
     def end_cycle(self, gather: Callable[[list[str]], list[list[str]]]) -> None:
         """MemoryLeak on all ranks where one found excess and `memory.stop_on_leak` is set. Call it once training has

@@ -100,7 +100,7 @@ class MemorySwitch:
 
     def _to_generation(self, version: int, step: int) -> None:
         self._monitor.start_cycle()
-        weights, kv_cache = self._engine.weights.bytes, self._engine.memory.kv_cache_bytes
+        weights, kv_cache = self._engine.memory.weights_bytes, self._engine.memory.kv_cache_bytes
         wanted = (weights + kv_cache) * (local_world_size() or 1)
         self._releases = self._device.kind == "cuda" or self._monitor.compares or is_scarce(wanted)
         self._release()

@@ -23,7 +23,7 @@ from rlmath.config.run_files import ROLLBACKS_FILE
 from rlmath.config.schema import AlgorithmConfig
 from rlmath.distributed import process
 from rlmath.distributed.collectives import broadcast_from_rank_zero
-from rlmath.distributed.device import device_bytes, held_bytes, open_device
+from rlmath.distributed.device import device_bytes, held_bytes, run_device
 from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
@@ -36,6 +36,7 @@ from rlmath.distributed.rendezvous import Rendezvous
 from rlmath.planning.memory_estimate import mesh_of
 from rlmath.planning.memory_fit import measured_line
 from rlmath.report.write import write_run_report
+from rlmath.rollout.engine_sleep import allocator_bytes
 from rlmath.run.divergence import DivergedError, DivergenceCheck, RewardRule
 from rlmath.run.endings import END, Ending, conclude
 from rlmath.run.join import OnError, claim_folder, join_run
@@ -65,7 +66,7 @@ def run_training(
     """
     started, config = time.perf_counter(), prepared.config
     mesh = mesh_of(config, environment_world_size(), environment_rank())
-    device = open_device(config.run.device, config.policy.transformer_impl == "local")
+    device = run_device(config)
     stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, mesh.rank)
     stop.install()
     with ExitStack() as stack:
@@ -234,12 +235,14 @@ class TrainingRun:
         """Rank 0 logs what the first step held of a GPU beside what was planned."""
         trainer = self.trainer
         if trainer.mesh.rank == 0 and trainer.device.kind == "cuda":
-            most, used = (
-                torch.cuda.max_memory_reserved(trainer.device.torch_device),
-                device_bytes(trainer.device),
-            )
             line = measured_line(
-                trainer.config, trainer.shape, mesh=trainer.mesh, kind=trainer.kind, most=most, used=used
+                trainer.config,
+                trainer.shape,
+                mesh=trainer.mesh,
+                kind=trainer.kind,
+                most=torch.cuda.max_memory_reserved(trainer.device.torch_device),
+                engine=allocator_bytes(),
+                used=device_bytes(trainer.device),
             )
             logger.info("%s", line)
 
@@ -363,7 +366,7 @@ def restore(trainer: Trainer, resumed: CheckpointToResume | None, heartbeat: Hea
     actor = trainer.actor
     with trainer.models_on_device(trainer.models):
         load_checkpoint(trainer.models, trainer.device, checkpoint, progress)
-    actor.learner.restore_schedule(progress.updates)
+    actor.learner.restore_schedule(progress.updates, progress.loss_scale)
     try:
         trainer.resume(checkpoint.folder, progress)
     except UserFunctionError as error:

@@ -1,5 +1,6 @@
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,17 +43,6 @@ def test_k3_keeps_its_digits_near_equality():
     assert float(got) == pytest.approx(4.998333e-7, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("kind", "gradient"),
-    # d = ln 2: 1, d, 1 - exp(-d), sign of d
-    [("k1", 1.0), ("k2", 0.693147), ("k3", 0.5), ("abs", 1.0)],
-)
-def test_the_gradient_by_the_policys_log_prob_of_one_token(kind: KLKind, gradient: float):
-    leaf = torch.tensor([math.log(0.5)], requires_grad=True)
-    kl_estimate(kind, leaf, torch.tensor([math.log(0.25)])).sum().backward()
-    assert leaf.grad is not None and leaf.grad.item() == pytest.approx(gradient, abs=1e-6)
-
-
 @pytest.mark.parametrize("kind", KL_KINDS)
 def test_a_nan_is_seen(kind: KLKind):
     got = kl_estimate(kind, torch.tensor([math.nan, -1.0]), torch.tensor([-1.0, math.nan]))
@@ -70,28 +60,25 @@ def policies(seed: int, *shape: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return logits, logits.log_softmax(-1), *(one.log_softmax(-1) for one in others)
 
 
-def loss_of(logp: Tensor, sampled: Tensor, weights: Tensor, segments: Tensor, **more) -> Tensor:
-    """The loss, every token with the probability of being sampled as its weight."""
-    columns = {"logprobs_T": logp, "proximal_logprobs_T": sampled, "behaviour_logprobs_T": sampled}
-    columns |= {"entropy_T": torch.zeros_like(sampled), "weights_T": weights}
-    columns["reference_logprobs_T"] = more.pop("reference", None)
-    advantages_T = more.pop("advantages", torch.zeros_like(sampled))
-    tokens = TokenInputs(
-        **columns, advantages_T=advantages_T, segments_T=segments, n_segments=int(segments.max()) + 1
-    )
-    return policy_loss(tokens, LossSettings(kl_coef=1.0, **more)).loss
+def loss_of(logp: Tensor, sampled: Tensor, ref: Tensor | None, advantages: Tensor, **rule: Any) -> Tensor:
+    """The loss of [completion, token]; a completion's chance of being sampled is its tokens' weight."""
+    n, length = sampled.shape
+    weights, segments = sampled.sum(1).exp(), torch.arange(n).repeat_interleave(length)
+    columns = [logp, 0 * sampled, sampled, sampled, ref, advantages, weights[:, None].expand(n, length)]
+    flat = [None if one is None else one.flatten() for one in columns]
+    return policy_loss(TokenInputs(*flat, segments, n), LossSettings(kl_coef=1.0, **rule)).loss
 
 
 def expected_gradients(kind: KLKind) -> dict[str, Tensor]:
     """Of one token out of five, by where the estimate stands."""
-    logits, logp, ref, old = policies(3, 5)
-    now, tokens = logp.detach(), torch.arange(5)
-    more = {"reference": ref, "kl_kind": kind}
+    logits, *others = policies(3, 5)
+    logp, ref, old = (one[:, None] for one in others)
+    now, none = logp.detach(), torch.zeros_like(old)
     losses = {
-        "loss": loss_of(logp, now, now.exp(), tokens, **more),
-        "loss, older policy": loss_of(logp, old, old.exp(), tokens, **more),
-        "loss, `kl_ratio`": loss_of(logp, old, old.exp(), tokens, kl_ratio="token", **more),
-        "reward": loss_of(logp, now, now.exp(), tokens, advantages=-kl_estimate(kind, now, ref)),
+        "loss": loss_of(logp, now, ref, none, kl_kind=kind),
+        "loss, older policy": loss_of(logp, old, ref, none, kl_kind=kind),
+        "loss, `kl_ratio`": loss_of(logp, old, ref, none, kl_kind=kind, kl_ratio="token"),
+        "reward": loss_of(logp, now, None, -kl_estimate(kind, now[:, 0], ref[:, 0])[:, None]),
     }
     return {place: torch.autograd.grad(loss, logits, retain_graph=True)[0] for place, loss in losses.items()}
 
@@ -100,17 +87,17 @@ def named_gradients() -> dict[str, Tensor]:
     logits, logp, ref, old = policies(3, 5)
     p, d = logp.exp(), logp - ref
     kl, forward = (p * d).sum(), (ref.exp() * -d).sum()
-    square, distance, absolute = (p * d**2).sum() / 2, (p - ref.exp()).abs().sum() / 2, (p * d.abs()).sum()
+    square, twice_tv, absolute = (p * d**2).sum() / 2, (p - ref.exp()).abs().sum(), (p * d.abs()).sum()
     formulas = {
         "none": 0 * kl,
         "**exact**": kl,
         "KL(ref \\|\\| p)": forward,
-        "2 TV": 2 * distance,
+        "2 TV": twice_tv,
         "E d^2 / 2": square,
         "E \\|d\\|": absolute,
         "KL - KL(ref \\|\\| p)": kl - forward,
         "E d^2 / 2 - KL": square - kl,
-        "E \\|d\\| - 2 TV": absolute - 2 * distance,
+        "E \\|d\\| - 2 TV": absolute - twice_tv,
         "-KL(old \\|\\| p)": (old.exp() * logp).sum(),
     }
     return {name: torch.autograd.grad(one, logits, retain_graph=True)[0] for name, one in formulas.items()}
@@ -148,20 +135,10 @@ def test_weighed_by_the_ratio_the_gradient_is_that_of_the_kl_of_whole_completion
     pairs = torch.cartesian_prod(torch.arange(3), torch.arange(3))
 
     def of_both(one: Tensor, two: Tensor) -> Tensor:
-        return torch.stack((one[pairs[:, 0]], two[pairs[:, 0], pairs[:, 1]]), 1).flatten()
+        return torch.stack((one[pairs[:, 0]], two[pairs[:, 0], pairs[:, 1]]), 1)
 
-    old = of_both(old1, old2)
-    weights = old.view(9, 2).sum(1).exp().repeat_interleave(2)
-    segments = torch.arange(9).repeat_interleave(2)
-    loss = loss_of(
-        of_both(logp1, logp2),
-        old,
-        weights,
-        segments,
-        reference=of_both(ref1, ref2),
-        kl_kind=kind,
-        kl_ratio=level,
-    )
+    old, ref = of_both(old1, old2), of_both(ref1, ref2)
+    loss = loss_of(of_both(logp1, logp2), old, ref, torch.zeros_like(old), kl_kind=kind, kl_ratio=level)
     behind = (logp1 if level == "sequence" else old1).exp()  # who samples the first token of the second's KL
     kl = (logp1.exp() * (logp1 - ref1)).sum() + (behind * (logp2.exp() * (logp2 - ref2)).sum(1)).sum()
     gradients = (torch.autograd.grad(one, [first, second], retain_graph=True) for one in (loss, kl))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -44,18 +44,13 @@ values_of_ranks = st.lists(
 
 @settings(deadline=None, max_examples=100)
 @given(values_of_ranks, st.floats(0.01, 1.0))
+@example([[9.0, 1.0], [1.0000001, 1.0000002]], 0.5)
 def test_the_largest_of_all_ranks_are_those_of_a_sort(rows: list[list[float]], share: float):
     every = sorted((one for row in rows for one in row), reverse=True)
     parts = [torch.tensor(row, dtype=torch.float32) for row in rows]
     got = on_ranks(parts, lambda mine, summed: among_largest(mine, share, summed))
     least = every[max(1, int(share * len(every))) - 1] if every else 0.0
     assert got.tolist() == [one >= least for row in rows for one in row]
-
-
-def test_neighbours_as_float32_are_told_apart_below_a_larger_value():
-    values = torch.tensor([9.0, 1.0, 1.0000001, 1.0000002])
-    got = among_largest(values, 0.5, lambda one: one)
-    assert got.tolist() == [True, False, False, True]
 
 
 def test_covariances_are_to_the_means_of_all_ranks():

@@ -51,6 +51,20 @@ def test_memory_that_was_not_freed_is_logged_with_phase_size_and_rank(
     assert "planned" in text and "memory.leak_threshold_mib is 10" in text
 
 
+def test_an_excess_over_the_plan_is_logged_once_and_again_with_its_change(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As on a GPU where gradients stay and an engine is larger than planned: after every phase, in every step."""
+    monitor = warm(offload=1473, generate=1613)
+    for _ in range(5):
+        cycle(monitor, offload=1473, generate=1613)
+    assert [" 513 MiB more than planned (" in record.getMessage() for record in caplog.records] == [True]
+    for held in (1620, 1670, 1670):
+        cycle(monitor, offload=1473, generate=held)
+    assert len(caplog.records) == 2
+    assert "570 MiB more than planned, 57 MiB more than was logged before" in caplog.text
+
+
 def test_the_run_ends_only_where_it_is_asked_to() -> None:
     continues, ends = (MemoryMonitor(10 * MIB, stop, rank=5) for stop in (False, True))
     for monitor in (continues, ends):

@@ -10,11 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import psutil
+import pytest
+import torch
 
 from rlmath.workers import process_tree
 from tests.programs import run, wait_for
 from tests.selection import matrix
-from tools import gpu_check
+from tools import gpu_check, gpu_runs
 from tools.gpu_check import STAGES, Found, Stage
 
 BY_NAME = {stage.name: stage for stage in STAGES}
@@ -26,12 +28,12 @@ def stage_of(stage: Stage, found: Found, folder: Path, seconds_left: float = 600
 
 
 def test_without_a_gpu_it_says_so_and_names_what_is_missing(tmp_path: Path) -> None:
-    chosen = ("--stages", "machine", "transformer_engine", "demo")
+    chosen = ("--stages", "transformer_engine", "machine", "demo")
     done = run("tools/gpu_check.py", "--quick", "--output", str(tmp_path), *chosen)
     assert "GPUs: none; what the CPU can run is run" in done.stdout
     assert all(len(line) < 80 for line in done.stdout.splitlines()[:10])
     report = json.loads((tmp_path / "gpu_check.json").read_text())
-    machine, transformer_engine, demo = report["stages"]
+    transformer_engine, machine, demo = report["stages"]  # in the order that was asked for
     assert machine["status"] == "ran" and machine["figures"][0]["value"] > 1
     assert (transformer_engine["status"], transformer_engine["reason"]) == ("not run", "needs a GPU")
     assert demo["status"] == "not run" and demo["figures"] == []
@@ -39,15 +41,45 @@ def test_without_a_gpu_it_says_so_and_names_what_is_missing(tmp_path: Path) -> N
     assert "| demo | the demo on one rank (not run: needs a GPU) |  |  |  |" in table
 
 
-@matrix
-def test_what_the_cpu_can_run_is_as_expected(tmp_path: Path) -> None:
-    chosen = ("--stages", "policy", "step", "engine")
-    run("tools/gpu_check.py", "--quick", "--output", str(tmp_path), *chosen)
+@pytest.mark.parametrize(
+    ("stages", "figures"),
+    [
+        pytest.param(("policy", "step", "engine"), 8, marks=matrix),
+        pytest.param(
+            ("ranks",), 11, marks=[pytest.mark.full, pytest.mark.distributed, pytest.mark.timeout(1300)]
+        ),
+    ],
+)
+def test_what_the_cpu_can_run_is_as_expected(tmp_path: Path, stages: tuple[str, ...], figures: int) -> None:
+    run("tools/gpu_check.py", "--output", str(tmp_path), "--stages", *stages, timeout=1250)
     report = json.loads((tmp_path / "gpu_check.json").read_text())
     for stage in report["stages"]:
         assert stage["status"] == "ran", stage["reason"]
     checked = [figure for stage in report["stages"] for figure in stage["figures"] if figure["expected"]]
-    assert len(checked) == 7 and all(figure["holds"] for figure in checked)
+    assert len(checked) == figures and all(figure["holds"] for figure in checked)
+
+
+@pytest.mark.parametrize(
+    ("metric", "end", "expected"),
+    [
+        ({}, [3.0, 4.0], "as one rank"),
+        ({"train/grad_norm": 2.01}, [3.0, 4.0], "gradient norm 2"),
+        ({"train/behaviour_logprob_diff": 0.01}, [3.0, 4.0], "mismatch at most 0.0001"),
+        ({"task_reward": float("nan")}, [3.0, 4.0], "reward 0.5"),
+        ({}, [3.0, 0.0], "cosine at least 0.99"),
+    ],
+)
+def test_a_layout_that_is_not_as_one_rank_is_told(
+    capsys: pytest.CaptureFixture[str], metric: dict[str, float], end: list[float], expected: str
+) -> None:
+    names = [name for name, *_ in gpu_runs.COMPARED.values()] + ["train/behaviour_logprob_diff"]
+    row = dict(zip(names, (0.5, 0.0, 2.0, 4.6, 0.0), strict=True))
+    one, other = (
+        gpu_runs.Found([row | more], {"w": torch.tensor(w)}) for more, w in (({}, [3.0, 4.0]), (metric, end))
+    )
+    gpu_runs.tell_found("TP2", gpu_runs.LAYOUTS["TP2"], other, one, {"w": torch.zeros(2)}, "cpu")
+    told = json.loads(capsys.readouterr().out)
+    assert (told["expected"], told["holds"]) == (expected, expected == "as one rank")
 
 
 def test_a_stage_that_hangs_is_stopped_with_all_that_it_started(tmp_path: Path) -> None:
@@ -72,15 +104,18 @@ def test_a_stage_that_fails_keeps_its_figures_and_its_last_words(tmp_path: Path)
 
 
 def test_a_stage_that_cannot_run_says_why(tmp_path: Path) -> None:
-    found = replace(EVERYTHING, packages=EVERYTHING.packages | {"vllm": None})
-    outcome = stage_of(BY_NAME["engine"], found, tmp_path)
-    assert (outcome.status, outcome.reason) == ("not run", "needs vllm")
+    found = replace(EVERYTHING, packages=EVERYTHING.packages | {"vllm": None}, gpus=("a GPU",))
+    outcome = stage_of(BY_NAME["peer"], found, tmp_path)
+    assert (outcome.status, outcome.reason) == (
+        "not run",
+        "needs vllm, the variable MODEL, the variable DATA",
+    )
     assert outcome.is_good
 
 
 def test_a_stage_that_finds_no_time_is_no_success(tmp_path: Path) -> None:
     outcome = stage_of(BY_NAME["engine"], EVERYTHING, tmp_path, seconds_left=100.0)
-    assert (outcome.status, outcome.reason) == ("no time", "100 s of --quick are left")
+    assert (outcome.status, outcome.reason) == ("no time", "100 s are left")
     assert not outcome.is_good
 
 

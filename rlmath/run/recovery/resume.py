@@ -90,6 +90,7 @@ MAY_CHANGE = (
     "critic.path",
     "rollout.tensor_parallel",
     "rollout.memory_share",
+    "rollout.kv_cache_gib",
     "rollout.cpu_kv_cache_gib",
     "rollout.max_num_seqs",
     "rollout.max_num_batched_tokens",
