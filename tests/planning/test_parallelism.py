@@ -11,6 +11,7 @@ import torch
 
 from rlmath.config.model_shape import LongRopeScaling, ModelShape
 from rlmath.config.schema import Config, ParallelConfig, PolicyConfig, RolloutConfig
+from rlmath.planning.checks import device_problems
 from rlmath.planning.parallelism import (
     chunk_sizes,
     context_problems,
@@ -312,6 +313,15 @@ def test_the_matrices_of_an_expert_are_shared_on_gpus_only():
     assert list(expert_tensor_problems(parallel, on_gpu=True)) == []
     (problem,) = expert_tensor_problems(parallel, on_gpu=False)
     assert problem.startswith("parallel.expert_tensor is 2; on CPU it must be 1, because gloo cannot gather")
+
+
+def test_float32_is_for_the_cpu():
+    exact = Config(policy=PolicyConfig(dtype="float32"))
+    (problem,) = device_problems(exact, None, on_gpu=True)
+    assert problem.startswith(
+        "policy.dtype is float32; the attention of Transformer Engine and vLLM on GPU takes"
+    )
+    assert device_problems(exact, None, on_gpu=False) == []
 
 
 def test_experts_need_not_divide_by_the_tensor_parallel_size_of_training_but_by_the_engines():
