@@ -3,8 +3,8 @@
     python tools/bench_verify.py [--quick] [--benchmarks DIR]
 
 With a folder of public benchmark files (math_500.jsonl, olympiadbench.jsonl, ...) the mixture is their reference
-answers, each as it is, slightly rewritten, and another problem's; without one it is tests/answers/cases.jsonl. Prints figures
-(tools/figures.py), medians.
+answers, each as it is, slightly rewritten, and another problem's; without one it is tests/answers/cases.jsonl. Prints
+figures (tools/figures.py), medians.
 """
 
 from __future__ import annotations
