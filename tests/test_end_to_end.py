@@ -184,7 +184,7 @@ def test_the_console_has_only_lines_of_the_program_and_those_of_libraries_are_in
     assert [line for line in console.splitlines() if not re.match(r"\d\d:\d\d:\d\d |  ", line)] == []
     log = (workplace / "run" / "run.log").read_text()
     libraries = re.findall(r" [A-Z]+: ((?:vllm|torch|py|megatron)\.[\w.]+): (.+)", log)
-    assert {"vllm", "torch", "py"} <= {name.partition(".")[0] for name, _ in libraries}
+    assert {"vllm", "py"} <= {name.partition(".")[0] for name, _ in libraries}
     assert [text for _, text in libraries if text in console] == []
     assert "deprecated" not in "".join(text for name, text in libraries if name.startswith("vllm."))
     own = [line.partition("WARNING: ")[2] for line in console.splitlines() if "WARNING: " in line]

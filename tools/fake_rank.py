@@ -216,7 +216,8 @@ def count(
     """What the rank holds by phase and part (bytes), and what it sends by phase, group and operation: (number,
     bytes)."""
     fake_cuda.join_fake_group(mesh.rank, mesh.world_size)
-    device = Device("cuda", torch.device("cpu"), "fake", torch.bfloat16, local_layers)
+    head_dtype = torch.float32 if config.policy.head_dtype else None
+    device = Device("cuda", torch.device("cpu"), "fake", torch.bfloat16, local_layers, head_dtype)
     batches = full_batches(config, mesh)
     sent = fake_cuda.Sent()
     patch_gpu_path(shape, device, sent)
@@ -324,7 +325,15 @@ def patch_gpu_path(shape: ModelShape, device: Device, sent: fake_cuda.Sent) -> N
 
     import megatron_patches
     from megatron_patches import linear
-    from rlmath.models import attention, build, forward_backward, local_layers, logprobs, megatron
+    from rlmath.models import (
+        attention,
+        build,
+        forward_backward,
+        local_layers,
+        logprobs,
+        megatron,
+        output_layer,
+    )
 
     fake_cuda.answer_for_values()
     linear.patch = lambda: None
@@ -337,6 +346,9 @@ def patch_gpu_path(shape: ModelShape, device: Device, sent: fake_cuda.Sent) -> N
     build.load_hf_weights = lambda *given: None
     CudaRNGStatesTracker.fork = lambda tracker, *given: nullcontext()
     megatron.GPTModel.to = lambda model, *given: model
+    output_layer.float32_product = lambda hidden, weight: hidden.new_empty(
+        len(hidden), len(weight), dtype=torch.float32
+    )
     logprobs._kernels = fake_cuda.logprob_kernels
     forward_backward.finish_computation = lambda device: None
     p2p._batched_p2p_ops, p2p._p2p_ops = sent.between_stages_together, sent.between_stages

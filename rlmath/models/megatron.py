@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.models.attention import PackedAttention, Rotary, rotary_frequencies
 from rlmath.models.critic import ValueHead
 from rlmath.models.local_layers import RMSNorm, swiglu
+from rlmath.models.output_layer import float32_logits
 
 
 def layer_spec(
@@ -143,6 +145,7 @@ def transformer_config(
         params_dtype=device.params_dtype,
         pipeline_dtype=device.params_dtype,
         bf16=device.params_dtype == torch.bfloat16,
+        fp16=device.params_dtype == torch.float16,
         tensor_model_parallel_size=mesh.tensor,
         pipeline_model_parallel_size=mesh.pipeline,
         context_parallel_size=mesh.context,
@@ -252,6 +255,8 @@ def _build_chunk(
     )
     if weight_map.has_value_head(shape.architecture) and model.post_process:
         model.output_layer = ValueHead(shape.hidden_size, config.sequence_parallel)
+    elif model.post_process and device.head_dtype not in (None, device.params_dtype):
+        model.output_layer.forward = partial(float32_logits, model.output_layer)
     model.rotary = None
     if local_layers:
         model.rotary = Rotary(rotary_frequencies(shape).to(device.torch_device), shape.rotary_magnitude)

@@ -63,6 +63,8 @@ class StageWork:
     """Norms and residuals are split over the tensor-parallel ranks."""
     itemsize: int
     """Bytes of an element."""
+    head_itemsize: int
+    """Bytes of a logit."""
     device_kind: str
     local_layers: bool
     """Megatron's local layers with our norm and attention; else Transformer Engine's."""
@@ -173,9 +175,13 @@ def backward_bytes(shape: ModelShape, work: StageWork, policy: PolicyConfig, in_
         beside = max(beside, (2 * work.expert_tensor + 2) * _sent_elements(shape, work))
     moments = [others + deepest + size * (beside + hidden + received)]
     if work.has_head:
-        # Beside Transformer Engine it is added to its buffer by the product itself (`_dummy_gradient_bytes`).
-        head_gradient = matrix if work.local_layers and shape.outputs > 1 else 0
+        # Beside Transformer Engine it is added to its buffer by the product itself (`_dummy_gradient_bytes`), unless
+        # logits are wider than the model's format: they have a product of their own (`models.output_layer`).
+        wider = work.head_itemsize > work.itemsize and shape.outputs > 1
+        head_gradient = matrix if wider or (work.local_layers and shape.outputs > 1) else 0
         own = max(_scratch_bytes(shape, work), head_gradient + size * shape.hidden_size, in_loss)
+        if wider and work.sequence:  # hidden states gathered for that product
+            own += size * shape.hidden_size
         moments.append(others + kept + final_norm + logits + own + 2 * size * received)
     if work.has_embedding:
         moments.append(others + matrix + size * hidden)
@@ -225,9 +231,16 @@ def forward_bytes(shape: ModelShape, work: StageWork) -> PassBytes:
 def _scratch_bytes(shape: ModelShape, work: StageWork) -> int:
     """What the head's output is worked on in: chunks of logits, on a GPU sums of its rows, or float32 hidden states for
     a value."""
+    hidden_states = work.tokens * shape.hidden_size
     if shape.outputs == 1:
-        return 2 * work.tokens * shape.hidden_size * FLOAT32_BYTES if work.itemsize < FLOAT32_BYTES else 0
-    return work.tokens * ROW_BYTES if work.device_kind == "cuda" else CHUNKS_HELD * CHUNK_BYTES["cpu"]
+        return 2 * hidden_states * FLOAT32_BYTES if work.itemsize < FLOAT32_BYTES else 0
+    if work.device_kind == "cuda":
+        return work.tokens * ROW_BYTES
+    chunks = CHUNKS_HELD * CHUNK_BYTES["cpu"]
+    if work.head_itemsize == work.itemsize:
+        return chunks
+    # On CPU the wider product takes both factors in its own format.
+    return max(chunks, head_bytes(shape, work.tensor, FLOAT32_BYTES) + hidden_states * FLOAT32_BYTES)
 
 
 def head_bytes(shape: ModelShape, tensor: int, itemsize: int) -> int:
@@ -259,7 +272,7 @@ def _logits_bytes(shape: ModelShape, work: StageWork) -> int:
     if shape.outputs == 1:  # the value head's, float32
         return work.tokens * FLOAT32_BYTES if work.has_head else 0
     columns = padded_vocab(shape.vocab_size, work.tensor) // work.tensor
-    return work.tokens * columns * work.itemsize if work.has_head else 0
+    return work.tokens * columns * work.head_itemsize if work.has_head else 0
 
 
 # ---------------------------------------------------------------- an engine

@@ -295,8 +295,7 @@ class _Pending:
         """The tokens of one of vLLM's `EngineCoreOutput`."""
         self.token_ids.extend(output.new_token_ids)
         if output.new_logprobs is not None:
-            # The sampled token's comes first.
-            self.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
+            self.logprobs.extend(output.new_logprobs)  # a list (see `scheduler_shortcuts`)
         assert len(self.logprobs) == len(self.token_ids), (
             "vLLM returned another number of log-probs than tokens"
         )

@@ -37,6 +37,7 @@ def counted(
                 "parallel.pipeline=2",
                 "parallel.virtual_pipeline=2",
                 "parallel.sequence=true",
+                "policy.head_dtype=float32",
                 "policy.recompute_granularity=selective",
                 "policy.recompute_method=null",
                 "policy.recompute_num_layers=null",
