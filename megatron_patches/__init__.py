@@ -1,5 +1,6 @@
 """What Megatron-Core needs changed to run on CPU under gloo; on GPU, too, to write checkpoints (`checkpointing`), to
-send hidden states between pipeline stages (`p2p_shapes`) and to end the graphs of experts (`token_dispatcher`).
+send hidden states between pipeline stages (`p2p_shapes`), to end the graphs of experts (`token_dispatcher`) and to
+start fewer kernels (`multi_tensor`).
 
 Covers megatron-core 0.16.1 and 0.19.2. torch itself stays untouched: vLLM lives in the same process.
 """
@@ -11,19 +12,19 @@ _applied: set[str] = set()
 
 
 def apply(device_kind: str) -> None:
-    """Patch the loaded Megatron modules for "cpu"; for "cuda" only what sends tokens to experts. Safe to call more
-    than once.
+    """Patch the loaded Megatron modules for "cpu" or "cuda". Safe to call more than once.
 
     Call it after the Megatron modules that are used were imported, and before anything of them is called.
     """
     if device_kind in _applied:
         return
-    from megatron_patches import token_dispatcher
+    from megatron_patches import multi_tensor, token_dispatcher
 
     if not _applied:
         token_dispatcher.drop_graphs()
     _applied.add(device_kind)
     if device_kind != "cpu":
+        multi_tensor.patch()
         return
     from megatron_patches import (
         clip_grads,

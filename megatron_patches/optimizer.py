@@ -1,7 +1,7 @@
 """Patches the construction of Megatron's optimizers.
 
-Upstream: `DistributedOptimizer` (megatron-core 0.16.1 to 0.19.2) sorts parameters by
-`param.type() == 'torch.cuda.FloatTensor'` and refuses all others.
+Upstream: `DistributedOptimizer` and `Float16OptimizerWithFloat16Params` (megatron-core 0.16.1 to 0.19.2) sort
+parameters by `param.type() == 'torch.cuda.FloatTensor'` and the like, and refuse all others.
 Why: a float32 parameter on the CPU is a 'torch.FloatTensor'.
 Can go: when Megatron-Core compares `param.dtype`.
 """
@@ -44,7 +44,10 @@ def with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patch() -> None:
-    """Let the distributed optimizer take float32 parameters on the CPU."""
+    """Let the optimizers take parameters on the CPU."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
     DistributedOptimizer.__init__ = with_cuda_type_names(DistributedOptimizer.__init__)
+    plain = Float16OptimizerWithFloat16Params
+    plain.__init__ = with_cuda_type_names(plain.__init__)

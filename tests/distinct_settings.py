@@ -81,6 +81,8 @@ DISTINCT = Config(
     policy=PolicyConfig(
         max_tokens_per_microbatch=126,
         transformer_impl="local",
+        dtype="float16",
+        head_dtype="float32",
         recompute_granularity="full",
         recompute_method="block",
         recompute_num_layers=127,
@@ -97,6 +99,8 @@ DISTINCT = Config(
         adam_eps=0.00134,
         clip_grad=0.535,
         distributed=False,
+        initial_loss_scale=0.273,
+        loss_scale_window=274,
         overlap_grad_reduce=True,
     ),
     rollout=RolloutConfig(

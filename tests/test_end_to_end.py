@@ -174,7 +174,21 @@ def test_the_console_tells_the_steps_and_what_is_not_at_its_default(workplace: P
             line,
         )
     assert told[-1].endswith(" left 0:00")
-    assert "Traceback" not in console and not re.search(r"[\r\x1b]", console)
+    assert not re.search(r"[\r\x1b]", console)
+
+
+def test_the_console_has_only_lines_of_the_program_and_those_of_libraries_are_in_the_log(
+    workplace: Path,
+) -> None:
+    console = (workplace / "console.txt").read_text()
+    assert [line for line in console.splitlines() if not re.match(r"\d\d:\d\d:\d\d |  ", line)] == []
+    log = (workplace / "run" / "run.log").read_text()
+    libraries = re.findall(r" [A-Z]+: ((?:vllm|torch|py|megatron)\.[\w.]+): (.+)", log)
+    assert {"vllm", "py"} <= {name.partition(".")[0] for name, _ in libraries}
+    assert [text for _, text in libraries if text in console] == []
+    assert "deprecated" not in "".join(text for name, text in libraries if name.startswith("vllm."))
+    own = [line.partition("WARNING: ")[2] for line in console.splitlines() if "WARNING: " in line]
+    assert len(own) == 2 and all(text.startswith("step 1: ") for text in own)
 
 
 def test_the_log_file_has_every_setting_and_the_lines_of_the_steps(workplace: Path) -> None:

@@ -23,7 +23,7 @@ MAY_IMPORT = {
         "megatron_patches",
         *FAKE_RANK,
     ),
-    "vllm": ("rlmath/rollout",),
+    "vllm": ("rlmath/rollout", "tools/bench_rollout.py"),  # which runs vLLM's own beside ours
 }
 PURE = tuple(f"rlmath/{name}" for name in ("config", "algorithms", "answers", "workers", "data", "rewards"))
 """They import neither, nor torch.distributed."""

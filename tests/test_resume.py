@@ -32,6 +32,13 @@ LAYOUTS = {
         "algorithm.importance_mask_high=5",
     ),
     "defer": ("parallel.tensor=1", "rollout.tail=defer", *LONG_TAIL),
+    "float16": (
+        "parallel.tensor=1",
+        "policy.dtype=float16",
+        "policy.head_dtype=float32",
+        "optimizer.initial_loss_scale=4096",
+        "optimizer.loss_scale_window=1",
+    ),
 }
 IN_FLIGHT = {
     "carry": "rollout/sequences_in_flight",

@@ -1,34 +1,30 @@
-"""Steps of this trainer and of TRL's GRPO on this machine's CPU, in turns: the same model, lengths and batch.
+"""Steps of this trainer and of TRL's GRPO on this machine, in turns: the same model, lengths and batch.
 
-    python tools/bench_peer.py [--cases P1 P2 P3 P4] [--rounds 3] [--quick]
-    python tools/bench_peer.py --learning 5
+    python tools/bench_peer.py [--cases P1 P3] [--rounds 3] [--quick]
+    python tools/bench_peer.py --device cuda --model SmolLM2-135M-Instruct --data gsm8k.jsonl [--seconds 350]
 
-Two processes each. TRL runs in an environment of its own, which this makes from requirements/peer.txt:
+On CPU two processes each; TRL runs in an environment of its own, which this makes from requirements/peer.txt:
 
     python -m rlmath.cli.install .venv-peer requirements/peer.txt
 
-Without it the bench says so and ends with status 0. Every side runs each of its listed settings (at most six) once, and
-the best of them `--rounds` times in all, in turns with the other side's.
+Without it the bench says so and ends with status 0. On CUDA one process each, TRL with vLLM in it (colocated); it runs
+by this program's own Python, which needs trl and datasets, too. Every side runs each of its listed settings (at most
+six) once, and the best of them `--rounds` times in all, in turns with the other side's.
 
 - P1: 0.6M parameters, 32 prompts x 8, exactly 128 new tokens, one optimizer step
-- P2: 9.5M parameters, 32 x 8, random lengths of mean 109 and at most 400, one optimizer step
 - P3: the demo's base model, 64 x 8, at most 32 new tokens, 4 optimizer steps
-- P4: 100M parameters, 4 x 8, random lengths of mean 256 and at most 1,024, one optimizer step
+- G1, with --model and --data (question and answer, as GSM8K's): 64 x 16, exactly 256 new tokens, one optimizer step;
+  both compute the log-probs of what they sampled anew. On CPU 2 x 4 of 16 tokens, which shows that it runs
 
 Prints figures (tools/figures.py). Seconds of a step are medians over all measured steps of a side's best setting;
-realised lengths are reported, ours also where TRL's run was stopped. A run that is not done within `--limit` seconds
-is stopped; TRL's step then took "more than" the longest of its steps, the one that was stopped among them.
-
-`--learning N` measures what P3 learns instead: both sides make 50 steps with N seeds, a learning rate of 1e-4 and the
-same Adam, from one base model. A figure is the accuracy of what they sample, mean over seeds and five steps; its line
-has the difference in standard errors of the seeds' means, too. The MFU of our updates is the median of the seeds.
+realised lengths are reported. A run that is not done within `--limit` seconds ends the bench; with `--seconds` no round
+begins that may not end in time.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import statistics
 import subprocess
@@ -36,20 +32,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
-
 from rlmath.cli import demo
-from rlmath.cli.make_tiny_model import make_tokenizer
 from rlmath.config.run_files import METRICS_FILE
 from rlmath.config.terminal import escape_terminal
 from tools.figures import print_figure
+from tools.gpu_stages import random_model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RANKS = 2
@@ -72,6 +65,11 @@ class Case:
     """Settings by name: overrides of the config."""
     theirs: Sequence[int]
     """Sequences of a rank's micro-batch."""
+    group: int = 8
+    ranks: int = RANKS
+    device: str = "cpu"
+    settings: Sequence[str] = ("data.max_prompt_tokens=32", "algorithm.recompute_logprobs=false")
+    """Of ours, whatever the layout."""
 
 
 def layouts(*tokens: int) -> dict[str, tuple[str, ...]]:
@@ -86,30 +84,30 @@ def layouts(*tokens: int) -> dict[str, tuple[str, ...]]:
     }
 
 
-GROUP = 8
-STEP_BEGINS = "peer_trl: a step begins at "
-"""What tools/peer_trl.py writes to stderr, before a time (seconds since 1970). Its environment is another."""
 CASES = {
     "P1": Case("0.6M, 32 x 8 x 128 tokens", 32, (128, 128), 1, 2, 4, layouts(2048, 8192), (128, 32)),
-    "P2": Case("9.5M, 32 x 8, mean 109", 32, (0, 400), 1, 1, 1, layouts(4096), (32,)),
     "P3": Case("the demo's base, 64 x 8, 4 optimizer steps", 64, (0, 32), 4, 2, 8, layouts(8192), (64, 32)),
-    "P4": Case("100M, 4 x 8, mean 256", 4, (0, 1024), 1, 1, 1, layouts(2048), (4,)),
-}
-TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
-SHAPES = {
-    "P1": (TINY | {"num_key_value_heads": 2}, 101),
-    "P2": (
-        {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6}
-        | {"num_attention_heads": 6, "num_key_value_heads": 2},
-        120,
+    "G1": Case(
+        "a chat model, 64 x 16 x 256 tokens",
+        prompts=64,
+        new_tokens=(256, 256),
+        optimizer_steps=1,
+        warm_up=2,
+        steps=4,
+        ours={"16,384 tokens": ("policy.max_tokens_per_microbatch=16384",)},
+        theirs=(64,),
+        group=16,
+        ranks=1,
+        settings=(
+            "data.max_prompt_tokens=512",
+            "data.template=chat",
+            "rollout.max_num_seqs=1024",
+            "rollout.memory_share=0.4",
+            "optimizer.warmup_steps=0",
+        ),
     ),
-    "P4": (
-        {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 14}
-        | {"num_attention_heads": 12, "num_key_value_heads": 4},
-        260,
-    ),
 }
-"""Random models: their shape, and their number of tokens, of which one ends a completion. P3 has the demo's."""
+ASK = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
 @dataclass(frozen=True)
@@ -121,107 +119,124 @@ class Measured:
     completion_tokens: list[float]
     mfu: float | None = None
     """Of the update, as the trainer logs it (median); None for TRL."""
-    cut_off: bool = False
-    """The run did not end within the limit."""
-    accuracy: list[float] = field(default_factory=list)
-    """Share of right answers of every step, the warm-up's among them (0 to 1)."""
 
     @property
     def seconds(self) -> float:
         return statistics.median(self.step_seconds)
 
 
-def make_random_model(folder: Path, shape: Mapping[str, int], vocabulary: int) -> None:
-    """A Qwen2 whose next token is nearly uniform over its vocabulary: lengths fall off geometrically."""
-    torch.manual_seed(SEED)
-    tokenizer = make_tokenizer()
-    tokenizer.model_max_length = 2048
-    ends = {
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": None,
-    }
-    config = Qwen2Config(
-        vocab_size=vocabulary, max_position_embeddings=2048, tie_word_embeddings=False, **shape, **ends
-    )
-    model = Qwen2ForCausalLM(config).float()
-    with torch.no_grad():
-        model.lm_head.weight *= 0.1
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+def case_of(name: str, device: str) -> Case:
+    """G1 has less work on CPU."""
+    case = replace(CASES[name], title=f"{name}: {CASES[name].title}", device=device)
+    if name == "G1" and device == "cpu":
+        less = {"prompts": 2, "group": 4, "new_tokens": (16, 16), "warm_up": 0, "steps": 2, "theirs": (4,)}
+        case = replace(case, title="G1: a chat model, 2 x 4 x 16 tokens", **less)
+    return case
 
 
-def prepare(place: Path, name: str) -> tuple[Path, Path]:
-    """The case's model folder and prompt file."""
-    if name in SHAPES:
-        make_random_model(place / name, *SHAPES[name])
-        if not (place / "data").exists():
-            make = [sys.executable, "-m", "rlmath.cli.make_arithmetic", "--output", str(place / "data")]
-            make += ["--seed", str(SEED)]
-            subprocess.run(make, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
-        return place / name, place / "data" / "train.jsonl"
+def prepare(place: Path, name: str, model: Path | None = None, data: Path | None = None) -> tuple[Path, Path]:
+    """The case's model folder and prompt file; G1's are given, and its questions asked alike on both sides."""
+    if name == "G1":
+        assert model is not None and data is not None
+        rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
+        asked = [
+            {
+                "prompt": row["question"] + ASK,
+                "solutions": [f"\\boxed{{{row['answer'].rpartition('####')[2].strip()}}}"],
+                "task": "math",
+                "query_id": str(number),
+            }
+            for number, row in enumerate(rows[:1000])
+        ]
+        (place / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)), encoding="utf-8")
+        return model.absolute(), place / "asked.jsonl"
+    if name == "P1":
+        make = [sys.executable, "-m", "rlmath.cli.make_arithmetic", "--output", str(place / "data")]
+        make += ["--seed", str(SEED)]
+        subprocess.run(make, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+        return random_model(place, "tiny"), place / "data" / "train.jsonl"
     with contextlib.redirect_stdout(sys.stderr):  # the figures have stdout for themselves
         demo.make_base(place / "demo", SEED)
     return place / "demo" / "base", place / "demo" / "data" / "train.jsonl"
 
 
-def run_limited(command: list[str], environment: Mapping[str, str], log: Path, limit: float) -> str | None:
-    """What a program prints to stdout; None where it did not end within `limit` seconds."""
+def run_limited(command: list[str], environment: Mapping[str, str], log: Path, limit: float) -> str:
+    """What a program prints to stdout. SystemExit, with the end of its log, where it failed or took longer."""
     with log.open("a", encoding="utf-8") as stderr, tempfile.TemporaryFile("w+") as stdout:
         program = subprocess.Popen(
             command, cwd=REPOSITORY, env=dict(environment), stdout=stdout, stderr=stderr
         )
         try:
-            status = program.wait(limit)
+            status: int | str = program.wait(limit)
         except subprocess.TimeoutExpired:
             program.terminate()  # torchrun ends its ranks, after 30 s by force
             program.wait()
-            return None
+            status = f"nothing after {limit:.0f} s"
         if status:
-            raise subprocess.CalledProcessError(status, command)
+            sys.stderr.write(log.read_text(encoding="utf-8", errors="replace")[-4000:])
+            raise SystemExit(f"bench_peer: {' '.join(command[:8])} ... ended with {status}")
         stdout.seek(0)
         return stdout.read()
 
 
-def run_ours(
-    place: Path, model: Path, data: Path, case: Case, overrides: Sequence[str], limit: float
-) -> Measured:
-    """One run of launch/train_grpo.py."""
-    output = Path(tempfile.mkdtemp(dir=place, prefix="ours-"))
+def our_settings(output: Path, model: Path, data: Path, case: Case, overrides: Sequence[str]) -> list[str]:
+    """Of one run of launch/train_grpo.py."""
     least, most = case.new_tokens
-    settings = [
+    return [
         f"run.output_dir={output}",
+        f"run.device={case.device}",
         f"run.total_steps={case.warm_up + case.steps}",
         "run.total_epochs=1000",
         f"model.path={model}",
         f"data.train_path={data}",
         f"data.prompts_per_step={case.prompts}",
-        "data.max_prompt_tokens=32",
-        f"rollout.group_size={GROUP}",
+        f"rollout.group_size={case.group}",
         f"rollout.min_new_tokens={least}",
         f"rollout.max_new_tokens={most}",
         "rollout.cpu_kv_cache_gib=1",
         f"algorithm.n_minibatches={case.optimizer_steps}",
-        "algorithm.recompute_logprobs=false",
         "optimizer.lr=1e-5",
         "save.ckpt_freq_secs=null",
+        *case.settings,
         *overrides,
     ]
-    started = time.perf_counter()
-    command = [*demo.torchrun(RANKS), "launch/train_grpo.py", *settings]
-    ended = run_limited(command, demo.one_thread(), place / "log.txt", limit)
-    lines = (output / METRICS_FILE).read_text(encoding="utf-8").splitlines() if ended is not None else []
-    whole = [json.loads(line) for line in lines]
-    rows = whole[case.warm_up :]
-    if not rows:
-        return cut_off(time.perf_counter() - started)
+
+
+def run_ours(
+    place: Path, model: Path, data: Path, case: Case, overrides: Sequence[str], limit: float
+) -> Measured:
+    output = Path(tempfile.mkdtemp(dir=place, prefix="ours-"))
+    settings = our_settings(output, model, data, case, overrides)
+    command = [*demo.torchrun(case.ranks), "launch/train_grpo.py", *settings]
+    run_limited(command, demo.one_thread(), place / "log.txt", limit)
+    lines = (output / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines[case.warm_up :]]
     return Measured(
         [row["seconds/step"] for row in rows],
         [row["seconds/rollout"] for row in rows],
         [row["n_valid_tokens"] for row in rows],
         statistics.median(row["train/mfu"] for row in rows),
-        accuracy=[row["rollout/accuracy"] for row in whole],
     )
+
+
+def their_arguments(model: Path, data: Path, case: Case, micro_batch: int) -> list[str]:
+    """Of one run of tools/peer_trl.py."""
+    least, most = case.new_tokens
+    given = {
+        "model": model,
+        "data": data,
+        "device": case.device,
+        "prompts": case.prompts,
+        "group": case.group,
+        "min-new-tokens": least,
+        "max-new-tokens": most,
+        "optimizer-steps": case.optimizer_steps,
+        "steps": case.steps,
+        "warm-up": case.warm_up,
+        "micro-batch": micro_batch,
+    }
+    chat = ["--chat"] if "data.template=chat" in case.settings else []
+    return [*(text for name, value in given.items() for text in (f"--{name}", str(value))), *chat]
 
 
 def run_theirs(
@@ -232,68 +247,45 @@ def run_theirs(
     case: Case,
     micro_batch: int,
     limit: float,
-    more: Sequence[str] = (),
 ) -> Measured:
-    """One run of tools/peer_trl.py in TRL's environment, with `more` arguments."""
-    least, most = case.new_tokens
-    command = [str(python), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    command += ["tools/peer_trl.py", "--model", str(model), "--data", str(data), "--group", str(GROUP)]
-    for name, value in (
-        ("prompts", case.prompts),
-        ("min-new-tokens", least),
-        ("max-new-tokens", most),
-        ("optimizer-steps", case.optimizer_steps),
-        ("steps", case.steps),
-        ("warm-up", case.warm_up),
-        ("micro-batch", micro_batch),
-    ):
-        command += [f"--{name}", str(value)]
-    command += more
+    """In TRL's environment."""
+    command = [str(python), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
+    command += ["tools/peer_trl.py", *their_arguments(model, data, case, micro_batch)]
     environment = demo.one_thread()
-    environment.pop("PYTHONPATH", None)  # its packages are others
-    log = place / "log.txt"
-    known = log.stat().st_size if log.exists() else 0
-    stop_at = time.time() + limit
-    printed = run_limited(command, environment, log, limit)
-    if printed is None:
-        with log.open(encoding="utf-8", errors="replace") as text:
-            text.seek(known)
-            begun = [float(line.split()[-1]) for line in text if line.startswith(STEP_BEGINS)]
-        return cut_off(
-            max((end - start for start, end in itertools.pairwise([*begun, stop_at])), default=0.0)
-        )
+    if python != Path(sys.executable):
+        environment.pop("PYTHONPATH", None)  # its packages are others
+    printed = run_limited(command, environment, place / "log.txt", limit)
     found: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
-    # Its rewards are 5 and -5.
-    accuracy = [(reward + 5) / 10 for reward in found["rewards"]]
-    return Measured(
-        found["step_seconds"], found["generate_seconds"], found["completion_tokens"], accuracy=accuracy
-    )
+    return Measured(found["step_seconds"], found["generate_seconds"], found["completion_tokens"])
 
 
-def cut_off(seconds: float) -> Measured:
-    """Of a run that was stopped when a step had taken so long."""
-    return Measured([seconds], [float("nan")], [float("nan")], cut_off=True)
+def bench(case: Case, files: tuple[Path, Path], place: Path, python: Path, given: argparse.Namespace) -> None:
+    """Both sides of a case, in turns, as long as a further round fits."""
+    began = time.monotonic()
+    until = began + given.seconds
 
+    def ours_by(setting: str) -> Measured:
+        return run_ours(place, *files, case, case.ours[setting], min(given.limit, until - time.monotonic()))
 
-def line(case: str, metric: str, unit: str, ours: float, theirs: float, ratio: float, note: str = "") -> None:
-    print_figure("peer", case, metric, ours, unit, baseline=f"TRL: {note}{theirs:.3f} {unit}", ratio=ratio)
+    def theirs_by(size: int) -> Measured:
+        return run_theirs(place, python, *files, case, size, min(given.limit, until - time.monotonic()))
 
-
-def bench(name: str, place: Path, python: Path, rounds: int, limit: float) -> None:
-    """Both sides of a case, in turns."""
-    case = CASES[name]
-    model, data = prepare(place, name)
-    ours = {key: [run_ours(place, model, data, case, case.ours[key], limit)] for key in case.ours}
-    theirs = {size: [run_theirs(place, python, model, data, case, size, limit)] for size in case.theirs}
+    ours = {key: [ours_by(key)] for key in case.ours}
+    theirs = {size: [theirs_by(size)] for size in case.theirs}
     best = min(ours, key=lambda key: ours[key][0].seconds)
     best_of_theirs = min(theirs, key=lambda size: theirs[size][0].seconds)
-    for _ in range(rounds - 1):
-        ours[best].append(run_ours(place, model, data, case, case.ours[best], limit))
-        if not theirs[best_of_theirs][0].cut_off:
-            again = run_theirs(place, python, model, data, case, best_of_theirs, limit)
-            theirs[best_of_theirs].append(again)
-    title = f"{name}: {case.title}; ours {best}; TRL micro-batch {best_of_theirs}"
-    report(title, ours[best], theirs[best_of_theirs], case.prompts * GROUP)
+    longest = time.monotonic() - began
+    for _ in range(given.rounds - 1):
+        if time.monotonic() + longest > until:
+            break
+        ours[best].append(ours_by(best))
+        theirs[best_of_theirs].append(theirs_by(best_of_theirs))
+    title = f"{case.title}; ours {best}; TRL micro-batch {best_of_theirs}"
+    report(title, ours[best], theirs[best_of_theirs], case.prompts * case.group)
+
+
+def line(case: str, metric: str, unit: str, ours: float, theirs: float, ratio: float) -> None:
+    print_figure("peer", case, metric, ours, unit, baseline=f"TRL: {theirs:.3f} {unit}", ratio=ratio)
 
 
 def report(title: str, ours: Sequence[Measured], theirs: Sequence[Measured], completions: int) -> None:
@@ -302,22 +294,13 @@ def report(title: str, ours: Sequence[Measured], theirs: Sequence[Measured], com
     def median(runs: Sequence[Measured], name: str) -> float:
         return statistics.median(value for run in runs for value in getattr(run, name))
 
-    note = "more than " if any(run.cut_off for run in theirs) else ""
     pair = median(ours, "step_seconds"), median(theirs, "step_seconds")
-    if any(run.cut_off for run in ours):
-        title += "; OURS WAS STOPPED"
-    line(title, "step_seconds", "s", *pair, pair[1] / pair[0], note)
-    report_mfu(title, ours)
-    if any(run.cut_off for run in ours):
-        return
-    tokens = median(ours, "completion_tokens")
-    if any(run.cut_off for run in theirs):
-        print_figure("peer", title, "completion_tokens_of_a_step", tokens, "tokens")
-        print_figure("peer", title, "mean_length", tokens / completions, "tokens")
-        return
+    line(title, "step_seconds", "s", *pair, pair[1] / pair[0])
+    reached = [run.mfu for run in ours if run.mfu is not None]
+    print_figure("peer", title, "mfu of the update", statistics.median(reached), "of the ceiling")
     pair = median(ours, "generate_seconds"), median(theirs, "generate_seconds")
     line(title, "generate_seconds", "s", *pair, pair[1] / pair[0])
-    pair = tokens, median(theirs, "completion_tokens")
+    pair = median(ours, "completion_tokens"), median(theirs, "completion_tokens")
     line(title, "completion_tokens_of_a_step", "tokens", *pair, pair[0] / pair[1])
     line(title, "mean_length", "tokens", *(n / completions for n in pair), pair[0] / pair[1])
     rates = [
@@ -329,88 +312,48 @@ def report(title: str, ours: Sequence[Measured], theirs: Sequence[Measured], com
     line(title, "completion_tokens_per_second", "tokens/s", rates[0], rates[1], rates[0] / rates[1])
 
 
-def report_mfu(title: str, ours: Sequence[Measured]) -> None:
-    """The median of the runs that have one."""
-    reached = [run.mfu for run in ours if run.mfu is not None]
-    if reached:
-        print_figure("peer", title, "mfu of the update", statistics.median(reached), "of the ceiling")
-
-
-LEARNING_STEPS, WINDOW = 50, 5
-"""Steps of a run that learns, and of a figure's mean."""
-LEARNING_RATE = "1e-4"
-
-
-def bench_learning(place: Path, python: Path, seeds: int, limit: float) -> None:
-    """What both sides learn of P3, from one base model."""
-    case = replace(CASES["P3"], warm_up=0, steps=LEARNING_STEPS)
-    model, data = prepare(place, "P3")
-    equal = (f"optimizer.lr={LEARNING_RATE}", "optimizer.adam_beta2=0.999", "optimizer.warmup_steps=0")
-    setting, micro_batch = next(iter(case.ours.values())), case.theirs[0]
-    ours, theirs = [], []
-    for seed in range(1, seeds + 1):
-        own = (*setting, *equal, f"run.seed={seed}")
-        ours.append(run_ours(place, model, data, case, own, limit))
-        more = ("--learning-rate", LEARNING_RATE, "--seed", str(seed))
-        theirs.append(run_theirs(place, python, model, data, case, micro_batch, limit, more))
-    report_learning(f"P3: {case.title}; learning rate {LEARNING_RATE}, {seeds} seeds", ours, theirs)
-
-
-def report_learning(title: str, ours: Sequence[Measured], theirs: Sequence[Measured]) -> None:
-    """One line for the steps up to 5, 10, 20, ..., of the accuracies of the runs, one for each seed; then our MFU."""
-    for end in (WINDOW, *range(10, LEARNING_STEPS + 1, 10)):
-        means = [
-            [statistics.mean(run.accuracy[end - WINDOW : end]) for run in side if len(run.accuracy) >= end]
-            for side in (ours, theirs)
-        ]
-        if min(map(len, means)) < 2:
-            continue
-        spread = sum(statistics.variance(side) / len(side) for side in means) ** 0.5
-        pair = statistics.mean(means[0]), statistics.mean(means[1])
-        distance = (pair[0] - pair[1]) / spread if spread else 0.0
-        note = f"difference of {distance:+.1f} standard errors; "
-        line(
-            f"{title}; steps {end - WINDOW + 1} to {end}",
-            "accuracy",
-            "",
-            *pair,
-            pair[0] / max(pair[1], 1e-9),
-            note,
-        )
-    report_mfu(title, ours)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 0, also where TRL's environment is not there; the status of a program that failed."""
     escape_terminal()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="default: all")
     parser.add_argument(
-        "--peer", type=Path, default=REPOSITORY / ".venv-peer", help="TRL's environment (.venv-peer)"
+        "--cases", nargs="+", choices=CASES, help="default: P1 and P3; on CUDA G1, the only one"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", type=Path, help="of G1: a folder")
+    parser.add_argument("--data", type=Path, help="of G1: JSONL of question and answer")
+    parser.add_argument(
+        "--peer", type=Path, help="TRL's environment, or its Python (.venv-peer; on CUDA this one)"
     )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side's best setting (default 3)")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds of one run at most (default 900)")
-    parser.add_argument("--quick", action="store_true", help="P1 only, one round")
     parser.add_argument(
-        "--learning", type=int, metavar="SEEDS", help="what P3 learns, instead of seconds; at least 2 seeds"
+        "--seconds", type=float, default=float("inf"), help="of a case at most (default: any)"
     )
+    parser.add_argument("--quick", action="store_true", help="P1 only, one round")
     given = parser.parse_args(arguments)
-    if given.learning is not None and given.learning < 2:
-        parser.error(f"--learning {given.learning}: needed are at least 2 seeds, whose spread is measured")
-    python = given.peer.absolute() / "bin" / "python"
-    if not python.exists():
+    cuda = given.device == "cuda"
+    names = given.cases or (["G1"] if cuda else ["P1"] if given.quick else ["P1", "P3"])
+    if cuda and names != ["G1"]:
+        parser.error("--device cuda: G1 is the only case for a GPU")
+    if "G1" in names and not (given.model and given.data):
+        parser.error("G1 needs --model (a chat model's folder) and --data (JSONL of question and answer)")
+    python = given.peer or (Path(sys.executable) if cuda else REPOSITORY / ".venv-peer")
+    python = python.absolute() / "bin" / "python" if python.is_dir() or not python.exists() else python
+    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('trl') is None)"
+    if not python.exists() or subprocess.run([python, "-c", look], check=False).returncode:
         print(
-            f"bench_peer: skipped: {python} is not there. Make it: python -m rlmath.cli.install {given.peer} "
-            "requirements/peer.txt",
+            f"bench_peer: skipped: {python} has no TRL. Make it: python -m rlmath.cli.install .venv-peer "
+            "requirements/peer.txt, or on CUDA: pip install trl==1.16.0",
             file=sys.stderr,
         )
         return 0
+    given.rounds = 1 if given.quick else given.rounds
     with tempfile.TemporaryDirectory() as place:
-        if given.learning is not None:
-            bench_learning(Path(place), python, given.learning, given.limit)
-            return 0
-        for name in ("P1",) if given.quick else given.cases:
-            bench(name, Path(place), python, 1 if given.quick else given.rounds, given.limit)
+        for name in names:
+            case = case_of(name, given.device)
+            files = prepare(Path(place), name, given.model, given.data)
+            bench(case, files, Path(place), python, given)
     return 0
 
 

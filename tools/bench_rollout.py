@@ -1,34 +1,18 @@
-"""A rollout in which one prompt in 50 has answers 20 times longer: drawn by the engines, against fixed shares.
+"""A rollout beside vLLM's own `LLM.generate`, of the same requests.
 
-    python tools/bench_rollout.py [--quick]
+    python tools/bench_rollout.py [--device cpu|cuda] [--model FOLDER] [--requests 256] [--tokens 256] [--quick]
 
-Ranks under torchrun, one engine each, 2 and 4 of them, with a random Qwen2 of 0.6M parameters. A prompt has 4 answers
-of 5 to 15 tokens, and of every 50 prompts in a row one, drawn anew for every repeat, answers of 20 times that. (Were
-all of a group equally long, fixed shares would keep whole groups in step, as no real answers do.) An engine decodes 8
-sequences at a time. The same requests are sampled in two ways, which take turns in going first:
-
-- ours: engines draw from what is left (`rlmath.rollout.work_queue`);
-- "fixed shares": engine i of E gets prompts i, i+E, i+2E, ..., all at once.
-
-Prints figures (tools/figures.py):
-
-- rollout_seconds: until the last engine is done (median);
-- engine_steps: those of the engine that makes most (median);
-- idle_share: share of the seconds in which an engine was done already, mean over engines (median; for the ratio at
-  least 0.001);
-- least_speedup, least_speedup_in_steps: the fixed shares' seconds, or steps, divided by ours, of the repeat where that
-  is least. Where luck makes fixed shares exactly even, ours may be one short answer slower.
-
-"own cores" runs every engine as fast as it can, and is measured where each has a core of its own: with more engines
-than cores one that is done lends its core to the others, which hides what its waiting costs. "paced" lets no engine
-step take less than 10 ms, by sleeping. Then the time goes by steps and not by computing, as it does on a GPU, where a
-step takes about as long for few sequences as for many, and the engines disturb each other less. Seconds are of use on
-an otherwise idle machine only; steps are nearly the same on any.
+The engine of a run, with seeds and log-probs, and a vLLM with its own settings, with them and without, each in a
+process of its own, in turns. Prints figures (tools/figures.py), medians: `tokens_per_second`, and seconds of ours by
+cause, of which "vLLM's step" has the others but "ours" in it; those of calls that wait for a GPU contain the wait. One
+thread on CPU. Without --model weights are random, 0.6M parameters on CPU and 135M on CUDA.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import json
 import os
 import random
 import statistics
@@ -36,201 +20,257 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch.distributed as dist
-
-from rlmath.cli.demo import one_thread, torchrun
+from rlmath.cli.demo import one_thread
 from rlmath.config.schema import RolloutConfig
-from rlmath.distributed.collectives import all_gather_objects, shared_store
-from rlmath.distributed.device import init_process_group, open_device
-from rlmath.distributed.mesh import Mesh
-from rlmath.distributed.ranks import environment_rank, environment_world_size
+from rlmath.distributed.device import Device
 from rlmath.models.hf_config import read_model_shape
-from rlmath.rollout.engine import Engine
-from rlmath.rollout.sampling import AllAtOnce, Load, Request, RequestResult, RequestSource, request_seed
+from rlmath.rollout.engine import Engine, samples_in_one_kernel
+from rlmath.rollout.sampling import Request, request_seed
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
-from rlmath.rollout.work_queue import WorkQueue, idle_shares
 from tools.figures import print_figure
+from tools.gpu_stages import WORLD, one_rank, random_model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-LONG_EVERY, LONG_FACTOR, SHORT_TOKENS, GROUP_SIZE, MAX_NUM_SEQS = 50, 20, (5, 15), 4, 8
-ENGINES = (2, 4)
-STEP_SECONDS = 0.010
-"""Pace of the paced cases."""
-PROMPT = (5, 6, 7, 8, 9, 10, 11)
-LEAST_IDLE_SHARE = 0.001
 
 
 @dataclass(frozen=True)
-class Case:
-    engines: int
-    prompts: int
-    step_seconds: float
-    """An engine step takes at least so long; 0: as long as it takes."""
-    repeats: int
+class Work:
+    """What both sides do."""
 
-    def __str__(self) -> str:
-        pace = f"paced at {1000 * self.step_seconds:.0f} ms" if self.step_seconds else "own cores"
-        return f"{self.engines} engines, {pace}, {self.prompts} prompts"
+    model: str
+    device: str
+    requests: int
+    new_tokens: int
+    """Of every completion."""
+    prompt_tokens: int = 128
+    memory_share: float = 0.3
+    """Of a GPU, for either side."""
 
+    def prompts(self, repeat: int) -> list[list[int]]:
+        """Others in every repeat: none is in a cache of prefixes."""
+        draw = random.Random(repeat)
+        return [[draw.randrange(3, 90) for _ in range(self.prompt_tokens)] for _ in range(self.requests)]
 
-@dataclass(frozen=True)
-class Figures:
-    """Of one way in one repeat."""
+    @property
+    def length(self) -> int:
+        return self.prompt_tokens + self.new_tokens
 
-    rollout_seconds: float
-    engine_steps: int
-    idle_share: float
-
-
-# ---------------------------------------------------------------- work
-
-
-def make_requests(prompts: int, draw: int) -> list[list[Request]]:
-    """The groups' requests, with exact lengths; one group in LONG_EVERY is long."""
-    chosen = random.Random(draw)
-    long = {start + chosen.randrange(LONG_EVERY) for start in range(0, prompts, LONG_EVERY)}
-    return [
-        [
-            Request((p, g), (*PROMPT, p % 90 + 3), request_seed(1, draw, str(p), g), tokens, tokens)
-            for g in range(GROUP_SIZE)
-            for tokens in [chosen.randint(*SHORT_TOKENS) * (LONG_FACTOR if p in long else 1)]
-        ]
-        for p in range(prompts)
-    ]
+    @property
+    def cache_bytes(self) -> int:
+        """Of a KV cache on CPU, with room for all."""
+        shape = read_model_shape(Path(self.model))
+        token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4
+        return self.requests * (self.length + 128) * token
 
 
-class Paced:
-    """A source that lets no engine step take less than `step_seconds`."""
-
-    def __init__(self, source: RequestSource, step_seconds: float) -> None:
-        self._source = source
-        self._step_seconds = step_seconds
-        self._next = time.perf_counter()
-        self.steps = 0
-
-    def pop(self, load: Load) -> Sequence[Request]:
-        """Asked before every step; nothing is waited for where no step follows."""
-        requests = self._source.pop(load)
-        self.steps += 1
-        if load.in_flight:
-            time.sleep(max(0.0, self._next - time.perf_counter()))
-        self._next = time.perf_counter() + self._step_seconds
-        return requests
-
-    def finished(self, generated: RequestResult) -> None:
-        self._source.finished(generated)
+Sample = Callable[[int, bool, bool], int]
+"""Samples the requests of a repeat, with seeds and log-probs or without; the number of tokens."""
+VARIANTS = {"seeds and log-probs": (True, True), "log-probs": (False, True), "neither": (False, False)}
+ANSWER = "bench_rollout: "
+"""Before what a side tells; vLLM writes to stdout, too."""
 
 
-def measure(engine: Engine, source: RequestSource, case: Case) -> Figures:
-    """One rollout of the case's engines, which begin together."""
-    dist.barrier()
-    started = time.perf_counter()
-    paced = Paced(source, case.step_seconds)
-    count = sum(1 for _ in engine.generate(paced))
-    reports = all_gather_objects((count, time.perf_counter() - started, paced.steps))
-    counts, seconds, steps = zip(*reports[: case.engines], strict=True)
-    assert sum(counts) == case.prompts * GROUP_SIZE, "every completion is made once"
-    return Figures(max(seconds), max(steps), statistics.mean(idle_shares([seconds])))
-
-
-def source_of(way: str, case: Case, draw: int) -> RequestSource:
-    """What this rank's engine is to sample; nothing where the case has fewer engines than there are ranks."""
-    rank, requests_PG = environment_rank(), make_requests(case.prompts, draw)
-    store = shared_store(f"{case}/{draw}")  # a collective at its first call
-    if rank >= case.engines:
-        return AllAtOnce([])
-    if way == "ours":
-        mesh = Mesh(rank, case.engines, tensor=1, pipeline=1, engine_size=1)
-        return WorkQueue(store, requests_PG, mesh, MAX_NUM_SEQS)
-    return AllAtOnce([request for row in requests_PG[rank :: case.engines] for request in row])
-
-
-def compare(engine: Engine, case: Case, draw: int) -> tuple[Figures, Figures]:
-    """Ours and the fixed shares' on the same prompts."""
-    order = ("ours", "fixed") if draw % 2 else ("fixed", "ours")
-    found = {way: measure(engine, source_of(way, case, draw), case) for way in order}
-    return found["ours"], found["fixed"]
-
-
-# ---------------------------------------------------------------- output
-
-
-def report_case(case: str, pairs: Sequence[tuple[Figures, Figures]]) -> None:
-    """The medians of (ours, fixed shares), and the repeat that was least in our favour."""
-    for metric, unit, least in (
-        ("rollout_seconds", "s", 0.0),
-        ("engine_steps", "steps", 0.0),
-        ("idle_share", "share", LEAST_IDLE_SHARE),
-    ):
-        ours, fixed = (
-            statistics.median(getattr(figures, metric) for figures in way) for way in zip(*pairs, strict=True)
-        )
-        told, ratio = f"fixed shares: {fixed:.4f}", fixed / max(ours, least)
-        print_figure("rollout", case, metric, ours, unit, baseline=told, ratio=ratio)
-    for metric, figure in (
-        ("least_speedup", "rollout_seconds"),
-        ("least_speedup_in_steps", "engine_steps"),
-    ):
-        least = min(getattr(fixed, figure) / getattr(ours, figure) for ours, fixed in pairs)
-        print_figure("rollout", case, metric, least, "ratio", baseline="fixed shares", ratio=least)
-
-
-# ---------------------------------------------------------------- program
-
-
-def cases(quick: bool, cores: int) -> list[Case]:
-    """Paced, and at full speed where each engine has a core; with `quick` one of the two for each number of engines."""
-    found = []
-    for engines in ENGINES:
-        prompts, repeats = (50 if quick else 100) * engines, 2 if quick else 5
-        enough_cores = engines <= cores
-        if enough_cores:
-            found.append(Case(engines, prompts, 0.0, repeats))
-        if not (quick and enough_cores):
-            found.append(Case(engines, prompts, STEP_SECONDS, repeats))
-    return found
-
-
-def run_rank(folder: Path, quick: bool) -> None:
-    """What every rank under torchrun does; each has an engine of its own."""
-    device = open_device("cpu")
-    mesh = Mesh(environment_rank(), environment_world_size(), tensor=1, pipeline=1, engine_size=1)
-    init_process_group(device, 600.0)
-    settings = RolloutConfig(max_num_seqs=MAX_NUM_SEQS, cpu_kv_cache_gib=0.1)
-    shapes = engine_shapes(read_model_shape(folder), engine_size=1)
-    engine = Engine(
-        str(folder), settings, len(PROMPT) + 1 + LONG_FACTOR * SHORT_TOKENS[1], mesh, device, shapes
+def our_side(work: Work, device: Device, seconds: collections.Counter[str]) -> tuple[Sample, dict[str, Any]]:
+    """An engine of a run, and what it is; `seconds` by cause count from now on."""
+    settings = RolloutConfig(
+        max_num_seqs=work.requests,
+        memory_share=work.memory_share,
+        cpu_kv_cache_gib=work.cache_bytes / 2**30,
     )
-    list(engine.generate(make_requests(LONG_EVERY, 0)[mesh.rank]))
-    for case in cases(quick, len(os.sched_getaffinity(0))):
-        pairs = [compare(engine, case, draw) for draw in range(1, case.repeats + 1)]
-        if mesh.rank == 0:
-            report_case(str(case), pairs)
-    dist.barrier()
-    engine.close()
+    shapes = engine_shapes(read_model_shape(Path(work.model)), engine_size=1)
+    engine = Engine(work.model, settings, work.length, WORLD, device, shapes, load_weights=True)
+    core = engine._llm.llm_engine.engine_core
+    count_seconds(core, seconds)
+
+    def sample(repeat: int, seeds: bool, logprobs: bool) -> int:
+        requests = [
+            Request((n, 0), tuple(prompt), request_seed(1, repeat, "", n), work.new_tokens, work.new_tokens)
+            for n, prompt in enumerate(work.prompts(repeat))
+        ]
+        return sum(len(one.token_ids) for one in engine.generate(requests))
+
+    asynchronous = core.engine_core.batch_queue is not None
+    return sample, {"asynchronous": asynchronous, "second_runner": samples_in_one_kernel(engine._llm)}
+
+
+def count_seconds(core: Any, seconds: collections.Counter[str]) -> None:
+    """Let calls of vLLM's core in this process add their seconds, by cause."""
+    from vllm.v1.executor.uniproc_executor import AsyncOutputFuture
+
+    inner = core.engine_core
+    for owner, name, cause in (
+        (core, "get_output", "vLLM's step"),
+        (inner.scheduler, "schedule", "scheduling"),
+        (inner.model_executor, "execute_model", "inputs and model"),
+        (inner.model_executor, "sample_tokens", "sampling and log-probs"),
+        (AsyncOutputFuture, "result", "waiting for the GPU"),
+        (inner.scheduler, "update_from_output", "output"),
+    ):
+        setattr(owner, name, counted(getattr(owner, name), seconds, cause))
+
+
+def counted(work: Callable[..., Any], seconds: collections.Counter[str], cause: str) -> Callable[..., Any]:
+    def timed(*arguments: Any, **more: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return work(*arguments, **more)
+        finally:
+            seconds[cause] += time.perf_counter() - started
+
+    return timed
+
+
+def plain_side(work: Work) -> tuple[Sample, dict[str, Any]]:
+    """vLLM with its own settings; on CPU, as ours, one thread that the system places, and prompts are not split, which
+    its seeds do not bear there."""
+    more: dict[str, Any] = {"gpu_memory_utilization": work.memory_share}
+    if work.device == "cpu":
+        os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+        more = {
+            "kv_cache_memory_bytes": work.cache_bytes,
+            "dtype": "float32",
+            "enable_chunked_prefill": False,
+        }
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(work.model, max_model_len=work.length, max_num_seqs=work.requests, **more)
+
+    def sample(repeat: int, seeds: bool, logprobs: bool) -> int:
+        parameters = [
+            SamplingParams(
+                min_tokens=work.new_tokens,
+                max_tokens=work.new_tokens,
+                seed=request_seed(1, repeat, "", n) if seeds else None,
+                logprobs=0 if logprobs else None,
+                detokenize=False,
+            )
+            for n in range(work.requests)
+        ]
+        prompts = [{"prompt_token_ids": ids} for ids in work.prompts(repeat)]
+        found = llm.generate(prompts, parameters, use_tqdm=False)
+        return sum(len(one.outputs[0].token_ids) for one in found)
+
+    return sample, {}
+
+
+def run_side(work: Work, device: Device | None) -> None:
+    """Ours has a device. Answer each line of stdin, [repeat, seeds, log-probs], with the seconds; first what it is."""
+    seconds: collections.Counter[str] = collections.Counter()
+    sample, what = plain_side(work) if device is None else our_side(work, device, seconds)
+    sample(-1, True, True)
+    print(ANSWER + json.dumps(what), flush=True)
+    for line in sys.stdin:
+        seconds.clear()
+        started = time.perf_counter()
+        tokens = sample(*json.loads(line))
+        seconds["all"] = time.perf_counter() - started
+        assert tokens == work.requests * work.new_tokens, "both sides do the same work"
+        print(ANSWER + json.dumps(seconds), flush=True)
+    if device is not None:
+        os._exit(0)  # an engine of a run ends with its process
+
+
+class Side:
+    """A process that samples when it is told to."""
+
+    def __init__(self, name: str, work: Work) -> None:
+        command = [sys.executable, __file__, "--side", name, "--work", json.dumps(asdict(work))]
+        environment = one_thread() if work.device == "cpu" else dict(os.environ)
+        self._process = subprocess.Popen(
+            command, cwd=REPOSITORY, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self.what = self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(ANSWER):
+                return json.loads(line.removeprefix(ANSWER))
+        raise SystemExit(f"bench_rollout: a side ended with {self._process.wait()}")
+
+    def sample(self, repeat: int, seeds: bool, logprobs: bool) -> dict[str, float]:
+        """Seconds, by cause and of "all"."""
+        assert self._process.stdin is not None
+        print(json.dumps([repeat, seeds, logprobs]), file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def close(self) -> None:
+        """vLLM ends its own processes with it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def bench(work: Work, repeats: int) -> None:
+    sides: dict[str, Side] = {}
+    try:
+        for name in ("plain", "ours"):
+            sides[name] = Side(name, work)
+        found: dict[str, list[dict[str, float]]] = collections.defaultdict(list)
+        for repeat in range(repeats):
+            turns = [("ours", "ours", (True, True)), *(("plain", *one) for one in VARIANTS.items())]
+            for side, name, variant in turns if repeat % 2 else reversed(turns):
+                found[name].append(sides[side].sample(repeat, *variant))
+    finally:
+        for side in sides.values():
+            side.close()
+    report(title_of(work, sides["ours"].what), work.requests * work.new_tokens, found)
+
+
+def title_of(work: Work, what: dict[str, Any]) -> str:
+    """What ours is may decide the figures."""
+    how = "asynchronously" if what["asynchronous"] else "step by step"
+    runner = "second" if what["second_runner"] else "first"
+    return (
+        f"{work.device}, {work.requests} x {work.prompt_tokens} + {work.new_tokens} tokens, {Path(work.model).name}, "
+        f"scheduled {how}, {runner} runner"
+    )
+
+
+def report(case: str, tokens: int, found: dict[str, list[dict[str, float]]]) -> None:
+    """The medians of ours and of vLLM's variants, of so many tokens; then the causes of ours."""
+    rates = {name: statistics.median(tokens / one["all"] for one in runs) for name, runs in found.items()}
+    for name in VARIANTS:
+        told, ratio = f"LLM.generate, {name}: {rates[name]:.0f} tokens/s", rates["ours"] / rates[name]
+        print_figure(
+            "rollout", case, "tokens_per_second", rates["ours"], "tokens/s", baseline=told, ratio=ratio
+        )
+    causes = [one | {"ours": one["all"] - one["vLLM's step"]} for one in found["ours"]]
+    for cause in dict.fromkeys(cause for one in causes for cause in one):
+        seconds = statistics.median(one.get(cause, 0.0) for one in causes)
+        print_figure("rollout", case, f"seconds: {cause}", seconds, "s")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer prompts and repeats, within a minute")
-    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)  # set for the ranks, by this program
-    options = parser.parse_args(arguments)
-    if options.model is not None:
-        run_rank(options.model, options.quick)
-        return
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "model"
-        make = [sys.executable, "-m", "rlmath.cli.make_tiny_model", "--output", str(folder)]
-        subprocess.run(make, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
-        command = [*torchrun(max(ENGINES)), str(Path(__file__).resolve()), "--model", str(folder)]
-        command += ["--quick"] if options.quick else []
-        subprocess.run(command, cwd=REPOSITORY, env=one_thread(), check=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", type=Path, help="folder (default: random weights)")
+    parser.add_argument("--requests", type=int, default=256, help="at once (default 256)")
+    parser.add_argument("--tokens", type=int, default=256, help="of every completion (default 256)")
+    parser.add_argument("--quick", action="store_true", help="less work and fewer repeats, within a minute")
+    parser.add_argument(
+        "--side", choices=("ours", "plain"), help=argparse.SUPPRESS
+    )  # these are set by this program
+    parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.side == "ours":
+        with one_rank(given.work["device"], local_layers=True) as device:
+            run_side(Work(**given.work), device)
+    elif given.side == "plain":
+        run_side(Work(**given.work), None)
+    else:
+        with tempfile.TemporaryDirectory() as place:
+            model = given.model or random_model(Path(place), "135M" if given.device == "cuda" else "tiny")
+            tokens = given.tokens // 4 if given.quick else given.tokens
+            bench(Work(str(model), given.device, given.requests, tokens), 3 if given.quick else 5)
 
 
 if __name__ == "__main__":

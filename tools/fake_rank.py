@@ -32,8 +32,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlmath.algorithms.types import Sample
 from rlmath.cli.plan_memory import MISTAKE, NOT_NEEDED, checked_shape
@@ -217,12 +216,11 @@ def count(
     """What the rank holds by phase and part (bytes), and what it sends by phase, group and operation: (number,
     bytes)."""
     fake_cuda.join_fake_group(mesh.rank, mesh.world_size)
-    device = Device("cuda", torch.device("cpu"), "fake", torch.bfloat16, local_layers)
+    head_dtype = torch.float32 if config.policy.head_dtype else None
+    device = Device("cuda", torch.device("cpu"), "fake", torch.bfloat16, local_layers, head_dtype)
     batches = full_batches(config, mesh)
     sent = fake_cuda.Sent()
     patch_gpu_path(shape, device, sent)
-    if device.local_layers:
-        lay_out_really(shape)
     from rlmath.models.build import build_actor, build_reference
     from rlmath.models.megatron import start_megatron
     from rlmath.models.offload import training_sets
@@ -327,21 +325,36 @@ def patch_gpu_path(shape: ModelShape, device: Device, sent: fake_cuda.Sent) -> N
 
     import megatron_patches
     from megatron_patches import linear
-    from rlmath.models import build, forward_backward, logprobs, megatron
+    from rlmath.models import (
+        attention,
+        build,
+        forward_backward,
+        local_layers,
+        logprobs,
+        megatron,
+        output_layer,
+    )
 
     fake_cuda.answer_for_values()
     linear.patch = lambda: None
     megatron_patches.apply("cpu")
+    layers.fused_weight_gradient_mlp_cuda = fake_cuda.fused_kernels()
+    layers._grad_accum_fusion_available = True
+    attention._CPUAttention.apply = attention.flash_over_segments
+    local_layers.RMSNorm.forward = fake_cuda.Norm.forward  # of a GPU torch's is one function
     param_and_grad_buffer._coalescing_manager = fake_cuda.coalesced
     build.load_hf_weights = lambda *given: None
     CudaRNGStatesTracker.fork = lambda tracker, *given: nullcontext()
     megatron.GPTModel.to = lambda model, *given: model
+    output_layer.float32_product = lambda hidden, weight: hidden.new_empty(
+        len(hidden), len(weight), dtype=torch.float32
+    )
     logprobs._kernels = fake_cuda.logprob_kernels
     forward_backward.finish_computation = lambda device: None
     p2p._batched_p2p_ops, p2p._p2p_ops = sent.between_stages_together, sent.between_stages
     if device.local_layers:
         return
-    layers.fused_weight_gradient_mlp_cuda, layers.HAVE_TE = fake_cuda.fused_kernels(), True
+    layers.HAVE_TE = True
     # Compiled on a GPU: nothing between their inputs and what they return.
     fused_bias_swiglu.swiglu = lambda gate_up: torch.empty_like(gate_up.chunk(2, -1)[0])
     fused_bias_swiglu.swiglu_back = lambda grad, gate_up: torch.empty_like(gate_up)
@@ -351,7 +364,6 @@ def patch_gpu_path(shape: ModelShape, device: Device, sent: fake_cuda.Sent) -> N
         torch.empty_like(weights),
     )
     layers.get_dummy_wgrad = fake_cuda.dummy_gradient
-    layers._grad_accum_fusion_available = megatron._grad_accum_fusion_available = True
     megatron.layer_spec = te_like_layers
     configure = megatron.TransformerConfig
     more = {"apply_rope_fusion": False}
@@ -359,27 +371,6 @@ def patch_gpu_path(shape: ModelShape, device: Device, sent: fake_cuda.Sent) -> N
         more |= {"moe_pad_expert_input_to_capacity": True, "moe_expert_capacity_factor": 1.0}
     megatron.TransformerConfig = lambda **given: configure(**(given | more))
     rope_utils._apply_rotary_pos_emb_thd = fake_cuda.rotated
-
-
-def lay_out_really(shape: ModelShape) -> None:
-    """Where the segments of a pack lie depends on values: it is computed with real tensors."""
-    from rlmath.models import attention, forward_backward
-
-    rotary = attention.Rotary(attention.rotary_frequencies(shape), shape.rotary_magnitude)
-    by_length = attention.PackedSequences.by_length
-
-    def pack_sequences(
-        bounds: Tensor, longest: int, positions: Tensor, _: Tensor
-    ) -> attention.PackedSequences:
-        with unset_fake_temporarily():
-            return attention.pack_sequences(bounds, longest, positions, rotary)
-
-    def by_real_length(packed: attention.PackedSequences, *heads: int) -> Any:
-        with unset_fake_temporarily():
-            return by_length(packed, *heads)
-
-    forward_backward.pack_sequences = pack_sequences
-    attention.PackedSequences.by_length = by_real_length
 
 
 def te_like_layers(config: Any, local_layers: bool, chunk: int | None) -> Any:

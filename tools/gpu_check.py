@@ -1,9 +1,10 @@
 """Check everything that needs a GPU, in stages that each report and never stop the next.
 
-    python tools/gpu_check.py [--quick] [--output outputs/gpu_check] [--stages machine step ...] [--wheels FOLDER]
+    python tools/gpu_check.py [--quick] [--seconds N] [--stages machine step ...] [--wheels FOLDER]
 
 It finds out what is installed: a stage whose packages are missing is named in the table, the others run, each in a
-process of its own with a time limit. --quick takes at most ten minutes; stages that found no time are named. Without a
+process of its own with a time limit. --quick takes at most ten minutes, or --seconds; stages that found no time are
+named. Stages run in their order, or in that of --stages. Without a
 GPU it says so, runs what the CPU can, and the table shows what is missing. --wheels: packages for a machine without a
 network, installed into the output folder before the first stage.
 
@@ -36,7 +37,7 @@ from rlmath.workers import process_tree
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 QUICK_SECONDS = 600.0
-"""Of everything together."""
+"""Of everything together, where --seconds says nothing else."""
 IMPORT_SECONDS = 300.0
 """Time limit of a package's import."""
 END_SECONDS = 30.0
@@ -49,6 +50,7 @@ PACKAGES = {
     "apex": "fused_weight_gradient_mlp_cuda",
     "transformers": "transformers",
     "pytest": "pytest",
+    "trl": "trl",
 }
 """What stages need, by the names of distributions, and the module that each is imported as. Of apex the kernel that
 adds up gradients, the one thing that it is compiled for."""
@@ -68,6 +70,8 @@ class Stage:
     """Whether the CPU can run it."""
     wants: tuple[str, ...] = ()
     """Packages that it uses where they are there."""
+    variables: tuple[str, ...] = ()
+    """Of the environment, which it needs: MODEL, a chat model's folder; DATA, JSONL of question and answer."""
 
 
 STAGES = (
@@ -113,6 +117,16 @@ STAGES = (
         900,
         240,
         wants=("transformer-engine",),
+    ),
+    Stage("rollout", "a rollout beside LLM.generate", ("torch", "transformers", "vllm"), 600, 240),
+    Stage(
+        "peer",
+        "steps beside TRL's",
+        ("torch", "megatron-core", "transformers", "vllm", "trl"),
+        420,
+        400,
+        on_cpu=False,
+        variables=("MODEL", "DATA"),
     ),
     Stage(
         "ranks",
@@ -178,11 +192,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])
     found = look(environment)
     tell_machine(found)
-    outcomes = []
-    for stage in STAGES:
-        if given.stages and stage.name not in given.stages:
-            continue
-        left = QUICK_SECONDS - (time.monotonic() - started) if given.quick else float("inf")
+    outcomes, by_name = [], {stage.name: stage for stage in STAGES}
+    for stage in map(by_name.__getitem__, given.stages or by_name):
+        left = given.seconds - (time.monotonic() - started)
         outcomes.append(check(stage, found, given.quick, left, output, environment))
         write(output, found, outcomes, given.quick)
     print(f"\n{output / 'gpu_check.md'} has the table, {output / 'gpu_check.json'} the same as JSON.")
@@ -203,9 +215,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         default=REPOSITORY / "outputs" / "gpu_check",
         help="folder (default outputs/gpu_check)",
     )
+    parser.add_argument("--seconds", type=float, help="of everything together (600 with --quick, else any)")
     parser.add_argument("--stages", nargs="+", choices=[one.name for one in STAGES], help="default: all")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install first, without a network")
     given = parser.parse_args(argv)
+    if given.seconds is None:
+        given.seconds = QUICK_SECONDS if given.quick else float("inf")
     if given.wheels is not None and not list(given.wheels.glob("*.whl")):
         parser.error(f"--wheels {given.wheels} has no *.whl; name the folder that holds the wheels")
     if given.output.exists() and not given.output.is_dir():
@@ -317,6 +332,7 @@ def check(
 ) -> Outcome:
     """Run a stage, or say why not."""
     missing = [name for name in stage.needs if found.packages[name] is None]
+    missing += [f"the variable {name}" for name in stage.variables if name not in environment]
     without = [name for name in stage.wants if found.packages[name] is None]
     outcome = Outcome(stage.name, stage.what, "not run", without=without)
     if found.device == "cpu" and not stage.on_cpu:
@@ -324,7 +340,7 @@ def check(
     elif missing:
         outcome.reason = f"needs {', '.join(missing)}"
     elif left < stage.quick_seconds / 2:
-        outcome.status, outcome.reason = "no time", f"{max(left, 0):.0f} s of --quick are left"
+        outcome.status, outcome.reason = "no time", f"{max(left, 0):.0f} s are left"
     else:
         limit = min(stage.quick_seconds if quick else stage.seconds, left)
         run(outcome, found.device, quick, limit, output, environment)

@@ -46,6 +46,7 @@ ENGINE = "vllm.v1.engine.llm_engine.LLMEngine"
 CLIENT = "vllm.v1.engine.core_client.InprocClient"
 CORE = "vllm.v1.engine.core.EngineCore"
 SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
+MANAGER = "vllm.v1.core.kv_cache_manager.KVCacheManager"
 WORKER = "vllm.v1.worker.gpu_worker.Worker"
 OBJECTS = {
     "rlmath/rollout/engine.py": {
@@ -78,6 +79,21 @@ OBJECTS = {
         "worker": WORKER,
         "worker.model_runner": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
     },
+    "rlmath/rollout/scheduler_shortcuts.py": {
+        "llm": LLM,
+        "llm.llm_engine": ENGINE,
+        "llm.llm_engine.engine_core": CLIENT,
+        "llm.llm_engine.engine_core.engine_core": CORE,
+        "llm.llm_engine.engine_core.engine_core.scheduler": SCHEDULER,
+        "scheduler": SCHEDULER,
+        "output": "vllm.v1.outputs.ModelRunnerOutput",
+        "logprobs": "vllm.v1.outputs.LogprobsLists",
+        "scheduler.kv_cache_manager": MANAGER,
+        "manager": MANAGER,
+        "manager.coordinator": "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator",
+        "of_layers[0]": "vllm.v1.core.single_type_kv_cache_manager.FullAttentionManager",
+        "request": "vllm.v1.request.Request",
+    },
     "rlmath/rollout/shared_gpu_worker.py": {"super()": WORKER},
     "rlmath/rollout/sampling.py": {
         "llm": LLM,
@@ -90,7 +106,6 @@ OBJECTS = {
         "self._core.get_output()": "vllm.v1.engine.EngineCoreOutputs",
         "self._scheduler": SCHEDULER,
         "output": "vllm.v1.engine.EngineCoreOutput",
-        "output.new_logprobs": "vllm.v1.outputs.LogprobsLists",
         "made": "vllm.v1.engine.EngineCoreRequest",
         "checked": "vllm.v1.engine.EngineCoreRequest",
         "made.sampling_params": "vllm.SamplingParams",

@@ -1,7 +1,7 @@
-"""GRPO by TRL on CPU, for tools/bench_peer.py, which starts it under torchrun in TRL's own environment.
+"""GRPO by TRL, for tools/bench_peer.py, which starts it under torchrun; on CUDA with vLLM in its process (colocated).
 
-Prints as its last line one JSON object: seconds of every measured step and of its generation, completion tokens, mean
-reward, and versions. A step is one generation and all optimizer steps on it; it lasts from the start of a generation to
+Prints as its last line one JSON object: seconds of every measured step and of its generation, completion tokens and
+versions. A step is one generation and all optimizer steps on it; it lasts from the start of a generation to
 the start of the next.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -25,9 +24,6 @@ import trl
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-STEP_BEGINS = "peer_trl: a step begins at "
-"""Before a time (seconds since 1970), on stderr: there bench_peer finds how long a step of a stopped run was."""
-
 
 @dataclass
 class Steps:
@@ -37,7 +33,6 @@ class Steps:
     generated: list[float] = field(default_factory=list)
     """Seconds of the generation, with the reward and the log-probs that follow it."""
     tokens: list[int] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
     ended: float = 0.0
 
     def summary(self, warm_up: int) -> dict[str, Any]:
@@ -47,7 +42,6 @@ class Steps:
             "step_seconds": seconds[warm_up:],
             "generate_seconds": self.generated[warm_up:],
             "completion_tokens": self.tokens[warm_up:],
-            "rewards": self.rewards[warm_up:],
         }
 
 
@@ -58,7 +52,6 @@ class MeasuredTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         self.steps.started.append(time.perf_counter())
-        print(f"{STEP_BEGINS}{time.time()}", file=sys.stderr, flush=True)
         result = super()._generate_and_score_completions(inputs)
         self.steps.generated.append(time.perf_counter() - self.steps.started[-1])
         tokens = result["completion_mask"].sum().float()
@@ -77,12 +70,6 @@ class End(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self.steps.ended = time.perf_counter()
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **more: Any
-    ) -> None:
-        if logs and "reward" in logs and len(self.steps.rewards) < len(self.steps.started):
-            self.steps.rewards.append(logs["reward"])
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -99,36 +86,50 @@ def main() -> None:
     ):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--micro-batch", type=int, required=True, help="sequences of a rank's micro-batch")
-    parser.add_argument("--learning-rate", type=float, default=1e-5)
-    parser.add_argument("--seed", type=int, default=42, help="of the order of prompts and of sampling")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--chat", action="store_true", help="prompts are turns of a user")
     given = parser.parse_args()
-    torch.set_num_threads(1)
+    if given.device == "cpu":
+        torch.set_num_threads(1)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     tokenizer = AutoTokenizer.from_pretrained(given.model, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32, attn_implementation="sdpa")
     rows = [json.loads(line) for line in given.data.read_text(encoding="utf-8").splitlines()]
+
+    def asked(text: str) -> Any:
+        return [{"role": "user", "content": text}] if given.chat else text
+
     data = datasets.Dataset.from_list(
-        [{"prompt": row["prompt"], "answer": row["solutions"][0]} for row in rows]
+        [{"prompt": asked(row["prompt"]), "answer": row["solutions"][0]} for row in rows]
     )
 
-    def reward(completions: list[str], answer: list[str], **more: Any) -> list[float]:
+    def reward(completions: list[Any], answer: list[str], **more: Any) -> list[float]:
+        if given.chat:
+            completions = [turns[0]["content"] for turns in completions]
+        pairs = zip(completions, answer, strict=True)
         return [
-            5.0 if text.endswith(right) else -5.0 for text, right in zip(completions, answer, strict=True)
+            5.0 if text.endswith(right) or (given.chat and right in text) else -5.0 for text, right in pairs
         ]
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
     of_rank = given.prompts * given.group // world
     accumulated = of_rank // given.optimizer_steps // given.micro_batch
-    generation = {"min_new_tokens": given.min_new_tokens} if given.min_new_tokens else {}
+    on_cuda = given.device == "cuda"
+    least = "min_tokens" if on_cuda else "min_new_tokens"
+    generation = {least: given.min_new_tokens} if given.min_new_tokens else {}
+    vllm: dict[str, Any] = {}
+    if on_cuda:
+        vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.4}
+        vllm["vllm_max_model_length"] = 512 + given.max_new_tokens
     steps = Steps()
     with tempfile.TemporaryDirectory() as output:
         settings = GRPOConfig(
             output_dir=output,
-            use_cpu=True,
-            bf16=False,
-            ddp_backend="gloo" if world > 1 else None,
-            learning_rate=given.learning_rate,
-            seed=given.seed,
+            use_cpu=not on_cuda,
+            bf16=on_cuda,
+            ddp_backend="gloo" if world > 1 and not on_cuda else None,
+            **vllm,
+            learning_rate=1e-5,
             lr_scheduler_type="constant",
             gradient_checkpointing=False,
             per_device_train_batch_size=given.micro_batch,

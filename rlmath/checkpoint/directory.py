@@ -444,6 +444,9 @@ class Progress:
     """Names of the models that it has beside the policy."""
     critic_updates: int = 0
     """Optimizer steps of the critic."""
+    loss_scale: tuple[float, ...] = ()
+    """The policy's, and updates since it last changed (`Learner.loss_scale_state`); () where losses are not scaled."""
+    critic_loss_scale: tuple[float, ...] = ()
     good_step: int = 2**62
     """Steps done at the end of the best rewards, where the run looks at them (`algorithm.rollback_reward_drop`)."""
     rewards: tuple[float, ...] = ()

@@ -237,7 +237,7 @@ def make_room(optimizer: Any, names: Sequence[str], steps: int) -> None:
     for part in _stepping(optimizer) if counts else []:
         if type(part.optimizer).__module__.startswith("torch.optim"):
             for stepped in (one for group in part.optimizer.param_groups for one in group["params"]):
-                part.optimizer.state[stepped]["step"] = torch.tensor(float(steps))
+                part.optimizer.state[stepped]["step"] = torch.tensor(float(steps), device=stepped.device)
         else:  # fused optimizers count once for a group
             for group in part.optimizer.param_groups:
                 group["step"] = steps

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rlmath.checkpoint.convert.convert import Converted
 
 FAILED, MISTAKE = 1, 2
-FORMATS = ("auto", "bfloat16", "float32")
+FORMATS = ("auto", "bfloat16", "float16", "float32")
 CONFIG = "config.json"
 TO_MEGATRON = """Convert a Hugging Face model to a Megatron-Core torch_dist checkpoint.
 

@@ -92,7 +92,7 @@ class RunConfig:
     total_steps: PositiveInt | None = None
     """Steps to train; ends the run before `total_epochs` if smaller. null: as many as the epochs have."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """"cpu" (gloo, float32), "cuda" (nccl, bfloat16), or "auto": cuda if there is one."""
+    """"cpu" (gloo), "cuda" (nccl), or "auto": cuda if there is one."""
     recover_mode: Literal["auto", "resume", "disabled"] = "auto"
     """"auto": resume from the newest whole checkpoint in `output_dir`, or start where there is none; "resume": resume,
     or end with an error; "disabled": start anew, what is there is moved to `<output_dir>/earlier`."""
@@ -294,6 +294,15 @@ class PolicyConfig:
     transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
     """GPU: Transformer Engine's layers, or Megatron's local layers with our norm and attention, which are slower and
     need no further package. On CPU the layers are local ones."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number format of all models, of the engines, too, and of what they compute; optimizers step float32 copies.
+    "auto": bfloat16 on GPU, float32 on CPU. "float16" has three more bits than bfloat16, so that engine and policy
+    differ least (arXiv:2510.26788), and needs a loss scale (`optimizer.initial_loss_scale`); numbers above 65,504
+    overflow. "float32" needs the CPU."""
+    head_dtype: Literal["float32"] | None = None
+    """"float32": logits are computed in it, from the output layer's weights in `dtype`, by models and engines (vLLM's
+    head_dtype). They take twice the memory. The gradient of the logits is rounded to `dtype`; with teacher.loss=full
+    the teacher's logits stay in it. null: as `dtype`."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Activation recomputation, as Megatron has it: all of a layer ("full"), or its MLP, of local layers its attention
     ("selective"). null: no recomputation."""
@@ -330,6 +339,13 @@ class OptimizerConfig:
     """Largest global gradient norm (L2); 0 clips nothing."""
     distributed: bool = True
     """Share the optimizer's state over the data-parallel ranks (Megatron's distributed optimizer; only for "adam")."""
+    initial_loss_scale: PositiveFloat | None = None
+    """In float16: what losses, which are sums over tokens, are multiplied by before the backward pass, and gradients
+    divided by after it. A minibatch whose gradients overflow is skipped, and halves it, down to 1/256. null: 65,536
+    over the most that the tokens of a micro-batch weigh together, as a power of two."""
+    loss_scale_window: PositiveInt = 400
+    """In float16: the loss scale doubles after so many updates without an overflow (Megatron: loss_scale_window,
+    verl: growth_interval)."""
     overlap_grad_reduce: bool | None = None
     """Reduce gradients over the data-parallel ranks while the backward pass goes on. null: on GPU."""
 
@@ -811,7 +827,7 @@ class SaveConfig:
     export_hf: bool = False
     """Export the model of every kept checkpoint to `<output_dir>/models/step-NNNNNN`, too, while training waits. The
     last one is always exported, to `<output_dir>/hf_model`."""
-    export_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the exported Hugging Face models; "auto": as it was trained."""
     ckpt_freq_epochs: PositiveInt | None = None
     """Make a recovery point after every so many epochs (AReaL: exp_ctrl.ckpt_freq_epochs). null: no such points."""

@@ -43,6 +43,8 @@ class MicroBatch:
     completion_index_T: torch.Tensor
     """int32, position in the completion from 0; -1 on prompt and padding tokens."""
     max_seqlen: int
+    bounds: tuple[int, ...]
+    """`cu_seqlens_S1` on the host."""
     sample_indices: tuple[int, ...]
     """Which samples of the step's list these segments are; padding segments are not named."""
     lag_T: torch.Tensor | None = None
@@ -139,6 +141,7 @@ def pack(
         behaviour_logprobs_T=torch.tensor(logprobs, dtype=torch.float32),
         completion_index_T=torch.tensor(completion_index, dtype=torch.int32),
         max_seqlen=max(end - start for start, end in itertools.pairwise(bounds)),
+        bounds=tuple(bounds),
         sample_indices=tuple(indices),
         lag_T=torch.tensor(lags) if any(samples[index].lag for index in indices) else None,
     )

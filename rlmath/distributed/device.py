@@ -6,12 +6,20 @@ import ctypes
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from rlmath.config.schema import Config
 from rlmath.distributed.collectives import all_gather_objects
-from rlmath.distributed.device_kind import DeviceKind, resolve_kind, set_cuda_defaults
+from rlmath.distributed.device_kind import (
+    DeviceKind,
+    NumberFormat,
+    number_format,
+    resolve_kind,
+    set_cuda_defaults,
+)
 from rlmath.distributed.process import never_import
 from rlmath.distributed.ranks import environment_rank, environment_world_size
 
@@ -36,6 +44,8 @@ class Device:
     """Number format of parameters and activations."""
     local_layers: bool = True
     """Whether models have Megatron's local layers with our norm and attention; else Transformer Engine's."""
+    head_dtype: torch.dtype | None = None
+    """Number format of logits, and of the engine's; None: `params_dtype`."""
 
 
 def prepare_imports(kind: DeviceKind) -> None:
@@ -50,13 +60,27 @@ def prepare_imports(kind: DeviceKind) -> None:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
-def open_device(requested: str, local_layers: bool = True) -> Device:
+def run_device(config: Config) -> Device:
+    """The device of this rank, as the settings of its run have it."""
+    policy = config.policy
+    return open_device(config.run.device, policy.transformer_impl == "local", policy.dtype, policy.head_dtype)
+
+
+def open_device(
+    requested: str,
+    local_layers: bool = True,
+    dtype: NumberFormat | Literal["auto"] = "auto",
+    head_dtype: NumberFormat | None = None,
+) -> Device:
     """The device of this rank; on GPU it is made torch's current one. On CPU the layers of models are always local.
 
     On CPU every rank computes with one thread: ranks are the parallelism, and spinning threads of several ranks
     on the same cores cost far more than they bring.
     """
-    if resolve_kind(requested) == "cpu":
+    kind = resolve_kind(requested)
+    params_dtype = getattr(torch, number_format(dtype, kind))
+    logits = None if head_dtype is None else getattr(torch, head_dtype)
+    if kind == "cpu":
         prepare_imports("cpu")
         torch.set_num_threads(1)
         # oneDNN and torch's layer above it each cache the code generated for the last shapes, 1024 of them by default.
@@ -64,7 +88,7 @@ def open_device(requested: str, local_layers: bool = True) -> Device:
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
         os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
         _keep_freed_memory()
-        return Device("cpu", torch.device("cpu"), "gloo", torch.float32)
+        return Device("cpu", torch.device("cpu"), "gloo", params_dtype, head_dtype=logits)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
@@ -74,7 +98,7 @@ def open_device(requested: str, local_layers: bool = True) -> Device:
     set_cuda_defaults()
     torch.cuda.set_device(local_rank)
     at = torch.device("cuda", local_rank)
-    return Device("cuda", at, "cpu:gloo,cuda:nccl", torch.bfloat16, local_layers)
+    return Device("cuda", at, "cpu:gloo,cuda:nccl", params_dtype, local_layers, logits)
 
 
 def ranks_share_gpus(device: Device) -> bool:

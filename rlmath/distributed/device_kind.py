@@ -10,6 +10,9 @@ import os
 from typing import Literal
 
 DeviceKind = Literal["cpu", "cuda"]
+NumberFormat = Literal["float32", "bfloat16", "float16"]
+"""By the names that torch has for them."""
+FORMAT_BYTES: dict[NumberFormat, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 CUDA_DEFAULTS = {
     # Megatron orders communication and computation by it; CUDA reads it when the device is first used.
@@ -37,6 +40,13 @@ def resolve_kind(requested: str) -> DeviceKind:
     if requested == "auto":
         return "cuda" if cuda_is_available() else "cpu"
     return "cuda" if requested == "cuda" else "cpu"
+
+
+def number_format(dtype: NumberFormat | Literal["auto"], kind: DeviceKind) -> NumberFormat:
+    """The format of parameters for what `policy.dtype` says."""
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if kind == "cuda" else "float32"
 
 
 def set_cuda_defaults() -> None:

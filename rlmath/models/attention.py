@@ -1,7 +1,8 @@
 """Causal attention and rotary positions over packed sequences, for Megatron's local layers.
 
 Megatron's own `DotProductAttention` refuses packed sequences. Ours pads segments of similar length to one bucket, so
-that memory stays linear in the packed length and no token attends across a segment's border.
+that memory stays linear in the packed length and no token attends across a segment's border. A GPU's flash kernel takes
+packs as they are.
 """
 
 # Shape legend: T packed tokens, S segments, H heads and G key heads of this rank, D head dim, F = D/2 frequencies,
@@ -13,6 +14,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ from rlmath.config.model_shape import (
     YarnScaling,
 )
 from rlmath.models.local_layers import rotate
+from rlmath.models.scratch_sizes import flash_takes
 
 BUCKET_FILL = 0.75
 """A segment joins a bucket only if it fills at least this share of the bucket's longest segment."""
@@ -142,11 +145,16 @@ class PackedSequences(PackedSeqParams):
     cos: Tensor | None = None
     sin: Tensor | None = None
     """Cosine and sine of every token's rotary angles, [T, 1, F]."""
-    buckets: tuple[SegmentBucket, ...] = ()
-    """Longest segments first."""
     _by_length: dict[tuple[int, int, int], tuple[ShortSegments | None, tuple[SegmentBucket, ...]]] = field(
         default_factory=dict, init=False, repr=False
     )
+
+    @cached_property
+    def buckets(self) -> tuple[SegmentBucket, ...]:
+        """Longest segments first. Of a GPU the host waits for their lengths."""
+        starts_S, lengths_S = self.cu_seqlens_q[:-1].long(), self.cu_seqlens_q.diff().long()
+        groups = bucket_segments(lengths_S.tolist())
+        return tuple(_make_bucket(starts_S[members], lengths_S[members]) for members in groups)
 
     def by_length(self, H: int, G: int, D: int) -> tuple[ShortSegments | None, tuple[SegmentBucket, ...]]:
         """The short segments for heads like these, None where there are none, and the buckets of the others; computed
@@ -219,14 +227,9 @@ def pack_sequences(
         # Megatron keeps the rotary tables of 32 lengths; a bound need not be tight.
         common["max_seqlen_q"] = common["max_seqlen_kv"] = 1 << (max_seqlen - 1).bit_length()
         return PackedSequences(**common)
-    starts_S = cu_seqlens_S1[:-1].long()
-    lengths_S = cu_seqlens_S1.diff().long()
-    buckets = tuple(
-        _make_bucket(starts_S[members], lengths_S[members]) for members in bucket_segments(lengths_S.tolist())
-    )
     angles = torch.outer(position_ids_T.float(), rotary.frequencies_F)[:, None]
     cos, sin = (x.mul_(rotary.magnitude) for x in (angles.cos(), angles.sin()))
-    return PackedSequences(**common, cos=cos, sin=sin, buckets=buckets)
+    return PackedSequences(**common, cos=cos, sin=sin)
 
 
 def rotary_frequencies(shape: ModelShape) -> Tensor:
@@ -292,7 +295,7 @@ class PackedAttention(torch.nn.Module):
         """Attention of query [T, H, D] over key and value [T, groups, D]; returns [T, H * D]."""
         if self.rotates:
             cos, sin = packed_seq_params.cos, packed_seq_params.sin
-            query_THD, key_TGD = rotate(query_THD, cos, sin), rotate(key_TGD, cos, sin)
+            query_THD, key_TGD = rotate(query_THD, key_TGD, cos, sin)
         return self.attend(query_THD, key_TGD, value_TGD, packed_seq_params)
 
     def attend(
@@ -301,6 +304,8 @@ class PackedAttention(torch.nn.Module):
         """The attention of queries and keys that are rotated already."""
         if query_THD.device.type == "cpu":
             return _CPUAttention.apply(query_THD, key_TGD, value_TGD, packing, self.window).flatten(1)
+        if flash_takes(query_THD.shape[2], query_THD.dtype.itemsize):
+            return flash_over_segments(query_THD, key_TGD, value_TGD, packing, self.window).flatten(1)
         return composed_attention(query_THD, key_TGD, value_TGD, packing.buckets, self.window).flatten(1)
 
 
@@ -345,6 +350,19 @@ def _hidden(rows: int, before: int, window: int | None, like: Tensor) -> Tensor:
     nothing = like.new_full((rows, before + rows), -math.inf)
     future = nothing.triu(before + 1)
     return future if window is None else future + nothing.tril(before - window)
+
+
+def flash_over_segments(
+    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, packing: PackedSequences, window: int | None
+) -> Tensor:
+    """The attention [T, H, D] of torch's flash kernel for GPUs: one over all segments, wherever they lie, and the heads
+    that share a key."""
+    bounds, longest = packing.cu_seqlens_q, packing.max_seqlen_q
+    sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    out_THD, *_ = torch.ops.aten._flash_attention_forward(
+        query_THD, key_TGD, value_TGD, bounds, bounds, longest, longest, 0.0, window is None, False, **sides
+    )
+    return out_THD
 
 
 def composed_attention(

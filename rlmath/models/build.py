@@ -9,6 +9,7 @@ teacher.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,11 +34,10 @@ from rlmath.models.logprobs import MinTokensMask
 from rlmath.models.megatron import (
     Recompute,
     build_chunks,
-    fuses_gradient_accumulation,
     transformer_config,
     wrap_for_training,
 )
-from rlmath.models.optimizer import build_optimizer, build_scheduler
+from rlmath.models.optimizer import LossScale, build_optimizer, build_scheduler
 from rlmath.models.teacher import Teacher
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,7 @@ def build_actor(
         build_scheduler(config.optimizer, optimizer, total_updates),
         settings=loss_settings(config.algorithm, config.teacher),
         bounds=early_stop(config.algorithm),
+        loss_scale=build_loss_scale(config, device),
     )
     return Actor(learner, chunks)
 
@@ -75,7 +76,8 @@ def build_sft_actor(
     chunks, wrapped, optimizer = _trained_chunks(config, shape, mesh, device, config.optimizer)
     forward_backward = ForwardBackward(wrapped, mesh, device, shape.vocab_size)
     scheduler = build_scheduler(config.optimizer, optimizer, total_updates)
-    return Actor(SftLearner(forward_backward, optimizer, scheduler), chunks)
+    loss_scale = build_loss_scale(config, device)
+    return Actor(SftLearner(forward_backward, optimizer, scheduler, loss_scale=loss_scale), chunks)
 
 
 def build_reference(
@@ -110,6 +112,7 @@ def build_critic(config: Config, shape: ModelShape, mesh: Mesh, device: Device, 
         optimizer,
         build_scheduler(settings, optimizer, total_updates),
         clip=config.critic.clip,
+        loss_scale=build_loss_scale(config, device),
     )
     return Critic(learner, chunks)
 
@@ -174,11 +177,6 @@ def _trained_chunks(
     """The chunks of a model that is trained, wrapped and bare, and their optimizer; `start` is the setting that names
     the folder of its weights, and the folder (None: those of `model.path`)."""
     option, path = start or ("model.path", config.model.path)
-    if mesh.rank == 0 and device.kind == "cuda" and not fuses_gradient_accumulation(device):
-        logger.warning(
-            "Gradients are added up in a pass of their own: apex's kernel fused_weight_gradient_mlp_cuda is not "
-            "installed (the Dockerfile builds it)"
-        )
     policy = config.policy
     recompute = Recompute(policy.recompute_granularity, policy.recompute_method, policy.recompute_num_layers)
     megatron = transformer_config(shape, mesh, device, config.parallel, recompute)
@@ -189,6 +187,19 @@ def _trained_chunks(
         overlap = device.kind == "cuda"
     wrapped = wrap_for_training(chunks, megatron, optimizer.distributed, overlap)
     return chunks, wrapped, build_optimizer(optimizer, wrapped, device)
+
+
+def build_loss_scale(config: Config, device: Device) -> LossScale | None:
+    """None where gradients need none."""
+    if device.params_dtype is not torch.float16:
+        return None
+    scale = config.optimizer.initial_loss_scale
+    if scale is None:
+        weight = max(config.stages.max_tokens_per_microbatch or [config.policy.max_tokens_per_microbatch])
+        if config.algorithm.loss_normalisation != "token":  # a completion's tokens weigh 1 together
+            weight = max(1.0, weight / config.rollout.max_new_tokens)
+        scale = 2.0 ** math.floor(math.log2(65536 / weight))
+    return LossScale(scale, config.optimizer.loss_scale_window)
 
 
 def loss_settings(algorithm: AlgorithmConfig, teacher: TeacherConfig = NO_TEACHER) -> LossSettings:

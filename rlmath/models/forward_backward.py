@@ -14,7 +14,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -34,6 +35,18 @@ from rlmath.models.context_parallel import ContextSplit, gather_and_shift, split
 from rlmath.models.logprobs import MinTokensMask, TeacherRows, is_argmax, next_logprobs, shift_to_tokens
 
 NO_MASK = MinTokensMask()
+
+
+@lru_cache(maxsize=8)
+def _split_once(bounds: tuple[int, ...], context: int, multiple: int, device: torch.device) -> ContextSplit:
+    """A pack's split on the device, computed on the host: of a GPU it would have to wait for lengths."""
+    split = split_pack(torch.tensor(bounds), context, multiple)
+    if device.type == "cpu":
+        return split
+    source_CN, bounds_S1 = (
+        one.pin_memory().to(device, non_blocking=True) for one in (split.source_CN, split.cu_seqlens_S1)
+    )
+    return replace(split, source_CN=source_CN, cu_seqlens_S1=bounds_S1)
 
 
 class ForwardBackward:
@@ -179,7 +192,7 @@ class ForwardBackward:
 
     def _split(self, batch: MicroBatch) -> ContextSplit:
         # Sequence parallelism splits every chunk again.
-        return split_pack(batch.cu_seqlens_S1, self.mesh.context, multiple=self.mesh.tensor)
+        return _split_once(batch.bounds, self.mesh.context, self.mesh.tensor, batch.token_ids_T.device)
 
     def logprobs_of(
         self,

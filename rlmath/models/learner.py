@@ -28,7 +28,7 @@ from rlmath.data.packing import MicroBatch
 from rlmath.distributed.collectives import reduce_over_ranks
 from rlmath.distributed.device import release_cached
 from rlmath.models.forward_backward import ForwardBackward
-from rlmath.models.optimizer import learning_rate
+from rlmath.models.optimizer import LossScale, learning_rate
 from rlmath.models.teacher import TeacherStates
 
 DiscardRule = Callable[[Mapping[str, float], float], str | None]
@@ -47,6 +47,10 @@ class MinibatchResult:
     learning_rate: float
     discarded: str | None
     """Why it was discarded; None when it was learned from."""
+    loss_scale: float | None = None
+    """What the loss was multiplied by for its gradient; None where nothing was (`optimizer.LossScale`)."""
+    overflowed: bool = False
+    """It was discarded since the loss scale was too large: a smaller one follows."""
 
 
 @dataclass(eq=False)
@@ -60,6 +64,8 @@ class Learner:
     """Optimizer steps so far: the version of the weights."""
     lr_scale: float = field(default=1.0, init=False)
     """What the schedule's learning rate is multiplied by."""
+    loss_scale: LossScale | None = field(default=None, kw_only=True)
+    """Of float16; None: the loss is not scaled."""
 
     def _loss_of(
         self, loss: Tensor, batch: MicroBatch, metrics: Mapping[str, Tensor]
@@ -68,12 +74,23 @@ class Learner:
         divides the loss in place and metrics must not share its storage."""
         count = loss.new_full((), batch.loss_count, dtype=torch.int)
         copies = {name: value.detach().clone() for name, value in metrics.items()}
+        if self.loss_scale is not None:
+            loss = loss * self.loss_scale.scale
         return loss, self.forward_backward.counted_once(count), copies | {"denominator": count}
 
-    def restore_schedule(self, updates: int) -> None:
-        """Set the schedule to where it is after so many optimizer steps, whose weights and state were loaded."""
+    def restore_schedule(self, updates: int, loss_scale: Sequence[float] = ()) -> None:
+        """Set the schedule to where it is after so many optimizer steps, whose weights and state were loaded, and the
+        loss scale to what `loss_scale_state` was then."""
         self._step_schedule(updates - self.updates)
         self.updates = updates
+        if self.loss_scale is not None and loss_scale:
+            self.loss_scale.scale, self.loss_scale.clean_updates = loss_scale[0], int(loss_scale[1])
+
+    @property
+    def loss_scale_state(self) -> tuple[float, ...]:
+        """For a checkpoint; () where losses are not scaled."""
+        scale = self.loss_scale
+        return () if scale is None else (scale.scale, scale.clean_updates)
 
     def _step_schedule(self, increment: int) -> None:
         self.scheduler.step(increment=increment)
@@ -93,10 +110,18 @@ class Learner:
         count, by Megatron, once. The names are the arguments of `_reduce`. Gradients are zero before the pass, and
         again afterwards."""
         sums, maxima = self._reduce(metrics, sum_names, max_names)
-        lr = learning_rate(self.optimizer)
+        lr, scale, overflowed = learning_rate(self.optimizer), None, False
+        if self.loss_scale is not None:
+            scale = self.loss_scale.scale
+            for chunk in self.forward_backward.chunks:
+                chunk.scale_gradients(1 / scale)
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         reason = discard_rule(sums, grad_norm)
+        if self.loss_scale is not None and math.isfinite(sums["loss"]):
+            overflowed = self.loss_scale.update(not math.isfinite(grad_norm))
+            if overflowed:
+                reason = f"gradients overflow at loss scale {scale:g}; the next is {self.loss_scale.scale:g}"
         if reason is None:
             if self.updates == 0:
                 # The optimizer makes its state now, for good. Within what the passes have left it would keep pieces of
@@ -107,7 +132,7 @@ class Learner:
             self.updates += 1
         self.forward_backward.zero_grad()
         self.optimizer.zero_grad()
-        return MinibatchResult(sums, maxima, grad_norm, lr, reason)
+        return MinibatchResult(sums, maxima, grad_norm, lr, reason, scale, overflowed)
 
     def _reduce(
         self, metrics: Sequence[dict[str, Tensor]], sum_names: Sequence[str], max_names: Sequence[str] = ()

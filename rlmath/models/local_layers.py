@@ -2,13 +2,17 @@
 
 Composed of torch's operations they read and write a hidden state some 30 times a layer, which on a CPU takes as long as
 a third of the matrix products. These keep little for the backward pass beside their inputs, and reuse what they
-allocated.
+allocated. On a GPU they are one kernel each way: the norm is torch's, the others are in `layer_kernels`.
 """
 
-# Shape legend: T packed tokens, H hidden size, U feed-forward units of this rank, D head dim.
+# Shape legend: T packed tokens, H hidden size, U feed-forward units of this rank, D head dim; of the rotation H heads
+# and G key heads.
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,6 +23,8 @@ from torch.autograd.function import once_differentiable
 
 EXACT = (torch.float32, torch.float64)
 """Number formats in which sums over a hidden state may be taken as they are."""
+KERNEL_DEVICES = {"cuda"}
+"""Kinds of device with kernels for these, where Triton is installed: it comes with torch's CUDA builds."""
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -60,6 +66,16 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.addcmul_(x, through_r), grad_weight_H, None
 
 
+@cache
+def _kernels(kind: str) -> ModuleType | None:
+    """The kernels for tensors on this kind of device; None: torch's operations."""
+    if kind not in KERNEL_DEVICES or find_spec("triton") is None:
+        return None
+    from rlmath.models import layer_kernels
+
+    return layer_kernels
+
+
 def swiglu(x: Tensor) -> Tensor:
     """silu(gate) up of [..., 2U], the gate being the first half; [..., U]."""
     return _SwiGLU.apply(x)
@@ -69,6 +85,8 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
+        if kernels := _kernels(x.device.type):
+            return kernels.swiglu(x)
         gate, up = x.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
@@ -76,6 +94,8 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
+        if kernels := _kernels(x.device.type):
+            return kernels.swiglu_gradient(grad, x)
         gate, up = x.chunk(2, -1)
         grad_x = torch.empty_like(x)
         grad_gate, grad_up = grad_x.chunk(2, -1)
@@ -86,27 +106,35 @@ class _SwiGLU(torch.autograd.Function):
         return grad_x
 
 
-def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each pair (d, d + R/2) of every head's first R dims turned by its token's angle; cosines and sines are
-    [T, 1, R/2]."""
-    return _Rotate.apply(x_THD, cos, sin)
+def rotate(query_THD: Tensor, key_TGD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Query and key with each pair (d, d + R/2) of every head's first R dims turned by its token's angle; cosines and
+    sines are [T, 1, R/2]."""
+    return _Rotate.apply(query_THD, key_TGD, cos, sin)
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, query_THD: Tensor, key_TGD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        return _rotated(x_THD, cos, sin, 1)
+        return _both_rotated(query_THD, key_TGD, cos, sin, 1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_THD: Tensor, grad_TGD: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _rotated(grad_THD, cos, sin, -1), None, None
+        return *_both_rotated(grad_THD, grad_TGD, cos, sin, -1), None, None
+
+
+def _both_rotated(
+    query_THD: Tensor, key_TGD: Tensor, cos: Tensor, sin: Tensor, sign: int
+) -> tuple[Tensor, Tensor]:
+    """By the angle, or by minus the angle."""
+    if kernels := _kernels(query_THD.device.type):
+        return kernels.rotated(query_THD, key_TGD, cos, sin, sign)
+    return _rotated(query_THD, cos, sin, sign), _rotated(key_TGD, cos, sin, sign)
 
 
 def _rotated(x_THD: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """By the angle, or by minus the angle."""
     out = torch.empty_like(x_THD, memory_format=torch.contiguous_format)
     half = cos.shape[-1]
     out[..., 2 * half :] = x_THD[..., 2 * half :]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -38,6 +38,7 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.models.attention import PackedAttention, Rotary, rotary_frequencies
 from rlmath.models.critic import ValueHead
 from rlmath.models.local_layers import RMSNorm, swiglu
+from rlmath.models.output_layer import float32_logits
 
 
 def layer_spec(
@@ -144,6 +145,7 @@ def transformer_config(
         params_dtype=device.params_dtype,
         pipeline_dtype=device.params_dtype,
         bf16=device.params_dtype == torch.bfloat16,
+        fp16=device.params_dtype == torch.float16,
         tensor_model_parallel_size=mesh.tensor,
         pipeline_model_parallel_size=mesh.pipeline,
         context_parallel_size=mesh.context,
@@ -155,7 +157,8 @@ def transformer_config(
         calculate_per_token_loss=True,
         use_cpu_initialization=is_cpu,
         perform_initialization=False,
-        gradient_accumulation_fusion=fuses_gradient_accumulation(device),
+        # Gradients of weights are added to their float32 buffers by the products (`megatron_patches.multi_tensor`).
+        gradient_accumulation_fusion=not is_cpu,
         # SwiGLU in one function: of local layers `_build_chunk` sets ours, beside Transformer Engine it is Megatron's.
         use_te_activation_func=local_layers,
         bias_activation_fusion=not local_layers,
@@ -208,12 +211,6 @@ def _stage_layout(mesh: Mesh, parallel: ParallelConfig) -> dict[str, Any]:
     }
 
 
-def fuses_gradient_accumulation(device: Device) -> bool:
-    """Whether gradients of weights are added to their float32 buffers by the matrix multiplication itself. Megatron's
-    output layer needs apex's kernel for it, which only an apex built with CUDA has."""
-    return device.kind == "cuda" and _grad_accum_fusion_available
-
-
 def _expert_layout(shape: ModelShape, mesh: Mesh, device: Device) -> dict[str, Any]:
     """How tokens are routed to experts. There is no balancing loss: the policy's gradient alone trains the router."""
     # Megatron requires this dispatcher where messages differ in length, of dense models too.
@@ -258,6 +255,8 @@ def _build_chunk(
     )
     if weight_map.has_value_head(shape.architecture) and model.post_process:
         model.output_layer = ValueHead(shape.hidden_size, config.sequence_parallel)
+    elif model.post_process and device.head_dtype not in (None, device.params_dtype):
+        model.output_layer.forward = partial(float32_logits, model.output_layer)
     model.rotary = None
     if local_layers:
         model.rotary = Rotary(rotary_frequencies(shape).to(device.torch_device), shape.rotary_magnitude)

@@ -1,14 +1,15 @@
-"""Megatron's optimizer and learning-rate schedule from our settings."""
+"""Megatron's optimizer and learning-rate schedule from our settings, and the loss scale of float16."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from rlmath.config.schema import OptimizerConfig
@@ -19,7 +20,8 @@ def build_optimizer(
     settings: OptimizerConfig, chunks: Sequence[DistributedDataParallel], device: Device
 ) -> Any:
     """Megatron's optimizer over this rank's parameters; with `distributed` its state is shared over data-parallel
-    ranks. On CPU it is torch's, which steps all tensors of a group in one call only where it is asked to."""
+    ranks. Without Transformer Engine and apex, as on CPU, it is torch's, which steps all tensors of a group in one call
+    only where it is asked to."""
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer=settings.kind,
@@ -33,14 +35,53 @@ def build_optimizer(
             clip_grad=settings.clip_grad,
             params_dtype=device.params_dtype,
             bf16=device.params_dtype is torch.bfloat16,
+            fp16=device.params_dtype is torch.float16,
+            loss_scale=1.0 if device.params_dtype is torch.float16 else None,  # the learner's is `LossScale`
             use_distributed_optimizer=settings.distributed,
         ),
         list(chunks),
     )
-    if device.kind == "cpu":
+    if USING_PYTORCH_OPTIMIZER:
         for group in optimizer.param_groups:
             group["fused"] = True
     return optimizer
+
+
+LEAST_LOSS_SCALE = 2**-8
+"""Gradients of weights are sums over the tokens of a micro-batch, and may overflow at 1."""
+
+
+@dataclass
+class LossScale:
+    """What a loss is multiplied by before a backward pass in float16, which has nothing between 0 and 6e-8, and its
+    gradients are divided by afterwards; a power of two costs them no bit. It halves where gradients overflow.
+
+    Megatron has a scale in each optimizer: that of a model's experts could get another than that of the rest.
+    """
+
+    scale: float
+    window: int
+    """Updates without an overflow after which it doubles."""
+    clean_updates: int = 0
+    """Since it last changed."""
+
+    def update(self, overflow: bool) -> bool:
+        """After a backward pass; whether it was too large, which it is not at `LEAST_LOSS_SCALE`.
+
+        >>> scale = LossScale(4.0, window=2)
+        >>> [(scale.update(one), scale.scale) for one in (True, False, False, False)]
+        [(True, 2.0), (False, 2.0), (False, 4.0), (False, 4.0)]
+        >>> LossScale(LEAST_LOSS_SCALE, window=2).update(True)
+        False
+        """
+        if overflow and self.scale <= LEAST_LOSS_SCALE:
+            return False
+        self.clean_updates = 0 if overflow else self.clean_updates + 1
+        if overflow:
+            self.scale /= 2
+        elif self.clean_updates == self.window:
+            self.scale, self.clean_updates = 2 * self.scale, 0
+        return overflow
 
 
 def build_scheduler(settings: OptimizerConfig, optimizer: Any, total_updates: int) -> OptimizerParamScheduler:

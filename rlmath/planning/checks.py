@@ -32,7 +32,7 @@ from rlmath.config.schema import (
     PolicyConfig,
 )
 from rlmath.data.chat import chat_settings
-from rlmath.distributed.device_kind import cuda_is_available, set_cuda_defaults
+from rlmath.distributed.device_kind import FORMAT_BYTES, cuda_is_available, number_format, set_cuda_defaults
 from rlmath.distributed.memory import available_bytes, total_bytes
 from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.models.hf_config import inspect_model_folder
@@ -40,7 +40,7 @@ from rlmath.planning import model_checks, parallelism
 from rlmath.planning import rollout_checks as rollouts
 from rlmath.planning.memory_estimate import Kind
 from rlmath.planning.memory_fit import GIB, fit_problems
-from rlmath.planning.memory_formulas import FLOAT32_BYTES, longest_sequence_bytes
+from rlmath.planning.memory_formulas import longest_sequence_bytes
 from rlmath.planning.reward_checks import hook_problems, reward_problems
 from rlmath.rewards.several_rewards import reward_hooks
 from rlmath.telemetry.wandb import wandb_problems
@@ -173,6 +173,11 @@ def device_problems(config: Config, shape: ModelShape | None, on_gpu: bool, kind
     """What cannot run on this machine's GPU, or on a CPU."""
     problems = list(parallelism.context_problems(config.parallel, config.policy, on_gpu))
     problems += parallelism.expert_tensor_problems(config.parallel, on_gpu)
+    if on_gpu and config.policy.dtype == "float32":
+        problems.append(
+            "policy.dtype is float32; the attention of Transformer Engine and vLLM on GPU takes 16 bits. Use bfloat16, "
+            "or float16, which is three bits more precise."
+        )
     if shape is not None:
         problems += parallelism.rotary_problems(config.policy, shape, on_gpu)
     if kind == "grpo" and shape is not None and not on_gpu:
@@ -365,7 +370,8 @@ def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
             f"longest sequence, {longest} tokens. Raise it, or leave it null."
         )
     ranks = max(1, config.rollout.tensor_parallel)
-    needed = longest_sequence_bytes(shape, ranks, FLOAT32_BYTES, longest, "cpu")
+    itemsize = FORMAT_BYTES[number_format(config.policy.dtype, "cpu")]
+    needed = longest_sequence_bytes(shape, ranks, itemsize, longest, "cpu")
     if config.rollout.cpu_kv_cache_gib * 2**30 < needed:
         yield (
             f"rollout.cpu_kv_cache_gib is {config.rollout.cpu_kv_cache_gib}; one sequence of {longest} tokens "

@@ -36,6 +36,7 @@ from rlmath.checkpoint.hf.weight_map import rules_of, shard_shape
 from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, MemoryConfig
+from rlmath.distributed.device_kind import FORMAT_BYTES, DeviceKind, NumberFormat, number_format
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.hf_config import critic_shape_of, teacher_shape_of
 from rlmath.planning import memory_formulas as formulas
@@ -76,19 +77,20 @@ TRAINING_PHASES = ("logprobs", "reference", "critic", "teacher", "update")
 class Target:
     """The device that a run is planned for."""
 
-    kind: str
-    """"cpu" or "cuda"."""
+    kind: DeviceKind
     name: str
     """For messages: "H100-80GB", "CPU"."""
     total_bytes: int | None
     """Memory of the device; None where nothing is to be refused."""
     local_layers: bool
     """The policy runs Megatron's local layers, not Transformer Engine's."""
+    dtype: NumberFormat | Literal["auto"] = "auto"
+    """As `policy.dtype`."""
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a parameter: float32 on CPU, bfloat16 on GPU."""
-        return 4 if self.kind == "cpu" else 2
+        """Bytes of a parameter."""
+        return FORMAT_BYTES[number_format(self.dtype, self.kind)]
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,8 @@ def plan_rank(
         critic, teacher = (plan(config, shape, mesh, target) for plan in (plan_critic, plan_teacher))
     update = formulas.backward_bytes(shape, work, config.policy, teacher.in_loss)
     forward = formulas.forward_bytes(shape, work)
-    gather, dummies = formulas.gather_bytes(shape, work), _dummy_gradient_bytes(shape, mesh, target)
+    gather = formulas.gather_bytes(shape, work)
+    dummies = _dummy_gradient_bytes(shape, mesh, target, work.head_itemsize == work.itemsize)
     gather = max(gather, critic.gather, teacher.gather)
     resident = _resident(config, target, buffers, gather, dummies) | critic.resident | teacher.resident
     memory = config.memory
@@ -333,6 +336,7 @@ def stage_work(
         tensor=mesh.tensor,
         sequence=config.parallel.sequence and mesh.tensor > 1,
         itemsize=target.itemsize,
+        head_itemsize=FORMAT_BYTES[config.policy.head_dtype] if config.policy.head_dtype else target.itemsize,
         device_kind=target.kind,
         local_layers=target.local_layers,
         chunks=mesh.virtual_pipeline,
@@ -375,16 +379,17 @@ def expert_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int]]:
     return [one * number] * mesh.virtual_pipeline if one else []
 
 
-def _dummy_gradient_bytes(shape: ModelShape, mesh: Mesh, target: Target) -> int:
+def _dummy_gradient_bytes(shape: ModelShape, mesh: Mesh, target: Target, with_head: bool) -> int:
     """Where gradients are added to their buffers by the multiplication itself (with apex's kernel), Transformer Engine
-    gives autograd an empty tensor instead, one for each shape of a weight, and keeps it (`get_dummy_wgrad`)."""
+    gives autograd an empty tensor instead, one for each shape of a weight, and keeps it (`get_dummy_wgrad`).
+    `with_head`: the output layer's is, too."""
     if target.kind != "cuda" or target.local_layers:
         return 0
     matrices = set()
     for rule in rules_of(shape.architecture):
         ranks = mesh.expert_tensor if rule.owner == "expert" else mesh.tensor
         size = shard_shape(rule, shape, ranks)
-        head = rule.megatron == ("output_layer.weight",) and mesh.is_last_stage
+        head = rule.megatron == ("output_layer.weight",) and mesh.is_last_stage and with_head
         is_matrix = len(size) >= 2 and not rule.megatron[-1].endswith(("bias", "router.weight"))
         if is_matrix and (rule.owner in ("layer", "expert") or head):
             matrices.add(size)
@@ -415,8 +420,8 @@ def _resident(
 ) -> dict[str, int]:
     """Bytes of what outlives a pass, of parameters in flat buffers, each with the number of ranks that have the same.
 
-    Gradients are float32 on every device. Adam keeps two float32 moments, SGD nothing; where parameters are bfloat16
-    the optimizer also keeps them in float32. The distributed optimizer shares these over data-parallel ranks.
+    Gradients are float32 on every device. Adam keeps two float32 moments, SGD nothing; where parameters have 16
+    bits the optimizer also keeps them in float32. The distributed optimizer shares these over data-parallel ranks.
     """
     optimizer = config.optimizer
     plain = sum(sum(sizes) for sizes, _ in buffers)

@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from rlmath.config.gpu_specs import GPUS
 from rlmath.config.length_curriculum import with_longest_lengths
@@ -42,12 +43,13 @@ def planned_target(config: Config) -> Target:
         both = f'memory.gpu is "{memory.gpu}" and memory.gpu_gib is {memory.gpu_gib:g}; give one of the two.'
         raise ValueError(f"{both} Set the other to null.")
     gib = memory.gpu_gib if memory.gpu is None else GPUS[memory.gpu].gib
-    local_layers = config.policy.transformer_impl == "local"
-    named = None if gib is None else Target("cuda", memory.gpu or "the GPU", int(gib * GIB), local_layers)
+    policy = config.policy
+    gpu = partial(Target, "cuda", local_layers=policy.transformer_impl == "local", dtype=policy.dtype)
+    named = None if gib is None else gpu(memory.gpu or "the GPU", int(gib * GIB))
     if config.run.device == "cpu" or not cuda_is_available():
-        return named or Target("cpu", "CPU", None, local_layers=True)
+        return named or Target("cpu", "CPU", None, local_layers=True, dtype=policy.dtype)
     try:
-        here = Target("cuda", "the GPU that is there", _bytes_of_gpu_here(), local_layers)
+        here = gpu("the GPU that is there", _bytes_of_gpu_here())
     except ValueError as error:
         if named is None:
             how = "Name the GPU by memory.gpu or memory.gpu_gib."

@@ -32,6 +32,7 @@ from rlmath.models.scratch_sizes import (
     ROW_BYTES,
     TEACHER_BLOCK_BYTES,
     TEACHER_BLOCKS_HELD,
+    flash_takes,
 )
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, engine_vocab_rows
 
@@ -62,6 +63,8 @@ class StageWork:
     """Norms and residuals are split over the tensor-parallel ranks."""
     itemsize: int
     """Bytes of an element."""
+    head_itemsize: int
+    """Bytes of a logit."""
     device_kind: str
     local_layers: bool
     """Megatron's local layers with our norm and attention; else Transformer Engine's."""
@@ -131,9 +134,9 @@ def _sent_elements(shape: ModelShape, work: StageWork) -> int:
 def _attention_elements(shape: ModelShape, work: StageWork, selective: bool) -> int:
     """Query Q, key and value K elements of a token.
 
-    Transformer Engine's: the projection (Q + 2 K), of which value is a part, query and key turned (Q + K), the output
-    (Q). Ours: query, key and value laid out by segment, the latter two repeated to Q, and the output in both layouts;
-    recomputed ("selective"), the projection and the output.
+    On a GPU, Transformer Engine's and ours with torch's flash kernel: the projection (Q + 2 K), of which value is a
+    part, query and key turned (Q + K), the output (Q). Ours else: query, key and value laid out by segment, the latter
+    two repeated to Q, and the output in both layouts; recomputed ("selective"), the projection and the output.
 
     Without repetition value stays a part of the projection, where segments are equally long, and keeps it (2 Q more).
 
@@ -143,8 +146,10 @@ def _attention_elements(shape: ModelShape, work: StageWork, selective: bool) -> 
     query = shape.num_heads * shape.head_dim // work.tensor
     key = shape.num_kv_heads * shape.head_dim // work.tensor
     projection = query + 2 * key
-    if not work.local_layers:
-        return projection + 2 * query + key + (query + key if shape.qk_norm else 0)
+    flash = work.device_kind == "cuda" and flash_takes(shape.head_dim, work.itemsize)
+    if not work.local_layers or (flash and not selective):
+        normed = query if work.local_layers else query + key
+        return projection + 2 * query + key + (normed if shape.qk_norm else 0)
     kept = projection + query if selective else (5 + 2 * (query == key and not shape.qk_norm)) * query
     if shape.qk_norm:
         kept += query + (query + key if selective else projection)
@@ -170,9 +175,13 @@ def backward_bytes(shape: ModelShape, work: StageWork, policy: PolicyConfig, in_
         beside = max(beside, (2 * work.expert_tensor + 2) * _sent_elements(shape, work))
     moments = [others + deepest + size * (beside + hidden + received)]
     if work.has_head:
-        # Beside Transformer Engine it is added to its buffer by the product itself (`_dummy_gradient_bytes`).
-        head_gradient = matrix if work.local_layers and shape.outputs > 1 else 0
+        # Beside Transformer Engine it is added to its buffer by the product itself (`_dummy_gradient_bytes`), unless
+        # logits are wider than the model's format: they have a product of their own (`models.output_layer`).
+        wider = work.head_itemsize > work.itemsize and shape.outputs > 1
+        head_gradient = matrix if wider or (work.local_layers and shape.outputs > 1) else 0
         own = max(_scratch_bytes(shape, work), head_gradient + size * shape.hidden_size, in_loss)
+        if wider and work.sequence:  # hidden states gathered for that product
+            own += size * shape.hidden_size
         moments.append(others + kept + final_norm + logits + own + 2 * size * received)
     if work.has_embedding:
         moments.append(others + matrix + size * hidden)
@@ -222,9 +231,16 @@ def forward_bytes(shape: ModelShape, work: StageWork) -> PassBytes:
 def _scratch_bytes(shape: ModelShape, work: StageWork) -> int:
     """What the head's output is worked on in: chunks of logits, on a GPU sums of its rows, or float32 hidden states for
     a value."""
+    hidden_states = work.tokens * shape.hidden_size
     if shape.outputs == 1:
-        return 2 * work.tokens * shape.hidden_size * FLOAT32_BYTES if work.itemsize < FLOAT32_BYTES else 0
-    return work.tokens * ROW_BYTES if work.device_kind == "cuda" else CHUNKS_HELD * CHUNK_BYTES["cpu"]
+        return 2 * hidden_states * FLOAT32_BYTES if work.itemsize < FLOAT32_BYTES else 0
+    if work.device_kind == "cuda":
+        return work.tokens * ROW_BYTES
+    chunks = CHUNKS_HELD * CHUNK_BYTES["cpu"]
+    if work.head_itemsize == work.itemsize:
+        return chunks
+    # On CPU the wider product takes both factors in its own format.
+    return max(chunks, head_bytes(shape, work.tensor, FLOAT32_BYTES) + hidden_states * FLOAT32_BYTES)
 
 
 def head_bytes(shape: ModelShape, tensor: int, itemsize: int) -> int:
@@ -256,7 +272,7 @@ def _logits_bytes(shape: ModelShape, work: StageWork) -> int:
     if shape.outputs == 1:  # the value head's, float32
         return work.tokens * FLOAT32_BYTES if work.has_head else 0
     columns = padded_vocab(shape.vocab_size, work.tensor) // work.tensor
-    return work.tokens * columns * work.itemsize if work.has_head else 0
+    return work.tokens * columns * work.head_itemsize if work.has_head else 0
 
 
 # ---------------------------------------------------------------- an engine

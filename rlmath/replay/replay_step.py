@@ -21,7 +21,7 @@ from rlmath.config import length_curriculum
 from rlmath.config.run_files import write_whole
 from rlmath.data.dataset import Inputs
 from rlmath.distributed.collectives import broadcast_from_rank_zero
-from rlmath.distributed.device import Device, open_device
+from rlmath.distributed.device import Device, run_device
 from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
@@ -413,7 +413,7 @@ def begin(
     """Join the process group and the heartbeat, and log what is replayed. A collective."""
     config = prepared.config
     mesh = mesh_of(config, environment_world_size(), environment_rank())
-    device = open_device(config.run.device, config.policy.transformer_impl == "local")
+    device = run_device(config)
     stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, mesh.rank)
     _, heartbeat = join_run(stack, config, device, rendezvous, stop)
     if mesh.rank == 0:

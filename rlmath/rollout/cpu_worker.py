@@ -5,7 +5,7 @@ vLLM imports it by its name (`worker_cls`), in the process of the training rank.
 may be imported only after `engine.prepare_environment`.
 """
 
-# Shape legend: R requests of a step of the engine, V vocabulary.
+# Shape legend: R requests of a step of the engine, T tokens, V vocabulary.
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -55,6 +55,7 @@ class RlmathCPUWorker(CPUWorker):
             for file in Path("/dev/shm").glob(f"{name}-*"):
                 file.unlink(missing_ok=True)
         self.model_runner.sampler.topk_topp_sampler.forward = self._sample
+        self.model_runner.sampler.gather_logprobs = gather_without_ranks
 
     def initialize_from_config(self, *arguments: Any, **more: Any) -> None:
         """As vLLM's; a KV cache takes memory as it is written to, not all of it at the start."""
@@ -112,6 +113,15 @@ class RlmathCPUWorker(CPUWorker):
             fill_with_zero_pages(storage.data_ptr(), size)
 
 
+def gather_without_ranks(
+    logprobs_TV: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor
+) -> LogprobsTensors:
+    """The log-probs of the tokens alone. vLLM's own goes over the vocabulary again for their ranks, 0 here."""
+    assert num_logprobs == 0, "the most likely tokens are asked for by nobody"
+    rows_T1 = token_ids.unsqueeze(-1)
+    return LogprobsTensors(rows_T1.int(), logprobs_TV.gather(-1, rows_T1), torch.zeros_like(token_ids))
+
+
 class _ZeroPages(TorchFunctionMode):
     """Inside, `torch.zeros` fills with `fill_with_zero_pages`."""
 
@@ -152,34 +162,6 @@ def _rms_norm(
     normed = torch.empty_like(x)
     torch.ops._C.rms_norm(normed, x, norm.weight.data, norm.variance_epsilon)
     return normed
-
-
-def skip_needless_allocations(llm: Any) -> None:
-    """A request that decodes one more token in a block of the KV cache that it has is not asked about again: vLLM
-    looks at every request in every step, in Python, which takes a tenth of a small model's rollout."""
-    manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
-    of_layers = manager.coordinator.single_type_managers
-    if len(of_layers) != 1 or type(of_layers[0]) is not FullAttentionManager:
-        return
-    blocks_by_request, block_size = of_layers[0].req_to_blocks, of_layers[0].block_size
-    allocate, no_blocks = manager.allocate_slots, manager.empty_kv_cache_blocks
-
-    def allocate_slots(
-        request: Any, num_new_tokens: int, *arguments: Any, num_lookahead_tokens: int = 0, **more: Any
-    ) -> Any:
-        if num_new_tokens == 1 and not (arguments or more or num_lookahead_tokens):
-            tokens = request.num_computed_tokens + 1
-            # vLLM makes a full block known to its prefix cache.
-            if (
-                tokens % block_size
-                and len(blocks_by_request.get(request.request_id, ())) * block_size >= tokens
-            ):
-                return no_blocks
-        return allocate(
-            request, num_new_tokens, *arguments, num_lookahead_tokens=num_lookahead_tokens, **more
-        )
-
-    manager.allocate_slots = allocate_slots
 
 
 def noise_seeds(seeds_R: np.ndarray, positions_R: np.ndarray) -> np.ndarray:

@@ -26,6 +26,7 @@ from rlmath.models.hf_config import read_shape
 from rlmath.rollout.engine_sleep import EngineMemory, reset_prefix_cache
 from rlmath.rollout.engine_weights import EngineWeights
 from rlmath.rollout.sampling import Request, RequestResult, RequestSource, RunningRequests, sample
+from rlmath.telemetry.console import route_library_logs
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +45,9 @@ def prepare_environment(device_kind: DeviceKind) -> None:
     """Set what vLLM reads from the environment; call it before vLLM is imported."""
     prepare_imports(device_kind)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR" if device_kind == "cpu" else "WARNING")
-    logging.getLogger("vllm").setLevel(level)
+    if "VLLM_CONFIGURE_LOGGING" not in os.environ:  # it logs by itself: the program has no `setup_logging`
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR" if device_kind == "cpu" else "WARNING")
+    route_library_logs()  # vLLM makes torch look for Triton
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if device_kind == "cuda":
         # FlashInfer would download or compile kernels when the engine starts.
@@ -70,16 +72,23 @@ def _cpu_arguments(settings: RolloutConfig) -> dict[str, Any]:
 
 def _device_arguments(settings: RolloutConfig, device: Device, shares_gpu: bool = False) -> dict[str, Any]:
     if device.kind == "cpu":
-        return _cpu_arguments(settings)
+        return _cpu_arguments(settings) | _number_formats(device)
     return {
         **_gpu_arguments(settings),
+        **_number_formats(device),
         **(_shared_gpu_arguments(settings) if shares_gpu else {}),
-        "dtype": "bfloat16",
         "enable_chunked_prefill": settings.chunked_prefill,
         "enable_sleep_mode": True,
         # Other kernels keep experts in layouts of their own, into which new weights cannot be written.
         "moe_backend": "triton",
     }
+
+
+def _number_formats(device: Device) -> dict[str, Any]:
+    """Those of the policy; vLLM takes the logits' from the model's config.json."""
+    logits = device.head_dtype
+    head = {} if logits is None else {"hf_overrides": {"head_dtype": str(logits).removeprefix("torch.")}}
+    return {"dtype": str(device.params_dtype).removeprefix("torch."), **head}
 
 
 def _mesh_arguments(mesh: Mesh, device_kind: DeviceKind) -> dict[str, Any]:
@@ -130,6 +139,9 @@ def _open_llm(
     from vllm import LLM
 
     from rlmath.rollout.engine_models import register_models
+    from rlmath.rollout.scheduler_shortcuts import take_shortcuts
+
+    route_library_logs()
 
     shape, _ = read_shape(Path(model_path))
     if shape is not None:  # an evaluation may be of another model
@@ -149,11 +161,8 @@ def _open_llm(
         stops = stop_token_ids(model_path, tokenizer, model.get_vocab_size())
     # All requests take them from here; vLLM reads the folder's generation_config.json, and not its chat template.
     llm.llm_engine.input_processor.generation_config_fields["eos_token_id"] = list(stops)
-    if device_kind == "cpu":
-        from rlmath.rollout.cpu_worker import skip_needless_allocations
-
-        skip_needless_allocations(llm)
-    elif environment_rank() == 0 and not samples_in_one_kernel(llm):
+    take_shortcuts(llm)
+    if device_kind == "cuda" and environment_rank() == 0 and not samples_in_one_kernel(llm):
         logger.warning(
             "vLLM takes its first model runner for this model or these settings: it samples with one kernel for each "
             "request and token, which is slower"
@@ -233,6 +242,7 @@ class Engine:
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of every token but the first of each sequence, given those before it, at temperature 1 (nats)."""
         from vllm import SamplingParams
+        from vllm.inputs import tokens_input
 
         # vLLM returns the log-probs of prompts only with completions.
         parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
@@ -240,7 +250,7 @@ class Engine:
         for index, token_ids in enumerate(sequences):
             name = f"score-{next(_REQUEST_NAMES)}"
             index_of[name] = index
-            engine.add_request(name, {"prompt_token_ids": list(token_ids)}, parameters)
+            engine.add_request(name, tokens_input(list(token_ids)), parameters)
         found: dict[int, list[float]] = {}
         while engine.has_unfinished_requests():
             for output in engine.step():

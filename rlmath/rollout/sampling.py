@@ -295,8 +295,7 @@ class _Pending:
         """The tokens of one of vLLM's `EngineCoreOutput`."""
         self.token_ids.extend(output.new_token_ids)
         if output.new_logprobs is not None:
-            # The sampled token's comes first.
-            self.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
+            self.logprobs.extend(output.new_logprobs)  # a list (see `scheduler_shortcuts`)
         assert len(self.logprobs) == len(self.token_ids), (
             "vLLM returned another number of log-probs than tokens"
         )
@@ -312,7 +311,7 @@ class _Preparation:
         self._last: tuple[Request, Any] | None = None
 
     def __call__(self, name: str, request: Request) -> Any:
-        """An `EngineCoreRequest`. ValueError for a prompt that the model cannot take."""
+        """An `EngineCoreRequest`. vLLM's VLLMValidationError for a prompt that the model cannot take."""
         if request.so_far:  # there is none alike
             made = self._check(name, request)
             made.request_id = name
@@ -327,10 +326,10 @@ class _Preparation:
         return made
 
     def _check(self, name: str, request: Request) -> Any:
+        from vllm.inputs import tokens_input
+
         engine = self._engine
-        prompt: dict[str, Any] = {"prompt_token_ids": [*request.token_ids, *request.so_far]}
-        if request.cache_salt is not None:
-            prompt["cache_salt"] = request.cache_salt
+        prompt = tokens_input([*request.token_ids, *request.so_far], cache_salt=request.cache_salt)
         parameters = _parameters(self._settings, request)
         return engine.input_processor.process_inputs(name, prompt, parameters, engine.get_supported_tasks())
 

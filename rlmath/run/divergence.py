@@ -142,8 +142,9 @@ class DivergenceCheck:
             best = best_rewards(self.rewards, self.rule, self._first_step)
             if best is not None:
                 self.good_step, collapsed = best.end, best.collapsed
-        discarded = [result.discarded for result in results if result.discarded is not None]
-        if len(discarded) < len(results):
+        # An overflow lowers the loss scale: the policy is as it was.
+        discarded = [one.discarded for one in results if one.discarded is not None and not one.overflowed]
+        if any(result.discarded is None for result in results):
             self.discarded_steps, self.learned_step = 0, step
         elif discarded:
             self.discarded_steps += 1

@@ -17,7 +17,7 @@ from rlmath.config import length_curriculum
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs
 from rlmath.distributed.bridge import Mailbox
-from rlmath.distributed.device import open_device
+from rlmath.distributed.device import run_device
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.ranks import environment_rank, environment_world_size
@@ -42,7 +42,7 @@ def run_engine_rank(prepared: PreparedRun[Any], rendezvous: Rendezvous | None) -
     """Sample until the trainers end the run; the exit status, which is theirs."""
     config, rank = prepared.config, environment_rank()
     mesh = engine_mesh_of(config, environment_world_size(), rank)
-    device = open_device(config.run.device, config.policy.transformer_impl == "local")
+    device = run_device(config)
     stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, rank)
     stop.install()
     with ExitStack() as stack:

@@ -23,7 +23,7 @@ from rlmath.config.run_files import ROLLBACKS_FILE
 from rlmath.config.schema import AlgorithmConfig
 from rlmath.distributed import process
 from rlmath.distributed.collectives import broadcast_from_rank_zero
-from rlmath.distributed.device import device_bytes, held_bytes, open_device
+from rlmath.distributed.device import device_bytes, held_bytes, run_device
 from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
@@ -66,7 +66,7 @@ def run_training(
     """
     started, config = time.perf_counter(), prepared.config
     mesh = mesh_of(config, environment_world_size(), environment_rank())
-    device = open_device(config.run.device, config.policy.transformer_impl == "local")
+    device = run_device(config)
     stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, mesh.rank)
     stop.install()
     with ExitStack() as stack:
@@ -366,7 +366,7 @@ def restore(trainer: Trainer, resumed: CheckpointToResume | None, heartbeat: Hea
     actor = trainer.actor
     with trainer.models_on_device(trainer.models):
         load_checkpoint(trainer.models, trainer.device, checkpoint, progress)
-    actor.learner.restore_schedule(progress.updates)
+    actor.learner.restore_schedule(progress.updates, progress.loss_scale)
     try:
         trainer.resume(checkpoint.folder, progress)
     except UserFunctionError as error:

@@ -22,6 +22,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 from rlmath.config.run_files import LOG_FILE
+from rlmath.config.shipped_files import PACKAGE
 from rlmath.config.terminal import escape_terminal, visible
 from rlmath.telemetry.events import EventFile
 
@@ -49,19 +50,24 @@ STEP_LINE_METRICS = {
 }
 """Metrics of a step's line, where the step has them and the line has room; their names there, and formats."""
 
-_QUIET = ("vllm", "transformers", "megatron", "torch", "torch._library", "filelock", "urllib3", "asyncio")
+LIBRARIES = ("vllm", "transformers", "megatron", "torch", "filelock", "urllib3", "asyncio", "py")
+"""First parts of the names of loggers that are not ours; "py.warnings" has Python's warnings."""
+LIBRARY_LEVEL = "VLLM_LOGGING_LEVEL"
+"""In the environment: from which level on libraries are heard on the console, too."""
+FOR_THE_USER = ("vllm.model_executor.model_loader.reload.inplace",)
+"""Loggers of libraries whose warnings are for the console: of weights that a sync did not load."""
 
 
 # ---------------------------------------------------------------- console and log file
 
 
 def setup_logging(rank: int) -> None:
-    """Lines on stderr: everything of rank 0, warnings of the others; of libraries only errors, of vLLM on GPU warnings,
-    too. No text reaches the terminal with control characters (`escape_terminal`), and a line takes a progress bar off
-    the terminal first.
+    """Lines on stderr: everything of rank 0, warnings of the others; of libraries only errors, their warnings are for
+    the log file. No text reaches the terminal with control characters (`escape_terminal`), and a line takes a progress
+    bar off the terminal first.
 
-    Call it before vLLM is imported: vLLM would install handlers of its own.
-    To hear the libraries, set VLLM_LOGGING_LEVEL, TORCH_CPP_LOG_LEVEL or PYTHONWARNINGS.
+    Call it before vLLM is imported, and `route_library_logs` after other libraries are.
+    To hear the libraries, set VLLM_LOGGING_LEVEL, TORCH_LOGS, TORCH_CPP_LOG_LEVEL or PYTHONWARNINGS.
     """
     escape_terminal()
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
@@ -74,12 +80,47 @@ def setup_logging(rank: int) -> None:
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, handlers=handlers, force=True)
     if rank == 0:
         logging.getLogger("rlmath").setLevel(logging.DEBUG)
-    for library in _QUIET:
-        logging.getLogger(library).setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
-        if "PYTHONWARNINGS" not in os.environ:
-            warnings.filterwarnings("ignore", module=rf"{library}(\.|$)")
-    # Its warnings are of weights that a sync did not load.
-    logging.getLogger("vllm.model_executor.model_loader.reload.inplace").setLevel(logging.WARNING)
+    if LIBRARY_LEVEL not in os.environ:
+        console.addFilter(_is_for_the_user)
+    if "PYTHONWARNINGS" not in os.environ:
+        warnings.showwarning = _log_warning
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # until its logs are routed
+    route_library_logs()
+
+
+def route_library_logs() -> None:
+    """What libraries log from WARNING on goes to the handlers of `setup_logging` alone. Some, as torch and
+    transformers, install handlers of their own and set levels when they are imported: call it again after that."""
+    level = os.environ.get(LIBRARY_LEVEL, "WARNING")
+    for name, found in list(logging.root.manager.loggerDict.items()):
+        wanted = name.startswith("torch") and "TORCH_LOGS" in os.environ
+        if isinstance(found, logging.Logger) and _is_library(name) and not wanted:
+            found.handlers.clear()
+            found.propagate = True
+    for library in LIBRARIES:
+        logging.getLogger(library).setLevel(level)
+
+
+def _is_library(name: str) -> bool:
+    return name.partition(".")[0] in LIBRARIES
+
+
+def _is_for_the_user(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR or not _is_library(record.name) or record.name in FOR_THE_USER
+
+
+def _log_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A Python warning as a line; only that of a file of the user's is for the console."""
+    of_library = filename.startswith(str(PACKAGE)) or "-packages" in filename
+    log = logging.getLogger("py.warnings") if of_library else logger
+    log.warning("%s:%d: %s: %s", filename, lineno, category.__name__, message)
 
 
 def open_log_file(output_dir: str | Path) -> None:
@@ -92,6 +133,7 @@ def open_log_file(output_dir: str | Path) -> None:
         _LogFileFormatter("%(asctime)s.%(msecs)03d %(levelname)s: %(message)s", "%Y%m%d-%H:%M:%S")
     )
     events = EventFile(output_dir)
+    events.addFilter(_is_for_the_user)
     for handler in list(root.handlers):
         if isinstance(handler, (_EarlyLines, _LogFile, EventFile)):
             root.removeHandler(handler)
@@ -126,8 +168,11 @@ class ConsoleFormatter(logging.Formatter):
 
 
 class _LogFileFormatter(logging.Formatter):
+    """A library's line names its logger."""
+
     def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record))
+        text = visible(super().format(record))
+        return text.replace(": ", f": {record.name}: ", 1) if _is_library(record.name) else text
 
 
 class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]

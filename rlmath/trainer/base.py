@@ -98,6 +98,11 @@ class Trainer(ABC):
         return 0
 
     @property
+    def critic_loss_scale(self) -> tuple[float, ...]:
+        """As `Learner.loss_scale_state`, of the critic; () without one."""
+        return ()
+
+    @property
     def entropy_control(self) -> tuple[float, ...]:
         """Where a coefficient that follows the entropy stands, for a checkpoint; empty without one."""
         return ()

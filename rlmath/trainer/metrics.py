@@ -178,10 +178,12 @@ def update_metrics(
     """
     results = record.results
     kept = [result for result in results if result.discarded is None]
+    overflowed = sum(result.overflowed for result in results)
     counts = {
-        "train/early_stopped_minibatches": float(len(results) - len(kept)),
+        "train/early_stopped_minibatches": float(len(results) - len(kept) - overflowed),
         "train/minibatches": float(len(results)),
     }
+    counts |= loss_scale_metrics(results)
     if not results:
         return counts
     counted = kept or results
@@ -219,6 +221,15 @@ def update_metrics(
     if settings.off_policy_mask is not None:
         metrics["train/off_policy_masked"] = mean("masked_off_policy")
     return metrics | counts
+
+
+def loss_scale_metrics(results: Sequence[MinibatchResult]) -> dict[str, float]:
+    """Of a run in float16: the last loss scale, and minibatches whose gradients overflowed it."""
+    scales = [result.loss_scale for result in results if result.loss_scale is not None]
+    if not scales:
+        return {}
+    overflowed = sum(result.overflowed for result in results)
+    return {"train/loss_scale": scales[-1], "train/overflowed_minibatches": float(overflowed)}
 
 
 def teacher_metrics(record: UpdateRecord) -> dict[str, float]:

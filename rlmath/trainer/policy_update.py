@@ -192,13 +192,17 @@ class PolicyTrainer(Trainer):
         return 0 if self.critic is None else self.critic.learner.updates
 
     @property
+    def critic_loss_scale(self) -> tuple[float, ...]:
+        return () if self.critic is None else self.critic.learner.loss_scale_state
+
+    @property
     def entropy_control(self) -> tuple[float, ...]:
         has_target = self.config.algorithm.entropy_target is not None
         return (self.entropy.coef, self.entropy.weight) if has_target else ()
 
     def resume(self, folder: Path, progress: Progress) -> None:
         if self.critic is not None:
-            self.critic.learner.restore_schedule(progress.critic_updates)
+            self.critic.learner.restore_schedule(progress.critic_updates, progress.critic_loss_scale)
         if self.reference is not None:
             if self.reference_moved and not progress.has_model(REFERENCE):  # after a rollback
                 with self.offload.on_device("reference"):
@@ -309,7 +313,7 @@ class PolicyUpdater:
                     results.append(result)
                     if result.discarded is not None:
                         log_discarded(number, len(results), result.discarded)
-                        if algorithm.early_stop_action == "end":
+                        if algorithm.early_stop_action == "end" and not result.overflowed:
                             break
         return UpdateRecord(
             results,

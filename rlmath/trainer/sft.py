@@ -21,6 +21,7 @@ from rlmath.models.build import build_sft_actor
 from rlmath.telemetry.reporter import StepRecord
 from rlmath.trainer.base import Trainer
 from rlmath.trainer.context import RankContext
+from rlmath.trainer.metrics import loss_scale_metrics
 
 
 class SftTrainer(Trainer):
@@ -59,6 +60,7 @@ class SftTrainer(Trainer):
             "train/grad_norm": result.grad_norm,
             "train/learning_rate": result.learning_rate,
             "train/skipped_updates": float(result.discarded is not None),
+            **loss_scale_metrics([result]),
             "n_seqs": float(len(sequences)),
             "n_tokens": float(tokens),
             "n_valid_tokens": float(sum(one.n_learned for one in sequences)),

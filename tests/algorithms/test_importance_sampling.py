@@ -11,7 +11,6 @@ from rlmath.algorithms.importance_sampling import (
     binary_kl,
     corrected,
     interpolated_proximal,
-    sequence_log_ratio,
 )
 
 MOST = math.exp(20)
@@ -23,22 +22,6 @@ def weights(ratios: list[float], rule: Correction, segments: list[int] | None = 
     log_T = torch.tensor(ratios, dtype=torch.float64).log()
     counted_T = torch.ones(len(ratios), dtype=torch.bool)
     return corrected(log_T, torch.zeros_like(log_T), counted_T, segments_T, int(segments_T.max()) + 1, rule)
-
-
-# ---------------------------------------------------------------- sums and geometric means of segments
-
-
-def test_the_ratio_of_a_sequence_is_the_geometric_mean_of_its_tokens():
-    # sqrt(2 x 8) = 4, (27 x 1 x 1)^(1/3) = 3, and 5 alone
-    log_T = torch.tensor([1.0, 2.0, 8.0, 27.0, 1.0, 1.0, 5.0], dtype=torch.float64).log()
-    counted_T = torch.tensor([False, True, True, True, True, True, True])
-    got = sequence_log_ratio(log_T, counted_T, torch.tensor([0, 0, 0, 1, 1, 1, 2]), 3).exp()
-    assert got.tolist() == pytest.approx([4.0, 4.0, 4.0, 3.0, 3.0, 3.0, 5.0])
-
-
-def test_a_segment_without_counted_tokens_has_a_ratio_of_one():
-    got = sequence_log_ratio(torch.zeros(3), torch.tensor([True, False, False]), torch.tensor([0, 1, 1]), 2)
-    assert got.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_interpolated_proximal_log_probs_are_near_those_of_the_step_between():

@@ -66,18 +66,13 @@ def test_the_program_writes_its_files(tmp_path: Path):
         [sys.executable, str(TOOL), *options], check=True, capture_output=True, cwd=tmp_path, text=True
     )
     assert done.stdout == f"{folder}: 20 problems, 5 held out, 30 worked solutions\n"
-    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    assert len(rows) == 20
-    assert len((folder / "heldout.jsonl").read_text().splitlines()) == 5
-    worked = [json.loads(line) for line in (folder / "worked.jsonl").read_text().splitlines()]
-    assert len(worked) == 30 and worked[0].keys() == {"prompt", "completion"}
-    assert {row["prompt"] for row in worked} <= {row["prompt"] for row in rows}
-    apart = [json.loads(line) for line in (folder / "worked_heldout.jsonl").read_text().splitlines()]
+    rows, apart = (
+        [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "worked_heldout")
+    )
     assert len(apart) == 5 and {row["prompt"] for row in apart}.isdisjoint(row["prompt"] for row in rows)
     left, right = map(int, rows[0]["prompt"].rstrip("=").split("+"))
-    assert rows[0]["solutions"] == [f"\\boxed{{{left + right}}}"]
-    assert rows[0]["task"] == "math"
-    assert rows[0]["query_id"] == f"add-{left}-{right}"
+    assert rows[0]["solutions"] == [f"\\boxed{{{left + right}}}"] and rows[0]["task"] == "math"
 
 
 def test_a_folder_that_is_not_empty_is_left_as_it_is(tmp_path: Path):

@@ -62,8 +62,10 @@ class Case:
     device: str = "cpu"
     local_layers: bool = True
     """False: Transformer Engine's, on GPU."""
-    bfloat16: bool = False
-    """Parameters as they are on GPU, on CPU: the optimizer steps float32 copies."""
+    dtype: str = "auto"
+    """`policy.dtype`: of 16 bits, the optimizer steps float32 copies."""
+    head_dtype: str | None = None
+    initial_loss_scale: float | None = None
     distributed: bool | None = None
     """Data-parallel ranks share the optimizer's state; None: that of Adam."""
 
@@ -77,7 +79,8 @@ class Case:
             *(["SP"] if self.sequence else []),
             *(["RC"] if self.recompute else []),
             *(["selective"] if self.selective else []),
-            *(["bfloat16"] if self.bfloat16 else []),
+            *([self.dtype] if self.dtype != "auto" else []),
+            *(["float32 head"] if self.head_dtype else []),
             *(["overlapped"] if self.overlap_grad_reduce else []),
             *([f"VPP{self.virtual_pipeline}"] if self.virtual_pipeline > 1 else []),
             *([f"CP{self.context}"] if self.context > 1 else []),
@@ -89,7 +92,9 @@ class Case:
 
 
 def settings(folder: Path, case: Case) -> Config:
-    recompute = PolicyConfig(
+    policy = PolicyConfig(
+        dtype=case.dtype,
+        head_dtype=case.head_dtype,
         max_tokens_per_microbatch=case.max_tokens,
         recompute_granularity="full" if case.recompute else "selective" if case.selective else None,
         recompute_method="uniform" if case.recompute else None,
@@ -107,13 +112,14 @@ def settings(folder: Path, case: Case) -> Config:
             expert=case.expert,
             sequence=case.sequence,
         ),
-        policy=recompute,
+        policy=policy,
         optimizer=OptimizerConfig(
             kind=case.optimizer,
             lr=LEARNING_RATE[case.optimizer] if case.lr is None else case.lr,
             clip_grad=case.clip_grad,
             distributed=case.optimizer == "adam" if case.distributed is None else case.distributed,
             overlap_grad_reduce=case.overlap_grad_reduce,
+            initial_loss_scale=case.initial_loss_scale,
         ),
         algorithm=AlgorithmConfig(kl_coef=case.kl_coef, early_stop_ratio=case.early_stop_ratio),
         rollout=RolloutConfig(temperature=0.8, min_new_tokens=case.min_new_tokens),
@@ -132,14 +138,13 @@ class Stage:
 
 
 def build(folder: Path, case: Case, **policy: Any) -> Stage:
-    device = open_device(case.device, case.local_layers)
+    device = open_device(case.device, case.local_layers, case.dtype, case.head_dtype)
     init_process_group(device, 120.0)
     return lay_out(folder, case, device, **policy)
 
 
 def lay_out(folder: Path, case: Case, device: Any, **policy: Any) -> Stage:
     """The actor in the layout of `case` over the ranks of the process group; `policy` are settings of that section."""
-    from megatron_patches.optimizer import tensor_types_named_as_on_cuda
     from rlmath.models.build import build_actor
     from rlmath.models.megatron import start_megatron
 
@@ -156,11 +161,7 @@ def lay_out(folder: Path, case: Case, device: Any, **policy: Any) -> Stage:
     start_megatron(mesh, device, seed=1, timeout_seconds=120.0)
     config, shape = settings(folder, case), shape_of(folder)
     config = replace(config, policy=replace(config.policy, **policy))
-    device = replace(device, params_dtype=torch.bfloat16) if case.bfloat16 else device
-    # The distributed optimizer's types are named so by our patch.
-    plain = case.bfloat16 and not config.optimizer.distributed
-    with tensor_types_named_as_on_cuda() if plain else nullcontext():
-        actor = build_actor(config, shape, mesh, device, total_updates=10, stop_token_ids=(1,))
+    actor = build_actor(config, shape, mesh, device, total_updates=10, stop_token_ids=(1,))
     return Stage(actor, mesh, shape, config, device)
 
 
@@ -274,6 +275,7 @@ def whole_gradients(stage: Stage) -> dict[str, Tensor]:
 
     Without the distributed optimizer: under it a rank only holds the reduced gradient of its share of the buffer.
     """
+    scale = stage.actor.learner.loss_scale
     parameters = [parameter for chunk in stage.actor.chunks for parameter in chunk.parameters()]
     weights = [parameter.data.clone() for parameter in parameters]
     for parameter in parameters:
@@ -281,7 +283,7 @@ def whole_gradients(stage: Stage) -> dict[str, Tensor]:
     gradients = whole_tensors(stage)
     for parameter, weight in zip(parameters, weights, strict=True):
         parameter.data.copy_(weight)
-    return gradients
+    return {name: gradient.float() / (scale.scale if scale else 1) for name, gradient in gradients.items()}
 
 
 def gradients(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Tensor] | None:
@@ -335,6 +337,23 @@ def discard(folder: Path, case: Case, samples: list[Sample], poison: str) -> dic
         "goes_on": third.discarded is None and any(not torch.equal(after[n], moved[n]) for n in after),
         "lr": (first.learning_rate, second.learning_rate, third.learning_rate),
     }
+
+
+def overflows(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Any]:
+    """The same minibatch until it is learned from: what every try gave, whether each left all bits of the state, and
+    the state in the end."""
+    stage, results, same = build(folder, case), [], True
+    while not results or (results[-1].discarded and len(results) < 40):
+        before = policy_state(stage)
+        results.append(stage.actor.learner.learn(microbatches(stage, samples), None, None))
+        after = policy_state(stage)
+        if results[-1].discarded:
+            same = (
+                same
+                and before.keys() == after.keys()
+                and all(map(torch.equal, before.values(), after.values()))
+            )
+    return {"results": results, "same": same, "state": after, "updates": stage.actor.learner.updates}
 
 
 def finds_values_that_are_not_finite(folder: Path, case: Case, samples: list[Sample]) -> list[str | None]:

@@ -188,7 +188,7 @@ def test_without_a_value_head_the_critic_begins_with_values_of_zero(
 
 
 ON_TWO = Case(optimizer="adam", data=2)
-BFLOAT16 = replace(ON_TWO, bfloat16=True)
+BFLOAT16 = replace(ON_TWO, dtype="bfloat16")
 
 
 @matrix

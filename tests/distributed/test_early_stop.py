@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.distributed import policy_cases
 from tests.distributed.policy_cases import Case
@@ -38,6 +40,28 @@ def test_a_discarded_minibatch_leaves_every_bit_of_the_state(
         assert report["same"], report["names"]
         assert any(name.startswith("optimizer") for name in report["names"])
         assert report["cleared"] and report["goes_on"]
+
+
+@matrix
+def test_an_overflow_in_float16_halves_the_loss_scale_and_leaves_every_bit_of_the_state(
+    ranks: RankPool, untied_model: Path
+) -> None:
+    """Scaled too much, or as much as it takes, the update is the same to the bit: scales are powers of two."""
+    planted = replace(SHARED, dtype="float16", initial_loss_scale=2.0**30)
+    reports = ranks.run(planted.ranks, policy_cases.overflows, untied_model, planted, SAMPLES)
+    for report in reports:
+        *skipped, last = report["results"]
+        scales = [result.loss_scale for result in (*skipped, last)]
+        assert skipped and scales == [2.0 ** (30 - number) for number in range(len(scales))]
+        assert all(result.overflowed and "overflow at loss scale" in result.discarded for result in skipped)
+        assert not last.overflowed and report["updates"] == 1 and report["same"]
+        assert {result.learning_rate for result in report["results"]} == {last.learning_rate}
+    right = replace(planted, initial_loss_scale=scales[-1])
+    for report, other in zip(
+        reports, ranks.run(right.ranks, policy_cases.overflows, untied_model, right, SAMPLES), strict=True
+    ):
+        assert [result.grad_norm for result in other["results"]] == [report["results"][-1].grad_norm]
+        assert all(torch.equal(report["state"][name], other["state"][name]) for name in other["state"])
 
 
 @matrix

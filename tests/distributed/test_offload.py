@@ -55,7 +55,7 @@ def test_learning_goes_on_bit_by_bit_as_if_nothing_had_left(
 def test_float32_copies_of_bfloat16_parameters_leave_with_the_optimizer(
     ranks: RankPool, untied_model: Path, kind: str, distributed: bool
 ) -> None:
-    case = Case(optimizer=kind, bfloat16=True, distributed=distributed)
+    case = Case(optimizer=kind, dtype="bfloat16", distributed=distributed)
     (report,) = ranks.run(1, offload_cases.learn_around_an_offload, untied_model, case, SAMPLES)
     moments = 2 if kind == "adam" else 0
     counters = sum(name.endswith(".step") for name in report["state"])

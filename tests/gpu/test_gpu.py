@@ -117,11 +117,15 @@ def test_recomputation_and_overlap_change_no_gradient(
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=0.02 * float(gradient.abs().max()))
 
 
-def test_gradients_are_added_up_by_the_product_itself_where_apexs_kernel_is_there() -> None:
-    pytest.importorskip("fused_weight_gradient_mlp_cuda", exc_type=ImportError)
-    from rlmath.models.megatron import fuses_gradient_accumulation
+def test_gradients_are_added_up_by_the_product_itself() -> None:
+    from megatron_patches.multi_tensor import add_product
 
-    assert fuses_gradient_accumulation(open_device("cuda"))
+    at = open_device("cuda").torch_device
+    x, grad = (torch.randn(300, n, device=at).bfloat16() for n in (72, 40))
+    total = torch.randn(40, 72, device=at)
+    wanted = total.double() + grad.double().t() @ x.double()
+    add_product(x, grad, total)
+    torch.testing.assert_close(total.double(), wanted, rtol=1e-5, atol=1e-4)
 
 
 def test_a_micro_batch_on_the_gpu_is_the_one_of_the_host() -> None:

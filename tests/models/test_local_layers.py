@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from rlmath.models.local_layers import RMSNorm, rotate, swiglu
+from rlmath.models import local_layers
+from rlmath.models.local_layers import RMSNorm, swiglu
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -50,6 +51,13 @@ def test_the_norm_of_zeros_is_zero_and_its_gradient_finite():
 def test_the_norm_of_short_numbers_is_torchs_own():
     norm, x = norm_of(512, torch.bfloat16), draw(3, 1, 512).detach().bfloat16()
     assert torch.equal(norm(x), F.rms_norm(x, (512,), norm.weight, eps=1e-3))
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """As a query, and as a key of one head."""
+    query, key = local_layers.rotate(x, x[:, -1:], cos, sin)
+    assert torch.equal(key, query[:, -1:]) and key.is_contiguous()
+    return query
 
 
 def test_swiglu_by_hand_and_by_finite_differences():

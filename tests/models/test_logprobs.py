@@ -139,9 +139,12 @@ def test_a_shard_of_padding_alone_works() -> None:
 
 
 @pytest.mark.parametrize("parts", ["logprobs", "logprobs and entropy"])
-def test_bfloat16_logits_give_float32_results_and_a_gradient_rounded_once(parts: str) -> None:
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+def test_logits_of_16_bits_give_float32_results_and_a_gradient_rounded_once(
+    parts: str, dtype: torch.dtype, rounding: float
+) -> None:
     logits_TV, targets_T = random_logits(9, 200, spread=6.0)
-    logits_TV = logits_TV.bfloat16()
+    logits_TV = logits_TV.to(dtype)
     targets_T %= 190
     found = ours(logits_TV, targets_T, 0.8, 190)
     wanted = dense(logits_TV, targets_T, 0.8, 190)
@@ -151,7 +154,7 @@ def test_bfloat16_logits_give_float32_results_and_a_gradient_rounded_once(parts:
     torch.testing.assert_close(found[0], wanted[0].float(), **CLOSE)
     torch.testing.assert_close(found[1], wanted[1].float(), **CLOSE)
     grad_TN = found[2].grad[:, :190].double()
-    torch.testing.assert_close(grad_TN, wanted[2].grad, atol=1e-7, rtol=2**-8)
+    torch.testing.assert_close(grad_TN, wanted[2].grad, atol=1e-7, rtol=rounding)
 
 
 def test_masked_tokens_have_no_probability_in_their_rows_even_where_they_tower() -> None:

@@ -61,7 +61,7 @@ ONE_LAYER = replace(
 
 def work(**changed: object) -> StageWork:
     """One stage of one layer in bfloat16 on GPU, 10 tokens a micro-batch."""
-    plain = StageWork(1, 1, True, True, False, 10, 1, False, 2, "cuda", local_layers=False)
+    plain = StageWork(1, 1, True, True, False, 10, 1, False, 2, 2, "cuda", local_layers=False)
     return replace(plain, **changed)  # type: ignore[arg-type]
 
 
@@ -93,6 +93,23 @@ def test_experts_are_shared_by_expert_parallel_ranks_and_their_optimizer_by_thos
     # 16 ranks share what all have, 2 the experts that they have both; every size is a multiple of 128.
     (plan,) = plan_ranks(config(parallel=ParallelConfig(expert=8)), QWEN_30B_A3B, 16, H100)
     assert plan.part("optimizer") == pytest.approx(12 * (rest / 16 + experts / 8 / 2), rel=1e-6)
+
+
+def test_logits_in_float32_take_twice_as_much_as_those_of_a_policy_of_16_bits():
+    plain, float16, head = (
+        plan_ranks(
+            config(policy=PolicyConfig(dtype=dtype, head_dtype=head)), QWEN_7B, 1, replace(H100, dtype=dtype)
+        )[0]
+        for dtype, head in (("auto", None), ("float16", None), ("float16", "float32"))
+    )
+    assert plain.phases == float16.phases
+    assert head.part("logits") == 2 * plain.part("logits")
+    assert head.part("parameters") == plain.part("parameters")
+    # The output layer's product is no longer added to its buffer by itself: it has a gradient of 152,064 x 3584.
+    assert plain.part("dummy_gradients") - head.part("dummy_gradients") == 2 * 152_064 * 3584
+    both = PolicyConfig(dtype="float32", head_dtype="float32")
+    of_float32 = [plan_ranks(config(policy=one), QWEN_7B, 1, CPU)[0].phases for one in (both, PolicyConfig())]
+    assert of_float32[0] == of_float32[1]
 
 
 def test_sgd_has_no_moments():

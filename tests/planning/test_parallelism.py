@@ -11,6 +11,7 @@ import torch
 
 from rlmath.config.model_shape import LongRopeScaling, ModelShape
 from rlmath.config.schema import Config, ParallelConfig, PolicyConfig, RolloutConfig
+from rlmath.planning.checks import device_problems
 from rlmath.planning.parallelism import (
     chunk_sizes,
     context_problems,
@@ -33,27 +34,8 @@ def told(layers: int, policy: PolicyConfig | None = None, **parallel: int) -> st
     return problem
 
 
-def fits(layers: int, **parallel: int) -> bool:
-    return not list(stage_problems(ParallelConfig(**parallel), PolicyConfig(), layers))
-
-
 def recompute(method: str, number: int) -> PolicyConfig:
     return PolicyConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=number)
-
-
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        {"pipeline": 2, "virtual_pipeline": 3},
-        {"pipeline": 2, "first_stage_layers": 4},
-        {"pipeline": 2, "first_stage_layers": 5, "last_stage_layers": 7},
-        {"pipeline": 3, "last_stage_layers": 2},
-        {"pipeline": 4, "first_stage_layers": 3, "last_stage_layers": 1},
-        {"pipeline": 3, "virtual_pipeline": 2, "first_stage_layers": 2, "last_stage_layers": 6},
-    ],
-)
-def test_layouts_of_twelve_layers_that_fit(parallel: dict[str, int]):
-    assert fits(12, **parallel)
 
 
 @pytest.mark.parametrize(
@@ -312,6 +294,15 @@ def test_the_matrices_of_an_expert_are_shared_on_gpus_only():
     assert list(expert_tensor_problems(parallel, on_gpu=True)) == []
     (problem,) = expert_tensor_problems(parallel, on_gpu=False)
     assert problem.startswith("parallel.expert_tensor is 2; on CPU it must be 1, because gloo cannot gather")
+
+
+def test_float32_is_for_the_cpu():
+    exact = Config(policy=PolicyConfig(dtype="float32"))
+    (problem,) = device_problems(exact, None, on_gpu=True)
+    assert problem.startswith(
+        "policy.dtype is float32; the attention of Transformer Engine and vLLM on GPU takes"
+    )
+    assert device_problems(exact, None, on_gpu=False) == []
 
 
 def test_experts_need_not_divide_by_the_tensor_parallel_size_of_training_but_by_the_engines():

@@ -10,7 +10,7 @@ prepare_environment("cpu")
 # vLLM reads the environment when it is imported.
 from vllm.v1.sample import sampler  # noqa: E402
 
-from rlmath.rollout.cpu_worker import PAGE_BYTES, _ZeroPages, fill_with_zero_pages  # noqa: E402
+from rlmath.rollout.cpu_worker import PAGE_BYTES, _ZeroPages, fill_with_zero_pages, gather_without_ranks  # noqa: E402
 
 
 @pytest.mark.parametrize("size", [0, 5, PAGE_BYTES, PAGE_BYTES + 1, 3 * PAGE_BYTES + 7, 8 * 2**20])
@@ -43,3 +43,12 @@ def test_nothing_of_the_sampler_is_compiled():
     count = sampler.batched_count_greater_than
     assert not hasattr(count, "_torchdynamo_orig_callable")
     assert count(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[2.0]])).tolist() == [2]
+
+
+def test_log_probs_without_ranks_are_those_of_vllm():
+    logprobs_TV, token_ids_T = torch.randn(5, 7).log_softmax(-1), torch.tensor([6, 0, 3, 3, 1])
+    found = gather_without_ranks(logprobs_TV, 0, token_ids_T)
+    wanted = sampler.Sampler.gather_logprobs(logprobs_TV, 0, token_ids_T)
+    for ours, theirs in zip(found[:2], wanted[:2], strict=True):
+        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype
+    assert found.selected_token_ranks.dtype == wanted.selected_token_ranks.dtype

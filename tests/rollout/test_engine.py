@@ -19,34 +19,34 @@ SET = ("VLLM_ALLREDUCE_USE_FLASHINFER", "VLLM_LOGGING_LEVEL")
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Without what is to be set; environment and log level are afterwards as before."""
-    before, level = dict(os.environ), logging.getLogger("vllm").level
-    for name in SET:
+    """Without what is to be set; it is afterwards as before."""
+    before = dict(os.environ)
+    for name in (*SET, "VLLM_CONFIGURE_LOGGING"):
         monkeypatch.delenv(name, raising=False)
     yield monkeypatch
-    logging.getLogger("vllm").setLevel(level)
     os.environ.clear()
     os.environ.update(before)
 
 
-@pytest.mark.parametrize(
-    ("kind", "found", "level"),
-    [("cuda", ("0", "WARNING"), logging.WARNING), ("cpu", (None, "ERROR"), logging.ERROR)],
-)
-def test_on_gpu_flashinfer_reduces_nothing_and_warnings_are_seen(
-    environment: pytest.MonkeyPatch, kind: DeviceKind, found: tuple[str | None, str], level: int
+@pytest.mark.parametrize(("kind", "found"), [("cuda", ("0", "WARNING")), ("cpu", (None, "ERROR"))])
+def test_on_gpu_flashinfer_reduces_nothing_and_a_program_without_our_logging_hears_warnings(
+    environment: pytest.MonkeyPatch, kind: DeviceKind, found: tuple[str | None, str]
 ) -> None:
+    torch_log = logging.getLogger("torch")
+    torch_log.addHandler(logging.NullHandler())  # as its import does
     prepare_environment(kind)
     assert tuple(os.environ.get(name) for name in SET) == found
-    assert logging.getLogger("vllm").level == level
+    assert torch_log.handlers == [] and torch_log.propagate
 
 
-def test_what_the_user_has_set_stays(environment: pytest.MonkeyPatch) -> None:
+def test_what_the_user_has_set_stays_and_our_logging_needs_no_level(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("VLLM_CONFIGURE_LOGGING", "0")
+    prepare_environment("cuda")
+    assert "VLLM_LOGGING_LEVEL" not in os.environ
     for name, value in zip(SET, ("1", "INFO"), strict=True):
         environment.setenv(name, value)
     prepare_environment("cuda")
     assert tuple(os.environ.get(name) for name in SET) == ("1", "INFO")
-    assert logging.getLogger("vllm").level == logging.INFO
 
 
 class Core:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from rlmath.checkpoint.directory import (
 from rlmath.config.run_files import ROLLBACKS_FILE
 from rlmath.config.schema import AlgorithmConfig, Config, RolloutConfig, SaveConfig
 from rlmath.data.order import PromptOrder, Rollback, seed_after, shares_of
+from rlmath.models.learner import MinibatchResult
 from rlmath.planning.checks import run_problems
 from rlmath.run.divergence import NO_STEP, DivergedError, DivergenceCheck, RewardRule, best_rewards
 from rlmath.run.loop import reward_rule
@@ -187,9 +189,12 @@ def test_a_check_raises_at_the_collapse_and_names_what_is_good_from_before() -> 
     assert check.sound_before == 5
     check.begin_at(replace(progress(4), rewards=(0.0, 0.0, 1.0, 1.0), good_step=2, learned_step=4))
     assert check.rewards == [0.0, 0.0, 1.0, 1.0] and check.sound_before == 3
-    without = DivergenceCheck(None, 3, None)  # pyright: ignore
+    without = DivergenceCheck(None, 1, None)  # pyright: ignore
     without.after_step(1, [], 1.0)
     assert without.rewards == [] and without.good_step == NO_STEP
+    overflow = MinibatchResult({}, {}, math.inf, 0.1, "too large a loss scale", 8.0, overflowed=True)
+    without.after_step(2, [overflow, overflow])
+    assert without.discarded_steps == 0 and without.learned_step == 0, "the policy is as it was"
 
 
 @pytest.mark.parametrize("value", [0.1, 0.3, -0.7, 1.1, 2.2, 0.35])

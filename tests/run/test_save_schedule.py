@@ -51,10 +51,12 @@ def test_a_checkpoint_says_where_the_run_stands() -> None:
     """Every number is another one: none is taken for another."""
     trainer = SimpleNamespace(
         order=PromptOrder(20, 4, seed=1, shuffle=False),
-        actor=SimpleNamespace(learner=SimpleNamespace(updates=31)),
+        actor=SimpleNamespace(learner=SimpleNamespace(updates=31, loss_scale_state=(8.0, 40))),
         weight_syncs_per_step=1,
         mesh=Mesh(3, 8, 2, 2, 1),
         critic_updates=32,
+        critic_loss_scale=(16.0, 41),
+        entropy_control=(0.42, 43.0),
         rollbacks=(Rollback(1, 33, 34), Rollback(2, 35, 36)),
     )
     divergence = SimpleNamespace(discarded_steps=37, learned_step=38, good_step=39, rewards=[0.4, 0.5])
@@ -65,6 +67,7 @@ def test_a_checkpoint_says_where_the_run_stands() -> None:
     found = checkpointer._progress(13)
     assert (found.step, found.epoch, found.position, found.updates, found.syncs) == (13, 2, 12, 31, 13)
     assert (found.critic_updates, found.discarded_steps) == (32, 37)
+    assert (found.loss_scale, found.critic_loss_scale, found.entropy) == ((8.0, 40), (16.0, 41), (0.42, 43.0))
     assert (found.learned_step, found.good_step, found.rewards) == (38, 39, (0.4, 0.5))
     assert (found.rollback_steps, found.rollback_draw_steps) == ((33, 35), (34, 36))
     assert (found.layout, found.world_size) == ("TP2 x PP2 x DP2", 8)

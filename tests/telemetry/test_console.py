@@ -72,32 +72,57 @@ def test_long_lines_are_wrapped_between_words_and_paths_stay_whole():
     assert " ".join(line.strip() for line in lines) == " ".join(text.split())
 
 
-def logged(rank: int) -> str:
-    code = (
-        f"import logging; from rlmath.telemetry.console import setup_logging; setup_logging({rank});"
-        "logging.getLogger('rlmath').info('own news'); logging.getLogger('rlmath').warning('own warning');"
-        "logging.getLogger('vllm.engine').info('vllm news'); logging.getLogger('megatron.core').info('mc news');"
-        "logging.getLogger('vllm.engine').error('vllm error')"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    return done.stderr
+LIBRARIES = """
+import logging, sys, warnings
+from rlmath.telemetry.console import open_log_file, route_library_logs, setup_logging
+setup_logging(int(sys.argv[1]))
+import torch
+from transformers.utils import logging as theirs
+route_library_logs()
+if sys.argv[1] == "0":
+    open_log_file(sys.argv[2])
+logging.getLogger("rlmath").info("own news")
+logging.getLogger("rlmath").warning("own warning")
+logging.getLogger("vllm.engine").info("vllm news")
+logging.getLogger("vllm.engine").warning("Triton is not there")
+logging.getLogger("vllm.engine").error("vllm error")
+logging.getLogger("vllm.model_executor.model_loader.reload.inplace").warning("a weight is missing")
+logging.getLogger("torch.distributed.elastic").warning("torch warns")
+theirs.get_logger("transformers.tokenization").warning("transformers warns")
+warnings.warn("of a file of the user's")
+warnings.warn_explicit("old call", FutureWarning, "/lib/site-packages/vllm/llm.py", 7)
+"""
+FOR_THE_FILE = (
+    "WARNING: vllm.engine: Triton is not there",
+    "WARNING: torch.distributed.elastic: torch warns",
+    "WARNING: transformers.tokenization: transformers warns",
+    "WARNING: py.warnings: /lib/site-packages/vllm/llm.py:7: FutureWarning: old call",
+)
 
 
-def test_rank_0_tells_its_news_and_libraries_only_warn():
-    text = logged(0)
-    assert re.search(r"^\d\d:\d\d:\d\d own news$", text, re.MULTILINE)
-    assert re.search(r"^\d\d:\d\d:\d\d WARNING: own warning$", text, re.MULTILINE)
-    assert re.search(r"^\d\d:\d\d:\d\d ERROR: vllm error$", text, re.MULTILINE)
-    assert "vllm news" not in text
-    assert "mc news" not in text
+def logged(rank: int, folder: Path, **variables: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
+    command = [sys.executable, "-c", LIBRARIES, str(rank), str(folder)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stderr
 
 
-def test_other_ranks_only_warn_and_say_who_they_are():
-    text = logged(3)
-    assert "own news" not in text
+def test_of_libraries_the_console_has_errors_and_the_log_file_warnings(tmp_path: Path):
+    told = [line[9:] for line in logged(0, tmp_path).splitlines()]
+    own = ["own news", "WARNING: own warning", "ERROR: vllm error", "WARNING: a weight is missing"]
+    assert told == [*own, "WARNING: <string>:18: UserWarning: of a file of the user's"]
+    lines = (tmp_path / LOG_FILE).read_text().splitlines()
+    assert {*FOR_THE_FILE, "WARNING: own warning"} <= {line.partition(" ")[2] for line in lines}
+    assert not any("vllm news" in line for line in lines)
+
+
+def test_who_wants_to_hear_the_libraries_does(tmp_path: Path):
+    text = logged(0, tmp_path, VLLM_LOGGING_LEVEL="INFO")
+    assert all(one in text for one in ("vllm news", "Triton is not there", "torch warns"))
+
+
+def test_other_ranks_only_warn_and_say_who_they_are(tmp_path: Path):
+    text = logged(3, tmp_path)
+    assert "own news" not in text and "Triton" not in text
     assert "rank 3 WARNING: own warning\n" in text
 
 

@@ -1,10 +1,23 @@
 """What is told of two sides' runs, by hand; the runs themselves take an environment of TRL's."""
 
+import itertools
 import json
+from pathlib import Path
 
 import pytest
 
-from tools.bench_peer import Measured, cut_off, report, report_learning
+from rlmath.config.load import load_config
+from rlmath.data.loader import load_prompts
+from tools.bench_peer import (
+    CASES,
+    Measured,
+    case_of,
+    main,
+    our_settings,
+    prepare,
+    report,
+    their_arguments,
+)
 
 COLUMNS = ["bench", "case", "metric", "value", "unit", "baseline", "ratio"]
 OURS = [
@@ -33,25 +46,42 @@ def test_figures_are_medians_over_the_steps_of_all_runs(capsys) -> None:
     }
 
 
-def test_of_a_peer_that_was_stopped_there_are_seconds_alone_and_ours_have_their_lengths(capsys) -> None:
-    report("P4", OURS, [cut_off(420.0)], completions=40)
-    found = {key: (line["value"], line["baseline"], line["ratio"]) for key, line in printed(capsys).items()}
-    assert found == {
-        "step_seconds": (3.0, "TRL: more than 420.000 s", 140.0),
-        "mfu of the update": (0.6, None, None),
-        "completion_tokens_of_a_step": (1200.0, None, None),
-        "mean_length": (30.0, None, None),
-    }
+@pytest.mark.parametrize("name", CASES)
+def test_both_sides_do_the_same_work(name: str) -> None:
+    case = case_of(name, "cpu")
+    (setting, *_), folder = case.ours.values(), Path("folder")
+    overrides = our_settings(folder / "run", folder / "model", folder / "data", case, setting)
+    ours = load_config([], overrides)
+    theirs = their_arguments(folder / "model", folder / "data", case, case.theirs[0])
+    given = {key.removeprefix("--"): value for key, value in itertools.pairwise(theirs)}
+    assert ("--chat" in theirs) == (ours.data.template == "chat")
+    assert ours.optimizer.lr == 1e-5, "as in peer_trl.py"
+    for key, value in {
+        "device": ours.run.device,
+        "prompts": ours.data.prompts_per_step,
+        "group": ours.rollout.group_size,
+        "min-new-tokens": ours.rollout.min_new_tokens,
+        "max-new-tokens": ours.rollout.max_new_tokens,
+        "optimizer-steps": ours.algorithm.n_minibatches,
+    }.items():
+        assert given[key] == str(value), key
+    assert int(given["steps"]) + int(given["warm-up"]) == ours.run.total_steps
+    assert case.prompts * case.group % (case.ranks * case.optimizer_steps * case.theirs[0]) == 0
 
 
-def test_what_is_learned_comes_with_the_mfu_of_our_updates(capsys) -> None:
-    ours = [Measured([1.0], [1.0], [1.0], mfu, accuracy=[0.1, *[0.5] * 4]) for mfu in (0.25, 0.75)]
-    theirs = [Measured([1.0], [1.0], [1.0], accuracy=[share] * 5) for share in (0.2, 0.4)]
-    report_learning("P3", ours, [*theirs, cut_off(300.0)])
-    lines = printed(capsys)
-    assert list(lines) == ["accuracy", "mfu of the update"]
-    assert lines["accuracy"]["case"] == "P3; steps 1 to 5"
-    assert (lines["accuracy"]["value"], lines["accuracy"]["ratio"]) == (0.42, 1.4)
-    # Variances of 0 and 0.02 by 2 seeds each: the difference of 0.12 has a standard error of 0.1.
-    assert lines["accuracy"]["baseline"] == "TRL: difference of +1.2 standard errors; 0.300 "
-    assert (lines["mfu of the update"]["value"], lines["mfu of the update"]["ratio"]) == (0.5, None)
+def test_questions_are_asked_alike_and_answers_boxed(tmp_path: Path) -> None:
+    data = tmp_path / "gsm8k.jsonl"
+    data.write_text(json.dumps({"question": "2 + 3?", "answer": "Add.\n#### 5"}), encoding="utf-8")
+    _, file = prepare(tmp_path, "G1", tmp_path, data)
+    (prompt,), _ = load_prompts(str(file), None, 100)
+    assert prompt.text.startswith("2 + 3?\n") and prompt.solutions == ("\\boxed{5}",)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--cases", "G1"], "G1 needs --model"), (["--device", "cuda", "--cases", "P1"], "G1 is the only case")],
+)
+def test_what_is_missing_is_said(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert said in capsys.readouterr().err

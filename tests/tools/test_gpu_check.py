@@ -28,12 +28,12 @@ def stage_of(stage: Stage, found: Found, folder: Path, seconds_left: float = 600
 
 
 def test_without_a_gpu_it_says_so_and_names_what_is_missing(tmp_path: Path) -> None:
-    chosen = ("--stages", "machine", "transformer_engine", "demo")
+    chosen = ("--stages", "transformer_engine", "machine", "demo")
     done = run("tools/gpu_check.py", "--quick", "--output", str(tmp_path), *chosen)
     assert "GPUs: none; what the CPU can run is run" in done.stdout
     assert all(len(line) < 80 for line in done.stdout.splitlines()[:10])
     report = json.loads((tmp_path / "gpu_check.json").read_text())
-    machine, transformer_engine, demo = report["stages"]
+    transformer_engine, machine, demo = report["stages"]  # in the order that was asked for
     assert machine["status"] == "ran" and machine["figures"][0]["value"] > 1
     assert (transformer_engine["status"], transformer_engine["reason"]) == ("not run", "needs a GPU")
     assert demo["status"] == "not run" and demo["figures"] == []
@@ -45,7 +45,9 @@ def test_without_a_gpu_it_says_so_and_names_what_is_missing(tmp_path: Path) -> N
     ("stages", "figures"),
     [
         pytest.param(("policy", "step", "engine"), 8, marks=matrix),
-        pytest.param(("ranks",), 11, marks=[pytest.mark.full, pytest.mark.timeout(1300)]),
+        pytest.param(
+            ("ranks",), 11, marks=[pytest.mark.full, pytest.mark.distributed, pytest.mark.timeout(1300)]
+        ),
     ],
 )
 def test_what_the_cpu_can_run_is_as_expected(tmp_path: Path, stages: tuple[str, ...], figures: int) -> None:
@@ -102,15 +104,18 @@ def test_a_stage_that_fails_keeps_its_figures_and_its_last_words(tmp_path: Path)
 
 
 def test_a_stage_that_cannot_run_says_why(tmp_path: Path) -> None:
-    found = replace(EVERYTHING, packages=EVERYTHING.packages | {"vllm": None})
-    outcome = stage_of(BY_NAME["engine"], found, tmp_path)
-    assert (outcome.status, outcome.reason) == ("not run", "needs vllm")
+    found = replace(EVERYTHING, packages=EVERYTHING.packages | {"vllm": None}, gpus=("a GPU",))
+    outcome = stage_of(BY_NAME["peer"], found, tmp_path)
+    assert (outcome.status, outcome.reason) == (
+        "not run",
+        "needs vllm, the variable MODEL, the variable DATA",
+    )
     assert outcome.is_good
 
 
 def test_a_stage_that_finds_no_time_is_no_success(tmp_path: Path) -> None:
     outcome = stage_of(BY_NAME["engine"], EVERYTHING, tmp_path, seconds_left=100.0)
-    assert (outcome.status, outcome.reason) == ("no time", "100 s of --quick are left")
+    assert (outcome.status, outcome.reason) == ("no time", "100 s are left")
     assert not outcome.is_good
 
 

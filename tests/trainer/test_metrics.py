@@ -206,6 +206,14 @@ def test_a_step_whose_minibatches_were_all_discarded_has_their_gradient_norm():
     )
 
 
+def test_minibatches_that_overflow_their_loss_scale_are_not_stopped_early():
+    too_large = replace(RESULTS[1], loss_scale=8.0, overflowed=True)
+    results = [too_large, replace(RESULTS[1], loss_scale=4.0), replace(RESULTS[2], loss_scale=4.0)]
+    metrics = update_metrics(UpdateRecord(results, ADVANTAGES, None), GROUPS, 2.0, AlgorithmConfig())
+    assert (metrics["train/loss_scale"], metrics["train/overflowed_minibatches"]) == (4.0, 1.0)
+    assert metrics["train/early_stopped_minibatches"] == 1.0 and metrics["train/grad_norm"] == 1.5
+
+
 def test_a_step_without_anything_to_learn_from_has_only_its_counts():
     metrics = update_metrics(UpdateRecord([], [], None), [], 2.0, AlgorithmConfig())
     assert metrics == {"train/early_stopped_minibatches": 0.0, "train/minibatches": 0.0}

@@ -37,12 +37,12 @@ from rlmath.config.schema import (
 )
 from rlmath.data.dataset import critic_epochs, load_prompt_files, most_critic_updates, most_updates
 from rlmath.data.prompt_curriculum import rules_of
-from rlmath.distributed.device import Device
+from rlmath.distributed.device import Device, run_device
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
-from rlmath.models import megatron
-from rlmath.models.build import critic_optimizer, early_stop, loss_settings
+from rlmath.models.build import build_loss_scale, critic_optimizer, early_stop, loss_settings
 from rlmath.models.megatron import Recompute, selective_modules, transformer_config
+from rlmath.models.optimizer import LossScale
 from rlmath.planning.memory_estimate import engine_mesh_of, mesh_of
 from rlmath.rewards.reward_manager import (
     RewardManager,
@@ -373,8 +373,8 @@ def test_windows_layers_that_do_not_rotate_and_yarns_factor_as_megatron_takes_th
         assert scale == (None if device is CPU else 1.5**2 / 2), "query and key are multiplied by it"
 
 
-def test_what_is_one_function_beside_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rotation and apex's kernel are there, as far as Megatron can tell."""
+def test_what_is_one_function_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine's rotation is there, as far as Megatron can tell."""
     from megatron.core.models.common.embeddings import rope_utils
 
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", object())
@@ -384,13 +384,9 @@ def test_what_is_one_function_beside_transformer_engine(monkeypatch: pytest.Monk
         swiglu = found.bias_activation_fusion, found.use_te_activation_func
         return *swiglu, found.apply_rope_fusion, found.gradient_accumulation_fusion
 
-    for there in (True, False):
-        monkeypatch.setattr(megatron, "_grad_accum_fusion_available", there)
-        assert megatron.fuses_gradient_accumulation(GPU) == there
-        assert not megatron.fuses_gradient_accumulation(CPU)
-        assert given(GPU) == (True, False, True, there)
-        assert given(replace(GPU, local_layers=True)) == (False, True, False, there)
-        assert given(CPU) == (False, True, False, False)
+    assert given(GPU) == (True, False, True, True)
+    assert given(replace(GPU, local_layers=True)) == (False, True, False, True)
+    assert given(CPU) == (False, True, False, False)
 
 
 def test_what_an_engine_is_given_for_the_device() -> None:
@@ -412,6 +408,9 @@ def test_what_an_engine_is_given_for_the_device() -> None:
         "moe_backend": "triton",
         "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
     }
+    exact = replace(GPU, params_dtype=torch.float16, head_dtype=torch.float32)
+    formats = {"dtype": "float16", "hf_overrides": {"head_dtype": "float32"}}
+    assert _device_arguments(DISTINCT.rollout, exact) == on_gpu | formats
     graphs = _device_arguments(replace(DISTINCT.rollout, cuda_graphs=True), GPU)
     assert graphs == on_gpu | {"enforce_eager": False}
     measured = replace(DISTINCT.rollout, kv_cache_gib=None)
@@ -427,6 +426,22 @@ def test_what_an_engine_is_given_for_the_device() -> None:
         _device_arguments(measured, GPU, shares_gpu=True)
     split = _device_arguments(replace(DISTINCT.rollout, chunked_prefill=True), GPU)
     assert split == on_gpu | {"enable_chunked_prefill": True}
+
+
+def test_the_formats_of_a_run_and_its_loss_scale() -> None:
+    """A power of two under 65,536 over what the tokens of a micro-batch weigh together, the longest stage's."""
+    device = run_device(DISTINCT)
+    assert (device.params_dtype, device.head_dtype) == (torch.float16, torch.float32)
+    assert build_loss_scale(DISTINCT, device) == LossScale(0.273, 274)
+    assert build_loss_scale(DISTINCT, CPU) is None
+    derived = replace(DISTINCT, optimizer=replace(DISTINCT.optimizer, initial_loss_scale=None))
+    by_completion = replace(derived.rollout, max_new_tokens=29)
+    algorithm = replace(derived.algorithm, loss_normalisation="token")
+    for config, scale in (
+        (replace(derived, algorithm=algorithm), 512.0),  # 65,536 / 116 is 565
+        (replace(derived, rollout=by_completion), 16384.0),  # 116 tokens are 4 completions
+    ):
+        assert build_loss_scale(config, device) == LossScale(scale, 274)
 
 
 def test_the_critic_has_a_rate_a_warm_up_and_epochs_of_its_own() -> None:

@@ -48,7 +48,7 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.distributed.device import most_resident_bytes
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Values of --dtype."""
 
 

@@ -271,6 +271,8 @@ class Checkpointer:
             discarded_steps=self._divergence.discarded_steps,
             learned_step=self._divergence.learned_step,
             critic_updates=trainer.critic_updates,
+            loss_scale=trainer.actor.learner.loss_scale_state,
+            critic_loss_scale=trainer.critic_loss_scale,
             entropy=trainer.entropy_control,
             cpu_sampler=CPU_SAMPLER_VERSION,
             good_step=self._divergence.good_step,

@@ -6,14 +6,13 @@ import json
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from rlmath.checkpoint.directory import complete_checkpoints
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.run_files import BEST_FOLDER, CHECKPOINTS_FOLDER
 from rlmath.config.schema import Config, SaveConfig
-from rlmath.distributed.device_kind import DeviceKind, resolve_kind
+from rlmath.distributed.device_kind import FORMAT_BYTES, NumberFormat, number_format, resolve_kind
 from rlmath.models.hf_config import critic_shape_of
 from rlmath.run.run_dir import stage_folder
 
@@ -78,16 +77,15 @@ class SaveTimes:
 
 # ---------------------------------------------------------------- sizes
 
-NumberFormat = Literal["float32", "bfloat16"]
-_BYTES: dict[NumberFormat, int] = {"float32": 4, "bfloat16": 2}
-_TRAINED: dict[DeviceKind, NumberFormat] = {"cpu": "float32", "cuda": "bfloat16"}
-"""The format of parameters, as `device.open_device` has it."""
+
+def _trained_format(config: Config) -> NumberFormat:
+    return number_format(config.policy.dtype, resolve_kind(config.run.device))
 
 
 def export_format(config: Config) -> NumberFormat:
     """Of the exported model, by the name that torch has for it; "auto" is the format of training."""
     named = config.save.export_dtype
-    return _TRAINED[resolve_kind(config.run.device)] if named == "auto" else named
+    return _trained_format(config) if named == "auto" else named
 
 
 def export_note(config: Config, model_config: bytes, size: int) -> str:
@@ -109,13 +107,13 @@ def export_note(config: Config, model_config: bytes, size: int) -> str:
 
 def export_bytes(config: Config, shape: ModelShape) -> int:
     """Size of the model's weights on disk (bytes)."""
-    return parameter_count(shape) * _BYTES[export_format(config)]
+    return parameter_count(shape) * FORMAT_BYTES[export_format(config)]
 
 
 def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
     """Size of a checkpoint on disk: of the policy and, where there is one, of the critic, parameters, Adam's two
-    moments, and float32 copies of bfloat16 parameters; and of a reference that moves its parameters (bytes)."""
-    weights = _BYTES[_TRAINED[resolve_kind(config.run.device)]]
+    moments, and float32 copies of parameters in 16 bits; and of a reference that moves its parameters (bytes)."""
+    weights = FORMAT_BYTES[_trained_format(config)]
     state = 8 if config.optimizer.kind == "adam" else 0
     copies = 4 if weights < 4 else 0
     critic = critic_shape_of(config, shape)

@@ -113,7 +113,7 @@ class ColocatedEngines(Engines):
         super().__init__(context, timers)
         config, shape, inputs, mesh = context.config, context.shape, context.inputs, context.mesh
         self._scorer = validation_scorer(config, mesh)
-        logger.info("Starting: importing vLLM and building the engine (seconds to minutes) ...")
+        logger.info("Starting: importing vLLM, building the engine (seconds to minutes) ...")
         self.engine = Engine(
             config.model.path,
             config.rollout,
