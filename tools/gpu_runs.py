@@ -32,7 +32,12 @@ REWARD = """def low(completion, solutions, row):
 """
 """A reward that a random model gets something from: the share of characters of ASCII's first half."""
 CHECKED = "sync.checksum_every=1"
-ON_ITS_OWN = ("rollout.ranks=1", "algorithm.recompute_logprobs=true", "algorithm.importance_correction=token")
+ON_ITS_OWN = (
+    "rollout.ranks=1",
+    "algorithm.recompute_logprobs=true",
+    "algorithm.importance_correction=token",
+    "algorithm.importance_mask_high=5",
+)
 MISMATCH_NATS = {"cpu": 1e-4, "cuda": 0.025}
 """Most that the log-probs of engine and policy may differ on average, in any step (nats)."""
 

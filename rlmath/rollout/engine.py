@@ -47,6 +47,7 @@ def prepare_environment(device_kind: DeviceKind) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if "VLLM_CONFIGURE_LOGGING" not in os.environ:  # it logs by itself: the program has no `setup_logging`
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR" if device_kind == "cpu" else "WARNING")
+    route_library_logs()  # vLLM makes torch look for Triton
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if device_kind == "cuda":
         # FlashInfer would download or compile kernels when the engine starts.

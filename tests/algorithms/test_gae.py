@@ -27,11 +27,6 @@ def test_advantages_of_two_completions_by_hand() -> None:
     assert found.tolist() == [-0.125, -0.5, 2.0, 0.0]
 
 
-def test_lambda_one_gives_rewards_to_go_minus_values() -> None:
-    found = gae(f64(1, 2, 3), f64(10, 20, 30), f64(0), torch.tensor([3]), gamma=1.0, lambda_S=f64(1.0))
-    assert found.tolist() == [6 - 10, 5 - 20, 3 - 30]
-
-
 def test_every_completion_has_its_own_lambda_over_any_number_of_blocks() -> None:
     draw = random.Random(0)
     tokens = [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7]

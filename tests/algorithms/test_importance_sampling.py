@@ -4,8 +4,6 @@ import math
 
 import pytest
 import torch
-from jaxtyping import TypeCheckError
-from torch import Tensor
 
 from rlmath.algorithms.importance_sampling import (
     Corrected,
@@ -13,8 +11,6 @@ from rlmath.algorithms.importance_sampling import (
     binary_kl,
     corrected,
     interpolated_proximal,
-    segment_sums,
-    sequence_log_ratio,
 )
 
 MOST = math.exp(20)
@@ -26,27 +22,6 @@ def weights(ratios: list[float], rule: Correction, segments: list[int] | None = 
     log_T = torch.tensor(ratios, dtype=torch.float64).log()
     counted_T = torch.ones(len(ratios), dtype=torch.bool)
     return corrected(log_T, torch.zeros_like(log_T), counted_T, segments_T, int(segments_T.max()) + 1, rule)
-
-
-# ---------------------------------------------------------------- sums and geometric means of segments
-
-
-def test_segment_sums_by_hand():
-    sums_S = segment_sums(torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([0, 0, 2, 2]), 4)
-    assert sums_S.tolist() == [3.0, 0.0, 12.0, 0.0]
-
-
-def test_the_ratio_of_a_sequence_is_the_geometric_mean_of_its_tokens():
-    # sqrt(2 x 8) = 4, (27 x 1 x 1)^(1/3) = 3, and 5 alone
-    log_T = torch.tensor([1.0, 2.0, 8.0, 27.0, 1.0, 1.0, 5.0], dtype=torch.float64).log()
-    counted_T = torch.tensor([False, True, True, True, True, True, True])
-    got = sequence_log_ratio(log_T, counted_T, torch.tensor([0, 0, 0, 1, 1, 1, 2]), 3).exp()
-    assert got.tolist() == pytest.approx([4.0, 4.0, 4.0, 3.0, 3.0, 3.0, 5.0])
-
-
-def test_a_segment_without_counted_tokens_has_a_ratio_of_one():
-    got = sequence_log_ratio(torch.zeros(3), torch.tensor([True, False, False]), torch.tensor([0, 1, 1]), 2)
-    assert got.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_interpolated_proximal_log_probs_are_near_those_of_the_step_between():
@@ -193,22 +168,3 @@ def test_a_nan_passes_the_masks_so_that_its_minibatch_is_discarded(level):
     for p, b in ((math.nan, -1.0), (-1.0, math.nan)):
         got = corrected(torch.tensor([p, -1.0]), torch.tensor([b, -1.0]), both, own, 2, rule)
         assert math.isnan(got.weights_T[0]) and got.weights_T[1] == 1.0
-
-
-def test_shapes_are_checked():
-    row, counted = torch.zeros(3), torch.ones(3, dtype=torch.bool)
-    segments_T = torch.zeros(3, dtype=torch.int64)
-
-    def refuses(log_T: Tensor, counted_T: Tensor, segments_T: Tensor) -> None:
-        with pytest.raises(TypeCheckError):
-            corrected(log_T, log_T, counted_T, segments_T, 1, Correction("token"))
-        with pytest.raises(TypeCheckError):
-            sequence_log_ratio(log_T, counted_T, segments_T, 1)
-
-    refuses(row, counted[:2], segments_T)
-    refuses(row, counted, segments_T[:2])
-    refuses(row, row, segments_T)
-    refuses(row, counted, row)
-    refuses(row[None], counted[None], segments_T[None])
-    with pytest.raises(TypeCheckError):
-        Correction("word")  # pyright: ignore

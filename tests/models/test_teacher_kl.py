@@ -1,7 +1,5 @@
 """KL to a teacher over the whole vocabulary, and its gradient, against the textbook in float64."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,15 +10,9 @@ from rlmath.models.logprobs import MinTokensMask, TeacherRows, next_logprobs, vo
 
 # Shape legend: T packed tokens, V columns (real and padded), H hidden units of the teacher.
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 TEMPERATURE, VOCAB, ROWS, HIDDEN = 0.7, 37, 23, 11
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[dist.ProcessGroup]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def inputs(common: int) -> tuple[Tensor, Tensor, TeacherRows]:

@@ -3,6 +3,7 @@ itself it is tested in tests/distributed/test_engine.py."""
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Iterator
@@ -31,8 +32,11 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
 def test_on_gpu_flashinfer_reduces_nothing_and_a_program_without_our_logging_hears_warnings(
     environment: pytest.MonkeyPatch, kind: DeviceKind, found: tuple[str | None, str]
 ) -> None:
+    torch_log = logging.getLogger("torch")
+    torch_log.addHandler(logging.NullHandler())  # as its import does
     prepare_environment(kind)
     assert tuple(os.environ.get(name) for name in SET) == found
+    assert torch_log.handlers == [] and torch_log.propagate
 
 
 def test_what_the_user_has_set_stays_and_our_logging_needs_no_level(environment: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 import pytest
-import torch.distributed as dist
 
 from rlmath.algorithms.types import (
     Prompt,
@@ -283,37 +281,26 @@ def test_a_run_that_became_shorter_than_what_is_done_is_refused(tmp_path: Path) 
     assert advice.startswith("To start from the beginning, give another run.output_dir")
 
 
+@pytest.mark.usefixtures("process_group")
 def test_on_one_rank_the_newest_whole_one_is_chosen_and_without_any_it_ends(tmp_path: Path) -> None:
     for step in (3, 5):
         checkpoint(tmp_path, step)
     config = make_config(tmp_path)
-    with process_group(tmp_path):
-        chosen = choose_checkpoint(find_recovery(config, ORIGIN, TOTAL))
-        assert chosen is not None and chosen[0].step == 5
-        recovery = find_recovery(config, ORIGIN, TOTAL)
-        flip(tmp_path / "checkpoints" / "step-000005" / "state" / ".metadata")
-        chosen = choose_checkpoint(recovery)
-        assert chosen is not None and chosen[0].step == 3
-        (tmp_path / "checkpoints" / "step-000003" / "state" / ".metadata").unlink()
-        with pytest.raises(
-            ValueError, match=r"no checkpoint is whole: .*step-000005.*step-000003 is damaged"
-        ):
-            choose_checkpoint(recovery)
+    chosen = choose_checkpoint(find_recovery(config, ORIGIN, TOTAL))
+    assert chosen is not None and chosen[0].step == 5
+    recovery = find_recovery(config, ORIGIN, TOTAL)
+    flip(tmp_path / "checkpoints" / "step-000005" / "state" / ".metadata")
+    chosen = choose_checkpoint(recovery)
+    assert chosen is not None and chosen[0].step == 3
+    (tmp_path / "checkpoints" / "step-000003" / "state" / ".metadata").unlink()
+    with pytest.raises(ValueError, match=r"no checkpoint is whole: .*step-000005.*step-000003 is damaged"):
+        choose_checkpoint(recovery)
 
 
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(content)
-
-
-@contextmanager
-def process_group(place: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{place}/store", rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,9 @@ def test_without_a_gpu_it_says_so_and_names_what_is_missing(tmp_path: Path) -> N
     ("stages", "figures"),
     [
         pytest.param(("policy", "step", "engine"), 8, marks=matrix),
-        pytest.param(("ranks",), 11, marks=[pytest.mark.full, pytest.mark.timeout(1300)]),
+        pytest.param(
+            ("ranks",), 11, marks=[pytest.mark.full, pytest.mark.distributed, pytest.mark.timeout(1300)]
+        ),
     ],
 )
 def test_what_the_cpu_can_run_is_as_expected(tmp_path: Path, stages: tuple[str, ...], figures: int) -> None:

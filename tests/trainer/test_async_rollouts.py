@@ -85,16 +85,14 @@ PER_STEP, GROUP, STALENESS = 3, 2, 1
 
 
 @pytest.fixture
-def ends(tmp_path: Path) -> Iterator[tuple[Mailbox, Mailbox]]:
+def ends(process_group: None) -> Iterator[tuple[Mailbox, Mailbox]]:
     """The mailboxes of a trainer, whose process group is there, and of an engine, over a bridge of the two."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as threads:
         bridges = list(threads.map(lambda rank: Bridge(store, rank, 2, 1, 60.0), range(2)))
         boxes = Mailbox(bridges[0], [1]), Mailbox(bridges[1], [0])
         yield boxes
         list(threads.map(Mailbox.close, boxes))
-    dist.destroy_process_group()
 
 
 def done(draw: int, step: int) -> GroupDone:

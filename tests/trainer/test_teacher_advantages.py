@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from rlmath.algorithms.token_selection import TokenRules
 from rlmath.algorithms.types import Sample
@@ -21,18 +18,13 @@ from rlmath.trainer.token_advantages import (
     add_teacher_advantages,
 )
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 ALONE = Mesh(0, 1, 1, 1, 1)
 SAMPLES = [
     Sample((5, 6), (7, 8), (-1.0, -2.0), 0.5),
     Sample((5,), (9, 98), (-1.5, -0.5), -0.25),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("recomputed", [False, True])

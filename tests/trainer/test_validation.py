@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 from rlmath.config.load import load_config
@@ -19,6 +18,8 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.telemetry.reporter import ValidationResult
 from rlmath.trainer.validation import Validator, file_metrics
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 ASKED = ("validation.every_steps=3", "validation.keep_best=true", "validation.paths=[a.jsonl]")
 
@@ -81,16 +82,6 @@ def test_accuracy_is_over_all_problems_and_lengths_over_what_was_sampled() -> No
     }
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[Path]:
-    """A process group of one rank, and a folder."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        yield tmp_path
-    finally:
-        dist.destroy_process_group()
-
-
 class Exports:
     """Where models go; a full disk on request."""
 
@@ -127,52 +118,54 @@ def measured(step: int, accuracy: float) -> ValidationResult:
     return ValidationResult(step, {"validation/accuracy": accuracy})
 
 
-def test_the_best_model_is_the_first_of_the_best(alone: Path) -> None:
-    one = validator(alone, Exports())
+def test_the_best_model_is_the_first_of_the_best(tmp_path: Path) -> None:
+    one = validator(tmp_path, Exports())
     found = []
     for step, accuracy in ((0, 0.2), (3, 0.5), (6, 0.5), (9, 0.4), (10, 0.7)):
         one.keep_if_best(measured(step, accuracy))
-        found.append(best(alone))
+        found.append(best(tmp_path))
     assert found == [(0, 0.2), (3, 0.5), (3, 0.5), (3, 0.5), (10, 0.7)]
     one.keep_if_best(None)
-    assert best(alone) == (10, 0.7)
+    assert best(tmp_path) == (10, 0.7)
 
 
-def test_a_run_that_goes_on_remembers_the_best_and_what_it_measured(alone: Path) -> None:
-    validator(alone, Exports()).keep_if_best(measured(3, 0.5))
-    (alone / "validation.jsonl").write_text('{"step": 0, "a": 0.1}\n{"step": 3, "a": 0.5}\n')
-    again = validator(alone, Exports(), steps_done=3)
+def test_a_run_that_goes_on_remembers_the_best_and_what_it_measured(tmp_path: Path) -> None:
+    validator(tmp_path, Exports()).keep_if_best(measured(3, 0.5))
+    (tmp_path / "validation.jsonl").write_text('{"step": 0, "a": 0.1}\n{"step": 3, "a": 0.5}\n')
+    again = validator(tmp_path, Exports(), steps_done=3)
     again.keep_if_best(measured(6, 0.4))
-    assert best(alone) == (3, 0.5)
+    assert best(tmp_path) == (3, 0.5)
     assert [step for step in range(11) if again.due(step)] == [6, 9, 10]
-    other = validator(alone, Exports(), "validation.samples=2", steps_done=3)
+    other = validator(tmp_path, Exports(), "validation.samples=2", steps_done=3)
     other.keep_if_best(measured(6, 0.4))
-    assert best(alone) == (6, 0.4), "accuracies of other samples are not compared"
+    assert best(tmp_path) == (6, 0.4), "accuracies of other samples are not compared"
 
 
 @pytest.mark.parametrize("account", ["", "[]", '{"accuracy": "high"}', "{" * 100_000])
-def test_an_account_that_cannot_be_read_does_not_end_the_run(alone: Path, account: str) -> None:
-    (alone / "best_model").mkdir()
-    (alone / "best_model" / "validation.json").write_text(account)
-    validator(alone, Exports(), steps_done=3).keep_if_best(measured(6, 0.1))
-    assert best(alone) == (6, 0.1)
+def test_an_account_that_cannot_be_read_does_not_end_the_run(tmp_path: Path, account: str) -> None:
+    (tmp_path / "best_model").mkdir()
+    (tmp_path / "best_model" / "validation.json").write_text(account)
+    validator(tmp_path, Exports(), steps_done=3).keep_if_best(measured(6, 0.1))
+    assert best(tmp_path) == (6, 0.1)
 
 
-def test_a_full_disk_costs_the_model_and_not_the_run(alone: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_costs_the_model_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     export = Exports()
-    one = validator(alone, export)
+    one = validator(tmp_path, export)
     one.keep_if_best(measured(0, 0.2))
     export.full = True
     one.keep_if_best(measured(3, 0.5))
-    assert best(alone) == (0, 0.2) and "No space left on device" in caplog.text
+    assert best(tmp_path) == (0, 0.2) and "No space left on device" in caplog.text
     export.full = False
     one.keep_if_best(measured(6, 0.3))
-    assert best(alone) == (6, 0.3), "the one that was lost does not count"
+    assert best(tmp_path) == (6, 0.3), "the one that was lost does not count"
 
 
-def test_when_a_validation_is_due(alone: Path) -> None:
+def test_when_a_validation_is_due(tmp_path: Path) -> None:
     def due(*overrides: str) -> list[int]:
-        one = validator(alone, Exports(), *overrides)
+        one = validator(tmp_path, Exports(), *overrides)
         return [step for step in range(11) if one.due(step)]
 
     assert due() == [0, 3, 6, 9, 10]
@@ -181,8 +174,8 @@ def test_when_a_validation_is_due(alone: Path) -> None:
     assert due("validation.every_steps=null", "validation.keep_best=false") == []
 
 
-def test_a_validation_is_broken_off_when_the_run_is_asked_to_stop(alone: Path) -> None:
+def test_a_validation_is_broken_off_when_the_run_is_asked_to_stop(tmp_path: Path) -> None:
     file = ValidationFile("own", [Prompt("q", "?", (1,), ("2",), "math")], 0, ())
-    one = validator(alone, Exports(), files=[file], asked_to_stop=lambda: "SIGTERM")
+    one = validator(tmp_path, Exports(), files=[file], asked_to_stop=lambda: "SIGTERM")
     assert one.validate(3) is None and one.stopped_by == "SIGTERM"
     assert one.due(3), "the run that goes on makes it"
