@@ -14,13 +14,10 @@ from tools.drill_faults import (
     CHAINS,
     QUICK,
     Outcome,
-    assign_kinds,
     differences,
     ending_problems,
     lost_too_much,
     model_differences,
-    plan_starts,
-    possible,
     unfinished_problems,
 )
 from tools.drill_kinds import KINDS
@@ -50,34 +47,6 @@ def test_a_hundred_disturbances_of_every_kind(tmp_path: Path) -> None:
     outcomes = drill(tmp_path / "drill", 8900.0, "--kills", "100", "--seed", "2")
     assert len(outcomes) == 100 and {one["kind"] for one in outcomes} == set(KINDS)
     assert {one["chain"] for one in outcomes} == set(CHAINS)
-
-
-def test_every_kind_has_its_turn_in_a_chain_that_it_can_happen_in() -> None:
-    dealt = assign_kinds(list(KINDS), 100, list(CHAINS))
-    given = [name for names in dealt.values() for name in names]
-    assert sorted(given) == sorted(list(KINDS)[k % len(KINDS)] for k in range(100))
-    assert all(possible(name, chain) for chain, names in dealt.items() for name in names)
-    assert not possible("kill-rollout", "sft") and not possible("kill-validation", "tp2")
-
-
-def test_a_start_takes_what_it_survives_what_ends_it_and_what_follows() -> None:
-    names = [
-        "kill-start",
-        "kill-export",
-        "kill",
-        "moved",
-        "pause-all",
-        "sigterm",
-        "kill-writer",
-        "pause-rank",
-    ]
-    first, second, third, export, last = plan_starts(names)
-    assert (first.running, first.ending, first.between) == ([], "kill-start", [])
-    assert (second.running, second.ending, second.between) == (["pause-all", "pause-rank"], "kill", ["moved"])
-    assert (third.running, third.ending) == (["kill-writer"], "sigterm")
-    assert export.ending == "kill-export" and last.ending is None
-    with pytest.raises(ValueError, match="moved needs a start that another kind ends"):
-        plan_starts(["moved", "kill-start"])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests import left_over
 from tests.programs import ENVIRONMENT, REPOSITORY
 
 ORPHAN = "import subprocess, sys; subprocess.Popen(['sleep', sys.argv[1]], stdout=-3, stderr=-3)"
@@ -22,17 +21,6 @@ left_over.GRACE_SECONDS = 0.2
 def test_leaves_an_orphan():
     subprocess.run([sys.executable, "-c", {ORPHAN!r}, "60.{{}}"], check=True)
 """
-
-
-def sleeping(seconds: str) -> list[int]:
-    return [one.pid for one in left_over.left_over(0.0) if one.cmdline() == ["sleep", seconds]]
-
-
-def test_an_orphan_of_this_session_is_found_until_it_ends() -> None:
-    subprocess.run([sys.executable, "-c", ORPHAN, "297"], check=True)
-    (pid,) = sleeping("297")
-    os.kill(pid, signal.SIGKILL)
-    assert "sleep 297" not in " ".join(map(left_over.described, left_over.left_over(0.5)))
 
 
 def test_a_session_that_leaves_a_process_fails_and_names_it(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ six) once, and the best of them `--rounds` times in all, in turns with the other
 - P1: 0.6M parameters, 32 prompts x 8, exactly 128 new tokens, one optimizer step
 - P3: the demo's base model, 64 x 8, at most 32 new tokens, 4 optimizer steps
 - G1, with --model and --data (question and answer, as GSM8K's): 64 x 16, exactly 256 new tokens, one optimizer step;
-  both compute the log-probs of what they sampled anew. On CPU 2 x 4 of 16 tokens, which shows that it runs
+  both compute the log-probs of what they sampled anew, and reward it by tools/peer_reward.py. On CPU 2 x 4 of 16
+  tokens, which shows that it runs
 
 Prints figures (tools/figures.py). Seconds of a step are medians over all measured steps of a side's best setting;
 realised lengths are reported. A run that is not done within `--limit` seconds ends the bench; with `--seconds` no round
@@ -38,14 +39,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
-
 from rlmath.cli import demo
-from rlmath.cli.make_tiny_model import make_tokenizer
 from rlmath.config.run_files import METRICS_FILE
 from rlmath.config.terminal import escape_terminal
 from tools.figures import print_figure
+from tools.gpu_stages import random_model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RANKS = 2
@@ -107,11 +105,10 @@ CASES = {
             "rollout.max_num_seqs=1024",
             "rollout.memory_share=0.4",
             "optimizer.warmup_steps=0",
+            f"reward.function={REPOSITORY / 'tools' / 'peer_reward.py'}:early_letters",
         ),
     ),
 }
-SHAPE, VOCABULARY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}, 101
-"""Of P1's random model, with one token that ends a completion. P3 has the demo's."""
 ASK = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -128,32 +125,6 @@ class Measured:
     @property
     def seconds(self) -> float:
         return statistics.median(self.step_seconds)
-
-
-def make_random_model(folder: Path) -> None:
-    """A Qwen2 whose next token is nearly uniform over its vocabulary: lengths fall off geometrically."""
-    torch.manual_seed(SEED)
-    tokenizer = make_tokenizer()
-    tokenizer.model_max_length = 2048
-    ends = {
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": None,
-    }
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        **SHAPE,
-        **ends,
-    )
-    model = Qwen2ForCausalLM(config).float()
-    with torch.no_grad():
-        model.lm_head.weight *= 0.1
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def case_of(name: str, device: str) -> Case:
@@ -174,18 +145,18 @@ def prepare(place: Path, name: str, model: Path | None = None, data: Path | None
             {
                 "prompt": row["question"] + ASK,
                 "solutions": [f"\\boxed{{{row['answer'].rpartition('####')[2].strip()}}}"],
+                "task": "math",
+                "query_id": str(number),
             }
-            for row in rows[:1000]
+            for number, row in enumerate(rows[:1000])
         ]
         (place / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)), encoding="utf-8")
         return model.absolute(), place / "asked.jsonl"
     if name == "P1":
-        make_random_model(place / name)
-        if not (place / "data").exists():
-            make = [sys.executable, "-m", "rlmath.cli.make_arithmetic", "--output", str(place / "data")]
-            make += ["--seed", str(SEED)]
-            subprocess.run(make, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
-        return place / name, place / "data" / "train.jsonl"
+        make = [sys.executable, "-m", "rlmath.cli.make_arithmetic", "--output", str(place / "data")]
+        make += ["--seed", str(SEED)]
+        subprocess.run(make, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+        return random_model(place, "tiny"), place / "data" / "train.jsonl"
     with contextlib.redirect_stdout(sys.stderr):  # the figures have stdout for themselves
         demo.make_base(place / "demo", SEED)
     return place / "demo" / "base", place / "demo" / "data" / "train.jsonl"

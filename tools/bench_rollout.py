@@ -174,6 +174,8 @@ def run_side(work: Work, device: Device | None) -> None:
         seconds["all"] = time.perf_counter() - started
         assert tokens == work.requests * work.new_tokens, "both sides do the same work"
         print(ANSWER + json.dumps(seconds), flush=True)
+    if device is not None:
+        os._exit(0)  # an engine of a run ends with its process
 
 
 class Side:
@@ -201,7 +203,9 @@ class Side:
         return self._answer()
 
     def close(self) -> None:
-        self._process.kill()
+        """vLLM ends its own processes with it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         self._process.wait()
 
 

@@ -298,7 +298,7 @@ class PolicyConfig:
     """Number format of all models, of the engines, too, and of what they compute; optimizers step float32 copies.
     "auto": bfloat16 on GPU, float32 on CPU. "float16" has three more bits than bfloat16, so that engine and policy
     differ least (arXiv:2510.26788), and needs a loss scale (`optimizer.initial_loss_scale`); numbers above 65,504
-    overflow. "float32" needs the CPU."""
+    overflow. "float32" needs the CPU, on which 16 bits are slow."""
     head_dtype: Literal["float32"] | None = None
     """"float32": logits are computed in it, from the output layer's weights in `dtype`, by models and engines (vLLM's
     head_dtype). They take twice the memory. The gradient of the logits is rounded to `dtype`; with teacher.loss=full

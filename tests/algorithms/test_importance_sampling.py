@@ -38,7 +38,7 @@ def test_interpolated_proximal_log_probs_are_near_those_of_the_step_between():
     error = (found - path[2]).abs().mean()
     assert 0 < error < 0.2 * (path[0] - path[2]).abs().mean() < (path[8] - path[2]).abs().mean()
     assert (
-        interpolated_proximal(path[2], path[0], torch.full((50,), 2), updates=0) - path[2]
+        interpolated_proximal(path[2], path[0], torch.zeros(50).long(), updates=0) - path[2]
     ).abs().max() == 0
     assert (interpolated_proximal(path[8], path[2], torch.zeros(50).long(), 6) - path[2]).abs().max() == 0
 

@@ -53,13 +53,6 @@ def test_the_seed_decides_the_weights(tmp_path: Path):
     assert models[0] == models[1] != models[2]
 
 
-def test_a_folder_that_is_not_empty_is_left_as_it_is(tmp_path: Path):
-    (tmp_path / "model.safetensors").write_text("mine")
-    with pytest.raises(ValueError, match="is not an empty folder; name a new one"):
-        main(["--output", str(tmp_path)])
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
-
-
 def test_mistakes_are_named(tmp_path: Path):
     with pytest.raises(ValueError, match="multiple of 8"):
         make_model(make_tokenizer(), hidden=36)

@@ -96,10 +96,6 @@ def test_a_device_takes_every_tensor_from_pinned_memory_while_the_host_goes_on(m
     assert (moved.sample_indices, moved.loss_count, moved.max_seqlen) == ((0, 1), 5, 5)
 
 
-def test_a_length_that_divides_is_not_padded():
-    assert pack([ONE, TWO], [0, 1], pad_to_multiple=4).cu_seqlens_S1.tolist() == [0, 5, 8]
-
-
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_an_empty_microbatch_is_padding_alone(multiple: int):
     batch = pack([ONE], [], multiple)

@@ -46,7 +46,8 @@ def test_a_discarded_minibatch_leaves_every_bit_of_the_state(
 def test_an_overflow_in_float16_halves_the_loss_scale_and_leaves_every_bit_of_the_state(
     ranks: RankPool, untied_model: Path
 ) -> None:
-    """Scaled too much, or as much as it takes, the update is the same to the bit: scales are powers of two."""
+    """Scaled too much, or as much as it takes, the update is the same to the bit: scales are powers of two. The norm of
+    its gradient is that of float32."""
     planted = replace(SHARED, dtype="float16", initial_loss_scale=2.0**30)
     reports = ranks.run(planted.ranks, policy_cases.overflows, untied_model, planted, SAMPLES)
     for report in reports:
@@ -62,6 +63,8 @@ def test_an_overflow_in_float16_halves_the_loss_scale_and_leaves_every_bit_of_th
     ):
         assert [result.grad_norm for result in other["results"]] == [report["results"][-1].grad_norm]
         assert all(torch.equal(report["state"][name], other["state"][name]) for name in other["state"])
+    plain = ranks.run(SHARED.ranks, policy_cases.overflows, untied_model, SHARED, SAMPLES)[0]["results"][0]
+    assert last.grad_norm == pytest.approx(plain.grad_norm, rel=0.01)
 
 
 @matrix

@@ -12,13 +12,6 @@ def meshes(world_size: int, tensor: int, pipeline: int, engine_size: int = 1, co
     ]
 
 
-def test_the_worked_example_of_the_docstring():
-    mesh = Mesh(rank=5, world_size=8, tensor=2, pipeline=2, engine_size=2)
-    assert (mesh.tensor_rank, mesh.data_rank, mesh.pipeline_rank, mesh.data) == (1, 0, 1, 2)
-    assert mesh.is_last_stage and not mesh.counts_loss
-    assert (mesh.num_engines, mesh.engine_index, mesh.is_engine_leader) == (4, 2, False)
-
-
 @pytest.mark.parametrize("sizes", list(itertools.product((1, 2, 3), (1, 2), (1, 2, 4), (1, 2))), ids=str)
 def test_ranks_are_placed_as_megatron_places_them(sizes: tuple[int, int, int, int]):
     tensor, context, pipeline, data = sizes

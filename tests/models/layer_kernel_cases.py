@@ -150,39 +150,24 @@ def repeated(x: Tensor, query: Tensor) -> Tensor:
 
 
 def flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Tensor,
-    of_keys: Tensor,
-    *given: Any,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    **unused: Any,
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, of_keys: Tensor, *given: Any, **window: Any
 ) -> tuple[Tensor, ...]:
-    most, causal = int(bounds.diff().max()), window_size_left is None
-    assert bounds is of_keys and bounds.dtype == torch.int32 and given == (most, most, 0.0, causal, False)
-    assert window_size_right == (None if causal else 0)
+    most, left = int(bounds.diff().max()), window.get("window_size_left")
+    assert (
+        bounds is of_keys and bounds.dtype == torch.int32 and given == (most, most, 0.0, left is None, False)
+    )
+    assert window.get("window_size_right") == (None if left is None else 0)
     assert query.stride(2) == key.stride(2) == value.stride(2) == 1
-    probs = probabilities(query.float(), repeated(key, query), bounds, window_size_left)
+    probs = probabilities(query.float(), repeated(key, query), bounds, left)
     out = torch.einsum("hts,shd->thd", probs, repeated(value, query)).to(query.dtype)
     return out, *(query.new_empty(0) for _ in range(4))
 
 
 def flash_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    bounds: Tensor,
-    *given: Any,
-    window_size_left: int | None = None,
-    **unused: Any,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *given: Any, **window: Any
 ) -> tuple[Tensor, ...]:
     q, up, k, v = query.float(), grad.float(), repeated(key, query), repeated(value, query)
-    p = probabilities(q, k, bounds, window_size_left)
+    p = probabilities(q, k, given[1], window.get("window_size_left"))
     of_p = torch.einsum("thd,shd->hts", up, v)
     of_scores = query.shape[2] ** -0.5 * p * (of_p - (of_p * p).sum(-1, keepdim=True))
     of_keys = [torch.einsum("hts,thd->shd", x, y) for x, y in ((of_scores, q), (p, up))]

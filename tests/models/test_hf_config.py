@@ -152,15 +152,8 @@ def test_a_fifo_in_the_place_of_weights_is_not_waited_for(tmp_path: Path):
         HFReader(folder).tensor("model.norm.weight")
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"rope_theta": 10**350}, '"rope_theta" is 1000'),
-        ({"vocab_size": 10**300}, '"vocab_size" is 1000'),
-    ],
-)
-def test_numbers_and_nesting_beyond_all_measure_are_told(tmp_path: Path, changes: dict[str, Any], told: str):
-    assert told in problem(tmp_path, QWEN3_0_6B, **changes)
+def test_a_number_beyond_all_measure_is_told(tmp_path: Path):
+    assert '"rope_theta" is 1000' in problem(tmp_path, QWEN3_0_6B, rope_theta=10**350)
 
 
 def test_a_llama_has_stretched_rotary_embeddings_and_no_biases(tmp_path: Path):

@@ -20,6 +20,7 @@ from rlmath.planning.checks import (
     algorithm_problems,
     host_memory_problems,
     run_problems,
+    value_problems,
 )
 from rlmath.planning.dry_run import preset_lines
 from rlmath.planning.memory_fit import GIB
@@ -216,6 +217,7 @@ def test_presets_are_the_files_and_start_without_a_warning():
     for name in PRESETS:
         given = [f"algorithm.preset={name}", *(["teacher.path=t"] if name == "distill" else [])]
         assert problems(*given) == [] and notes(*given) == []
+        assert value_problems(load_config([], [*PATHS, *given])) == []
 
 
 def test_a_preset_lies_below_files_and_command_line_wherever_it_is_named(tmp_path: Path):

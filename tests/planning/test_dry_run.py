@@ -364,16 +364,6 @@ def test_tail_batching_and_its_bias_are_told(dry):
     assert "tail batching" not in dry(SMALL_R1)[1]
 
 
-def test_ranks_come_from_the_launcher_where_the_layout_leaves_them_open(dry, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    _, out, _ = dry(SMALL_R1, "parallel.data=null")
-    assert "Layout: 4 ranks" in out
-    _, out, _ = dry(SMALL_R1, "parallel.data=null", "--ranks", "16")
-    assert "Layout: 16 ranks" in out
-    _, out, _ = dry(SMALL_R1)
-    assert "Layout: 8 ranks" in out and "the least" not in out
-
-
 def test_epochs_that_end_before_the_steps_are_worth_knowing(dry, bare_model: Path):
     """599 prompts, 100 a step."""
     words = (f"model.path={bare_model}", *TINY, "run.total_epochs=2")

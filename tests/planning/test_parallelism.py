@@ -34,27 +34,8 @@ def told(layers: int, policy: PolicyConfig | None = None, **parallel: int) -> st
     return problem
 
 
-def fits(layers: int, **parallel: int) -> bool:
-    return not list(stage_problems(ParallelConfig(**parallel), PolicyConfig(), layers))
-
-
 def recompute(method: str, number: int) -> PolicyConfig:
     return PolicyConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=number)
-
-
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        {"pipeline": 2, "virtual_pipeline": 3},
-        {"pipeline": 2, "first_stage_layers": 4},
-        {"pipeline": 2, "first_stage_layers": 5, "last_stage_layers": 7},
-        {"pipeline": 3, "last_stage_layers": 2},
-        {"pipeline": 4, "first_stage_layers": 3, "last_stage_layers": 1},
-        {"pipeline": 3, "virtual_pipeline": 2, "first_stage_layers": 2, "last_stage_layers": 6},
-    ],
-)
-def test_layouts_of_twelve_layers_that_fit(parallel: dict[str, int]):
-    assert fits(12, **parallel)
 
 
 @pytest.mark.parametrize(

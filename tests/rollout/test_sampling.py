@@ -5,8 +5,6 @@ import pytest
 from rlmath.algorithms.types import PartialCompletion, Prompt
 from rlmath.config.schema import RolloutConfig
 from rlmath.rollout.sampling import (
-    AllAtOnce,
-    Load,
     RolloutSeed,
     SamplingSettings,
     continued,
@@ -78,10 +76,3 @@ def test_a_slice_continues_where_the_completion_stands():
     assert (short.min_new_tokens, short.max_new_tokens) == (4, 4), "vLLM refuses a larger least number"
     with pytest.raises(AssertionError, match="it has 20 of 20 tokens"):
         continued(request, (0, 1), PartialCompletion((9,) * 20, (-1.0,) * 20), slice_tokens=8)
-
-
-def test_a_list_of_requests_is_given_once_and_whole():
-    (row,) = group_requests(PROMPTS[:1], SamplingSettings(3, 1.0, 1.0, 0, 9), RolloutSeed(run_seed=1, step=4))
-    source = AllAtOnce(row)
-    assert list(source.pop(Load(in_flight=0, waiting=0))) == row
-    assert not source.pop(Load(in_flight=3, waiting=0))

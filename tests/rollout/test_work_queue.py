@@ -255,10 +255,3 @@ def test_rare_long_answers_idle_at_most_half_as_long_as_with_fixed_shares(engine
     assert sum(map(max, ours)) < 0.95 * sum(map(max, fixed))
     idle = [statistics.mean(idle_shares(way)) for way in (ours, fixed)]
     assert idle[0] < idle[1] / 2
-
-
-def test_a_group_stays_the_same_whoever_draws_it():
-    requests_PG = make_requests([2] * 6, 3)
-    work_queue = [WorkQueue(new_store(), requests_PG, engine_mesh(e, n), 64) for e, n in ((0, 1), (0, 2))]
-    alone, shared = ({request.key: request for request in one.pop(Load(0, 0))} for one in work_queue)
-    assert all(alone[key] == request for key, request in shared.items())

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlmath.config.load import load_config
+from rlmath.data.loader import load_prompts
 from tools.bench_peer import (
     CASES,
     Measured,
@@ -72,8 +73,8 @@ def test_questions_are_asked_alike_and_answers_boxed(tmp_path: Path) -> None:
     data = tmp_path / "gsm8k.jsonl"
     data.write_text(json.dumps({"question": "2 + 3?", "answer": "Add.\n#### 5"}), encoding="utf-8")
     _, file = prepare(tmp_path, "G1", tmp_path, data)
-    (row,) = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-    assert row["prompt"].startswith("2 + 3?\n") and row["solutions"] == ["\\boxed{5}"]
+    (prompt,), _ = load_prompts(str(file), None, 100)
+    assert prompt.text.startswith("2 + 3?\n") and prompt.solutions == ("\\boxed{5}",)
 
 
 @pytest.mark.parametrize(

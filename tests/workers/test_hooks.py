@@ -167,7 +167,7 @@ TWO_GROUPS = [2, 1]
         ("template", "text", "text"),
         ("data_form", None, None),
         ("scorer", True, (1.0, [])),
-        ("reward", (0, {"a": 1}), (0.0, [("a", 1.0)])),
+        ("reward", (-1e30, {"a": 1e308}), (-1e30, [("a", 1e308)])),
     ],
 )
 def test_what_a_kind_may_return(kind: str, returned: object, value: object) -> None:
