@@ -43,7 +43,7 @@ from rlmath.cli import demo
 from rlmath.config.run_files import METRICS_FILE
 from rlmath.config.terminal import escape_terminal
 from tools.figures import print_figure
-from tools.gpu_stages import random_model
+from tools.gpu_stages import has_transformer_engine, random_model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RANKS = 2
@@ -128,8 +128,11 @@ class Measured:
 
 
 def case_of(name: str, device: str) -> Case:
-    """G1 has less work on CPU."""
+    """G1 has less work on CPU, and on a GPU local layers where Transformer Engine is not."""
     case = replace(CASES[name], title=f"{name}: {CASES[name].title}", device=device)
+    if device == "cuda" and not has_transformer_engine():
+        local = (*case.settings, "policy.transformer_impl=local")
+        case = replace(case, title=f"{case.title}, local layers", settings=local)
     if name == "G1" and device == "cpu":
         less = {"prompts": 2, "group": 4, "new_tokens": (16, 16), "warm_up": 0, "steps": 2, "theirs": (4,)}
         case = replace(case, title="G1: a chat model, 2 x 4 x 16 tokens", **less)

@@ -126,6 +126,7 @@ STAGES = (
         420,
         400,
         on_cpu=False,
+        wants=("transformer-engine",),
         variables=("MODEL", "DATA"),
     ),
     Stage(

@@ -18,6 +18,7 @@ from tools.bench_peer import (
     report,
     their_arguments,
 )
+from tools.gpu_stages import has_transformer_engine
 
 COLUMNS = ["bench", "case", "metric", "value", "unit", "baseline", "ratio"]
 OURS = [
@@ -67,6 +68,12 @@ def test_both_sides_do_the_same_work(name: str) -> None:
         assert given[key] == str(value), key
     assert int(given["steps"]) + int(given["warm-up"]) == ours.run.total_steps
     assert case.prompts * case.group % (case.ranks * case.optimizer_steps * case.theirs[0]) == 0
+
+
+def test_on_a_gpu_ours_takes_the_layers_that_are_there() -> None:
+    settings = our_settings(Path("run"), Path("model"), Path("data"), case_of("G1", "cuda"), ())
+    layers = "transformer_engine" if has_transformer_engine() else "local"
+    assert load_config([], settings).policy.transformer_impl == layers
 
 
 def test_questions_are_asked_alike_and_answers_boxed(tmp_path: Path) -> None:
