@@ -14,7 +14,8 @@ six) once, and the best of them `--rounds` times in all, in turns with the other
 - P1: 0.6M parameters, 32 prompts x 8, exactly 128 new tokens, one optimizer step
 - P3: the demo's base model, 64 x 8, at most 32 new tokens, 4 optimizer steps
 - G1, with --model and --data (question and answer, as GSM8K's): 64 x 16, exactly 256 new tokens, one optimizer step;
-  both compute the log-probs of what they sampled anew. On CPU 2 x 4 of 16 tokens, which shows that it runs
+  both compute the log-probs of what they sampled anew, and reward it by tools/peer_reward.py. On CPU 2 x 4 of 16
+  tokens, which shows that it runs
 
 Prints figures (tools/figures.py). Seconds of a step are medians over all measured steps of a side's best setting;
 realised lengths are reported. A run that is not done within `--limit` seconds ends the bench; with `--seconds` no round
@@ -104,6 +105,7 @@ CASES = {
             "rollout.max_num_seqs=1024",
             "rollout.memory_share=0.4",
             "optimizer.warmup_steps=0",
+            f"reward.function={REPOSITORY / 'tools' / 'peer_reward.py'}:early_letters",
         ),
     ),
 }

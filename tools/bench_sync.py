@@ -7,8 +7,7 @@ backend. In the same run, taking turns:
 
 - ours: `rlmath.rollout.weight_sync.weight_sync.WeightTransfer`;
 - "gather and reload": every tensor is gathered whole on every rank (all-gather over tensor ranks, broadcast from its
-  pipeline stage) and handed to vLLM's `reload_weights`, which keeps its part;
-- "plain copy": memory of the size of a rank's engine weights, copied once.
+  pipeline stage) and handed to vLLM's `reload_weights`, which keeps its part.
 
 Both syncs have their matrices packed by vLLM's CPU backend; that time is measured where vLLM spends it, reported apart
 ("packing_seconds") and taken off both. Where a layout moves nothing between ranks in either way, the ratio is only for
@@ -162,17 +161,6 @@ def gather_and_reload(chunks: list[torch.nn.Module], shape: ModelShape, mesh: Me
     collections.deque(tensors, maxlen=0)
 
 
-def plain_copy(engine_bytes: int) -> float:
-    """Seconds to copy so many bytes within memory that is in use already (median of 5)."""
-    source, target = (torch.zeros(engine_bytes, dtype=torch.uint8) for _ in range(2))
-    seconds = []
-    for _ in range(5):
-        started = time.perf_counter()
-        target.copy_(source)
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
-
-
 def measure(case: Case, shape: ModelShape, engine: Engine, clock: PackingClock, repeats: int) -> None:
     device = open_device("cpu")
     with laid_out(case, device) as mesh:
@@ -197,21 +185,17 @@ def measure(case: Case, shape: ModelShape, engine: Engine, clock: PackingClock, 
             ]
             for timings, work in turns if repeat % 2 else reversed(turns):
                 timings.add(work, clock)
-        copied = max(all_gather_objects(plain_copy(report.bytes_copied + report.bytes_received)))
         sent = sum(all_gather_objects(report.bytes_sent))
         if mesh.rank == 0:
-            tell(case, shape, ours, theirs, copied, sent, sync.lower_bound)
+            tell(case, shape, ours, theirs, sent, sync.lower_bound)
 
 
-def tell(
-    case: Case, shape: ModelShape, ours: Timings, theirs: Timings, copied: float, sent: int, bound: int
-) -> None:
+def tell(case: Case, shape: ModelShape, ours: Timings, theirs: Timings, sent: int, bound: int) -> None:
     name = f"{case.name}, {sum_parameters(shape) / 1e6:.0f}M"
     mine, other = statistics.median(ours.seconds), statistics.median(theirs.seconds)
     for metric, value, baseline, ratio in (
         ("sync_seconds", mine, "gather and reload", other / mine),
         ("sync_seconds", other, "gather and reload itself", 1.0),
-        ("sync_seconds_over_copy", mine, "plain copy", copied / mine),
         ("packing_seconds", statistics.median(ours.packing), None, None),
         ("packing_seconds of the baseline", statistics.median(theirs.packing), None, None),
     ):

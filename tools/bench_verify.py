@@ -1,11 +1,10 @@
 """Answers judged per second, against math-verify called one by one in one process on the same cases.
 
-    python tools/bench_verify.py [--quick] [--only functions] [--benchmarks DIR]
+    python tools/bench_verify.py [--quick] [--benchmarks DIR]
 
 With a folder of public benchmark files (math_500.jsonl, olympiadbench.jsonl, ...) the mixture is their reference
-answers, each as it is, slightly rewritten, and another problem's; without one it is tests/answers/cases.jsonl. Slow
-reward functions are timed, too, against the least time that their answers can take; some of these hang. Prints figures
-(tools/figures.py), medians.
+answers, each as it is, slightly rewritten, and another problem's; without one it is tests/answers/cases.jsonl. Prints
+figures (tools/figures.py), medians.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,15 +31,6 @@ CASES = Path(__file__).resolve().parents[1] / "tests" / "answers" / "cases.jsonl
 SEED = 1
 SERIAL = "math-verify, serial"
 HANG_LIMIT_SECONDS = 1.0
-FUNCTION_LIMIT_SECONDS = 5.0
-"""The default of reward.timeout_seconds."""
-SLOW_FUNCTIONS = """
-import time
-
-def reward(completion, solutions, row):
-    time.sleep(1000.0 if completion == "hang" else row["seconds"])
-    return 1.0
-"""
 
 
 @dataclass(frozen=True)
@@ -200,63 +189,14 @@ def bench_hanging(cases: Sequence[Case], size: int, repeats: int) -> None:
     report(name, "processes left", processes_left(), "processes")
 
 
-def bench_functions(
-    function: str,
-    answers: int,
-    hangs: int,
-    seconds: float,
-    workers: int,
-    limit: float = FUNCTION_LIMIT_SECONDS,
-) -> None:
-    """A step of a reward function that sleeps `seconds`, and of one that hangs on a few answers: each has a reward, but
-    for those that hang. One that hangs after others in its worker is scored again, and costs two limits."""
-    texts = ["hang"] * hangs + ["x"] * answers
-    random.Random(SEED).shuffle(texts)
-    row = {"seconds": seconds}
-    with WorkerPool(workers, limit, function=function) as pool:
-        pool.call("x", [], {"seconds": 0.0}).result()
-        started = time.perf_counter()
-        results = pool.results([pool.call(text, [], row) for text in texts])
-        took = time.perf_counter() - started
-    lost = sum(one.failure is not None for one, text in zip(results, texts, strict=True) if text != "hang")
-    least = (answers * seconds + hangs * limit) / workers
-    least = max(least, limit if hangs else 0.0)
-    name = f"sleep({seconds:g}), {answers} answers, {workers} worker{'s' * (workers > 1)}"
-    name += f", {hangs} hang" * (hangs > 0)
-    report(
-        name, "a step", took, "s", "least possible: (answers x sleep + hangs x limit) / workers", least / took
-    )
-    report(name, "mean reward without those that hang", 1 - lost / answers, "reward")
-    waits = [one.queue_seconds for one in results]
-    report(name, "longest wait for a worker", max(waits), "s")
-
-
-def bench_all_functions(quick: bool) -> None:
-    cases = (
-        [(24, 0, 0.1), (24, 2, 0.1)] if quick else [(256, 0, 0.1), (256, 8, 0.1), (32, 0, 1.0), (32, 4, 1.0)]
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "slow_rewards.py"
-        file.write_text(SLOW_FUNCTIONS)
-        for answers, hangs, seconds in cases:
-            for workers in (1, 2, 4):
-                limit = HANG_LIMIT_SECONDS if quick else FUNCTION_LIMIT_SECONDS
-                bench_functions(f"{file}:reward", answers, hangs, seconds, workers, limit)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Answers judged per second, against math-verify.")
     parser.add_argument(
         "--quick", action="store_true", help="fewer cases, once: within a minute on two cores"
     )
     parser.add_argument("--benchmarks", help="folder of public benchmark files")
-    parser.add_argument("--only", choices=("verify", "functions"), help="one half of it")
     options = parser.parse_args(arguments)
     logging.disable(logging.CRITICAL)
-    if options.only != "verify":
-        bench_all_functions(options.quick)
-    if options.only == "functions":
-        return 0
     labelled = labelled_cases()[:: 8 if options.quick else 1]
     cases, name, repeats = labelled, "labelled cases", 1 if options.quick else 3
     if options.benchmarks:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import datasets
 import torch
@@ -23,6 +26,8 @@ import transformers
 import trl
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+
+from tools.peer_reward import early_letters
 
 
 @dataclass
@@ -105,11 +110,9 @@ def main() -> None:
 
     def reward(completions: list[Any], answer: list[str], **more: Any) -> list[float]:
         if given.chat:
-            completions = [turns[0]["content"] for turns in completions]
+            return [early_letters(turns[0]["content"]) for turns in completions]
         pairs = zip(completions, answer, strict=True)
-        return [
-            5.0 if text.endswith(right) or (given.chat and right in text) else -5.0 for text, right in pairs
-        ]
+        return [5.0 if text.endswith(right) else -5.0 for text, right in pairs]
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
     of_rank = given.prompts * given.group // world

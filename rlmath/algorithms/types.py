@@ -83,13 +83,14 @@ class Completion:
     """By which weights its tokens were sampled, in order; from an engine there is at least one."""
 
     def lag(self, version: int) -> list[int]:
-        """By token, how many optimizer steps its weights are behind `version`.
+        """By token, how many optimizer steps its weights are behind `version`; 0 where they are newer, as in a replay
+        from an earlier checkpoint.
 
         >>> done = Completion(0, (7, 8), (-1.0, -1.0), "", "stop", 4, (Segment(1, 2, 0), Segment(1, 4, 1)))
-        >>> done.lag(5)
-        [3, 1]
+        >>> done.lag(5), done.lag(3)
+        ([3, 1], [1, 0])
         """
-        return [version - one.policy_version for one in self.segments for _ in range(one.tokens)]
+        return [max(0, version - one.policy_version) for one in self.segments for _ in range(one.tokens)]
 
 
 @dataclass(frozen=True)

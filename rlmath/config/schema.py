@@ -609,8 +609,8 @@ class AlgorithmConfig:
     clip_ratio_high: PositiveFloat | None = None
     """The importance ratio is clipped above 1 + clip_ratio_high (DAPO's clip-higher). null: clip_ratio."""
     dual_clip: RatioAboveOne | None = None
-    """Largest importance ratio that counts where the advantage is negative (AReaL: c_clip, verl: clip_ratio_c). null:
-    no bound."""
+    """Largest importance ratio that counts where the advantage is negative, with loss=dppo_* whatever it is (AReaL:
+    c_clip, verl: clip_ratio_c). null: no bound."""
     sapo_temperature_pos: PositiveFloat = 1.0
     """loss=sapo: temperature of the gate where the advantage is above 0 (arXiv:2511.20347)."""
     sapo_temperature_neg: PositiveFloat = 1.05

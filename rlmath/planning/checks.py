@@ -402,6 +402,11 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f'algorithm.advantage is "{algorithm.advantage}", which counts successes, and algorithm.kl_in="reward" '
             "takes every completion's KL from what is counted. Set algorithm.kl_in=loss."
         )
+    if algorithm.advantage == "maxrl" and config.reward.length_penalty:
+        yield (
+            'algorithm.advantage is "maxrl", which counts rewards above 0, whatever their size: reward.length_penalty '
+            "would change nothing, or make a right answer a wrong one. Set it to 0."
+        )
     if (hook := advantage_hook(config)) is not None and algorithm.kl_in == "reward" and algorithm.kl_coef:
         yield (
             f'algorithm.kl_in is "reward", which is part of the advantages, and these are of {hook}. Set '
@@ -429,6 +434,12 @@ def algorithm_problems(config: Config) -> Iterator[str]:
                 f'algorithm.kl_estimator is "{algorithm.kl_estimator}", whose mean is no KL: with algorithm.kl_ratio '
                 "its gradient is none of the KL's. Set algorithm.kl_estimator=k3, or algorithm.kl_ratio=null."
             )
+    if algorithm.selects_tokens and algorithm.recompute_logprobs and not algorithm.recomputes:
+        yield (
+            'algorithm.proximal_logprobs is "interpolate", which saves the pass for the policy\'s log-probs, and '
+            "algorithm.top_entropy_share, clip_cov_ratio and kl_cov_ratio make that pass. Set "
+            "algorithm.proximal_logprobs=recompute."
+        )
     if algorithm.clip_cov_ratio is not None and algorithm.kl_cov_ratio is not None:
         yield (
             "algorithm.clip_cov_ratio and algorithm.kl_cov_ratio are two ways to hold the same tokens. Set one of them "

@@ -24,7 +24,8 @@ UNUSED: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     ("optimizer.min_lr", lambda c: c.optimizer.decay == "constant", 'with optimizer.decay="constant"'),
     (
         "algorithm.loss algorithm.clip_ratio algorithm.clip_ratio_high algorithm.dual_clip "
-        "algorithm.early_stop_ratio_low algorithm.early_stop_kl",
+        "algorithm.early_stop_ratio_low algorithm.early_stop_kl algorithm.kl_cov_ratio algorithm.kl_cov_coef "
+        "algorithm.sapo_temperature_pos algorithm.sapo_temperature_neg algorithm.proximal_logprobs",
         lambda c: c.algorithm.recompute_logprobs and c.algorithm.n_minibatches == c.algorithm.epochs == 1,
         "since one minibatch a step (algorithm.n_minibatches=1, epochs=1) is learned from before the policy changes, "
         "and every importance ratio is 1",
@@ -41,13 +42,8 @@ UNUSED: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     ),
     (
         "algorithm.proximal_logprobs",
-        lambda c: (
-            not c.algorithm.recompute_logprobs
-            or c.algorithm.n_minibatches == c.algorithm.epochs == 1
-            or not (c.rollout.max_staleness and (c.rollout.ranks or c.rollout.tail == "carry"))
-        ),
-        "without tokens of older weights (rollout.max_staleness with rollout.ranks or rollout.tail=carry), recomputed "
-        "log-probs and several minibatches a step",
+        lambda c: not c.algorithm.recompute_logprobs,
+        "with algorithm.recompute_logprobs=false",
     ),
     (
         "algorithm.pass_k",
@@ -233,6 +229,13 @@ def _rollout_warnings(config: Config) -> Iterator[str]:
             f"algorithm.recompute_logprobs=false with rollout.max_staleness={rollout.max_staleness}: the loss clips "
             "the ratio to the versions that sampled the tokens, and tokens that the policy has moved away from since "
             "give no gradient. configs/algorithms/decoupled.yaml has the loss that is made for old tokens."
+        )
+    several = algorithm.n_minibatches * algorithm.epochs > 1
+    if several and not old and algorithm.recompute_logprobs and not algorithm.recomputes:
+        yield (
+            'algorithm.proximal_logprobs="interpolate" without tokens of older weights (rollout.max_staleness with '
+            "rollout.ranks or rollout.tail=carry): from a step's second update on the ratio is to the engine's "
+            "log-probs."
         )
     if data.curriculum == "band" and data.band_low == 0 and data.band_high == 1:
         yield 'data.curriculum="band" skips nothing with data.band_low=0 and data.band_high=1.'

@@ -153,7 +153,8 @@ class PolicyTrainer(Trainer):
 
     def control_entropy(self, update: UpdateRecord) -> dict[str, float]:
         """The weight of the entropy in the next step's loss, where a target is to be kept; its metric."""
-        algorithm, results = self.config.algorithm, update.results
+        algorithm = self.config.algorithm
+        results = [one for one in update.results if one.discarded is None]
         if algorithm.entropy_target is None:
             return {}
         used = self.entropy.weight
@@ -341,7 +342,8 @@ class PolicyUpdater:
     def pack(self, scored: ScoredStep, means_PG: Sequence[Sequence[float]]) -> PackedStep:
         """This data-parallel rank's micro-batches, with these advantages in all tokens of a completion."""
         with self.timers.phase("pack"):
-            needs_lag = self.config.algorithm.proximal_logprobs != "recompute"
+            algorithm = self.config.algorithm
+            needs_lag = algorithm.recompute_logprobs and algorithm.proximal_logprobs != "recompute"
             version = self.actor.learner.updates if needs_lag else None
             packed = self.pack_minibatches(make_samples(scored.groups, means_PG, version), scored.number)
         bounds = pairwise(accumulate(map(len, packed), initial=0))

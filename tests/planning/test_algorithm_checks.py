@@ -98,6 +98,11 @@ def test_runs_that_can_start(overrides: list[str]):
             ["algorithm.advantage=maxrl", "algorithm.kl_in=reward", "algorithm.kl_coef=0.1", K1],
             "which counts successes",
         ),
+        (["algorithm.advantage=maxrl", "reward.length_penalty=0.1"], "which counts rewards above 0"),
+        (
+            ["algorithm.proximal_logprobs=interpolate", "algorithm.kl_cov_ratio=0.1", "algorithm.epochs=2"],
+            "clip_cov_ratio and kl_cov_ratio make that pass",
+        ),
         (
             ["algorithm.clip_cov_ratio=2e-4", "algorithm.kl_cov_ratio=2e-4"],
             "are two ways to hold the same tokens",
@@ -147,6 +152,8 @@ def test_settings_that_do_not_fit_together(overrides: list[str], told: str):
             ["algorithm.loss=cispo", "algorithm.clip_ratio_high=0.3"],
             "algorithm.loss, algorithm.clip_ratio_high: no effect since one minibatch a step",
         ),
+        (["algorithm.kl_cov_ratio=0.1"], "algorithm.kl_cov_ratio: no effect since one minibatch a step"),
+        (["algorithm.proximal_logprobs=interpolate", "algorithm.epochs=2"], "the ratio is to the engine's"),
         (["algorithm.loss=gspo", "algorithm.epochs=2"], "clip_ratio=0.2 hardly ever clips the mean ratio"),
         (
             [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,8 @@ def test_it_follows_the_mean_over_tokens_and_goes_on_after_a_checkpoint(tmp_path
     assert run.actor.learner.settings.entropy_coef == pytest.approx(0.015)
     assert run.control_entropy(update(0.3)) == {"train/entropy_coef": pytest.approx(0.015)}
     assert run.actor.learner.settings.entropy_coef == 0.0 and run.entropy.coef == pytest.approx(0.01)
-    run.control_entropy(update())  # a step without an update tells nothing
+    bad = MinibatchResult({"entropy": math.nan, "tokens": 9.0}, {}, 1.0, 0.1, "the loss is not finite")
+    run.control_entropy(UpdateRecord([bad], [], None))  # a step without an update tells nothing
     assert run.entropy_control == (pytest.approx(0.01), 0.0)
     state = Progress(1, 0, 4, 2, 1, "TP1", 1, (), (), "m", "d", {}, entropy=run.entropy_control)
     write_progress(tmp_path, state)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from rlmath.algorithms.losses import TOKEN_MEAN, Normalisation
-from rlmath.algorithms.types import Sample
+from rlmath.algorithms.types import Completion, Prompt, Sample, ScoredGroup, Segment
 from rlmath.config.schema import (
     AlgorithmConfig,
     Config,
@@ -27,6 +28,7 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.trainer.policy_update import PolicyUpdater
 from rlmath.trainer.sft import SftTrainer
+from rlmath.trainer.token_advantages import ScoredStep
 from tests.tiny_models import make_samples, shape_of
 
 SEED, BUDGET = 11, 700
@@ -93,6 +95,25 @@ def test_a_step_of_rl_is_packed_as_the_settings_say(tied_model: Path, data_rank:
     for ours, planned in zip(found, plan(tied_model, SAMPLES, 2, step_seed), strict=True):
         mine = planned.microbatches_by_rank[data_rank]
         assert_same(ours, [pack(SAMPLES, indices, 2, Normalisation("constant", 603)) for indices in mine])
+
+
+@pytest.mark.parametrize(
+    ("proximal", "recompute", "lag"),
+    [("recompute", True, None), ("interpolate", True, [0, 3, 1]), ("compare", False, None)],
+)
+def test_only_log_probs_between_two_versions_need_the_versions_of_tokens(
+    tied_model: Path, proximal: Any, recompute: bool, lag: list[int] | None
+) -> None:
+    config = replace(
+        settings(proximal_logprobs=proximal, recompute_logprobs=recompute), parallel=ParallelConfig()
+    )
+    actor: Any = SimpleNamespace(learner=SimpleNamespace(updates=5))
+    segments = Segment(1, 2, 0), Segment(1, 4, 1)
+    completion = Completion(0, (7, 8), (-1.0, -1.0), "", "stop", 4, segments)
+    group = ScoredGroup(Prompt("q", "?", (3,), ("2",), "math"), (completion,), ())
+    alone = replace(updater(tied_model, ALONE, config), actor=actor)
+    (batch,) = alone.pack(ScoredStep(0, [group], [[1.0]], [[2]]), [[1.0]]).batches
+    assert (None if batch.lag_T is None else batch.lag_T.tolist()) == lag
 
 
 def _lengths(batches: list[MicroBatch]) -> list[tuple[int, int]]:

@@ -64,7 +64,6 @@ logger = logging.getLogger(__name__)
 class StepRollout:
     """What a step has to learn from."""
 
-    epoch: int
     selection: Selection
     rounds: list[list[EngineUsage]]
     """What every engine did, by rollout of the step."""
@@ -177,7 +176,7 @@ class WholeRollouts(StepRollouts):
         tokens = sum(len(one.token_ids) for group in selection.sampled for one in group.completions)
         scores = [score for group in selection.sampled for score in group.scores]
         self._sampled, self.next_draw = selection.sampled, (number + 1) * order.prompts_per_step
-        return StepRollout(number // order.steps_per_epoch, selection, rounds, scores, tokens)
+        return StepRollout(selection, rounds, scores, tokens)
 
     def resume(self, folder: Path, steps_done: int, reward_changed: bool) -> None:
         super().resume(folder, steps_done, reward_changed)
@@ -290,7 +289,6 @@ class RolloutsWithUnfinished(StepRollouts):
             text = "%d groups that were drawn are not learned from: the run has fewer steps than when it drew them"
             logger.warning(text, len(left.groups))
         return StepRollout(
-            number // self._inputs.order.steps_per_epoch,
             Selection(sampled, found.chosen, self._limits.groups_per_step),
             rounds=[],
             scores=[score for group in sampled for score in group.scores],
