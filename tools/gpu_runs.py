@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,8 +140,12 @@ def ranks(given: argparse.Namespace) -> None:
             for name, one in runs.items()
         }
         bases: dict[str, Found] = {}
-        for name, one in runs.items():
-            failed, found = started[name].result()
+        # First those that others are compared with, then as they end: one that hangs keeps back its own line alone.
+        names = {future: name for name, future in started.items()}
+        first = list({one.model: started[name] for name, one in reversed(runs.items())}.values())
+        for future in (*first, *as_completed(names.keys() - set(first))):
+            name = names[future]
+            one, (failed, found) = runs[name], future.result()
             if failed is not None:
                 tell(name, failed, expected="exit status 0", holds=False)
                 continue
@@ -216,11 +220,21 @@ def run(place: Path, layout: Layout, model: Path, common: Sequence[str]) -> tupl
                     stderr=subprocess.STDOUT,
                 )
             )
-    codes = [process.wait() for process in started]
-    if any(codes):
-        return f"exit status {next(filter(None, codes))}: {reason(place)}", Found((), {})
+    if status := wait_for_all(started):
+        return f"exit status {status}: {reason(place)}", Found((), {})
     rows = [json.loads(line) for line in (output / METRICS_FILE).read_text("utf-8").splitlines()]
     return None, Found(rows, load_weights(output / EXPORT_FOLDER))
+
+
+def wait_for_all(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """The exit status of the first that failed, 0 of none. The others are ended then: they would wait for it."""
+    status = 0
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        for ended in as_completed([pool.submit(rank.wait) for rank in ranks]):
+            if not status and (status := ended.result()):
+                for rank in ranks:
+                    rank.terminate()
+    return status
 
 
 def host_of(name: str, rank: int) -> dict[str, str]:

@@ -112,7 +112,7 @@ def _shared_gpu_arguments(settings: RolloutConfig) -> dict[str, Any]:
         )
     # Both would ask for a GPU behind each rank: the reduction by symmetric memory, and the custom one.
     os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
-    return {"worker_cls": SHARED_GPU_WORKER, "disable_custom_all_reduce": True}
+    return {"disable_custom_all_reduce": True}
 
 
 def _gpu_arguments(settings: RolloutConfig) -> dict[str, Any]:
@@ -121,6 +121,8 @@ def _gpu_arguments(settings: RolloutConfig) -> dict[str, Any]:
         "enforce_eager": not settings.cuda_graphs,
         "gpu_memory_utilization": settings.memory_share if cache is None else LEAST_SHARE,
         "kv_cache_memory_bytes": None if cache is None else int(cache * 2**30),
+        # Others on the GPU need not be ranks of this process group: engines on ranks of their own, or other runs.
+        **({} if cache is None else {"worker_cls": SHARED_GPU_WORKER}),
         # The fused kernel is FlashInfer's; see `prepare_environment`.
         "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
     }

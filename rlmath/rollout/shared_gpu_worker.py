@@ -1,4 +1,4 @@
-"""vLLM's GPU worker for a GPU that several ranks share.
+"""vLLM's GPU worker for a GPU that other processes use, too.
 
 vLLM imports it by its name (`worker_cls`), in the process of the rank.
 """
@@ -12,7 +12,7 @@ OTHERS_GREW = "Memory usage increased after sleeping"
 
 
 class SharedGPUWorker(Worker):
-    """A worker whose sleep may end with less free memory than before, which other ranks have taken meanwhile."""
+    """A worker whose sleep may end with less free memory than before, which others have taken meanwhile."""
 
     def sleep(self, level: int = 1) -> None:
         """As vLLM's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -80,6 +81,14 @@ def test_a_layout_that_is_not_as_one_rank_is_told(
     gpu_runs.tell_found("TP2", gpu_runs.LAYOUTS["TP2"], other, one, {"w": torch.zeros(2)}, "cpu")
     told = json.loads(capsys.readouterr().out)
     assert (told["expected"], told["holds"]) == (expected, expected == "as one rank")
+
+
+def test_a_rank_that_fails_ends_the_others_of_its_layout() -> None:
+    """Which would wait for it until the stage has no time left."""
+    codes = ("import time; time.sleep(600)", "raise SystemExit(3)")
+    ranks = [subprocess.Popen([sys.executable, "-c", code]) for code in codes]
+    assert gpu_runs.wait_for_all(ranks) == 3
+    assert [rank.returncode for rank in ranks] == [-signal.SIGTERM, 3]
 
 
 def test_a_stage_that_hangs_is_stopped_with_all_that_it_started(tmp_path: Path) -> None:

@@ -404,6 +404,7 @@ def test_what_an_engine_is_given_for_the_device() -> None:
         "enable_chunked_prefill": False,
         "gpu_memory_utilization": 0.01,
         "kv_cache_memory_bytes": int(2.707 * 2**30),
+        "worker_cls": "rlmath.rollout.shared_gpu_worker.SharedGPUWorker",
         "enable_sleep_mode": True,
         "moe_backend": "triton",
         "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
@@ -414,14 +415,14 @@ def test_what_an_engine_is_given_for_the_device() -> None:
     graphs = _device_arguments(replace(DISTINCT.rollout, cuda_graphs=True), GPU)
     assert graphs == on_gpu | {"enforce_eager": False}
     measured = replace(DISTINCT.rollout, kv_cache_gib=None)
-    assert _device_arguments(measured, GPU) == on_gpu | {
+    as_found = _device_arguments(measured, GPU)
+    assert as_found | {"worker_cls": on_gpu["worker_cls"]} == on_gpu | {
         "gpu_memory_utilization": 0.443,
         "kv_cache_memory_bytes": None,
     }
-    assert _device_arguments(DISTINCT.rollout, GPU, shares_gpu=True) == on_gpu | {
-        "worker_cls": "rlmath.rollout.shared_gpu_worker.SharedGPUWorker",
-        "disable_custom_all_reduce": True,
-    }
+    assert "worker_cls" not in as_found
+    shared = _device_arguments(DISTINCT.rollout, GPU, shares_gpu=True)
+    assert shared == on_gpu | {"disable_custom_all_reduce": True}
     with pytest.raises(ValueError, match="Set it to the size of one rank's KV cache"):
         _device_arguments(measured, GPU, shares_gpu=True)
     split = _device_arguments(replace(DISTINCT.rollout, chunked_prefill=True), GPU)
