@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlmath.algorithms.kl import kl_estimate
-from rlmath.algorithms.types import Sample, ScoredGroup
+from rlmath.algorithms.types import Sample, ScoredGroup, Segment
 from rlmath.config.schema import AlgorithmConfig
 from rlmath.trainer.policy_update import make_samples
 from tests.distributed import oracle, update_cases
@@ -150,3 +150,31 @@ def test_chosen_tokens_do_not_depend_on_ranks_and_micro_batches(ranks: RankPool,
     )
     differ = [(one.update[name] - plain.update[name]).abs().max() for name in plain.update]
     assert max(differ) > 1e-2 * max(update.abs().max() for update in plain.update.values())
+
+
+@matrix
+def test_interpolated_log_probs_are_the_recomputed_ones_until_the_first_update(
+    ranks: RankPool, untied_model: Path
+) -> None:
+    """Of tokens whose weights are two optimizer steps older than those of the step's start."""
+    old = [
+        replace(
+            group,
+            completions=tuple(
+                replace(one, segments=(Segment(len(one.token_ids), -2, 0),)) for one in group.completions
+            ),
+        )
+        for group in GROUPS
+    ]
+    found = {}
+    for word in ("recompute", "interpolate", "compare"):
+        algorithm = AlgorithmConfig(
+            n_minibatches=2, importance_correction="token", early_stop_ratio=None, proximal_logprobs=word
+        )
+        outcome = ranks.run(1, update_cases.step, untied_model, LAYOUTS[0], old, algorithm)[0]
+        found[word] = [result.sums for result in outcome.record.results]
+    assert found["interpolate"][0] == pytest.approx(found["recompute"][0], rel=1e-4, abs=1e-3)
+    errors = [one["proximal_error"] / one["tokens"] for one in found["compare"]]
+    assert errors[0] < 1e-5 < 1e-3 < errors[1]
+    assert found["compare"][1]["ratio"] == pytest.approx(found["recompute"][1]["ratio"], rel=1e-3)
+    assert found["interpolate"][1]["ratio"] != pytest.approx(found["recompute"][1]["ratio"], rel=1e-3)
