@@ -126,6 +126,7 @@ UNUSED: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         lambda c: c.rollout.tail != "carry" and not c.rollout.ranks,
         'without rollout.tail="carry" or rollout.ranks',
     ),
+    ("rollout.memory_share", lambda c: c.rollout.kv_cache_gib is not None, "with rollout.kv_cache_gib"),
     ("rollout.slice_tokens", lambda c: c.rollout.tail == "wait", 'with rollout.tail="wait"'),
     ("rollout.max_groups_in_flight", lambda c: c.rollout.tail != "carry", 'without rollout.tail="carry"'),
     (

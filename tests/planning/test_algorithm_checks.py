@@ -179,6 +179,10 @@ def test_settings_that_do_not_fit_together(overrides: list[str], told: str):
         (["selection.dynamic_sampling=reward"], "samples none in their place"),
         (["algorithm.kl_in=reward"], "no effect with algorithm.kl_coef=0"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "an expected gradient of 0"),
+        (
+            ["rollout.kv_cache_gib=2", "rollout.memory_share=0.3"],
+            "share: no effect with rollout.kv_cache_gib",
+        ),
         (["selection.max_extra_prompts=4"], "no effect without selection.dynamic_sampling"),
         (
             ["selection.drop_truncated=true", "reward.mask_no_eos_with_zero=true"],
