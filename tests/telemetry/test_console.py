@@ -102,7 +102,9 @@ FOR_THE_FILE = (
 
 def logged(rank: int, folder: Path, **variables: str) -> str:
     # Without what engines of other tests have set in this process.
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "TRANSFORMERS_"))}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "TRANSFORMERS_"))
+    }
     environment = kept | {"PYTHONPATH": os.pathsep.join(sys.path)} | variables
     command = [sys.executable, "-c", LIBRARIES, str(rank), str(folder)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stderr
