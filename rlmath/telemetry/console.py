@@ -98,7 +98,8 @@ def route_library_logs() -> None:
             found.handlers.clear()
             found.propagate = True
     for library in LIBRARIES:
-        logging.getLogger(library).setLevel(level)
+        if library != "torch" or "TORCH_LOGS" not in os.environ:
+            logging.getLogger(library).setLevel(level)
 
 
 def _is_library(name: str) -> bool:
