@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rlmath.algorithms.importance_sampling import CorrectionLevel
 from rlmath.algorithms.losses import LossKind, LossSettings, Normalisation, NormalisationKind
 from rlmath.algorithms.types import Sample
 from rlmath.data.packing import MicroBatch, pack
@@ -28,6 +29,8 @@ class Variant:
     kind: LossKind = "clip"
     entropy_coef: float = 0.0
     off_policy_mask: float | None = None
+    kl_ratio: CorrectionLevel | None = None
+    """With a KL to the policy that sampled, weighed so."""
 
     def max_tokens(self, samples: list[Sample], data_size: int) -> int:
         total = sum(sample.length for sample in samples)
@@ -57,14 +60,18 @@ def outcomes(folder: Path, case: Case, samples: list[Sample], variants: list[Var
     found = []
     for variant in variants:
         batches = _microbatches(stage, samples, variant)
-        loss = LossSettings(
-            variant.kind, entropy_coef=variant.entropy_coef, off_policy_mask=variant.off_policy_mask
+        stage.actor.learner.settings = LossSettings(
+            variant.kind,
+            kl_coef=0.1,
+            kl_ratio=variant.kl_ratio,
+            entropy_coef=variant.entropy_coef,
+            off_policy_mask=variant.off_policy_mask,
         )
-        stage.actor.learner.settings = loss
-        gradients = _gradients(stage, batches) if case.optimizer == "sgd" else {}
+        reference = [batch.behaviour_logprobs_T for batch in batches] if variant.kl_ratio else None
+        gradients = _gradients(stage, batches, reference) if case.optimizer == "sgd" else {}
         with _weights_kept(stage):
             before = whole_tensors(stage)
-            result = stage.actor.learner.learn(batches, None, None)
+            result = stage.actor.learner.learn(batches, None, reference)
             after = whole_tensors(stage)
         assert result.discarded is None, result.discarded
         update = {name: after[name] - before[name] for name in after}
@@ -88,9 +95,9 @@ def _microbatches(stage: Stage, samples: list[Sample], variant: Variant) -> list
     return [pack(samples, indices, 1, normalisation) for indices in mine]
 
 
-def _gradients(stage: Stage, batches: list[MicroBatch]) -> dict[str, Tensor]:
+def _gradients(stage: Stage, batches: list[MicroBatch], reference: list[Tensor] | None) -> dict[str, Tensor]:
     learner = stage.actor.learner
-    learner.forward_backward.run(batches, partial(learner._loss, None, None, False), forward_only=False)
+    learner.forward_backward.run(batches, partial(learner._loss, None, reference, False), forward_only=False)
     gradients = whole_gradients(stage)
     learner.forward_backward.zero_grad()
     return gradients

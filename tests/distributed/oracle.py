@@ -41,9 +41,10 @@ def loss(
     normalisation: str = "token",
     entropy_coef: float = 0.0,
     off_policy_mask: float | None = None,
+    kl_ratio: str | None = None,
 ) -> Tensor:
     """The losses of docs/algorithm.md as the papers write them, sample by sample; k3 KL; mean over tokens or over the
-    samples' means."""
+    samples' means. With `kl_ratio` the KL is to the policy that sampled, a tenth of it."""
     total, count = torch.zeros(()), 0
     for sample in samples:
         logprobs, entropy = completion_terms(model, sample)
@@ -56,6 +57,9 @@ def loss(
             with torch.no_grad():
                 ref = completion_logprobs(reference, sample)
             per_token = per_token + kl_coef * ((ref - logprobs).exp() - (ref - logprobs) - 1)
+        if kl_ratio is not None:
+            weight = (log_ratio if kl_ratio == "token" else log_ratio.sum()).clamp(-20, 20).exp()
+            per_token = per_token + 0.1 * weight * ((-log_ratio).exp() + log_ratio - 1)
         total = total + (per_token.sum() if normalisation == "token" else per_token.mean())
         count += len(sample.completion_ids) if normalisation == "token" else 1
     return total / count
@@ -71,6 +75,11 @@ def _surrogate(kind: str, logprobs: Tensor, log_ratio: Tensor, advantage: float)
         now = logprobs.detach().exp()
         moved = now - now / log_ratio.detach().exp()
         return torch.where((moved * advantage > 0) & (moved.abs() > 0.2), 0.0, -log_ratio.exp() * advantage)
+    if kind == "dppo_kl":
+        p, q = logprobs.detach().exp(), (logprobs - log_ratio).detach().exp()
+        divergence = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
+        away = ((p - q) * advantage > 0) & (divergence > 0.2)
+        return torch.where(away, 0.0, -log_ratio.exp() * advantage)
     if kind == "gmpo":
         cut = log_ratio.clamp(max=0.2) if advantage > 0 else log_ratio.clamp(min=-0.2)
         return (-cut.mean().exp() * advantage).expand_as(logprobs)

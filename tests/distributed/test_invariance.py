@@ -29,7 +29,10 @@ OTHER_LOSSES = [
     Variant("many", "sequence", "gmpo"),
     Variant("two", "token", "sapo"),
     Variant("many", "token", "dppo_tv"),
+    Variant("two", "token", "dppo_kl"),
     Variant("two", "sequence", off_policy_mask=0.1),
+    Variant("many", "token", kl_ratio="token"),
+    Variant("two", "sequence", kl_ratio="sequence"),
 ]
 INTERLEAVED = Case(pipeline=2, virtual_pipeline=2)
 LAYOUTS = [
@@ -58,6 +61,7 @@ def dense(untied_model: Path) -> dict[Variant, Outcome]:
         model = oracle.load(untied_model)
         options = {"kind": variant.kind, "normalisation": variant.normalisation}
         options |= {"entropy_coef": variant.entropy_coef, "off_policy_mask": variant.off_policy_mask}
+        options["kl_ratio"] = variant.kl_ratio
         loss = oracle.loss(model, SAMPLES, **options)
         loss.backward()
         gradients = oracle.gradients(model)
