@@ -57,10 +57,11 @@ def chosen_tokens(
     entropy_N: Float[Tensor, "N"],
     logprobs_N: Float[Tensor, "N"],
     advantages_N: Float[Tensor, "N"],
-    uniform_N: Float[Tensor, "N"],
+    uniform_N: Float[Tensor, "N"] | None,
     summed: Summed,
 ) -> ChosenTokens:
-    """Entropies and log-probs in nats, `uniform_N` random numbers from 0 to 1. A collective."""
+    """Entropies and log-probs in nats, `uniform_N` random numbers from 0 to 1, which `clip_cov` alone needs. A
+    collective."""
     learned_N = torch.ones_like(logprobs_N, dtype=torch.bool)
     penalty_N = torch.zeros_like(logprobs_N)
     if rules.entropy_share is not None:
@@ -68,6 +69,7 @@ def chosen_tokens(
     if rules.clip_cov is not None or rules.kl_cov is not None:
         covariance_N = covariances(logprobs_N, advantages_N, summed)
         if rules.clip_cov is not None:
+            assert uniform_N is not None
             inside_N = (covariance_N >= rules.clip_low) & (covariance_N <= rules.clip_high)
             drawn_N = among_largest(torch.where(inside_N, uniform_N, -1.0), rules.clip_cov, summed)
             learned_N &= ~(inside_N & drawn_N)

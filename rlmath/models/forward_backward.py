@@ -250,12 +250,20 @@ class ForwardBackward:
     def logprobs(self, batches: Sequence[MicroBatch], vocab_size: int | None = None) -> list[Tensor]:
         """Log-probabilities of every micro-batch's tokens, [T], under the present weights, without gradient; empty off
         the last pipeline stage. `vocab_size` as in `logprobs_of`."""
+        return [logprobs_T for logprobs_T, _ in self.logprobs_and_entropies(batches, vocab_size)]
 
-        def keep(index: int, batch: MicroBatch, logits_TV: Tensor) -> Tensor:
-            return self.logprobs_of(batch, logits_TV, vocab_size=vocab_size)[0]
+    @torch.no_grad()
+    def logprobs_and_entropies(
+        self, batches: Sequence[MicroBatch], vocab_size: int | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """`logprobs`, each with the entropies of its tokens' distributions, [T] (nats)."""
+
+        def keep(index: int, batch: MicroBatch, logits_TV: Tensor) -> tuple[Tensor, Tensor]:
+            logprobs_T, entropy_T = self.logprobs_of(batch, logits_TV, vocab_size=vocab_size)
+            return logprobs_T, entropy_T
 
         results = self.run(batches, keep, forward_only=True)
-        return results if self.mesh.is_last_stage else [torch.empty(0)] * len(batches)
+        return results if self.mesh.is_last_stage else [(torch.empty(0), torch.empty(0))] * len(batches)
 
     @torch.no_grad()
     def hidden_states(self, batches: Sequence[MicroBatch]) -> list[Tensor]:

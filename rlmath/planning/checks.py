@@ -28,6 +28,7 @@ from rlmath.config.length_curriculum import stage_list_problems, validates
 from rlmath.config.load import preset_settings
 from rlmath.config.model_shape import ModelShape, cpu_head_dim_problem
 from rlmath.config.schema import (
+    AlgorithmConfig,
     Config,
     PolicyConfig,
 )
@@ -392,21 +393,7 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f'rollout.group_size is {config.rollout.group_size}; algorithm.advantage="{algorithm.advantage}" compares '
             'the completions of a group and needs at least 2. Raise it, or set algorithm.advantage to "ppo" or "gae".'
         )
-    if algorithm.advantage == "pass@k" and algorithm.pass_k > config.rollout.group_size:
-        yield (
-            f"algorithm.pass_k is {algorithm.pass_k}, above rollout.group_size {config.rollout.group_size}: a group "
-            "has no so many completions. Lower the former."
-        )
-    if algorithm.advantage in ("maxrl", "pass@k") and algorithm.kl_in == "reward" and algorithm.kl_coef:
-        yield (
-            f'algorithm.advantage is "{algorithm.advantage}", which counts successes, and algorithm.kl_in="reward" '
-            "takes every completion's KL from what is counted. Set algorithm.kl_in=loss."
-        )
-    if algorithm.advantage == "maxrl" and config.reward.length_penalty:
-        yield (
-            'algorithm.advantage is "maxrl", which counts rewards above 0, whatever their size: reward.length_penalty '
-            "would change nothing, or make a right answer a wrong one. Set it to 0."
-        )
+    yield from _success_problems(config)
     if (hook := advantage_hook(config)) is not None and algorithm.kl_in == "reward" and algorithm.kl_coef:
         yield (
             f'algorithm.kl_in is "reward", which is part of the advantages, and these are of {hook}. Set '
@@ -423,6 +410,38 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"{keys}: compared are recomputed log-probs with the engine's, and "
             "algorithm.recompute_logprobs is false. Set it to true, or the masks to null."
         )
+    yield from _loss_problems(algorithm)
+    samples, minibatches = config.data.prompts_per_step * config.rollout.group_size, algorithm.n_minibatches
+    if samples < minibatches:
+        yield (
+            f"data.prompts_per_step x rollout.group_size gives {samples} samples a step, which cannot fill "
+            f"{minibatches} minibatches (algorithm.n_minibatches). Raise the former or lower the latter."
+        )
+    yield from _selection_problems(config)
+
+
+def _success_problems(config: Config) -> Iterator[str]:
+    """Of advantages that count successes."""
+    algorithm = config.algorithm
+    if algorithm.advantage == "pass@k" and algorithm.pass_k > config.rollout.group_size:
+        yield (
+            f"algorithm.pass_k is {algorithm.pass_k}, above rollout.group_size {config.rollout.group_size}: a group "
+            "has no so many completions. Lower the former."
+        )
+    if algorithm.advantage in ("maxrl", "pass@k") and algorithm.kl_in == "reward" and algorithm.kl_coef:
+        yield (
+            f'algorithm.advantage is "{algorithm.advantage}", which counts successes, and algorithm.kl_in="reward" '
+            "takes every completion's KL from what is counted. Set algorithm.kl_in=loss."
+        )
+    if algorithm.advantage == "maxrl" and config.reward.length_penalty:
+        yield (
+            'algorithm.advantage is "maxrl", which counts rewards above 0, whatever their size: reward.length_penalty '
+            "would change nothing, or make a right answer a wrong one. Set it to 0."
+        )
+
+
+def _loss_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Of the weight of the KL, and of tokens that are chosen."""
     if algorithm.kl_ratio is not None and algorithm.kl_coef:
         if algorithm.kl_in == "reward":
             yield (
@@ -450,12 +469,9 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"algorithm.clip_cov_low is {algorithm.clip_cov_low:g}, not below algorithm.clip_cov_high "
             f"{algorithm.clip_cov_high:g}: no token lies between. Lower the former."
         )
-    samples, minibatches = config.data.prompts_per_step * config.rollout.group_size, algorithm.n_minibatches
-    if samples < minibatches:
-        yield (
-            f"data.prompts_per_step x rollout.group_size gives {samples} samples a step, which cannot fill "
-            f"{minibatches} minibatches (algorithm.n_minibatches). Raise the former or lower the latter."
-        )
+
+
+def _selection_problems(config: Config) -> Iterator[str]:
     selection, limit = config.selection, config.rollout.max_new_tokens
     if selection.dynamic_sampling is not None and config.rollout.group_size < 2:
         yield (

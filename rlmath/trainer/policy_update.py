@@ -70,7 +70,6 @@ from rlmath.trainer.token_advantages import (
     StepLogprobs,
     TeacherInAdvantages,
     TokensThatCount,
-    logprobs_and_entropies,
 )
 
 logger = logging.getLogger(__name__)
@@ -358,8 +357,9 @@ class PolicyUpdater:
             recomputes = self.config.algorithm.recomputes
             if self.rules is not None:
                 with self.timers.phase("logprobs"):
-                    own, entropy = logprobs_and_entropies(self.actor, packed.batches, self.mesh)
-                old = own if recomputes else None
+                    scored = self.actor.forward_backward.logprobs_and_entropies(packed.batches)
+                old = [logprobs_T for logprobs_T, _ in scored] if recomputes else None
+                entropy = [entropy_T for _, entropy_T in scored]
             elif recomputes and not self.on_policy:
                 with self.timers.phase("logprobs"):
                     old = self.actor.forward_backward.logprobs(packed.batches)

@@ -100,7 +100,7 @@ class Advantages:
 
 
 class AdvantagePart(Protocol):
-    """A part of the algorithm that changes advantages: critic, KL in the reward, teacher."""
+    """A part of the algorithm that changes advantages: critic, KL in the reward, teacher, choice of tokens."""
 
     def apply(self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages) -> Advantages:
         """The advantages with this part in them. A collective."""
@@ -214,24 +214,6 @@ def _token_advantages(batch: MicroBatch, to_go_T: Tensor, offsets_N: Tensor, slo
 # ---------------------------------------------------------------- tokens that count
 
 
-@torch.no_grad()
-def logprobs_and_entropies(
-    actor: Actor, batches: Sequence[MicroBatch], mesh: Mesh
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Of every micro-batch's tokens, [T], under the present weights (nats); empty off the last pipeline stage. A
-    collective."""
-    policy = actor.forward_backward
-
-    def keep(index: int, batch: MicroBatch, logits_TV: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs_T, entropy_T = policy.logprobs_of(batch, logits_TV)
-        return logprobs_T, entropy_T
-
-    found = policy.run(batches, keep, forward_only=True)
-    if not mesh.is_last_stage:
-        found = [(torch.empty(0), torch.empty(0))] * len(batches)
-    return [one for one, _ in found], [one for _, one in found]
-
-
 @dataclass(frozen=True)
 class TokensThatCount:
     """Advantages and penalties by `TokenRules`; the last part, since they look at advantages."""
@@ -251,12 +233,15 @@ class TokensThatCount:
             kept = [one.cpu().float()[which] for one, which in zip(columns, own, strict=False)]
             return torch.cat([torch.empty(0), *kept])
 
+        uniform_N = None
+        if self.rules.clip_cov is not None:
+            uniform_N = of_own([_uniform(batch, packed.seed) for batch in batches])
         chosen = chosen_tokens(
             self.rules,
             of_own(entropy),
             of_own(policy),
             advantages_N=of_own([batch.advantages_T for batch in batches]),
-            uniform_N=of_own([_uniform(batch, packed.seed) for batch in batches]),
+            uniform_N=uniform_N,
             summed=self._summed,
         )
         sizes = [int(which.sum()) for which in own]
@@ -266,9 +251,12 @@ class TokensThatCount:
             advantages_T, penalty_T = batch.advantages_T.clone(), torch.zeros_like(batch.advantages_T)
             advantages_T[which] *= learned_n
             penalty_T[which] = penalty_n
-            has_penalty = self.rules.kl_cov is not None
             found.append(
-                replace(batch, advantages_T=advantages_T, penalty_T=penalty_T if has_penalty else None)
+                replace(
+                    batch,
+                    advantages_T=advantages_T,
+                    penalty_T=None if self.rules.kl_cov is None else penalty_T,
+                )
             )
         return replace(advantages, batches=found) if self.mesh.is_last_stage else advantages
 
