@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlmath.config import schema
-from rlmath.config.schema import MISSING, Config, Range, TakesFunction
+from rlmath.config import algorithm_schema, schema
+from rlmath.config.schema import MISSING, Config
+from rlmath.config.setting_types import Range, TakesFunction
 
 MAX_NAME_BYTES = 255
 """The longest name of a file or folder that Linux file systems take."""
@@ -114,7 +115,7 @@ def _is_huge(numbers: Iterable[Any]) -> bool:
 @functools.cache
 def all_settings() -> Mapping[str, Setting]:
     """Setting by key, in the order of the schema."""
-    docs = field_docs(inspect.getsource(schema))
+    docs = field_docs(inspect.getsource(algorithm_schema) + inspect.getsource(schema))
     found = {}
     for section, section_class in section_classes().items():
         plain, defaults = typing.get_type_hints(section_class), section_class()

@@ -11,7 +11,8 @@ from typing import Any
 
 from rlmath.config.help import all_settings, raise_problems
 from rlmath.config.run_files import write_whole
-from rlmath.config.schema import Range, Template
+from rlmath.config.schema import Template
+from rlmath.config.setting_types import Range
 from rlmath.data.chat import ChatSettings
 from rlmath.evals.pass_at_k import MOST_SAMPLES
 from rlmath.rollout.sampling import request_seed

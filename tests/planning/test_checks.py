@@ -18,7 +18,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rlmath.config.help import all_settings
 from rlmath.config.load import load_config
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Range
+from rlmath.config.setting_types import Range
 from rlmath.distributed.device_kind import CUDA_DEFAULTS
 from rlmath.distributed.memory import total_bytes
 from rlmath.models.hf_config import read_model_shape
