@@ -71,7 +71,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _FrozenLinear(layers.LinearWithFrozenWeight):
-    """Of the reference, which has no backward pass."""
+    """Of models that are only read, and of those that learn by adapters."""
 
     @staticmethod
     def forward(
@@ -83,8 +83,17 @@ class _FrozenLinear(layers.LinearWithFrozenWeight):
         group: dist.ProcessGroup,
     ) -> Tensor:
         ctx.save_for_backward(weight_NK)
-        ctx.allreduce_dgrad, ctx.tp_group = allreduce_dgrad, group
+        ctx.sums_gradient, ctx.group = allreduce_dgrad, group
         return linear(x, weight_NK, bias_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (weight_NK,) = ctx.saved_tensors
+        grad_x = linear(grad, weight_NK.t())
+        if ctx.sums_gradient:
+            dist.all_reduce(grad_x, group=ctx.group)
+        return grad_x, None, None, None, None
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:

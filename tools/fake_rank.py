@@ -232,7 +232,7 @@ def count(
         actor = build_actor(config, shape, mesh, device, 10, (0,))
         reference = None
         if config.algorithm.kl_coef > 0:
-            reference = build_reference(config, shape, mesh, device, (0,))
+            reference = build_reference(config, shape, mesh, device, (0,), actor)
         learn = actor.learner.learn
         learn(batches, None, None, True)  # Adam's state is there afterwards
         gc.collect()

@@ -98,6 +98,23 @@ class ModelConfig:
     path: str = MISSING
     """Folder of a Hugging Face model: config.json, safetensors (one file or an index), tokenizer files; or its id on
     the hub, hf://org/name or hf://org/name@revision, see docs/running.md."""
+    adapter_path: str | None = None
+    """Folder of LoRA adapters to begin with, as PEFT writes it (adapter_config.json, adapter_model.safetensors), for
+    the model of `path`; `lora` has its rank, alpha and target. null: new adapters, which change nothing at first."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters of the policy (LoRA, arXiv:2106.09685), which are trained instead of its weights."""
+
+    rank: NonNegativeInt = 0
+    """Rank of the adapters: 8 to 32 learns from rewards what full training does. 0: no adapters, all weights learn.
+    Adapters want some ten times the learning rate of full training (`optimizer.lr`)."""
+    alpha: PositiveFloat = 32.0
+    """An adapter's product is multiplied by `alpha` / `rank` (PEFT: lora_alpha)."""
+    target: Literal["all", "attention", "mlp"] = "all"
+    """Linear layers with adapters: those of attention, of the feed-forward network, or all of these. The embedding and
+    the output layer have none. Models with experts: "attention" only."""
 
 
 @dataclass(frozen=True)
@@ -514,6 +531,7 @@ class Config:
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
+    lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
     stages: StagesConfig = StagesConfig()
     parallel: ParallelConfig = ParallelConfig()

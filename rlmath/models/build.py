@@ -24,13 +24,14 @@ from rlmath.algorithms.losses import LossSettings
 from rlmath.algorithms.token_selection import TokenRules
 from rlmath.checkpoint.hf.weights import load_hf_weights
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import AlgorithmConfig, Config, OptimizerConfig, TeacherConfig
+from rlmath.config.schema import AlgorithmConfig, Config, LoraConfig, OptimizerConfig, TeacherConfig
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.critic import Critic, CriticLearner
 from rlmath.models.forward_backward import ForwardBackward
 from rlmath.models.learner import Actor, GrpoLearner, SftLearner
 from rlmath.models.logprobs import MinTokensMask
+from rlmath.models.lora import WithoutAdapters, add_adapters
 from rlmath.models.megatron import (
     Recompute,
     build_chunks,
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 CRITIC_LR_FACTOR = 2.0
 """Learning rate of a critic, in that of its policy, where it is not given: VAPO's. With 5, values of the demo's tokens
 stayed alike over 1500 updates (docs/benchmarks.md)."""
-NO_TEACHER = TeacherConfig()
+NO_LORA, NO_TEACHER = LoraConfig(), TeacherConfig()
 
 
 def build_actor(
@@ -57,7 +58,7 @@ def build_actor(
 ) -> Actor[GrpoLearner]:
     """The policy of GRPO with the weights of `model.path`; `total_updates` optimizer steps end a decaying learning
     rate."""
-    chunks, wrapped, optimizer = _trained_chunks(config, shape, mesh, device, config.optimizer)
+    chunks, wrapped, optimizer = _trained_chunks(config, shape, mesh, device, config.optimizer, config.lora)
     learner = GrpoLearner(
         _as_the_engine(config, wrapped, mesh, device, vocab_size=shape.vocab_size, stops=stop_token_ids),
         optimizer,
@@ -73,7 +74,7 @@ def build_sft_actor(
     config: Config, shape: ModelShape, mesh: Mesh, device: Device, total_updates: int
 ) -> Actor[SftLearner]:
     """The policy of supervised training: its distribution is the model's own, at temperature 1 and without a mask."""
-    chunks, wrapped, optimizer = _trained_chunks(config, shape, mesh, device, config.optimizer)
+    chunks, wrapped, optimizer = _trained_chunks(config, shape, mesh, device, config.optimizer, config.lora)
     forward_backward = ForwardBackward(wrapped, mesh, device, shape.vocab_size)
     scheduler = build_scheduler(config.optimizer, optimizer, total_updates)
     loss_scale = build_loss_scale(config, device)
@@ -81,20 +82,37 @@ def build_sft_actor(
 
 
 def build_reference(
-    config: Config, shape: ModelShape, mesh: Mesh, device: Device, stop_token_ids: tuple[int, ...]
+    config: Config,
+    shape: ModelShape,
+    mesh: Mesh,
+    device: Device,
+    stop_token_ids: tuple[int, ...],
+    actor: Actor,
 ) -> ForwardBackward:
     """The model to start from, sharded like the actor, without gradients. Build it only where KL is used: it holds
-    the memory of its parameters."""
-    chunks = _frozen_chunks(config, config.model.path, shape, mesh=mesh, device=device, option="model.path")
-    return _as_the_engine(config, chunks, mesh, device, vocab_size=shape.vocab_size, stops=stop_token_ids)
+    the memory of its parameters, unless the actor has adapters, without which it is the reference."""
+    chunks, passes = actor.chunks, WithoutAdapters
+    if not config.lora.rank:
+        chunks = _frozen_chunks(
+            config, config.model.path, shape, mesh=mesh, device=device, option="model.path"
+        )
+        passes = ForwardBackward
+    stops, vocab_size = stop_token_ids, shape.vocab_size
+    return _as_the_engine(config, chunks, mesh, device, vocab_size=vocab_size, stops=stops, passes=passes)
 
 
 def _as_the_engine(
-    config: Config, chunks: Sequence[Any], mesh: Mesh, device: Device, vocab_size: int, stops: tuple[int, ...]
+    config: Config,
+    chunks: Sequence[Any],
+    mesh: Mesh,
+    device: Device,
+    vocab_size: int,
+    stops: tuple[int, ...],
+    passes: type[ForwardBackward] = ForwardBackward,
 ) -> ForwardBackward:
     """Passes of a model whose distribution is the engine's: at its temperature, and with its mask of stop tokens."""
     mask = MinTokensMask(stops, config.rollout.min_new_tokens)
-    return ForwardBackward(
+    return passes(
         chunks, mesh, device, vocab_size, temperature=config.rollout.temperature, min_tokens_mask=mask
     )
 
@@ -172,6 +190,7 @@ def _trained_chunks(
     mesh: Mesh,
     device: Device,
     optimizer: OptimizerConfig,
+    lora: LoraConfig = NO_LORA,
     start: tuple[str, str] | None = None,
 ) -> tuple[list[GPTModel], list[DistributedDataParallel], Any]:
     """The chunks of a model that is trained, wrapped and bare, and their optimizer; `start` is the setting that names
@@ -180,8 +199,10 @@ def _trained_chunks(
     policy = config.policy
     recompute = Recompute(policy.recompute_granularity, policy.recompute_method, policy.recompute_num_layers)
     megatron = transformer_config(shape, mesh, device, config.parallel, recompute)
-    chunks = build_chunks(shape, mesh, device, megatron)
+    chunks = build_chunks(shape, mesh, device, megatron, separate_norms=lora.rank > 0)
     load_hf_weights(chunks, path, shape, mesh, option)
+    if lora.rank:
+        add_adapters(chunks, shape, mesh, device, lora, config.run.seed)
     overlap = optimizer.overlap_grad_reduce
     if overlap is None:
         overlap = device.kind == "cuda"

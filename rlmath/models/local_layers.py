@@ -53,13 +53,13 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         """With s = sum over H of (grad w x): d x = r (grad w) - x r^3 s / H, d w = sum over T of (grad x r)."""
         x, weight_H, r = ctx.saved_tensors
         H = x.shape[-1]
         product = grad * x
         flat_TH = product.reshape(-1, H)
-        grad_weight_H = r.flatten() @ flat_TH
+        grad_weight_H = r.flatten() @ flat_TH if ctx.needs_input_grad[1] else None
         s = (flat_TH @ weight_H).view(r.shape)
         through_r = r.pow(3).mul_(s).div_(-H)
         grad_x = torch.mul(grad, weight_H, out=product).mul_(r)

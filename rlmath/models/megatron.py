@@ -42,15 +42,17 @@ from rlmath.models.output_layer import float32_logits
 
 
 def layer_spec(
-    config: TransformerConfig, local_layers: bool, chunk: int | None
+    config: TransformerConfig, local_layers: bool, chunk: int | None, separate_norms: bool = False
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """What `GPTModel` builds its decoder from; `chunk` is the model chunk's number where a stage has several."""
+    """What `GPTModel` builds its decoder from; `chunk` is the model chunk's number where a stage has several. With
+    `separate_norms` Transformer Engine's linear layers have no norm in them: their input is what an adapter gets."""
     if not local_layers:
-        return get_gpt_layer_with_transformer_engine_spec(
+        layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
         )
+        return _with_separate_norms(layer) if separate_norms else layer
     layer = get_gpt_layer_local_spec(config.num_moe_experts, normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -61,6 +63,20 @@ def layer_spec(
     return TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=chunk), layer_norm=RMSNorm
     )
+
+
+def _with_separate_norms(layer: ModuleSpec) -> ModuleSpec:
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+    parts = layer.submodules
+    parts.input_layernorm = TENorm
+    parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+    if parts.mlp.submodules is not None and hasattr(
+        parts.mlp.submodules, "linear_fc1"
+    ):  # experts have theirs
+        parts.pre_mlp_layernorm = TENorm
+        parts.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+    return layer
 
 
 @dataclass(frozen=True)
@@ -230,19 +246,29 @@ def _expert_layout(shape: ModelShape, mesh: Mesh, device: Device) -> dict[str, A
     }
 
 
-def build_chunks(shape: ModelShape, mesh: Mesh, device: Device, config: TransformerConfig) -> list[GPTModel]:
+def build_chunks(
+    shape: ModelShape, mesh: Mesh, device: Device, config: TransformerConfig, separate_norms: bool = False
+) -> list[GPTModel]:
     """This rank's model chunks in the order of their layers, on its device; their weights are undefined."""
-    return [_build_chunk(shape, mesh, device, config, number) for number in range(mesh.virtual_pipeline)]
+    return [
+        _build_chunk(shape, mesh, device, config, number, separate_norms)
+        for number in range(mesh.virtual_pipeline)
+    ]
 
 
 def _build_chunk(
-    shape: ModelShape, mesh: Mesh, device: Device, config: TransformerConfig, number: int
+    shape: ModelShape,
+    mesh: Mesh,
+    device: Device,
+    config: TransformerConfig,
+    number: int,
+    separate_norms: bool,
 ) -> GPTModel:
     local_layers = device.local_layers
     vp_stage = number if mesh.virtual_pipeline > 1 else None
     model = GPTModel(
         config,
-        layer_spec(config, local_layers, vp_stage),
+        layer_spec(config, local_layers, vp_stage, separate_norms),
         vocab_size=padded_vocab(shape.vocab_size, mesh.tensor),
         max_sequence_length=shape.max_positions,
         pre_process=mesh.pipeline_rank == 0 and number == 0,

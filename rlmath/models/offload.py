@@ -25,6 +25,7 @@ from rlmath.distributed.tensor_offload import OffloadStats, StorageSet
 from rlmath.models.build import Actor
 from rlmath.models.critic import Critic
 from rlmath.models.forward_backward import ForwardBackward
+from rlmath.models.lora import WithoutAdapters
 from rlmath.models.teacher import Teacher
 
 SetName = Literal[
@@ -109,7 +110,7 @@ def training_sets(
         return [parameter for chunk in model.chunks for parameter in chunk.parameters()]
 
     def gradients(model: Actor | Critic = actor) -> list[Tensor]:
-        return [parameter.main_grad for parameter in parameters(model)]
+        return [parameter.main_grad for parameter in parameters(model) if parameter.requires_grad]
 
     sets = []
     if settings.offload_gradients:
@@ -126,7 +127,7 @@ def training_sets(
         )
     if settings.offload_parameters:
         sets.append(StorageSet("parameters", parameters, keep=True, device=device))
-    if settings.offload_reference and reference is not None:
+    if settings.offload_reference and reference is not None and not isinstance(reference, WithoutAdapters):
         sets.append(StorageSet("reference", lambda: parameters(reference), keep=True, device=device))
     if critic is not None and settings.offload_critic:
 

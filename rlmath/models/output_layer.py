@@ -55,10 +55,11 @@ class _Float32Logits(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TV: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad_TV: Tensor) -> tuple[Tensor, Tensor | None]:
         hidden_TH, weight_VH = ctx.saved_tensors
         grad_TV = _rounded_in_place(grad_TV, weight_VH.dtype)
-        return torch.mm(grad_TV, weight_VH), torch.mm(grad_TV.t(), hidden_TH)
+        grad_weight_VH = torch.mm(grad_TV.t(), hidden_TH) if ctx.needs_input_grad[1] else None
+        return torch.mm(grad_TV, weight_VH), grad_weight_VH
 
 
 def _rounded_in_place(grad_TV: Tensor, dtype: torch.dtype) -> Tensor:

@@ -96,7 +96,7 @@ class PolicyTrainer(Trainer):
         self.actor.forward_backward.on_microbatch = context.on_progress
         self.reference = None
         if config.algorithm.kl_coef > 0:
-            self.reference = build_reference(config, shape, mesh, device, stops)
+            self.reference = build_reference(config, shape, mesh, device, stops, self.actor)
         self.reference_moved = False
         """Whether it is another than the model that the run started from."""
         self.critic = None

@@ -163,7 +163,7 @@ def measure_training(folder: Path, layout: Layout) -> dict[str, Any]:
     if layout.microbatches == 1:
         measured["activations"] = _saved_activations(stage, batches, parameters)
     if stage.config.algorithm.kl_coef:
-        other = build_reference(stage.config, stage.shape, stage.mesh, stage.device, (1,))
+        other = build_reference(stage.config, stage.shape, stage.mesh, stage.device, (1,), stage.actor)
         measured["reference"] = storage_bytes(p for chunk in other.chunks for p in chunk.parameters())
     plan = plan_rank(stage.config, stage.shape, stage.mesh, CPU)
     return {"measured": measured, "phases": {name: dict(held) for name, held in plan.phases.items()}}

@@ -127,7 +127,7 @@ def reference_in_and_out(folder: Path, case: Case, samples: list[Sample]) -> dic
     from rlmath.models.offload import training_sets
 
     stage = build(folder, case)
-    reference = build_reference(stage.config, stage.shape, stage.mesh, stage.device, (1,))
+    reference = build_reference(stage.config, stage.shape, stage.mesh, stage.device, (1,), stage.actor)
     sets = training_sets(stage.actor, reference, EVERYTHING, stage.device)
     batches = microbatches(stage, samples)
     wanted = reference.logprobs(batches)

@@ -305,7 +305,7 @@ def update(folder: Path, case: Case, samples: list[Sample]) -> tuple[dict[str, T
     batches = microbatches(stage, samples)
     reference = None
     if case.kl_coef:
-        other = build_reference(stage.config, stage.shape, stage.mesh, stage.device, (1,))
+        other = build_reference(stage.config, stage.shape, stage.mesh, stage.device, (1,), stage.actor)
         with torch.no_grad():
             for parameter in itertools.chain(*(chunk.parameters() for chunk in other.chunks)):
                 parameter.mul_(1.05)

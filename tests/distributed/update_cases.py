@@ -87,7 +87,7 @@ def steps(
 def _reference(stage: Stage) -> Any:
     from rlmath.models.build import build_reference
 
-    reference = build_reference(stage.config, stage.shape, stage.mesh, stage.device, (1,))
+    reference = build_reference(stage.config, stage.shape, stage.mesh, stage.device, (1,), stage.actor)
     with torch.no_grad():
         for chunk in reference.chunks:
             for parameter in chunk.parameters():

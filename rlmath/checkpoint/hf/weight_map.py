@@ -8,8 +8,12 @@ axis. With G key-value groups, R query heads per group, D head dim, F feed-forwa
     vocab     the same, rows filled up with zeros to a multiple of the tensor-parallel size
     qkv       [G, R + 2, D, ...]  query heads of a group, then its key and its value; split on axis 0
     gate_up   [2, F, ...]         gate, then up; split on axis 1
+    stacked   [P, ...]            P Hugging Face tensors of one shape
 
-The last two are made of three and two Hugging Face tensors, or of one that has all their rows, as Phi-3's.
+"qkv" and "gate_up" are made of three and two Hugging Face tensors, or of one that has all their rows, as Phi-3's.
+
+LoRA's adapters are tensors of the same kind (`adapter_rules`): B has the rows of the matrix that it is added to, and A
+is stacked, [P, rank, columns], for the P Hugging Face matrices of a Megatron one.
 """
 
 from __future__ import annotations
@@ -22,7 +26,9 @@ from typing import Literal, cast
 
 from rlmath.config.model_shape import VALUE_HEAD, ModelShape
 
-Form = Literal["plain", "vocab", "qkv", "gate_up"]
+Form = Literal["plain", "vocab", "qkv", "gate_up", "stacked"]
+STACKED: tuple[Form, ...] = ("gate_up", "stacked")
+"""Forms whose first axis counts tensors of one shape."""
 PipelineOwner = Literal["first", "layer", "expert", "last"]
 Size = Literal[
     "vocab", "hidden", "head", "query", "group", "heads_per_group_and_2", "two", "one", "ffn", "experts"
@@ -40,8 +46,8 @@ class Rule:
     megatron: tuple[str, ...]
     """The tensor's names: in Megatron's local layers, and in Transformer Engine's where that differs."""
     hf: tuple[str, ...]
-    sizes: tuple[Size, ...]
-    """Axes of the canonical form, by the names of `canonical_shape`."""
+    sizes: tuple[Size | int, ...]
+    """Axes of the canonical form: numbers, or names of `canonical_shape`."""
     owner: PipelineOwner
     """The pipeline stage that owns it: the first, the last, or that of its layer. "expert": of that stage, only the
     ranks that have the expert, and `split_axis` is shared by the ranks of `Mesh.expert_tensor`."""
@@ -223,6 +229,43 @@ def has_experts(architecture: str) -> bool:
     return any(rule.owner == "expert" for rule in rules_of(architecture))
 
 
+ADAPTED_MODULES = {"attention": ("linear_qkv", "linear_proj"), "mlp": ("linear_fc1", "linear_fc2")}
+"""Megatron's names of the linear layers that get adapters, by `lora.target`; "all": both."""
+_PEFT_PREFIX = "base_model.model."
+"""What PEFT puts before the name of a module of a causal language model."""
+
+
+def adapter_rules(architecture: str, rank: int, target: str) -> tuple[Rule, ...]:
+    """The rules of LoRA's adapters of a rank, A and B of every adapted matrix, with PEFT's names. Of a matrix whose
+    columns are split A is split alike, and B where rows are. Experts have none."""
+    groups = ADAPTED_MODULES if target == "all" else (target,)
+    modules = {name for group in groups for name in ADAPTED_MODULES[group]}
+    rules = []
+    for rule in rules_of(architecture):
+        module, _, kind = rule.megatron[0].rpartition(".")
+        if rule.owner != "layer" or kind != "weight" or module.rpartition(".")[2] not in modules:
+            continue
+        splits_columns = rule.form == "plain"
+        a = replace(
+            _adapter(rule, module, "A"),
+            sizes=(len(rule.hf), rank, rule.sizes[-1]),
+            split_axis=2 if splits_columns else None,
+            form="stacked",
+        )
+        b = replace(
+            _adapter(rule, module, "B"),
+            sizes=(*rule.sizes[:-1], rank),
+            split_axis=None if splits_columns else rule.split_axis,
+        )
+        rules += [a, b]
+    return tuple(rules)
+
+
+def _adapter(rule: Rule, module: str, matrix: str) -> Rule:
+    names = tuple(f"{_PEFT_PREFIX}{name.removesuffix('.weight')}.lora_{matrix}.weight" for name in rule.hf)
+    return replace(rule, megatron=(f"{module}.adapter.{matrix}",), hf=names)
+
+
 @dataclass(frozen=True)
 class Placed:
     """A rule applied to one layer, and to one expert of it (numbers in the model; None outside)."""
@@ -233,9 +276,10 @@ class Placed:
     expert: int | None = None
 
 
-def placed_tensors(shape: ModelShape) -> Iterator[Placed]:
-    """Every tensor of the model, in streaming order: the embedding, layer by layer, the head."""
-    rules = rules_of(shape.architecture)
+def placed_tensors(shape: ModelShape, rules: tuple[Rule, ...] | None = None) -> Iterator[Placed]:
+    """Every tensor of the model, or of other `rules` (its adapters), in streaming order: the embedding, layer by layer,
+    the head."""
+    rules = rules_of(shape.architecture) if rules is None else rules
     for rule in rules:
         if rule.owner == "first":
             yield Placed(rule, None, rule.hf)
@@ -271,7 +315,7 @@ def canonical_shape(rule: Rule, shape: ModelShape, tensor: int) -> tuple[int, ..
         "ffn": shape.ffn_size,
         "experts": shape.num_experts,
     }
-    return tuple(sizes[name] for name in rule.sizes)
+    return tuple(size if isinstance(size, int) else sizes[size] for size in rule.sizes)
 
 
 def part_rows(rule: Rule, shape: ModelShape) -> list[int]:
@@ -281,12 +325,12 @@ def part_rows(rule: Rule, shape: ModelShape) -> list[int]:
     if rule.form == "qkv":
         D = canonical[2]
         return [shape.num_heads * D, shape.num_kv_heads * D, shape.num_kv_heads * D]
-    return [canonical[1]] * 2 if rule.form == "gate_up" else [canonical[0]]
+    return [canonical[1]] * canonical[0] if rule.form in STACKED else [canonical[0]]
 
 
 def hf_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
     """Shapes of the rule's Hugging Face tensors, in the order of `rule.hf`."""
-    row_axes = {"qkv": 3, "gate_up": 2}.get(rule.form, 1)
+    row_axes = {"qkv": 3, "gate_up": 2, "stacked": 2}.get(rule.form, 1)
     columns, rows = canonical_shape(rule, shape, tensor=1)[row_axes:], part_rows(rule, shape)
     return [(n, *columns) for n in (rows if len(rule.hf) == len(rows) else [sum(rows)])]
 

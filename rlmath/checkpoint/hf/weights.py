@@ -146,7 +146,7 @@ def to_canonical(rule: Rule, tensors: Sequence[Tensor], shape: ModelShape, tenso
     if rule.form == "qkv":
         G, _, D, *rest = target
         return torch.cat([x.reshape(G, -1, D, *rest) for x in tensors], dim=1)
-    if rule.form == "gate_up":
+    if rule.form in weight_map.STACKED:
         return torch.stack(list(tensors))
     return tensors[0]
 
@@ -160,8 +160,8 @@ def from_canonical(rule: Rule, full: Tensor, shape: ModelShape) -> list[Tensor]:
         heads_per_group = shape.num_heads // shape.num_kv_heads
         by_head = full.split((heads_per_group, 1, 1), dim=1)
         parts = [part.reshape(-1, *full.shape[3:]) for part in by_head]
-    elif rule.form == "gate_up":
-        parts = [full[0], full[1]]
+    elif rule.form in weight_map.STACKED:
+        parts = list(full)
     return parts if len(rule.hf) == len(parts) else [torch.cat(parts)]
 
 
@@ -198,7 +198,12 @@ def load_hf_weights(
     problems: list[str] = []
     try:
         reader = HFReader(folder)
-        _fill_all(chunks, reader, shape, mesh, problems)
+        for placed in placed_tensors(shape):
+            if not weight_map.is_value_head(placed.rule) or reader.files.keys() >= {*placed.hf_names}:
+                problems += _fill(local_parameter(chunks, placed), reader, placed, shape, mesh)
+        if shape.tied_embeddings and mesh.is_last_stage and mesh.pipeline > 1:
+            embedding = next(iter(placed_tensors(shape)))
+            problems += _fill(chunks[-1].output_layer.weight, reader, embedding, shape, mesh)
         if mesh.rank == 0 and (others := unexpected_tensors(shape, reader.files)):
             text = "%s: %d tensors are no part of the model that config.json describes and are left out: %s"
             logger.warning(text, option, len(others), ", ".join(others[:3]))
@@ -213,23 +218,13 @@ def load_hf_weights(
         )
 
 
-def _fill_all(
-    chunks: Sequence[torch.nn.Module], reader: HFReader, shape: ModelShape, mesh: Mesh, problems: list[str]
-) -> None:
-    for placed in placed_tensors(shape):
-        parameter = local_parameter(chunks, placed)
-        is_new_head = weight_map.is_value_head(placed.rule) and not reader.files.keys() >= {*placed.hf_names}
-        if parameter is not None and not is_new_head:
-            problems += _fill(parameter, reader, placed, shape, mesh)
-    if shape.tied_embeddings and mesh.is_last_stage and mesh.pipeline > 1:
-        embedding = next(iter(placed_tensors(shape)))
-        problems += _fill(chunks[-1].output_layer.weight, reader, embedding, shape, mesh)
-
-
 def _fill(
-    parameter: Tensor, reader: HFReader, placed: Placed, shape: ModelShape, mesh: Mesh
+    parameter: Tensor | None, reader: HFReader, placed: Placed, shape: ModelShape, mesh: Mesh
 ) -> Iterator[str]:
-    """Sentences about the tensors in which a number is not finite, as far as this rank's shard has it."""
+    """Fill this rank's parameter, where it has one. Sentences about the tensors in which a number is not finite, as far
+    as this rank's shard has it."""
+    if parameter is None:
+        return
     tensors = [reader.tensor(name) for name in placed.hf_names]
     full = to_canonical(placed.rule, tensors, shape, mesh.tensor)
     mine = shard(placed.rule, full, *sharing_ranks(placed, mesh))
@@ -256,12 +251,33 @@ def held_layers(chunk: torch.nn.Module) -> list[int]:
 
 def local_parameter(chunks: Sequence[torch.nn.Module], placed: Placed) -> Tensor | None:
     """This rank's parameter for a placed tensor, None where other ranks own it."""
+    owner = _local_owner(chunks, placed)
+    return None if owner is None else getattr(*owner)
+
+
+def local_weight(chunks: Sequence[torch.nn.Module], placed: Placed) -> Tensor | None:
+    """What the model multiplies by: `local_parameter`, or with its adapter merged (`models.lora.Adapter.merged`)."""
+    owner = _local_owner(chunks, placed)
+    if owner is None:
+        return None
+    module, name = owner
+    adapter = getattr(module, "adapter", None) if name == "weight" else None
+    parameter = getattr(module, name)
+    return parameter if adapter is None else adapter.merged(parameter)
+
+
+def _local_owner(chunks: Sequence[torch.nn.Module], placed: Placed) -> tuple[torch.nn.Module, str] | None:
+    """The module of this rank that has a placed tensor, and its name there."""
     for chunk in chunks:
         numbers = _numbers_in(chunk, placed)
         for template in placed.rule.megatron if numbers is not None else ():
-            parameter = _parameter(chunk, template.format(**numbers))
-            if parameter is not None:
-                return parameter
+            path, _, name = template.format(**numbers).rpartition(".")
+            try:
+                module = chunk.get_submodule(path)
+            except AttributeError:
+                continue
+            if getattr(module, name, None) is not None:
+                return module, name
     return None
 
 
@@ -288,22 +304,15 @@ def sharing_ranks(placed: Placed, mesh: Mesh) -> tuple[int, int]:
     return mesh.expert_tensor_rank, mesh.expert_tensor
 
 
-def _parameter(chunk: torch.nn.Module, name: str) -> Tensor | None:
-    module_name, _, own_name = name.rpartition(".")
-    try:
-        return getattr(chunk.get_submodule(module_name), own_name, None)
-    except AttributeError:
-        return None
-
-
 # ---------------------------------------------------------------- streaming a sharded model
 
 
 @torch.no_grad()
 def stream_hf_tensors(
-    chunks: Sequence[torch.nn.Module], shape: ModelShape, mesh: Mesh
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, mesh: Mesh, rules: tuple[Rule, ...] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every Hugging Face tensor of a sharded model, whole, on every rank, one after the other.
+    """Every Hugging Face tensor of a sharded model, its adapters merged, whole, on every rank, one after the other;
+    with the `rules` of its adapters, these.
 
     A collective: all ranks must consume it to its end. At most one tensor is whole at a time.
     """
@@ -313,11 +322,11 @@ def stream_hf_tensors(
     pipeline_ranks = dist.get_process_group_ranks(pipeline)
     any_parameter = next(chunks[0].parameters())
     stages = layer_stages(chunks, mesh, pipeline)
-    for placed in placed_tensors(shape):
+    for placed in placed_tensors(shape, rules):
         owner = {"first": 0, "last": mesh.pipeline - 1}.get(placed.rule.owner)
         owner = stages[placed.layer] if placed.layer is not None else owner
         if owner == mesh.pipeline_rank:
-            full = _gather(local_parameter(chunks, placed), any_parameter, placed, shape=shape, mesh=mesh)
+            full = _gather(local_weight(chunks, placed), any_parameter, placed, shape=shape, mesh=mesh)
         else:
             full = any_parameter.new_empty(weight_map.canonical_shape(placed.rule, shape, mesh.tensor))
         if mesh.pipeline > 1:

@@ -1,0 +1,189 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) on the linear layers of a Megatron model that is otherwise frozen.
+
+    y = x W^T + scale x A^T B^T        A [rank, columns] random, B [rows, rank] zero at first, scale = alpha / rank
+
+Each Hugging Face matrix has its own A, as in PEFT: where Megatron joins P of them into one (query, key and value; gate
+and up), A is [P, rank, columns], and each row of B multiplies with the A of its matrix. A rank's adapter belongs to its
+shard of W, so that nothing of the model's width travels between tensor-parallel ranks, only x A^T:
+
+    rows split (qkv, fc1)        A on all ranks, B split alike; x A^T is copied or, under sequence parallelism, gathered
+    columns split (proj, fc2)    A split alike, B on all ranks; x A^T is summed, or reduced and scattered
+
+`checkpoint.hf.weight_map.adapter_rules` has the names and the sharding.
+"""
+
+# Shape legend: N tokens of this rank (a share of T with sequence parallelism), T packed tokens of one micro-batch, P
+# Hugging Face matrices of the layer, R rank, K columns and M rows of this rank's shard of W.
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from rlmath.checkpoint.hf.weight_map import adapter_rules, canonical_shape, placed_tensors, shard_shape
+from rlmath.checkpoint.hf.weights import held_layers, local_parameter, shard
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import LoraConfig
+from rlmath.distributed.device import Device
+from rlmath.distributed.mesh import Mesh
+from rlmath.models.forward_backward import ForwardBackward
+
+_MERGED_ROWS_BYTES = 2**26
+"""Most float64 numbers that merging computes at a time (bytes)."""
+
+
+class Adapter(torch.nn.Module):
+    """The adapter of one linear layer, which `attach` adds to what the layer returns."""
+
+    def __init__(
+        self,
+        shape_A: tuple[int, ...],
+        shape_B: tuple[int, ...],
+        scale: float,
+        splits_columns: bool,
+        config: TransformerConfig,
+        device: torch.device,
+    ) -> None:
+        """`shape_A` is [P, R, K], `shape_B` that of this rank's part of B in its canonical form."""
+        super().__init__()
+        dtype = config.params_dtype
+        self.A = torch.nn.Parameter(torch.zeros(shape_A, dtype=dtype, device=device))
+        self.B = torch.nn.Parameter(torch.zeros(shape_B, dtype=dtype, device=device))
+        self.scale, self.active = scale, True
+        self._splits_columns, self._sequence_parallel = splits_columns, config.sequence_parallel
+        split, whole = (self.A, self.B) if splits_columns else (self.B, self.A)
+        split.tensor_model_parallel = True
+        # Its gradient is of this rank's tokens: Megatron sums it over the tensor-parallel ranks.
+        whole.sequence_parallel = config.sequence_parallel
+        self.register_buffer("_rows_of", _rows_of(shape_A[0], shape_B, self.A), persistent=False)
+
+    def forward(self, x_N1K: Tensor, y_N1M: Tensor) -> Tensor:
+        """The layer's output `y_N1M` for `x_N1K`, plus the adapter's."""
+        low_N1R = self._across_ranks(x_N1K @ self.A.flatten(0, 1).t())
+        low_NR = (self.scale * low_N1R).flatten(0, 1)
+        return torch.addmm(y_N1M.flatten(0, 1), low_NR, self._wide_B().t()).view_as(y_N1M)
+
+    def _across_ranks(self, low_N1R: Tensor) -> Tensor:
+        if self._splits_columns and self._sequence_parallel:
+            return mappings.reduce_scatter_to_sequence_parallel_region(low_N1R)
+        if self._splits_columns:
+            return mappings.reduce_from_tensor_model_parallel_region(low_N1R)
+        if self._sequence_parallel:
+            return mappings.gather_from_sequence_parallel_region(low_N1R)
+        return mappings.copy_to_tensor_model_parallel_region(low_N1R)
+
+    def _wide_B(self) -> Tensor:
+        """[M, P x R]: every row of B at the columns of its matrix, among zeros."""
+        wide = self.B if self._rows_of is None else self.B[..., None, :] * self._rows_of
+        return wide.reshape(-1, self.A.shape[0] * self.A.shape[1])
+
+    @torch.no_grad()
+    def merged(self, weight_MK: Tensor) -> Tensor:
+        """W + scale B A of this rank's shard, in W's number format. Summed in float64 and rounded once, so that it does
+        not depend on the layout or the device."""
+        wide_B, A = self._wide_B().double(), self.A.flatten(0, 1).double()
+        merged = torch.empty_like(weight_MK)
+        rows = max(1, _MERGED_ROWS_BYTES // (8 * weight_MK.shape[1]))
+        for out, weight, b in zip(merged.split(rows), weight_MK.split(rows), wide_B.split(rows), strict=True):
+            out.copy_(torch.addmm(weight.double(), b, A, alpha=self.scale))
+        return merged
+
+
+def _rows_of(parts: int, shape_B: tuple[int, ...], like: Tensor) -> Tensor | None:
+    """1 where a row of B, in its canonical form, belongs to a matrix, else 0: [..., P, 1], to be multiplied with B;
+    None where all do. Query heads of a group come before its key and its value; gate before up."""
+    if parts == 1:
+        return None
+    if parts == 2:  # [2, F, R]
+        return torch.eye(2, dtype=like.dtype, device=like.device)[:, None, :, None]
+    heads = torch.tensor(
+        [0] * (shape_B[1] - 2) + [1, 2], device=like.device
+    )  # [G, heads of a group + 2, D, R]
+    return torch.nn.functional.one_hot(heads, 3).to(like.dtype)[:, None, :, None]
+
+
+def add_adapters(
+    chunks: Sequence[Any], shape: ModelShape, mesh: Mesh, device: Device, lora: LoraConfig, seed: int
+) -> None:
+    """Freeze bare chunks and give their linear layers adapters: A uniform, as PEFT has it, the same on every layout, B
+    zero."""
+    placed = list(placed_tensors(shape, adapter_rules(shape.architecture, lora.rank, lora.target)))
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        if chunk.pre_process:
+            # What recomputes layers passes no gradient on where its input needs none.
+            chunk.embedding.register_forward_hook(_needs_gradient)
+        for a, b in zip(placed[::2], placed[1::2], strict=True):
+            if a.layer in held_layers(chunk):
+                (name,) = a.rule.megatron
+                path = name.format(m=held_layers(chunk).index(a.layer)).removesuffix(".adapter.A")
+                shapes = (shard_shape(one.rule, shape, mesh.tensor) for one in (a, b))
+                columns = a.rule.split_axis is not None
+                attach(
+                    chunk.get_submodule(path),
+                    Adapter(*shapes, lora.alpha / lora.rank, columns, chunk.config, device.torch_device),
+                )
+    for one in placed[::2]:
+        parameter = local_parameter(chunks, one)
+        if parameter is not None:
+            whole = _initial(canonical_shape(one.rule, shape, mesh.tensor), one.hf_names, seed)
+            parameter.data.copy_(shard(one.rule, whole, mesh.tensor_rank, mesh.tensor))
+
+
+def attach(linear: torch.nn.Module, adapter: Adapter) -> None:
+    """Let a linear layer of Megatron's or Transformer Engine's, which returns (output, bias), add its adapter."""
+
+    def add(module: torch.nn.Module, inputs: tuple[Tensor, ...], returned: tuple[Tensor, Any]) -> Any:
+        output, bias = returned
+        return (adapter(inputs[0], output), bias) if adapter.active else returned
+
+    linear.adapter = adapter
+    linear.register_forward_hook(add)
+
+
+def _needs_gradient(module: torch.nn.Module, inputs: Any, hidden: Tensor) -> Tensor:
+    return hidden.requires_grad_() if torch.is_grad_enabled() else hidden
+
+
+def _initial(shape_A: tuple[int, ...], names: Sequence[str], seed: int) -> Tensor:
+    """Kaiming's uniform with a = sqrt(5), which is 1 / sqrt(columns) either way; by the names of the tensors."""
+    bound = 1 / math.sqrt(shape_A[-1])
+    made = []
+    for name in names:
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        made.append(torch.empty(shape_A[1:]).uniform_(-bound, bound, generator=generator))
+    return torch.stack(made)
+
+
+def adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[Adapter]:
+    """All adapters of a rank's chunks, bare or wrapped; none of a model without."""
+    return (module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter))
+
+
+@contextmanager
+def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Inside, the chunks compute as the model that the adapters were added to."""
+    held = list(adapters(chunks))
+    for adapter in held:
+        adapter.active = False
+    try:
+        yield
+    finally:
+        for adapter in held:
+            adapter.active = True
+
+
+class WithoutAdapters(ForwardBackward):
+    """Passes of the policy's own chunks without their adapters: the reference, which holds no memory."""
+
+    def run(self, *args: Any, **kwargs: Any) -> list[Any]:
+        with adapters_off(self.chunks):
+            return super().run(*args, **kwargs)
