@@ -43,7 +43,7 @@ DISTINCT = Config(
         max_discarded_steps=1077,
         plugins=["own/plugins.py"],
     ),
-    model=ModelConfig(path="models/distinct"),
+    model=ModelConfig(path="models/distinct", adapter_path="models/distinct_adapter"),
     data=DataConfig(
         train_path="data/first.jsonl",
         more_train_paths=["data/second.jsonl"],

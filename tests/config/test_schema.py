@@ -14,6 +14,7 @@ from rlmath.config.schema import MISSING, Config
 PATHS = {"run.output_dir", "model.path", "data.train_path"}
 FREE_TEXTS = {
     *PATHS,
+    "model.adapter_path",
     "data.more_train_paths",
     "data.chat_template",
     "data.chat_template_kwargs",
