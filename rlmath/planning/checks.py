@@ -433,11 +433,12 @@ def _success_problems(config: Config) -> Iterator[str]:
             f'algorithm.advantage is "{algorithm.advantage}", which counts successes, and algorithm.kl_in="reward" '
             "takes every completion's KL from what is counted. Set algorithm.kl_in=loss."
         )
-    if algorithm.advantage == "maxrl" and config.reward.length_penalty:
-        yield (
-            'algorithm.advantage is "maxrl", which counts rewards above 0, whatever their size: reward.length_penalty '
-            "would change nothing, or make a right answer a wrong one. Set it to 0."
-        )
+    for name in ("length_penalty", "overlong_buffer") if algorithm.advantage == "maxrl" else ():
+        if getattr(config.reward, name):
+            yield (
+                f'algorithm.advantage is "maxrl", which counts rewards above 0, whatever their size: reward.{name} '
+                "would change nothing, or make a right answer a wrong one. Set it to 0."
+            )
 
 
 def _loss_problems(algorithm: AlgorithmConfig) -> Iterator[str]:

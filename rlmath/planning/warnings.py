@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rlmath.config import length_curriculum
 from rlmath.config.help import all_settings, is_among, setting_values
+from rlmath.config.load import preset_settings
 from rlmath.config.schema import Config
 from rlmath.planning.model_checks import teaches_alone
 from rlmath.rewards.several_rewards import functions_of, is_verified
@@ -260,6 +261,18 @@ def _algorithm_warnings(config: Config) -> Iterator[str]:
         yield (
             "algorithm.clip_ratio=0.2 bounds the log of a token's ratio with algorithm.loss=gmpo; its paper has 0.4."
         )
+    if config.algorithm.preset in all_settings()["algorithm.preset"].words:
+        values, defaults = setting_values(config), setting_values(Config())
+        parts = [
+            (key, part)
+            for key, part in preset_settings(config.algorithm.preset).items()
+            if part != defaults[key]
+        ]
+        if parts and all(values[key] != part for key, part in parts):
+            yield (
+                f"algorithm.preset={config.algorithm.preset} changes nothing: a file or the command line says another "
+                f"{', '.join(key for key, _ in parts)}. Leave these out there."
+            )
     unweighted = algorithm.kl_in == "loss" and algorithm.kl_ratio is None
     if algorithm.kl_coef != 0 and unweighted and algorithm.kl_estimator == "k1":
         yield (

@@ -100,6 +100,10 @@ def test_runs_that_can_start(overrides: list[str]):
         ),
         (["algorithm.advantage=maxrl", "reward.length_penalty=0.1"], "which counts rewards above 0"),
         (
+            ["algorithm.advantage=maxrl", "reward.overlong_buffer=64"],
+            "reward.overlong_buffer would change nothing",
+        ),
+        (
             ["algorithm.proximal_logprobs=interpolate", "algorithm.kl_cov_ratio=0.1", "algorithm.epochs=2"],
             "clip_cov_ratio and kl_cov_ratio make that pass",
         ),
@@ -155,6 +159,15 @@ def test_settings_that_do_not_fit_together(overrides: list[str], told: str):
         (["algorithm.kl_cov_ratio=0.1"], "algorithm.kl_cov_ratio: no effect since one minibatch a step"),
         (["algorithm.proximal_logprobs=interpolate", "algorithm.epochs=2"], "the ratio is to the engine's"),
         (["algorithm.loss=gspo", "algorithm.epochs=2"], "clip_ratio=0.2 hardly ever clips the mean ratio"),
+        (
+            [
+                "algorithm.preset=gdpo",
+                "reward.rewards=[correctness]",
+                "reward.weights=[]",
+                "reward.combine=sum",
+            ],
+            "changes nothing: a file or the command line says another reward.rewards, reward.weights",
+        ),
         (
             [
                 "algorithm.importance_correction=token",
