@@ -85,6 +85,7 @@ setup(
             "hypothesis",
             "beartype",
             "markdown-it-py",
+            "peft",  # its LoRA is what ours is compared with
             "pyelftools",
             "scipy",
         ],

@@ -71,11 +71,11 @@ def _with_separate_norms(layer: ModuleSpec) -> ModuleSpec:
     parts = layer.submodules
     parts.input_layernorm = TENorm
     parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
-    if parts.mlp.submodules is not None and hasattr(
-        parts.mlp.submodules, "linear_fc1"
-    ):  # experts have theirs
+    # A function with the modules given, since megatron-core 0.19; before, a spec of them. Experts have their own.
+    mlp = parts.mlp.keywords["submodules"] if isinstance(parts.mlp, partial) else parts.mlp.submodules
+    if hasattr(mlp, "linear_fc1"):
         parts.pre_mlp_layernorm = TENorm
-        parts.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+        mlp.linear_fc1 = TEColumnParallelLinear
     return layer
 
 

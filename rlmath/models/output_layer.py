@@ -50,7 +50,7 @@ def float32_product(hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
 class _Float32Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden_TH, weight_VH)
+        ctx.save_for_backward(hidden_TH if ctx.needs_input_grad[1] else None, weight_VH)
         return float32_product(hidden_TH, weight_VH)
 
     @staticmethod

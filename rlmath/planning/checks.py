@@ -410,6 +410,12 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"{keys}: compared are recomputed log-probs with the engine's, and "
             "algorithm.recompute_logprobs is false. Set it to true, or the masks to null."
         )
+    if config.lora.rank and algorithm.kl_coef and algorithm.reference_every_steps is not None:
+        yield (
+            f"algorithm.reference_every_steps is {algorithm.reference_every_steps}, and with lora.rank "
+            f"{config.lora.rank} the reference is the policy without its adapters, which stays what it is. Set the "
+            "former to null, or lora.rank=0."
+        )
     yield from _loss_problems(algorithm)
     samples, minibatches = config.data.prompts_per_step * config.rollout.group_size, algorithm.n_minibatches
     if samples < minibatches:

@@ -117,7 +117,11 @@ def gradients_not_zero(stage: Stage) -> list[str]:
     found = []
     for number, chunk in enumerate(stage.actor.forward_backward.chunks):
         found += [f"buffer of chunk {number}" for buffer in chunk.buffers if buffer.grad_data.any()]
-        found += [name for name, p in chunk.named_parameters() if p.grad is not None or p.main_grad.any()]
+        found += [
+            name
+            for name, p in chunk.named_parameters()
+            if p.grad is not None or (p.requires_grad and p.main_grad.any())
+        ]
     return found
 
 

@@ -18,6 +18,7 @@ from rlmath.algorithms.types import Sample
 from rlmath.config.schema import (
     AlgorithmConfig,
     Config,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -32,6 +33,7 @@ from tests.tiny_models import shape_of
 
 LEARNING_RATE = {"sgd": 10.0, "adam": 0.05}
 """Large, so that an update is not lost in the rounding of the weights it is added to."""
+LORA_RANK, LORA_ALPHA = 3, 5.0
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class Case:
     initial_loss_scale: float | None = None
     distributed: bool | None = None
     """Data-parallel ranks share the optimizer's state; None: that of Adam."""
+    lora: str | None = None
+    """`lora.target` of adapters of LORA_RANK, whose products are multiplied by LORA_ALPHA / LORA_RANK."""
 
     @property
     def ranks(self) -> int:
@@ -81,6 +85,7 @@ class Case:
             *(["selective"] if self.selective else []),
             *([self.dtype] if self.dtype != "auto" else []),
             *(["float32 head"] if self.head_dtype else []),
+            *([f"LoRA {self.lora}"] if self.lora else []),
             *(["overlapped"] if self.overlap_grad_reduce else []),
             *([f"VPP{self.virtual_pipeline}"] if self.virtual_pipeline > 1 else []),
             *([f"CP{self.context}"] if self.context > 1 else []),
@@ -123,6 +128,7 @@ def settings(folder: Path, case: Case) -> Config:
         ),
         algorithm=AlgorithmConfig(kl_coef=case.kl_coef, early_stop_ratio=case.early_stop_ratio),
         rollout=RolloutConfig(temperature=0.8, min_new_tokens=case.min_new_tokens),
+        lora=LoraConfig(rank=LORA_RANK, alpha=LORA_ALPHA, target=case.lora) if case.lora else LoraConfig(),
     )
 
 
@@ -211,14 +217,20 @@ def refusal(folder: Path, case: Case) -> str:
     return "nothing"
 
 
-def whole_tensors(stage: Stage) -> dict[str, Tensor]:
-    """The actor's parameters as Hugging Face tensors, whole."""
+def whole_tensors(stage: Stage, adapters_alone: bool = False) -> dict[str, Tensor]:
+    """The actor's parameters as Hugging Face tensors, whole, its adapters merged; or these alone, by PEFT's names."""
+    from rlmath.checkpoint.hf.weight_map import adapter_rules
     from rlmath.checkpoint.hf.weights import stream_hf_tensors
 
-    return {
-        name: tensor.clone()
-        for name, tensor in stream_hf_tensors(stage.actor.chunks, stage.shape, stage.mesh)
-    }
+    lora, rules = stage.config.lora, None
+    if adapters_alone:
+        rules = adapter_rules(stage.shape.architecture, lora.rank, lora.target)
+    stream = stream_hf_tensors(stage.actor.chunks, stage.shape, stage.mesh, rules)
+    return {name: tensor.clone() for name, tensor in stream}
+
+
+def trained_parameters(stage: Stage) -> list[Tensor]:
+    return [p for chunk in stage.actor.chunks for p in chunk.parameters() if p.requires_grad]
 
 
 def updates(
@@ -271,16 +283,17 @@ def streamed(folder: Path, case: Case) -> dict[str, Tensor] | None:
 
 @torch.no_grad()
 def whole_gradients(stage: Stage) -> dict[str, Tensor]:
-    """The reduced gradients as Hugging Face tensors: swapped into the parameters, streamed, swapped back.
+    """The reduced gradients as Hugging Face tensors, of adapters PEFT's: swapped into the parameters, streamed, swapped
+    back.
 
     Without the distributed optimizer: under it a rank only holds the reduced gradient of its share of the buffer.
     """
     scale = stage.actor.learner.loss_scale
-    parameters = [parameter for chunk in stage.actor.chunks for parameter in chunk.parameters()]
+    parameters = trained_parameters(stage)
     weights = [parameter.data.clone() for parameter in parameters]
     for parameter in parameters:
         parameter.data.copy_(parameter.main_grad)
-    gradients = whole_tensors(stage)
+    gradients = whole_tensors(stage, adapters_alone=bool(stage.config.lora.rank))
     for parameter, weight in zip(parameters, weights, strict=True):
         parameter.data.copy_(weight)
     return {name: gradient.float() / (scale.scale if scale else 1) for name, gradient in gradients.items()}
@@ -324,8 +337,8 @@ def discard(folder: Path, case: Case, samples: list[Sample], poison: str) -> dic
     before = policy_state(stage)
     batches = microbatches(stage, _poisoned(samples, poison))
     second = learner.learn(batches, None, None)
-    after, parameters = policy_state(stage), [p for chunk in stage.actor.chunks for p in chunk.parameters()]
-    cleared = not any(p.main_grad.any() for p in parameters)
+    after = policy_state(stage)
+    cleared = not any(p.main_grad.any() for p in trained_parameters(stage))
     third = learner.learn(microbatches(stage, samples), None, None)
     moved = policy_state(stage)
     return {

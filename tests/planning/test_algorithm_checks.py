@@ -70,6 +70,11 @@ def test_runs_that_can_start(overrides: list[str]):
     ("overrides", "told"),
     [
         (
+            ["lora.rank=8", "algorithm.kl_coef=0.1", "algorithm.reference_every_steps=5"],
+            "algorithm.reference_every_steps is 5, and with lora.rank 8 the reference is the policy without its "
+            "adapters, which stays what it is. Set the former to null, or lora.rank=0.",
+        ),
+        (
             ["rollout.group_size=1"],
             'rollout.group_size is 1; algorithm.advantage="grpo" compares the completions of a group and needs at '
             'least 2. Raise it, or set algorithm.advantage to "ppo" or "gae".',
