@@ -23,7 +23,6 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.evals.benchmarks import LengthLimits, Problem
 from rlmath.evals.completions import CompletionRecord, Writer
 from rlmath.evals.plan import GREEDY_INDEX, Plan, completion_seed
-from rlmath.evals.time_left import TimeLeft
 from rlmath.rewards.reward_manager import text_to_verify
 from rlmath.rollout.collector import SamplingProgress
 from rlmath.rollout.engine import end_engine, open_standalone
@@ -84,9 +83,7 @@ def sample_missing(
     by_key = {request.key: request for row in requests for request in row}
     problems = {number: one.problem for number, one in enumerate(missing)}
     writer = Writer(plan.output, mesh.engine_index)
-    first = {row[0].key for row in requests}
-    time_left = TimeLeft(len(by_key), lengths.max_new_tokens, first)
-    progress = SamplingProgress(len(by_key), mesh, store, "evaluation", time_left=time_left)
+    progress = SamplingProgress(len(by_key), mesh, store, "evaluation")
     verification = Verification(
         pool, load_tokenizer(str(model)), problems, writer.add, scorer, plan.answer_from
     )
@@ -96,9 +93,8 @@ def sample_missing(
         progress.tick()
 
     try:
-        for generated in sample(llm, rollout, work_queue, on_step, time_left.on_step):
+        for generated in sample(llm, rollout, work_queue, on_step):
             verification.submit(by_key[generated.key], generated)
-            time_left.add(generated.key, len(generated.token_ids))
             progress.add_one()
         verification.finish()
     finally:

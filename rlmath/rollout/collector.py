@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
@@ -231,32 +231,13 @@ class _Slice:
         return whole.finished(work.request.key[1], self.text, "stop" if self.stopped else "length")
 
 
-class TimeLeft(Protocol):
-    """How long the completions that are left will take, from more than their number (`evals.time_left`)."""
-
-    def told(self) -> Any:
-        """What rank 0 needs of this engine, with its number of completions as "done"."""
-
-    def seconds(self, engines: Sequence[Any], passed: float) -> float | None:
-        """None as long as it cannot be known."""
-
-
 class SamplingProgress:
     """How many completions all engines have sampled: on rank 0 a bar where there is a terminal, else a log line every
     PROGRESS_SECONDS."""
 
-    def __init__(
-        self,
-        total: int,
-        mesh: Mesh,
-        store: RunStore,
-        title: str,
-        shown: bool = True,
-        time_left: TimeLeft | None = None,
-    ) -> None:
+    def __init__(self, total: int, mesh: Mesh, store: RunStore, title: str, shown: bool = True) -> None:
         """All engines sample `total` completions; `title` is for the console. Several at a time need stores of their
-        own. `time_left` estimates that; None: from the number of completions."""
-        self._time_left = time_left
+        own."""
         self._total, self._mesh, self._store, self._title = total, mesh, store, title
         self._shown = shown and mesh.rank == 0
         self._done = 0
@@ -277,29 +258,19 @@ class SamplingProgress:
         if not self._mesh.is_engine_leader or now - self._told < COUNT_SECONDS:
             return
         self._told = now
-        own = self._done if self._time_left is None else self._time_left.told()
-        self._store.set(f"sampled/{self._mesh.engine_index}", own)
+        self._store.set(f"sampled/{self._mesh.engine_index}", self._done)
         if not self._shown:
             return
         engines = range(self._mesh.num_engines)
         self._by_engine |= self._store.get_all([f"sampled/{engine}" for engine in engines])
-        done, left = self._state(now - self._started)
+        done = sum(count for count in self._by_engine.values() if isinstance(count, int))
+        left = left_text(done, self._total, now - self._started)
         if not self._bar.disable:
             self._bar.set_postfix_str(left.removeprefix(", "), refresh=False)
             self._bar.update(done - self._bar.n)
         elif now - self._logged >= PROGRESS_SECONDS:
             self._logged = now
             logger.info("%s", progress_line(self._title, done, self._total, now - self._started, left))
-
-    def _state(self, seconds: float) -> tuple[int, str]:
-        """(completions of all engines, how long the others will take) after so many seconds."""
-        told = [one for one in self._by_engine.values() if one is not None]
-        if self._time_left is None:
-            done = sum(count for count in told if isinstance(count, int))
-            return done, left_text(done, self._total, seconds)
-        left = self._time_left.seconds(told, seconds)
-        done = sum(one["done"] for one in told)
-        return done, "" if left is None else f", about {tqdm.format_interval(left)} left"
 
     def close(self) -> None:
         """Call it when all engines are done. Deletes this engine's count from the store."""

@@ -194,10 +194,9 @@ def sample(
     settings: RolloutConfig,
     requests: Sequence[Request] | RequestSource,
     on_step: Callable[[], None] = lambda: None,
-    watch: Callable[[RunningRequests], None] = lambda _: None,
 ) -> Iterator[RequestResult]:
     """Sample all requests with a vLLM `LLM` of this process; yields each completion as soon as it is finished, and
-    calls `on_step`, and `watch` with what runs, before every step of vLLM's."""
+    calls `on_step` before every step of vLLM's."""
     source = AllAtOnce(requests) if isinstance(requests, Sequence) else requests
     running = RunningRequests(llm, settings)
     while True:
@@ -206,7 +205,6 @@ def sample(
         if not running.busy:
             break
         on_step()
-        watch(running)
         for result in running.step():
             source.finished(result)
             yield result
@@ -240,10 +238,6 @@ class RunningRequests:
     def load(self) -> Load:
         _, waiting = self._scheduler.get_request_counts()
         return Load(len(self._pending), waiting)
-
-    def lengths(self) -> dict[Key, int]:
-        """Tokens of every request that is not finished, without those that wait for a place."""
-        return {one.key: len(one.token_ids) for one in self._pending.values() if one.token_ids}
 
     def add(self, request: Request) -> None:
         name = str(next(_NAMES))
