@@ -48,14 +48,11 @@ class Lines:
 
     title: str
     unit: str
+    """Of what begins with "share" percent are shown."""
     metrics: tuple[tuple[str, str], ...] = ()
-    """(metric, what the legend calls it)"""
+    """(metric, what the legend calls it); a metric that ends with a slash stands for all that begin so."""
     note: str = ""
-    percent: bool = False
     log: bool = False
-    prefix: str = ""
-    """Also all metrics that begin so, called by what follows."""
-    of_validation: bool = False
 
 
 @dataclass
@@ -66,179 +63,89 @@ class Section:
     """Titles of what is 0 in every step."""
 
 
-LEARNING = (
-    Lines("Accuracy", "share of completions", (("rollout/accuracy", "accuracy"),), percent=True),
-    Lines("Reward", "mean of a completion", (("task_reward", "reward"),)),
-    Lines(
-        "Validation accuracy",
-        "share of answers",
-        (("validation/accuracy", "all files"),),
-        percent=True,
-        of_validation=True,
-    ),
-    Lines("Loss", "nats per token", (("train/loss", "training"), ("held_out/loss", "held out"))),
-    Lines(
-        "Groups that teach",
-        "share of groups",
-        (("rollout/groups_with_contrast", "different rewards"),),
-        "Groups whose completions got different rewards",
-        percent=True,
-    ),
-)
-RESPONSES = (
-    Lines(
-        "Response length",
-        "tokens",
-        (("rollout/response_length", "mean"), ("rollout/max_new_tokens", "limit")),
-    ),
-    Lines(
-        "Truncated completions",
-        "share of completions",
-        (("no_eos_ratio", "cut off"),),
-        "Cut off at the length limit",
-        percent=True,
-    ),
-    Lines("Answers that could not be judged", "share", (("reward/failures", "failures"),), percent=True),
-)
-POLICY = (
-    Lines("Entropy", "nats per token", (("train/entropy_loss", "entropy"),)),
-    Lines(
-        "KL to the reference",
-        "nats per token",
-        (("train/reference_kl", "KL"),),
-        "The estimate that is chosen",
-    ),
-    Lines(
-        "KL of the updates",
-        "nats per token",
-        (("ppo_approx_kl", "mean log ratio"), ("train/proximal_kl", "k3 estimate")),
-        "The policy that learns against the one that the loss starts from",
-    ),
-    Lines(
-        "Engine against trainer",
-        "|difference of log-probs|, nats",
-        (("train/behaviour_logprob_diff", "mean"), ("train/behaviour_logprob_diff_max", "largest")),
-        log=True,
-    ),
-    Lines(
-        "Importance weights",
-        "mean",
-        (("importance_weight", "policy"), ("train/importance_correction", "engine correction")),
-    ),
-    Lines(
-        "Clipped and masked tokens",
-        "share of tokens",
-        (
-            ("actor_clip_ratio", "clipped"),
-            ("train/importance_correction_cut", "correction cut"),
-            ("train/importance_masked_geometric", "masked, geometric"),
-            ("train/importance_masked_binary_kl", "masked, binary KL"),
-            ("train/off_policy_masked", "masked, off-policy"),
-        ),
-        percent=True,
-    ),
-)
-OPTIMIZER = (
-    Lines("Gradient norm", "before clipping", (("train/grad_norm", "policy"),)),
-    Lines("Learning rate", "", (("train/learning_rate", "policy"), ("critic/learning_rate", "critic"))),
-    Lines("Updates skipped", "updates", (("train/skipped_updates", "skipped"),)),
-)
-MODELS_BESIDE = (
-    Lines("KL to the teacher", "nats per token", (("train/teacher_kl", "KL"),)),
-    Lines("Critic loss", "", (("critic/loss", "loss"),)),
-    Lines(
-        "Variance of the returns that the critic explains",
-        "share, at most 1",
-        (("critic/explained_variance", "explained"),),
-    ),
-)
-PROMPTS = (
-    Lines(
-        "Groups sampled and learned from",
-        "groups",
-        (("selection/groups_sampled", "sampled"), ("selection/groups_learned", "learned from")),
-    ),
-    Lines("Groups dropped", "groups", prefix="selection/dropped/"),
-    Lines("Completions filtered", "completions", prefix="selection/filtered/"),
-    Lines(
-        "Curriculum",
-        "share of prompts",
-        (("history/skipped_share", "skipped"), ("history/floor_share", "drawn beside the band")),
-        percent=True,
-    ),
-)
-SPEED = (
-    Lines(
-        "Tokens per second",
-        "tokens per second",
-        (
-            ("tokens_per_second/step", "step"),
-            ("tokens_per_second/learned", "learned from"),
-            ("tokens_per_second/rollout", "rollout"),
-            ("tokens_per_second/update", "update"),
-            ("tokens_per_second/reference", "reference"),
-            ("tokens_per_second/teacher", "teacher"),
-        ),
-    ),
-    Lines(
-        "Model FLOP utilisation",
-        "share of the peak",
-        (("rollout/mfu", "rollout"), ("train/mfu", "update")),
-        percent=True,
-    ),
-    Lines(
-        "Idle and busy",
-        "share of the time",
-        (
-            ("rollout/idle_share", "engines idle, mean"),
-            ("rollout/idle_share_max", "engines idle, most"),
-            ("rollout/trainer_busy_share", "trainers busy"),
-            ("rollout/engine_busy_share", "engines busy"),
-        ),
-        percent=True,
-    ),
-    Lines(
-        "Trainers wait for groups",
-        "seconds per step",
-        (("seconds/wait_for_groups", "waiting"),),
-        "Of engines on ranks of their own",
-    ),
-    Lines(
-        "Staleness",
-        "steps",
-        (("rollout/staleness", "mean"), ("rollout/staleness_max", "largest")),
-        "Steps between the weights that sampled and the step that learned",
-    ),
-    Lines(
-        "Waiting for a reward worker",
-        "seconds",
-        (("reward/queue_wait_s", "mean"), ("reward/queue_wait_s_max", "longest")),
-    ),
-)
+FIGURES = """
+Learning
+  Accuracy; share of completions; rollout/accuracy=accuracy
+  Reward; mean of a completion; task_reward=reward
+  Validation accuracy; share of answers; validation/accuracy=all files
+  Loss; nats per token; train/loss=training, held_out/loss=held out
+  Groups that teach; share of groups; rollout/groups_with_contrast=different rewards
+Responses
+  Response length; tokens; rollout/response_length=mean, rollout/max_new_tokens=limit
+  Truncated completions; share of completions; no_eos_ratio=cut off; Cut off at the length limit
+  Answers that could not be judged; share; reward/failures=failures
+Policy
+  Entropy; nats per token; train/entropy_loss=entropy
+  KL to the reference; nats per token; train/reference_kl=KL; The estimate that is chosen
+  KL of the updates; nats per token; ppo_approx_kl=mean log ratio, train/proximal_kl=k3 estimate;
+    The policy that learns against the one that the loss starts from
+  Engine against trainer; |difference of log-probs|, nats;
+    train/behaviour_logprob_diff=mean, train/behaviour_logprob_diff_max=largest; ; log
+  Importance weights; mean; importance_weight=policy, train/importance_correction=engine correction
+  Clipped and masked tokens; share of tokens; actor_clip_ratio=clipped,
+    train/importance_correction_cut=correction cut, train/importance_masked_geometric=masked (geometric),
+    train/importance_masked_binary_kl=masked (binary KL), train/off_policy_masked=masked (off-policy)
+Optimizer
+  Gradient norm; before clipping; train/grad_norm=policy
+  Learning rate; ; train/learning_rate=policy, critic/learning_rate=critic
+  Updates skipped; updates; train/skipped_updates=skipped
+Critic and teacher
+  KL to the teacher; nats per token; train/teacher_kl=KL
+  Critic loss; ; critic/loss=loss
+  Variance of the returns that the critic explains; at most 1; critic/explained_variance=explained
+Prompts
+  Groups sampled and learned from; groups; selection/groups_sampled=sampled, selection/groups_learned=learned from
+  Groups dropped; groups; selection/dropped/=
+  Completions filtered; completions; selection/filtered/=
+  Curriculum; share of prompts; history/skipped_share=skipped, history/floor_share=drawn beside the band
+Speed
+  Tokens per second; tokens per second; tokens_per_second/step=step, tokens_per_second/learned=learned from,
+    tokens_per_second/rollout=rollout, tokens_per_second/update=update, tokens_per_second/reference=reference,
+    tokens_per_second/teacher=teacher
+  Model FLOP utilisation; share of the peak; rollout/mfu=rollout, train/mfu=update
+  Idle and busy; share of the time; rollout/idle_share=engines idle (mean),
+    rollout/idle_share_max=engines idle (most), rollout/trainer_busy_share=trainers busy,
+    rollout/engine_busy_share=engines busy
+  Trainers wait for groups; seconds per step; seconds/wait_for_groups=waiting; Of engines on ranks of their own
+  Staleness; steps; rollout/staleness=mean, rollout/staleness_max=largest;
+    Steps between the weights that sampled and the step that learned
+  Waiting for a reward worker; seconds; reward/queue_wait_s=mean, reward/queue_wait_s_max=longest
+"""
+"""Sections, and their figures: title; unit; metrics with what the legend calls them; note; "log" for that scale."""
+
+
+def _named_figures(text: str) -> dict[str, list[Lines]]:
+    """The figures of FIGURES by their sections."""
+    found: dict[str, list[Lines]] = {}
+    for line in text.replace("\n    ", " ").strip().split("\n"):
+        if not line.startswith(" "):
+            title = line
+            continue
+        name, unit, metrics, *rest = (part.strip() for part in line.split(";"))
+        pairs = tuple(tuple(one.split("=")) for one in metrics.split(", "))
+        found.setdefault(title, []).append(Lines(name, unit, pairs, "".join(rest[:1]), "log" in rest[1:]))
+    return found
 
 
 def sections(runs: Sequence[ShownRun]) -> list[Section]:
     """All that has data, in the order of the page."""
+    named = _named_figures(FIGURES)
+    phases = _of_each(runs, _phases)
     found = [
-        _section("Learning", runs, (*LEARNING, *_validation_files(runs), *_reward_parts(runs))),
-        _section("Responses", runs, RESPONSES, _of_each(runs, _verdicts)),
-        _section("Policy", runs, POLICY),
-        _section("Optimizer", runs, OPTIMIZER),
-        _section("Critic and teacher", runs, MODELS_BESIDE),
-        _section("Prompts", runs, PROMPTS, _of_each(runs, _pass_rates)),
-        _section("Your metrics", runs, tuple(_own(runs))),
-        _section("Speed", runs, SPEED, _of_each(runs, _phases), before=True),
-        _section("Memory", runs, tuple(_memory(runs))),
+        _section("Learning", runs, [*named["Learning"], *_validation_files(runs), *_reward_parts(runs)]),
+        _section("Responses", runs, named["Responses"], _of_each(runs, _verdicts)),
+        *(_section(title, runs, named[title]) for title in ("Policy", "Optimizer", "Critic and teacher")),
+        _section("Prompts", runs, named["Prompts"], _of_each(runs, _pass_rates)),
+        _section("Your metrics", runs, _own(runs)),
+        _section("Speed", runs, named["Speed"]),
+        _section("Memory", runs, _memory(runs)),
     ]
+    found[-2].figures[:0] = phases
     return [section for section in found if section.figures or section.zero]
 
 
 def _section(
-    title: str,
-    runs: Sequence[ShownRun],
-    specs: Iterable[Lines],
-    more: Iterable[dict[str, Any]] = (),
-    before: bool = False,
+    title: str, runs: Sequence[ShownRun], specs: Iterable[Lines], more: Iterable[dict[str, Any]] = ()
 ) -> Section:
     section = Section(title)
     for spec in specs:
@@ -247,8 +154,7 @@ def _section(
             section.figures.append(figure)
         elif is_zero:
             section.zero.append(spec.title)
-    others = list(more)
-    section.figures = [*others, *section.figures] if before else [*section.figures, *others]
+    section.figures += more
     return section
 
 
@@ -256,15 +162,9 @@ def _lines(spec: Lines, runs: Sequence[ShownRun]) -> tuple[dict[str, Any] | None
     """The figure, if any value is not 0; and whether there were values at all."""
     traces, left_out, there = [], 0, False
     for number, run in enumerate(runs):
-        metrics = run.validation if spec.of_validation else run.metrics
-        named = list(spec.metrics)
-        if spec.prefix:
-            named += [(name, name.removeprefix(spec.prefix)) for name in metrics.starting_with(spec.prefix)]
-        for place, (name, called) in enumerate(named):
-            curve = metrics.curve(name)
-            if not curve.values:
-                continue
-            there = True
+        named = [pair for metric, called in spec.metrics for pair in _curves(run, metric, called)]
+        for place, (called, curve) in enumerate(named):
+            there = there or bool(curve.values)
             if not any(curve.values):
                 continue
             if len(traces) == MOST_TRACES:
@@ -283,18 +183,31 @@ def _lines(spec: Lines, runs: Sequence[ShownRun]) -> tuple[dict[str, Any] | None
     if not traces:
         return None, there
     log = spec.log and all(value > 0 for trace in traces for value in trace["y"])
-    note = [spec.note] if spec.note else []
-    if left_out:
-        note.append(f"{left_out} more curves are left out")
+    notes = [spec.note, f"{left_out} more curves are left out" if left_out else ""]
+    return _figure("lines", spec.title, spec.unit, notes, traces) | {"log": log}, True
+
+
+def _curves(run: ShownRun, metric: str, called: str) -> list[tuple[str, Curve]]:
+    """(what it is called, curve) of a metric, or of all that begin so where it ends with a slash."""
+    metrics = run.validation if metric.startswith("validation/") else run.metrics
+    if not metric.endswith("/"):
+        return [(called, metrics.curve(metric))]
+    return [(name.removeprefix(metric), metrics.curve(name)) for name in metrics.starting_with(metric)]
+
+
+def _figure(
+    kind: str, title: str, unit: str, notes: Sequence[str], traces: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """A figure as page.js reads it."""
+    note, percent = "; ".join(filter(None, notes)), unit.startswith("share")
     return {
-        "kind": "lines",
-        "title": spec.title,
-        "unit": spec.unit,
-        "note": "; ".join(note),
-        "percent": spec.percent,
-        "log": log,
+        "kind": kind,
+        "title": title,
+        "unit": unit,
+        "note": note,
+        "percent": percent,
         "traces": traces,
-    }, True
+    }
 
 
 def drawn(curve: Curve) -> dict[str, list[Any]]:
@@ -321,14 +234,13 @@ def _validation_files(runs: Sequence[ShownRun]) -> Iterator[Lines]:
         for name in run.validation.starting_with("validation/")
         if name.count("/") == 2
     )
-    for ending, title, unit, percent in (
-        ("accuracy", "Validation accuracy by file", "share of answers", True),
-        ("mean_tokens", "Validation response length", "tokens", False),
-        ("truncated", "Validation answers cut off", "share of answers", True),
+    for ending, title, unit in (
+        ("accuracy", "Validation accuracy by file", "share of answers"),
+        ("mean_tokens", "Validation response length", "tokens"),
+        ("truncated", "Validation answers cut off", "share of answers"),
     ):
         if ending != "accuracy" or len(names) > 1:
-            metrics = tuple((f"validation/{name}/{ending}", name) for name in names)
-            yield Lines(title, unit, metrics, percent=percent, of_validation=True)
+            yield Lines(title, unit, tuple((f"validation/{name}/{ending}", name) for name in names))
 
 
 def _reward_parts(runs: Sequence[ShownRun]) -> Iterator[Lines]:
@@ -343,8 +255,8 @@ def _reward_parts(runs: Sequence[ShownRun]) -> Iterator[Lines]:
     parts = tuple((name, name.removeprefix("reward/")) for name in names)
     yield Lines("Reward parts", "mean of a completion", parts)
     failures = tuple((name + failing, name.removeprefix("reward/")) for name in names)
-    yield Lines("Reward parts that failed", "share of completions", failures, percent=True)
-    yield Lines("Metrics of the reward function", "mean", prefix="reward/own/")
+    yield Lines("Reward parts that failed", "share of completions", failures)
+    yield Lines("Metrics of the reward function", "mean", (("reward/own/", ""),))
 
 
 def _of_each(
@@ -361,7 +273,7 @@ def _of_each(
 def _verdicts(run: ShownRun) -> Iterator[dict[str, Any]]:
     names = run.metrics.starting_with("reward/verdict/")
     parts = [(name.rpartition("/")[2].replace("_", " "), run.metrics.curve(name)) for name in names]
-    return _stack("What decided on the answers", "share of completions", parts, percent=True)
+    return _stack("What decided on the answers", "share of completions", parts)
 
 
 def _pass_rates(run: ShownRun) -> Iterator[dict[str, Any]]:
@@ -407,31 +319,21 @@ def _summed(curves: Sequence[Curve]) -> Curve:
 
 
 def _stack(
-    title: str, unit: str, parts: Sequence[tuple[str, Curve]], note: str = "", percent: bool = False
+    title: str, unit: str, parts: Sequence[tuple[str, Curve]], note: str = ""
 ) -> Iterator[dict[str, Any]]:
     """One figure of areas on each other, or none where all is 0."""
     shown = [(name, curve) for name, curve in parts if any(curve.values)]
     if not shown:
         return
-    left_out = shown[MOST_TRACES // 2 :]
-    shown = shown[: MOST_TRACES // 2]
+    left_out, shown = shown[MOST_TRACES // 2 :], shown[: MOST_TRACES // 2]
     steps, values, width = means_on_common_steps([curve for _, curve in shown])
-    notes = [note] if note else []
-    if width > 1:
-        notes.append(f"A point is the mean of {width} steps")
-    if left_out:
-        notes.append(f"{len(left_out)} more are left out")
-    yield {
-        "kind": "stack",
-        "title": title,
-        "unit": unit,
-        "note": "; ".join(notes),
-        "percent": percent,
-        "traces": [
-            {"name": shortened(name), "color": number, "x": steps, "y": [_rounded(value) for value in row]}
-            for number, ((name, _), row) in enumerate(zip(shown, values, strict=True))
-        ],
-    }
+    notes = [note, f"A point is the mean of {width} steps" if width > 1 else ""]
+    notes.append(f"{len(left_out)} more are left out" if left_out else "")
+    traces = [
+        {"name": shortened(name), "color": number, "x": steps, "y": [_rounded(value) for value in row]}
+        for number, ((name, _), row) in enumerate(zip(shown, values, strict=True))
+    ]
+    yield _figure("stack", title, unit, notes, traces)
 
 
 def _memory(runs: Sequence[ShownRun]) -> Iterator[Lines]:
