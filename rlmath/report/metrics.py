@@ -44,9 +44,6 @@ class Metrics:
         """Empty where the run has no such metric."""
         return self.curves.get(name, Curve([], []))
 
-    def has(self, name: str) -> bool:
-        return name in self.curves
-
     def starting_with(self, prefix: str) -> list[str]:
         return [name for name in self.curves if name.startswith(prefix)]
 

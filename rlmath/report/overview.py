@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rlmath.report.metrics import Curve
 from rlmath.report.run_folder import ShownRun
 from rlmath.report.samples import number_of, text_of
+from rlmath.telemetry.console import duration
 
 ENDS = 10
 """First and last values are means of so many steps, or of as many as a third of the run has."""
@@ -22,12 +23,8 @@ class Fact:
     is_bad: bool = False
 
 
-def facts_of(run: ShownRun) -> list[Fact]:
+def facts_of(run: ShownRun) -> Iterator[Fact]:
     """What there is of status, steps, accuracy, reward, speed, time and layout."""
-    return list(_facts(run))
-
-
-def _facts(run: ShownRun) -> Iterator[Fact]:
     message = text_of(run.exit_status.get("message"), 200) if run.has_failed else ""
     yield Fact("Status", run.status, message, run.has_failed)
     planned = number_of(run.summary.get("steps"))
@@ -55,18 +52,10 @@ def _facts(run: ShownRun) -> Iterator[Fact]:
     if seconds is None and steps:
         seconds = statistics.fmean(steps) * run.metrics.last_step
     if seconds:
-        yield Fact(
-            "Time", duration(seconds), "all starts" if "seconds_total" in run.summary else "of the steps"
-        )
-    update = run.metrics.curve("train/mfu").values
-    rollout = run.metrics.curve("rollout/mfu").values
-    if update:
-        more = (
-            f"of the peak; rollout {_percent(statistics.median(rollout))}; medians"
-            if rollout
-            else "of the peak"
-        )
-        yield Fact("MFU of the update", _percent(statistics.median(update)), more)
+        yield Fact("Time", duration(seconds), "all starts" if run.summary else "of the steps")
+    for name, metric in (("MFU of the update", "train/mfu"), ("MFU of the rollout", "rollout/mfu")):
+        if shares := run.metrics.curve(metric).values:
+            yield Fact(name, _percent(statistics.median(shares)), "of the peak; median")
     waiting = run.metrics.curve("seconds/wait_for_groups").values
     if waiting:
         share = sum(waiting) / sum(steps) if sum(steps) else 0.0
@@ -89,25 +78,9 @@ def _from_to(name: str, curve: Curve, of: str = "") -> Iterator[Fact]:
     form = _percent if of else lambda value: f"{value:.4g}"
     last, first = statistics.fmean(curve.values[-count:]), statistics.fmean(curve.values[:count])
     which = f"the first {count} steps" if count > 1 else "the first step"
-    yield Fact(
-        name, form(last), f"{of}{form(first)} in {which}" if len(curve.values) > 1 else of.rstrip("; ")
-    )
+    more = f"{of}{form(first)} in {which}" if len(curve.values) > 1 else of.rstrip("; ")
+    yield Fact(name, form(last), more)
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f}%"
-
-
-def duration(seconds: float) -> str:
-    """
-    >>> duration(7.26), duration(125), duration(7265), duration(200000)
-    ('7.3 s', '2 min 5 s', '2 h 1 min', '2 d 7 h')
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    whole = int(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"

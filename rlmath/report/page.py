@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from html import escape
 from importlib import resources
@@ -116,12 +116,9 @@ def _data(runs: Sequence[ShownRun], figures: Sequence[dict[str, Any]]) -> str:
     lists: dict[tuple[int, ...], int] = {}
     shared = []
     for figure in figures:
-        if "traces" in figure:
-            one = [
-                {**trace, "x": lists.setdefault(tuple(trace["x"]), len(lists))} for trace in figure["traces"]
-            ]
-            figure = {**figure, "traces": one}
-        shared.append(figure)
+        places = (lists.setdefault(tuple(trace["x"]), len(lists)) for trace in figure["traces"])
+        traces = [trace | {"x": place} for trace, place in zip(figure["traces"], places, strict=True)]
+        shared.append(figure | {"traces": traces})
     return json_for_html(
         {
             "x": list(lists),
@@ -146,19 +143,17 @@ def _subtitle(runs: Sequence[ShownRun]) -> str:
 
 def _overview(runs: Sequence[ShownRun]) -> str:
     if len(runs) == 1:
-        cards = "".join(
-            f'<div class="card"><dt>{escape(one.name)}</dt><dd>{_fact(one)}</dd></div>'
-            for one in facts_of(runs[0])
-        )
+        card = '<div class="card"><dt>{}</dt><dd>{}</dd></div>'
+        cards = "".join(card.format(escape(one.name), _fact(one)) for one in facts_of(runs[0]))
         return f'<dl class="cards">{cards}</dl>'
     by_run = [{one.name: one for one in facts_of(run)} for run in runs]
     names = dict.fromkeys(name for facts in by_run for name in facts)
     head = ["Run", *map(escape, names)]
     rows = []
     for number, (run, facts) in enumerate(zip(runs, by_run, strict=True)):
-        swatch = f'<span class="swatch" data-color="{number}"></span>{html_text(run.label)}'
-        swatch += f'<br><span class="soft small">{html_text(str(run.folder))}</span>'
-        rows.append([swatch, *(_fact(facts[name]) if name in facts else "" for name in names)])
+        folder = f'<br><span class="soft small">{html_text(str(run.folder))}</span>'
+        values = (_fact(facts[name]) if name in facts else "" for name in names)
+        rows.append([_named(number, run) + folder, *values])
     return _table(head, rows)
 
 
@@ -177,12 +172,8 @@ def _section(section: Section, figures: Sequence[dict[str, Any]]) -> str:
             f"<figure><figcaption><h3>{html_text(figure['title'])}</h3>{note}</figcaption>"
             f'<div class="plot" data-figure="{number}"></div></figure>'
         )
-    zero = (
-        f'<p class="soft small">0 in every step: {escape(", ".join(section.zero))}.</p>'
-        if section.zero
-        else ""
-    )
-    return f'<div class="grid">{"".join(shown)}</div>{zero}'
+    zero = f'<p class="soft small">0 in every step: {escape(", ".join(section.zero))}.</p>'
+    return f'<div class="grid">{"".join(shown)}</div>{zero if section.zero else ""}'
 
 
 def _events(runs: Sequence[ShownRun]) -> str:
@@ -199,28 +190,23 @@ def _restarts(run: ShownRun) -> Iterable[str]:
     if len(run.events.starts) > 1:
         rows = []
         for number, start in enumerate(run.events.starts, start=1):
-            began = (
-                "step 1" if start.resumed_after is None else f"the checkpoint of step {start.resumed_after}"
-            )
+            after = start.resumed_after
+            began = "step 1" if after is None else f"the checkpoint of step {after}"
             reached = "no step" if start.last_step is None else f"step {start.last_step}"
-            if start.resumed_after is None and start.last_step is None:
-                began = "-"
             rows.append([str(number), html_text(start.time), began, reached])
-        dotted = " Dotted lines in the figures are where a start went on." if len(rows) else ""
-        yield f'<p>The run was started {len(rows)} times.<span class="soft">{dotted}</span></p>'
+        dotted = '<span class="soft">Dotted lines in the figures are where a start went on.</span>'
+        yield f"<p>The run was started {len(rows)} times. {dotted}</p>"
         yield _table(["Start", "When", "Began with", "Came to"], rows)
 
 
 def _rollbacks(run: ShownRun) -> Iterable[str]:
     if run.rollbacks:
         yield "<p>The run diverged and went back to a checkpoint:</p>"
-        yield _table(
-            ["Diverged in step", "Went back to step", "Why"],
-            [
-                [str(one.diverged_step or "not known"), str(one.step), html_text(one.reason or "not known")]
-                for one in run.rollbacks
-            ],
-        )
+        rows = [
+            [str(one.diverged_step or "not known"), str(one.step), html_text(one.reason or "not known")]
+            for one in run.rollbacks
+        ]
+        yield _table(["Diverged in step", "Went back to step", "Why"], rows)
 
 
 def _messages(messages: Sequence[Message]) -> Iterable[str]:
@@ -246,34 +232,26 @@ def _message(one: Message) -> str:
 
 def _settings(runs: Sequence[ShownRun]) -> str:
     if len(runs) == 1:
-        found = changed(runs[0].settings)
-        if not found:
-            return ""
-        rows = [
-            [
-                f'<span title="{html_text(doc(key))}">{html_text(key)}</span>',
-                html_text(value),
-                html_text(default),
-            ]
-            for key, (value, default) in found.items()
-        ]
-        return '<p class="soft">Settings that are not at their defaults.</p>' + _table(
-            ["Setting", "Value", "Default"], rows, keys=True
+        found: Mapping[str, Sequence[str]] = changed(runs[0].settings)
+        heads, what, nothing = ["Value", "Default"], "Settings that are not at their defaults.", ""
+    else:
+        found = differing([run.settings for run in runs])
+        heads, what = (
+            [_named(number, run) for number, run in enumerate(runs)],
+            "Settings in which the runs differ.",
         )
-    found = differing([run.settings for run in runs])
-    if not found:
-        return "<p>The runs have the same settings, as far as they can be read.</p>"
+        nothing = "<p>The runs have the same settings, as far as they can be read.</p>"
     rows = [
         [f'<span title="{html_text(doc(key))}">{html_text(key)}</span>', *map(html_text, values)]
         for key, values in found.items()
     ]
-    heads = [
-        f'<span class="swatch" data-color="{number}"></span>{html_text(run.label)}'
-        for number, run in enumerate(runs)
-    ]
-    return '<p class="soft">Settings in which the runs differ.</p>' + _table(
-        ["Setting", *heads], rows, keys=True
-    )
+    table = f'<p class="soft">{what}</p>{_table(["Setting", *heads], rows, keys=True)}'
+    return table if rows else nothing
+
+
+def _named(number: int, run: ShownRun) -> str:
+    """A run's name beside its colour."""
+    return f'<span class="swatch" data-color="{number}"></span>{html_text(run.label)}'
 
 
 def _samples(runs: Sequence[ShownRun]) -> str:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from rlmath.config.files import MAX_YAML_BYTES, read_regular
 from rlmath.config.help import all_settings, as_yaml_word
@@ -23,8 +25,9 @@ def read_settings(path: Path) -> Settings:
     """The settings in a run's `config.yaml`. ValueError where it holds something else, OSError where it cannot be
     read."""
     try:
-        tree = yaml.safe_load(read_regular(path, MAX_YAML_BYTES).decode("utf-8"))
-    except (RecursionError, yaml.YAMLError) as error:
+        text = read_regular(path, MAX_YAML_BYTES).decode("utf-8")
+        tree = OmegaConf.to_container(OmegaConf.create(text))
+    except (RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ValueError(str(error)) from error
     if not isinstance(tree, dict):
         raise ValueError(f"it holds a {type(tree).__name__}; needed: sections")
@@ -75,12 +78,4 @@ def written(value: Any) -> str:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """PyYAML reads 1e-05, which has no point, as text."""
-    if value == other and isinstance(value, bool) == isinstance(other, bool):
-        return True
-    if any(value is None or isinstance(value, bool | list | dict) for value in (value, other)):
-        return as_yaml_word(value) == as_yaml_word(other)
-    try:
-        return float(value) == float(other)
-    except (TypeError, ValueError, OverflowError):
-        return False
+    return value == other and isinstance(value, bool) == isinstance(other, bool)

@@ -29,7 +29,7 @@ def test_of_a_step_written_twice_the_later_row_counts(tmp_path: Path) -> None:
     path = written(tmp_path, '{"step":1,"a":1}\n{"step":2,"a":2,"b":2}\n{"step":3,"a":3}\n{"step":2,"a":9}\n')
     metrics = read_curves(path, [])
     assert metrics.curve("a") == Curve([1, 2, 3], [1.0, 9.0, 3.0])
-    assert not metrics.has("b")
+    assert "b" not in metrics.curves
 
 
 def test_lines_that_are_no_rows_are_counted(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from rlmath.report.panels import markers
 from rlmath.report.run_events import events_of
 from rlmath.report.run_folder import NoRunError, ShownRollback, labels_of, read_runs, require_run
-from rlmath.report.settings import changed, differing
+from rlmath.report.settings import changed, differing, read_settings
 from tests.report.folders import make_run, write_event, write_json
 
 
@@ -75,9 +75,10 @@ def test_settings_that_differ(tmp_path: Path) -> None:
     assert set(differing([one.settings, other.settings])) - {"optimizer.lr"} == {"run.output_dir", "run.seed"}
 
 
-def test_a_number_without_a_point_is_a_number() -> None:
+def test_a_number_without_a_point_is_a_number(tmp_path: Path) -> None:
     """PyYAML reads it as text."""
-    assert differing([{"optimizer.lr": "1e-05"}, {"optimizer.lr": 0.00001}]) == {}
+    (tmp_path / "config.yaml").write_text("optimizer:\n  lr: 1e-05\n")
+    assert differing([read_settings(tmp_path / "config.yaml"), {"optimizer.lr": 0.00001}]) == {}
     assert differing([{"a.b": True}, {"a.b": 1}]) == {"a.b": ["true", "1"]}
     assert differing([{"a.b": None}, {}]) == {}
 
