@@ -22,7 +22,7 @@ import math
 import shutil
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,12 @@ from rlmath.algorithms.types import Completion, Prompt, ScoredGroup
 from rlmath.checkpoint.directory import PARTIAL
 from rlmath.checkpoint.unfinished_groups import TokenReader, read_count, read_score, read_segments
 from rlmath.config.files import parse_json, read_regular
-from rlmath.config.run_files import CAPTURES_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE
-from rlmath.telemetry.metrics_writer import json_number
+from rlmath.config.run_files import CAPTURES_FOLDER, CONFIG_FILE
 
 CAPTURE_FILE = "capture.json"
 GROUPS_FILE = "groups.jsonl"
 TOKENS_FILE = "tokens.safetensors"
-VERSION = 1
+VERSION = 2
 PROJECTIONS = 8
 """Of every tensor. Their mean squared difference between two models estimates their squared distance."""
 _MOST_BYTES = 2**34
@@ -175,42 +174,11 @@ def _digest(content: bytes) -> str:
 
 
 def _header(capture: Capture) -> dict[str, Any]:
-    update = None
-    if capture.update is not None:
-        update = {
-            "minibatches": [_minibatch_row(one) for one in capture.update.minibatches],
-            "critic_minibatches": [_minibatch_row(one) for one in capture.update.critic_minibatches],
-            "advantages": [[json_number(value) for value in row] for row in capture.update.advantages],
-            "weights_after": _sketch_row(capture.update.weights_after),
-        }
-    state = f"{CHECKPOINTS_FOLDER}/step-{capture.step:06d}" if capture.step else None
-    return {
-        "version": VERSION,
-        "step": capture.step + 1,
-        "reason": capture.reason,
-        "state": state,
-        "total_steps": capture.total_steps,
-        "length_stage": capture.length_stage + 1,
-        "sampling_seed": capture.sampling_seed,
-        "rollbacks": capture.rollbacks,
-        "layout": capture.layout,
-        "world_size": capture.world_size,
-        "versions": capture.versions,
-        "weights_before": _sketch_row(capture.weights_before),
-        "own_advantages": capture.own_advantages,
-        "update": update,
-    }
-
-
-def _sketch_row(sketch: WeightSketch | None) -> dict[str, Any] | None:
-    if sketch is None:
-        return None
-    rows = {name: [json_number(value) for value in row] for name, row in sketch.projections.items()}
-    return {"digest": sketch.digest, "projections": rows}
-
-
-def _minibatch_row(one: CapturedMinibatch) -> dict[str, Any]:
-    return {name: json_number(value) for name, value in one.numbers.items()} | {"discarded": one.discarded}
+    """All but the settings and the groups, which have files of their own; the step is counted from 1."""
+    header = asdict(replace(capture, step=capture.step + 1, settings_yaml="", groups=[], chosen=[]))
+    for name in ("settings_yaml", "groups", "chosen"):
+        del header[name]
+    return {"version": VERSION, **header}
 
 
 def _group_row(group: ScoredGroup, samples: Sequence[int]) -> dict[str, Any]:
@@ -263,59 +231,33 @@ def read_capture(folder: Path) -> Capture:
         ) from error
     try:
         header = parse_json(files[CAPTURE_FILE].decode())
-        if header["version"] != VERSION:
-            raise ValueError(f"its form is version {header['version']!r}; needed: {VERSION}")
-        for name, digest in header.get("digests", {}).items():  # earlier captures have none
+        if (version := header.pop("version")) != VERSION:
+            raise ValueError(f"its form is version {version!r}; needed: {VERSION}")
+        for name, digest in header.pop("digests").items():
             if _digest(files[name]) != digest:
                 raise ValueError(f"{name} is not as it was written")
+        header["step"] -= 1
+        for name in ("step", "total_steps", "length_stage", "sampling_seed", "rollbacks", "world_size"):
+            read_count(header[name])
         rows = list(_read_groups(files[GROUPS_FILE].splitlines(), load(files[TOKENS_FILE])))
-        own_advantages = header["own_advantages"]
+        update, before = header.pop("update"), header.pop("weights_before")
         return Capture(
-            step=read_count(header["step"] - 1),
-            reason=str(header["reason"]),
             settings_yaml=files[CONFIG_FILE].decode(),
-            total_steps=read_count(header["total_steps"]),
-            length_stage=read_count(header["length_stage"] - 1),
-            sampling_seed=read_count(header["sampling_seed"]),
-            rollbacks=read_count(header["rollbacks"]),
-            layout=str(header["layout"]),
-            world_size=read_count(header["world_size"]),
             groups=[group for group, _ in rows],
             chosen=[samples for _, samples in rows],
-            own_advantages=None if own_advantages is None else _read_numbers(own_advantages),
-            update=_read_update(header["update"]),
-            weights_before=_read_sketch(header["weights_before"]),
-            versions={str(name): str(value) for name, value in header["versions"].items()},
+            update=None if update is None else _read_update(update),
+            weights_before=None if before is None else WeightSketch(**before),
+            **header,
         )
     except (SafetensorError, LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ValueError(f'the capture "{folder}" is damaged ({type(error).__name__}: {error})') from error
 
 
-def _read_update(row: Any) -> CapturedUpdate | None:
-    if row is None:
-        return None
-    return CapturedUpdate(
-        [_read_minibatch(one) for one in row["minibatches"]],
-        [_read_minibatch(one) for one in row["critic_minibatches"]],
-        _read_numbers(row["advantages"]),
-        _read_sketch(row["weights_after"]),
-    )
-
-
-def _read_numbers(rows: Any) -> list[list[float]]:
-    return [[float(value) for value in row] for row in rows]
-
-
-def _read_minibatch(row: Any) -> CapturedMinibatch:
-    numbers = {str(name): float(value) for name, value in row.items() if name != "discarded"}
-    return CapturedMinibatch(numbers, None if row["discarded"] is None else str(row["discarded"]))
-
-
-def _read_sketch(row: Any) -> WeightSketch | None:
-    if row is None:
-        return None
-    names, values = row["projections"].keys(), _read_numbers(row["projections"].values())
-    return WeightSketch(str(row["digest"]), dict(zip(names, values, strict=True)))
+def _read_update(row: dict[str, Any]) -> CapturedUpdate:
+    for kind in ("minibatches", "critic_minibatches"):
+        row[kind] = [CapturedMinibatch(**one) for one in row[kind]]
+    after = row.pop("weights_after")
+    return CapturedUpdate(**row, weights_after=None if after is None else WeightSketch(**after))
 
 
 def _read_groups(

@@ -41,7 +41,6 @@ from rlmath.run.loop import restore
 from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.checkpoint_choice import choose_checkpoint
 from rlmath.run.recovery.resume import CheckpointToResume, Recovery
-from rlmath.telemetry.metrics_writer import json_number
 from rlmath.telemetry.reporter import StepRecord
 from rlmath.trainer.metrics import UpdateRecord
 from rlmath.trainer.policy_update import PolicyTrainer
@@ -154,14 +153,12 @@ def replay_update(
         trainer.step(capture.step)
         replayed = captured_update(trainer.last, sketch_of(trainer))
         status = exit_codes.FINISHED
-        if mesh.rank == 0:
-            assert before is not None
+        if before is not None:
             found = compare(capture, before, replayed)
-            for line in comparison_lines(capture, found, replayed, tolerance):
-                logger.info("%s", line)
             same = found.same(tolerance)
-            _write(prepared, {"part": "update", "same": same, "bit_equal": found.bit_equal} | _json_of(found))
-            status = _end(prepared, same or capture.update is None)
+            what = {"part": "update", "same": same, "bit_equal": found.bit_equal} | asdict(found)
+            lines = comparison_lines(capture, found, replayed, tolerance)
+            status = _end(prepared, same or capture.update is None, what, lines)
         status = broadcast_from_rank_zero(status)
     dist.destroy_process_group()
     return status
@@ -221,15 +218,6 @@ def relative_difference(one: float, other: float, floor: float) -> float:
         return 0.0
     difference = abs(one - other)
     return difference / max(abs(one), abs(other), floor) if math.isfinite(difference) else math.inf
-
-
-def _json_of(found: Comparison) -> dict[str, Any]:
-    weights = None if found.weights is None else json_number(found.weights)
-    rows = [
-        asdict(one) | {name: json_number(getattr(one, name)) for name in ("captured", "replayed", "relative")}
-        for one in found.differences
-    ]
-    return asdict(found) | {"differences": rows, "weights": weights}
 
 
 def comparison_lines(
@@ -308,9 +296,7 @@ def replay_rollout(
         status = exit_codes.FINISHED
         if mesh.rank == 0:
             found = compare_groups(capture.groups, groups)
-            logger.info("%s", rollout_line(found))
-            _write(prepared, {"part": "rollout", **found})
-            status = _end(prepared, found["same"])
+            status = _end(prepared, found["same"], {"part": "rollout", **found}, [rollout_line(found)])
             if state is not None:
                 shutil.rmtree(model, ignore_errors=True)
         status = broadcast_from_rank_zero(status)
@@ -431,15 +417,13 @@ def _whole(state: CheckpointToResume | None, heartbeat: Heartbeat) -> Checkpoint
     return choose_checkpoint(None if state is None else Recovery([state], []), heartbeat.report_progress)
 
 
-def _end(prepared: PreparedRun[Inputs], same: bool) -> int:
-    """The exit status, which the replay's folder gets, too."""
+def _end(prepared: PreparedRun[Inputs], same: bool, found: Mapping[str, Any], lines: Sequence[str]) -> int:
+    """Log and write what was found; the exit status, which the replay's folder gets, too."""
+    for line in lines:
+        logger.info("%s", line)
+    output = Path(prepared.config.run.output_dir)
+    write_whole(output / REPLAY_FILE, json.dumps(found, indent=1) + "\n")
+    logger.info("%s", output / REPLAY_FILE)
     status = exit_codes.FINISHED if same else exit_codes.FAILURE
-    message = "the replay is the same" if same else "the replay is not the same"
-    exit_codes.write_exit_status(prepared.config.run.output_dir, status, message)
+    exit_codes.write_exit_status(str(output), status, f"the replay is {'' if same else 'not '}the same")
     return status
-
-
-def _write(prepared: PreparedRun[Inputs], found: Mapping[str, Any]) -> None:
-    path = Path(prepared.config.run.output_dir) / REPLAY_FILE
-    write_whole(path, json.dumps(found, indent=1, allow_nan=False) + "\n")
-    logger.info("%s", path)

@@ -39,20 +39,7 @@ fell to less than this part of where that share fell to."""
 Row = Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class History:
-    """What a rule may look at."""
-
-    first: list[Row]
-    """The first steps, at most FIRST_STEPS."""
-    last: deque[Row]
-    """The steps up to now, as many as the longest rule needs."""
-    limits: TelemetryConfig
-    clips_whole_completions: bool
-    length_key: str
-    group_relative: bool
-
-
+@dataclass
 class Alerts:
     """Raises each alert when its rule first holds.
 
@@ -65,41 +52,33 @@ class Alerts:
     []
     """
 
-    def __init__(
-        self,
-        limits: TelemetryConfig,
-        clips_whole_completions: bool = False,
-        length_key: str = "rollout.max_new_tokens",
-        group_relative: bool = True,
-    ) -> None:
-        """`clips_whole_completions`: the loss is GSPO's, which clips many tokens by design. `length_key` is the setting
-        that cuts completions off. `group_relative`: advantages compare the completions of a group."""
-        self._raised: set[Callable[[History], str | None]] = set()
-        kept = max(limits.warn_flat_steps, RECENT_STEPS, EARLY_STOP_STEPS)
-        self._history = History(
-            [],
-            deque(maxlen=kept),
-            limits=limits,
-            clips_whole_completions=clips_whole_completions,
-            length_key=length_key,
-            group_relative=group_relative,
-        )
+    limits: TelemetryConfig
+    clips_whole_completions: bool = False
+    """The loss is GSPO's, which clips many tokens by design."""
+    length_key: str = "rollout.max_new_tokens"
+    """The setting that cuts completions off."""
+    group_relative: bool = True
+    """Advantages compare the completions of a group."""
+
+    def __post_init__(self) -> None:
+        self.first: list[Row] = []
+        self.last: deque[Row] = deque(maxlen=max(self.limits.warn_flat_steps, RECENT_STEPS, EARLY_STOP_STEPS))
+        self._raised: set[Callable[[Alerts], str | None]] = set()
 
     def check(self, row: Row) -> list[str]:
         """The alerts that a step's metrics raise. Metrics that a step does not have raise none."""
-        history = self._history
-        if len(history.first) < FIRST_STEPS:
-            history.first.append(row)
-        history.last.append(row)
-        found = {rule: rule(history) for rule in RULES if rule not in self._raised}
+        if len(self.first) < FIRST_STEPS:
+            self.first.append(row)
+        self.last.append(row)
+        found = {rule: rule(self) for rule in RULES if rule not in self._raised}
         texts = {rule: text for rule, text in found.items() if text is not None}
         self._raised |= texts.keys()
         return list(texts.values())
 
     def reset(self) -> None:
         """Forget the steps so far: limits and data change here."""
-        self._history.first.clear()
-        self._history.last.clear()
+        self.first.clear()
+        self.last.clear()
 
 
 def dropped_alert(share: float, limits: TelemetryConfig) -> str | None:
@@ -115,19 +94,19 @@ def dropped_alert(share: float, limits: TelemetryConfig) -> str | None:
 # ---------------------------------------------------------------- the rules, two lines each: what, and what to change
 
 
-def truncated_alert(history: History) -> str | None:
+def truncated_alert(run: Alerts) -> str | None:
     """SimpleRL's first run broke at 23% truncated completions, its report calls under 5% normal."""
-    values, limit = _recent(history, "no_eos_ratio"), history.limits.warn_truncated
+    values, limit = _recent(run, "no_eos_ratio"), run.limits.warn_truncated
     if not values or not statistics.mean(values) > limit:
         return None
     return (
         f"{_percent(statistics.mean(values))} of completions were cut off ({_last(values)}).\n"
-        f"  Raise {history.length_key}, or set selection.drop_truncated=true."
+        f"  Raise {run.length_key}, or set selection.drop_truncated=true."
     )
 
 
-def importance_alert(history: History) -> str | None:
-    values, limit = _recent(history, "importance_weight"), history.limits.warn_importance_weight
+def importance_alert(run: Alerts) -> str | None:
+    values, limit = _recent(run, "importance_weight"), run.limits.warn_importance_weight
     if not values or statistics.mean(abs(value - 1) for value in values) <= limit:
         return None  # a NaN is above every limit
     return (
@@ -136,9 +115,9 @@ def importance_alert(history: History) -> str | None:
     )
 
 
-def clip_alert(history: History) -> str | None:
-    values = _recent(history, "actor_clip_ratio")
-    if history.clips_whole_completions or not values or not statistics.mean(values) > USUAL_CLIP_RATIO:
+def clip_alert(run: Alerts) -> str | None:
+    values = _recent(run, "actor_clip_ratio")
+    if run.clips_whole_completions or not values or not statistics.mean(values) > USUAL_CLIP_RATIO:
         return None
     return (
         f"{_percent(statistics.mean(values))} of tokens are clipped ({_last(values)}).\n"
@@ -146,12 +125,12 @@ def clip_alert(history: History) -> str | None:
     )
 
 
-def contrast_alert(history: History) -> str | None:
+def contrast_alert(run: Alerts) -> str | None:
     """Rewards that are alike within every group: a reward function that returns a constant, or problems that are all
     too easy or too hard."""
-    rows = list(history.last)[-IDLE_STEPS:]
+    rows = list(run.last)[-IDLE_STEPS:]
     dropped = [row.get("train/minibatches") == 0 for row in rows]
-    alike = [history.group_relative and row.get("rollout/groups_with_contrast") == 0 for row in rows]
+    alike = [run.group_relative and row.get("rollout/groups_with_contrast") == 0 for row in rows]
     if len(rows) < IDLE_STEPS or not all(map(max, dropped, alike)):
         return None
     same = [row.get("rollout/groups_with_contrast") == 0 for row in rows]
@@ -162,9 +141,9 @@ def contrast_alert(history: History) -> str | None:
     )
 
 
-def queue_alert(history: History) -> str | None:
+def queue_alert(run: Alerts) -> str | None:
     """Answers that wait long for a worker: as a rule those of a slow reward function, and the step with them."""
-    waits, seconds = _recent(history, "reward/queue_wait_s_max"), _recent(history, "seconds/step")
+    waits, seconds = _recent(run, "reward/queue_wait_s_max"), _recent(run, "seconds/step")
     if len(waits) < 2 or not seconds:  # workers start in the first step
         return None
     wait, step = statistics.mean(waits), statistics.mean(seconds)
@@ -176,16 +155,16 @@ def queue_alert(history: History) -> str | None:
     )
 
 
-def discarded_alert(history: History) -> str | None:
+def discarded_alert(run: Alerts) -> str | None:
     """Almost all groups dropped by dynamic sampling: partial credit makes all answers count as right, or the problems
     are all too easy or too hard."""
     names = {"right": "all right", "wrong": "all wrong", "uniform": "all alike"}
-    dropped = {name: sum(_recent(history, f"selection/dropped/{name}")) for name in names}
-    sampled = _recent(history, "selection/groups_sampled")
+    dropped = {name: sum(_recent(run, f"selection/dropped/{name}")) for name in names}
+    sampled = _recent(run, "selection/groups_sampled")
     if sum(sampled) < DISCARDED_GROUPS or not sum(dropped.values()) > DISCARDED_SHARE * sum(sampled):
         return None
     most = max(dropped, key=dropped.__getitem__)
-    contrast = _recent(history, "rollout/groups_with_contrast")
+    contrast = _recent(run, "rollout/groups_with_contrast")
     advice = "Take problems that the model sometimes solves, or raise rollout.group_size."
     if contrast and statistics.mean(contrast) > 2 * (1 - DISCARDED_SHARE) and not dropped["uniform"]:
         advice = "Rewards differ all the same: set selection.dynamic_sampling=reward."
@@ -193,16 +172,16 @@ def discarded_alert(history: History) -> str | None:
     return f"{share} of groups dropped as {names[most]} ({_last(sampled)}).\n  {advice}"
 
 
-def flat_alert(history: History) -> str | None:
+def flat_alert(run: Alerts) -> str | None:
     """No rise of the mean of the later half over that of the earlier half beyond the standard error of their
     difference, as the scatter within the halves gives it."""
-    steps = history.limits.warn_flat_steps
-    rewards = [value for value in _recent(history, "task_reward", steps) if math.isfinite(value)]
+    steps = run.limits.warn_flat_steps
+    rewards = [value for value in _recent(run, "task_reward", steps) if math.isfinite(value)]
     if len(rewards) < steps:
         return None
     half = steps // 2
     earlier, later = rewards[:half], rewards[-half:]
-    accuracy = _recent(history, "rollout/accuracy", half)
+    accuracy = _recent(run, "rollout/accuracy", half)
     if accuracy and statistics.mean(accuracy) >= GOOD_ACCURACY:
         return None
     before, after = statistics.mean(earlier), statistics.mean(later)
@@ -215,14 +194,14 @@ def flat_alert(history: History) -> str | None:
     )
 
 
-def entropy_alert(history: History) -> str | None:
+def entropy_alert(run: Alerts) -> str | None:
     """Entropy that fell below its share of the first steps', and at least twice as far as the wrong answers did."""
-    limit, name = history.limits.warn_entropy_share, "train/entropy_loss"
-    first, last = [row[name] for row in history.first if name in row], _recent(history, name)
-    if len(history.first) < FIRST_STEPS or not first or not last or not statistics.mean(first) > 0:
+    limit, name = run.limits.warn_entropy_share, "train/entropy_loss"
+    first, last = [row[name] for row in run.first if name in row], _recent(run, name)
+    if len(run.first) < FIRST_STEPS or not first or not last or not statistics.mean(first) > 0:
         return None
     share = statistics.mean(last) / statistics.mean(first)
-    if not share < limit or not share < ENTROPY_AND_ERRORS * _errors_left(history):
+    if not share < limit or not share < ENTROPY_AND_ERRORS * _errors_left(run):
         return None
     return (
         f"Entropy fell to {_percent(share)} of its start ({_last(last)}).\n"
@@ -230,17 +209,17 @@ def entropy_alert(history: History) -> str | None:
     )
 
 
-def _errors_left(history: History) -> float:
+def _errors_left(run: Alerts) -> float:
     """The share of wrong answers in the last steps over that in the first; 1 where it is not known."""
     name = "rollout/accuracy"
-    first, last = [1 - row[name] for row in history.first if name in row], _recent(history, name)
+    first, last = [1 - row[name] for row in run.first if name in row], _recent(run, name)
     if not first or not last or statistics.mean(first) <= 0:
         return 1.0
     return (1 - statistics.mean(last)) / statistics.mean(first)
 
 
-def early_stop_alert(history: History) -> str | None:
-    values = _recent(history, "train/early_stopped_minibatches", EARLY_STOP_STEPS)
+def early_stop_alert(run: Alerts) -> str | None:
+    values = _recent(run, "train/early_stopped_minibatches", EARLY_STOP_STEPS)
     stopped = sum(value > 0 for value in values)
     if len(values) < EARLY_STOP_STEPS or 2 * stopped <= EARLY_STOP_STEPS:
         return None
@@ -263,9 +242,9 @@ RULES = (
 )
 
 
-def _recent(history: History, name: str, steps: int = RECENT_STEPS) -> list[float]:
+def _recent(run: Alerts, name: str, steps: int = RECENT_STEPS) -> list[float]:
     """A metric of the last `steps` steps, as far as they have it."""
-    return [row[name] for row in list(history.last)[-steps:] if name in row]
+    return [row[name] for row in list(run.last)[-steps:] if name in row]
 
 
 def _last(values: Sequence[object]) -> str:
