@@ -33,7 +33,7 @@ def test_a_resumed_run_counts_what_earlier_starts_did(tmp_path: Path) -> None:
     rows = [one | other for one, other in zip(timed, counted, strict=True)]
     reporter = resumed(tmp_path, rows)
     assert reporter._alerts is not None
-    looked_at = [row["no_eos_ratio"] for row in reporter._alerts._history.last]
+    looked_at = [row["no_eos_ratio"] for row in reporter._alerts.last]
     assert looked_at == [0.03, 0.04], "those of the stage that it is in"
     reporter.write_summary(50.0, {"history": {"prompts": 3}})
     reporter.close()
