@@ -6,172 +6,63 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from rlmath.config import length_curriculum
-from rlmath.config.help import all_settings, is_among, setting_values
+from rlmath.config.help import all_settings, as_yaml_word, is_among, setting_values
 from rlmath.config.load import preset_settings
 from rlmath.config.schema import Config
 from rlmath.planning.model_checks import teaches_alone
 from rlmath.rewards.several_rewards import functions_of, is_verified
 
-
-def _samples_greedily(config: Config) -> bool:
-    return length_curriculum.validates(config) and config.validation.temperature == 0
-
-
-UNUSED: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
-    ("parallel.sequence", lambda c: c.parallel.tensor == 1, "with parallel.tensor=1"),
-    ("optimizer.min_lr", lambda c: c.optimizer.decay == "constant", 'with optimizer.decay="constant"'),
-    (
-        "algorithm.loss algorithm.clip_ratio algorithm.clip_ratio_high algorithm.dual_clip "
-        "algorithm.early_stop_ratio_low algorithm.early_stop_kl algorithm.kl_cov_ratio algorithm.kl_cov_coef "
-        "algorithm.sapo_temperature_pos algorithm.sapo_temperature_neg algorithm.proximal_logprobs",
-        lambda c: c.algorithm.recompute_logprobs and c.algorithm.n_minibatches == c.algorithm.epochs == 1,
-        "since one minibatch a step (algorithm.n_minibatches=1, epochs=1) is learned from before the policy changes, "
-        "and every importance ratio is 1",
-    ),
-    (
-        "algorithm.dual_clip",
-        lambda c: c.algorithm.loss in ("cispo", "gmpo", "sapo"),
-        'with algorithm.loss="cispo", "gmpo" or "sapo"',
-    ),
-    (
-        "algorithm.clip_ratio algorithm.clip_ratio_high",
-        lambda c: c.algorithm.loss == "sapo",
-        'with algorithm.loss="sapo", whose gate has no bounds',
-    ),
-    (
-        "algorithm.proximal_logprobs",
-        lambda c: not c.algorithm.recompute_logprobs,
-        "with algorithm.recompute_logprobs=false",
-    ),
-    (
-        "algorithm.pass_k",
-        lambda c: c.algorithm.advantage != "pass@k",
-        'without algorithm.advantage="pass@k"',
-    ),
-    (
-        "algorithm.entropy_delta",
-        lambda c: c.algorithm.entropy_target is None,
-        "without algorithm.entropy_target",
-    ),
-    (
-        "algorithm.clip_cov_low algorithm.clip_cov_high",
-        lambda c: c.algorithm.clip_cov_ratio is None,
-        "without algorithm.clip_cov_ratio",
-    ),
-    ("algorithm.kl_cov_coef", lambda c: c.algorithm.kl_cov_ratio is None, "without algorithm.kl_cov_ratio"),
-    (
-        "algorithm.sapo_temperature_pos algorithm.sapo_temperature_neg",
-        lambda c: c.algorithm.loss != "sapo",
-        'without algorithm.loss="sapo"',
-    ),
-    (
-        "algorithm.importance_cap algorithm.importance_mask_low algorithm.importance_mask_high",
-        lambda c: c.algorithm.importance_correction is None,
-        "without algorithm.importance_correction",
-    ),
-    (
-        "algorithm.importance_cap",
-        lambda c: (c.algorithm.importance_cap or 0) >= (c.algorithm.importance_mask_high or math.inf),
-        "with an algorithm.importance_mask_high that is not above it",
-    ),
-    (
-        "memory.offload_reference algorithm.reference_every_steps algorithm.kl_in algorithm.kl_ratio",
-        lambda c: c.algorithm.kl_coef == 0,
-        "with algorithm.kl_coef=0: there is no reference",
-    ),
-    (
-        "critic. memory.offload_critic",
-        lambda c: c.algorithm.advantage != "gae",
-        'without algorithm.advantage="gae"',
-    ),
-    (
-        "critic.policy_lambda",
-        lambda c: c.critic.policy_length_alpha is not None,
-        "with critic.policy_length_alpha",
-    ),
-    (
-        "teacher.loss teacher.coef teacher.with_rewards memory.offload_teacher",
-        lambda c: c.teacher.path is None,
-        "without teacher.path",
-    ),
-    (
-        "selection.max_extra_prompts",
-        lambda c: c.selection.dynamic_sampling is None,
-        "without selection.dynamic_sampling",
-    ),
-    (
-        "reward.mask_no_eos_with_zero",
-        lambda c: c.selection.drop_truncated,
-        "with selection.drop_truncated=true",
-    ),
-    (
-        "reward.function_failure",
-        lambda c: bool(c.reward.rewards),
-        "with reward.rewards: what fails is left out",
-    ),
-    (
-        "reward.scheme",
-        lambda c: bool(c.reward.rewards) and not is_verified(c.reward),
-        "with reward.rewards that do not list correctness, whose scheme it is",
-    ),
-    (
-        "reward.output_scaling reward.output_bias",
-        lambda c: bool(c.reward.rewards) and c.reward.combine == "gdpo",
-        "on what is learned with reward.combine=gdpo: every reward of the list is normalised apart",
-    ),
-    (
-        "rollout.max_staleness",
-        lambda c: c.rollout.tail != "carry" and not c.rollout.ranks,
-        'without rollout.tail="carry" or rollout.ranks',
-    ),
-    ("rollout.memory_share", lambda c: c.rollout.kv_cache_gib is not None, "with rollout.kv_cache_gib"),
-    ("rollout.slice_tokens", lambda c: c.rollout.tail == "wait", 'with rollout.tail="wait"'),
-    ("rollout.max_groups_in_flight", lambda c: c.rollout.tail != "carry", 'without rollout.tail="carry"'),
-    (
-        "rollout.on_new_weights rollout.max_concurrent_sequences",
-        lambda c: not c.rollout.ranks,
-        "with rollout.ranks=0",
-    ),
-    (
-        "rollout.on_new_weights",
-        lambda c: c.rollout.ranks > 0 and c.rollout.max_staleness == 0,
-        "with rollout.max_staleness=0: nothing is being sampled when new weights come",
-    ),
-    (
-        "memory.offload_gradients memory.offload_optimizer memory.offload_parameters",
-        lambda c: c.rollout.ranks > 0,
-        "with rollout.ranks, since no engine takes turns with training on the same memory",
-    ),
-    (
-        "algorithm.rollback_lr_factor algorithm.rollback_reward_drop algorithm.rollback_reward_steps",
-        lambda c: c.algorithm.rollback == 0,
-        "without algorithm.rollback",
-    ),
-    (
-        "algorithm.rollback_reward_steps",
-        lambda c: c.algorithm.rollback > 0 and c.algorithm.rollback_reward_drop is None,
-        "without algorithm.rollback_reward_drop",
-    ),
-    (
-        "data.solved_samples",
-        lambda c: c.data.curriculum != "skip_solved",
-        'without data.curriculum="skip_solved"',
-    ),
-    ("data.band_low data.band_high", lambda c: c.data.curriculum != "band", 'without data.curriculum="band"'),
-    ("data.curriculum_floor", lambda c: c.data.curriculum == "none", 'with data.curriculum="none"'),
-    ("run.total_epochs rollout.max_new_tokens", length_curriculum.has_length_stages, "beside stages.steps"),
-    (
-        "policy.max_tokens_per_microbatch",
-        lambda c: bool(c.stages.max_tokens_per_microbatch),
-        "beside stages.max_tokens_per_microbatch",
-    ),
-    ("validation.", lambda c: not length_curriculum.validates(c), "without validation.every_steps"),
-    ("validation.samples validation.top_p", _samples_greedily, "with validation.temperature=0"),
-)
-"""Settings or whole sections; in which runs they have no effect; and why, behind "no effect"."""
+UNUSED = """
+parallel.sequence: with parallel.tensor=1
+optimizer.min_lr: with optimizer.decay=constant
+algorithm.loss algorithm.clip_ratio algorithm.clip_ratio_high algorithm.dual_clip algorithm.early_stop_ratio_low
+    algorithm.early_stop_kl algorithm.kl_cov_ratio algorithm.kl_cov_coef algorithm.sapo_temperature_pos
+    algorithm.sapo_temperature_neg algorithm.proximal_logprobs:
+    with algorithm.n_minibatches=1 and with algorithm.epochs=1 and with algorithm.recompute_logprobs;
+    one minibatch a step is learned from before the policy changes, and every importance ratio is 1
+algorithm.dual_clip: with algorithm.loss=cispo,gmpo,sapo
+algorithm.clip_ratio algorithm.clip_ratio_high: with algorithm.loss=sapo; its gate has no bounds
+algorithm.proximal_logprobs: with algorithm.recompute_logprobs=false
+algorithm.pass_k: without algorithm.advantage=pass@k
+algorithm.entropy_delta: without algorithm.entropy_target
+algorithm.clip_cov_low algorithm.clip_cov_high: without algorithm.clip_cov_ratio
+algorithm.kl_cov_coef: without algorithm.kl_cov_ratio
+algorithm.sapo_temperature_pos algorithm.sapo_temperature_neg: without algorithm.loss=sapo
+algorithm.importance_cap algorithm.importance_mask_low algorithm.importance_mask_high:
+    without algorithm.importance_correction
+memory.offload_reference algorithm.reference_every_steps algorithm.kl_in algorithm.kl_ratio:
+    with algorithm.kl_coef=0; there is no reference
+critic. memory.offload_critic: without algorithm.advantage=gae
+critic.policy_lambda: with critic.policy_length_alpha
+teacher.loss teacher.coef teacher.with_rewards memory.offload_teacher: without teacher.path
+selection.max_extra_prompts: without selection.dynamic_sampling
+reward.mask_no_eos_with_zero: with selection.drop_truncated
+reward.function_failure: with reward.rewards; what fails is left out
+reward.output_scaling reward.output_bias: with reward.combine=gdpo; every reward of the list is normalised apart
+rollout.max_staleness: without rollout.tail=carry and without rollout.ranks
+rollout.memory_share: with rollout.kv_cache_gib
+rollout.slice_tokens: with rollout.tail=wait
+rollout.max_groups_in_flight: without rollout.tail=carry
+rollout.on_new_weights rollout.max_concurrent_sequences: with rollout.ranks=0
+rollout.on_new_weights: with rollout.ranks and with rollout.max_staleness=0;
+    nothing is being sampled when new weights come
+memory.offload_gradients memory.offload_optimizer memory.offload_parameters: with rollout.ranks;
+    no engine takes turns with training on the same memory
+algorithm.rollback_lr_factor algorithm.rollback_reward_drop algorithm.rollback_reward_steps: with algorithm.rollback=0
+algorithm.rollback_reward_steps: with algorithm.rollback and without algorithm.rollback_reward_drop
+data.solved_samples: without data.curriculum=skip_solved
+data.band_low data.band_high: without data.curriculum=band
+data.curriculum_floor: with data.curriculum=none
+run.total_epochs rollout.max_new_tokens: with stages.steps
+policy.max_tokens_per_microbatch: with stages.max_tokens_per_microbatch
+validation.: without validation.every_steps
+validation.samples validation.top_p: with validation.every_steps and with validation.temperature=0
+"""
+"""Settings, or whole sections, that have no effect in a run with, or without, a value of other settings, or any value
+but 0, false, null and an empty list; and why."""
 
 
 SENSIBLE = (
@@ -194,9 +85,12 @@ def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
     found = [f"Without effect in supervised training: {', '.join(unused)}."] if unused else []
     values, defaults = setting_values(config), setting_values(Config())
     changed = [key for key in all_settings() if values[key] != defaults[key]]
-    for keys, applies, why in UNUSED:
-        if (given := [key for key in changed if is_among(key, keys.split())]) and applies(config):
-            found.append(f"{', '.join(given)}: no effect {why}.")
+    for line in UNUSED.replace("\n    ", " ").strip().split("\n"):
+        keys, _, rest = line.partition(": ")
+        when, _, why = rest.partition("; ")
+        applies = [_is_so(clause, values) for clause in when.split(" and ")]
+        if all(applies) and (given := [key for key in changed if is_among(key, keys.split())]):
+            found.append(f"{', '.join(given)}: no effect {when}{why and ': '}{why}.")
     for key, low, high in SENSIBLE:
         if values[key] is not None and not low <= values[key] <= high:
             wanted = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
@@ -204,6 +98,15 @@ def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
     for find in (_rollout_warnings, _algorithm_warnings, _selection_warnings):
         found += find(config)
     return found
+
+
+def _is_so(clause: str, values: Mapping[str, Any]) -> bool:
+    """Whether a clause of UNUSED holds, such as "without rollout.tail=carry" or "with rollout.ranks"."""
+    word, _, said = clause.partition(" ")
+    key, equals, wanted = said.partition("=")
+    value = values[key]
+    shown = f"{value:g}" if isinstance(value, float) else as_yaml_word(value)
+    return (shown in wanted.split(",") if equals else bool(value)) == (word == "with")
 
 
 def _rollout_warnings(config: Config) -> Iterator[str]:
@@ -245,6 +148,11 @@ def _rollout_warnings(config: Config) -> Iterator[str]:
 
 def _algorithm_warnings(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
+    cap, mask = algorithm.importance_cap, algorithm.importance_mask_high
+    if cap is not None and mask is not None and cap >= mask:
+        yield "algorithm.importance_cap: no effect with an algorithm.importance_mask_high that is not above it."
+    if config.reward.rewards and config.reward.scheme != "correctness" and not is_verified(config.reward):
+        yield "reward.scheme: no effect with reward.rewards that do not list correctness, whose scheme it is."
     if algorithm.rollback > 0 and algorithm.rollback_reward_drop is not None:
         for applies, why in (
             (config.data.curriculum != "none", "data.curriculum skips prompts that the policy solves"),

@@ -145,12 +145,12 @@ def test_stages_and_validation_must_fit_the_model(tmp_path: Path):
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        ((*THREE, "run.total_epochs=3"), "run.total_epochs: no effect beside stages.steps"),
+        ((*THREE, "run.total_epochs=3"), "run.total_epochs: no effect with stages.steps"),
         ((*THREE, BUDGETS, "policy.max_tokens_per_microbatch=7"), "policy.max_tokens_per_microbatch: no effect"),
         (("validation.paths=[a.jsonl]", "validation.samples=4"),
          "validation.paths, validation.samples: no effect without validation.every_steps"),
         (("validation.every_steps=1", "validation.temperature=0", "validation.samples=4"),
-         "validation.samples: no effect with validation.temperature=0"),
+         "validation.samples: no effect with validation.every_steps and with validation.temperature=0"),
     ],
 )  # fmt: skip
 def test_settings_without_effect_are_noted(overrides: tuple[str, ...], told: str):

@@ -52,15 +52,15 @@ def test_what_makes_sense_is_not(given: Config) -> None:
     [
         (
             config(band_low=0.2, curriculum_floor=0.3),
-            'data.curriculum_floor: no effect with data.curriculum="none".',
+            "data.curriculum_floor: no effect with data.curriculum=none.",
         ),
         (
             config(curriculum="band", solved_samples=3),
-            'data.solved_samples: no effect without data.curriculum="skip_solved".',
+            "data.solved_samples: no effect without data.curriculum=skip_solved.",
         ),
         (
             config(curriculum="skip_solved", band_high=0.5),
-            'data.band_high: no effect without data.curriculum="band".',
+            "data.band_high: no effect without data.curriculum=band.",
         ),
         (
             config(curriculum="band", band_low=0.0, band_high=1.0),
