@@ -457,6 +457,8 @@ class Progress:
     """The first step of other prompts and seeds, by rollback."""
     entropy: tuple[float, ...] = ()
     """`EntropyControl`'s two numbers, where `algorithm.entropy_target` has one."""
+    adapter_fingerprint: str = ""
+    """Of the adapters that the run started from, `model.adapter_path`; "" without."""
 
     def has_model(self, name: str) -> bool:
         """Whether the checkpoint has the weights of a model; "" is the policy."""

@@ -18,11 +18,13 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 from torch import Tensor
 
+from rlmath.checkpoint.hf.weight_map import Placed
+from rlmath.checkpoint.hf.weights import local_parameter
 from rlmath.distributed.device import Device
 
 OPTIMIZER_PREFIX = "optimizer.state"
@@ -63,6 +65,8 @@ class SavedModel:
     """This rank's, bare."""
     optimizer: Any | None
     """None of a model that is not trained."""
+    adapters: Sequence[Placed] = ()
+    """The adapters that are trained in place of the model, of all layers; then checkpoints hold these alone."""
 
     @property
     def prefix(self) -> str:
@@ -71,6 +75,8 @@ class SavedModel:
 
 def model_pieces(model: SavedModel) -> tuple[list[Piece], list[ShardedObject]]:
     """This rank's pieces of the model, and the objects beside them (Transformer Engine's extra states)."""
+    if model.adapters:
+        return list(_adapter_pieces(model)), []
     pieces, objects = [], []
     for chunk in model.chunks:
         for value in chunk.sharded_state_dict().values():
@@ -81,6 +87,23 @@ def model_pieces(model: SavedModel) -> tuple[list[Piece], list[ShardedObject]]:
             parts = list(parts.values()) if isinstance(parts, dict) else parts
             pieces += [_piece(value.data, replace(part, key=model.prefix + part.key)) for part in parts]
     return pieces, objects
+
+
+def _adapter_pieces(model: SavedModel) -> Iterator[Piece]:
+    """Adapters in their canonical form, each with a key of its own by the layer's number in the model."""
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    tensor_ranks = parallel_state.get_tensor_model_parallel_world_size()
+    copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    for placed in model.adapters:
+        parameter, axis = local_parameter(model.chunks, placed), placed.rule.split_axis
+        if parameter is None:
+            continue
+        shards = () if axis is None else ((axis, tensor_rank, tensor_ranks),)
+        key = model.prefix + placed.rule.megatron[0].format(m=placed.layer)
+        replica = (0, tensor_rank if axis is None else 0, copy)
+        yield _piece(
+            parameter, ShardedTensor.from_rank_offsets(key, parameter.data, *shards, replica_id=replica)
+        )
 
 
 def _piece(parameter: Tensor, part: ShardedTensor) -> Piece:

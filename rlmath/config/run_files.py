@@ -48,6 +48,8 @@ BEST_FOLDER = "best_model"
 """The model with the best validation so far, in the same form."""
 MODELS_FOLDER = "models"
 """Models of kept checkpoints, and of stages, in the same form."""
+ADAPTER_FOLDER = "adapter"
+"""In each of these, with LoRA: the adapters alone, as PEFT has them."""
 
 TEMPORARY_FILE = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 """The name of a file that `write_whole` has not finished."""

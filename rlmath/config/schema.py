@@ -503,7 +503,11 @@ class SaveConfig:
     """Keep a checkpoint after the step in which so many seconds have passed since the last one."""
     export_hf: bool = False
     """Export the model of every kept checkpoint to `<output_dir>/models/step-NNNNNN`, too, while training waits. The
-    last one is always exported, to `<output_dir>/hf_model`."""
+    last one is always exported, to `<output_dir>/hf_model`. With LoRA each has the adapters in `adapter/`, as PEFT
+    reads them (`PeftModel.from_pretrained(model, "<output_dir>/hf_model/adapter")`)."""
+    merged: bool = True
+    """Of LoRA: export the whole model with its adapters merged, too; false: only the folders `adapter/`, which need the
+    model of `model.path`."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the exported Hugging Face models; "auto": as it was trained."""
     ckpt_freq_epochs: PositiveInt | None = None

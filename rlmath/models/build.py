@@ -22,6 +22,7 @@ from rlmath.algorithms.early_stop import EarlyStop
 from rlmath.algorithms.importance_sampling import Correction
 from rlmath.algorithms.losses import LossSettings
 from rlmath.algorithms.token_selection import TokenRules
+from rlmath.checkpoint.hf.weight_map import adapter_rules
 from rlmath.checkpoint.hf.weights import load_hf_weights
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import AlgorithmConfig, Config, LoraConfig, OptimizerConfig, TeacherConfig
@@ -203,6 +204,9 @@ def _trained_chunks(
     load_hf_weights(chunks, path, shape, mesh, option)
     if lora.rank:
         add_adapters(chunks, shape, mesh, device, lora, config.run.seed)
+    if lora.rank and config.model.adapter_path is not None:
+        rules = adapter_rules(shape.architecture, lora.rank, lora.target)
+        load_hf_weights(chunks, config.model.adapter_path, shape, mesh, "model.adapter_path", rules)
     overlap = optimizer.overlap_grad_reduce
     if overlap is None:
         overlap = device.kind == "cuda"

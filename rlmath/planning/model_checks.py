@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlmath.checkpoint.hf.peft import adapter_problems
 from rlmath.config.help import nearest_path
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, PolicyConfig
@@ -58,6 +59,18 @@ def critic_layout_problems(config: Config, shape: ModelShape) -> Iterator[str]:
             f"critic.bootstrap_truncated is true and parallel.context {config.parallel.context}: the value after a "
             "completion's last token is not gathered over context ranks. Set it to false, or parallel.context to 1."
         )
+
+
+def adapter_path_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Why a policy of this shape cannot begin with the adapters in `model.adapter_path`."""
+    path = config.model.adapter_path
+    if path is not None and not config.lora.rank:
+        yield (
+            f'model.adapter_path is "{path}" and lora.rank 0: all weights would learn. Set lora.rank, lora.alpha and '
+            "lora.target to the adapter's, or merge it into the model (PEFT: merge_and_unload)."
+        )
+    elif path is not None:
+        yield from adapter_problems(Path(path), config.lora, shape)
 
 
 def length_problems(config: Config, shape: ModelShape) -> Iterator[str]:

@@ -74,6 +74,7 @@ def facts_of(prepared: PreparedRun[Any]) -> dict[str, str]:
     """What of a run must be the same on all nodes, by name; of its settings those that are not at their defaults."""
     origin = {
         "model.path (contents)": prepared.origin.model,
+        "model.adapter_path (contents)": prepared.origin.adapter or "none",
         "training data (contents)": prepared.origin.data,
         "reward.function (contents)": prepared.origin.reward or "none",
         "functions of yours (contents)": prepared.origin.hooks or "none",

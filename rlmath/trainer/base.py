@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from rlmath.checkpoint.directory import Progress
+from rlmath.checkpoint.hf.weight_map import adapter_rules, placed_tensors
 from rlmath.checkpoint.sharded_state import POLICY, SavedModel
 from rlmath.config.schema import Config
 from rlmath.data.order import Rollback
@@ -82,7 +83,10 @@ class Trainer(ABC):
     @property
     def models(self) -> list[SavedModel]:
         """The models whose weights a checkpoint may have: each is loaded from it where the checkpoint has it."""
-        return [SavedModel(POLICY, self.actor.chunks, self.actor.learner.optimizer)]
+        lora, actor = self.config.lora, self.actor
+        rules = adapter_rules(self.shape.architecture, lora.rank, lora.target)
+        placed = tuple(placed_tensors(self.shape, rules))
+        return [SavedModel(POLICY, actor.chunks, actor.learner.optimizer, adapters=placed)]
 
     def saved_models(self) -> list[SavedModel]:
         """The models that a checkpoint of now must have, some of `models`."""

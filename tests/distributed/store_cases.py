@@ -47,9 +47,13 @@ def open_store(stage: Stage, root: Path, keep_last: int = 2) -> Any:
 
 
 def policy_of(stage: Stage) -> Any:
+    from rlmath.checkpoint.hf.weight_map import adapter_rules, placed_tensors
     from rlmath.checkpoint.sharded_state import POLICY, SavedModel
 
-    return SavedModel(POLICY, stage.actor.chunks, stage.actor.learner.optimizer)
+    lora, actor = stage.config.lora, stage.actor
+    rules = adapter_rules(stage.shape.architecture, lora.rank, lora.target)
+    placed = tuple(placed_tensors(stage.shape, rules))
+    return SavedModel(POLICY, actor.chunks, actor.learner.optimizer, adapters=placed)
 
 
 def learn(stage: Stage, samples: list[Sample]) -> None:

@@ -40,6 +40,8 @@ SAME = [
     adam(Case(tensor=2, sequence=True)),
     adam(Case(pipeline=2, virtual_pipeline=2)),
     Case(data=2, optimizer="sgd"),
+    adam(Case(data=2, lora="all")),
+    adam(Case(pipeline=2, virtual_pipeline=2, lora="mlp")),
 ]
 
 
@@ -81,6 +83,12 @@ OTHERS = [
     ("untied", Case(tensor=2, pipeline=2), [Case(), Case(data=2), Case(tensor=2, data=2)]),
     ("tied", Case(data=2), [Case(pipeline=2), Case(tensor=2, pipeline=2)]),
     ("tied", Case(pipeline=2), [Case(), Case(tensor=2)]),
+    ("untied", Case(data=2, lora="all"), [Case(lora="all"), Case(tensor=2, pipeline=2, lora="all")]),
+    (
+        "untied",
+        Case(tensor=2, pipeline=2, sequence=True, lora="all"),
+        [Case(data=3, lora="all"), Case(pipeline=2, virtual_pipeline=2, lora="all")],
+    ),
 ]
 
 

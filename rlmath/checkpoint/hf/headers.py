@@ -12,14 +12,14 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from rlmath.checkpoint.hf.weight_map import hf_tensors
+from rlmath.checkpoint.hf.weight_map import Rule, hf_tensors
 from rlmath.config.files import read_json_object, require_regular
 from rlmath.config.model_shape import ModelShape
 
 FORMATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Number formats that a model may have: torch's name by the name in safetensors headers."""
 NEEDED_FORMATS = "needed: float32, bfloat16 or float16 (F32, BF16, F16). Save the model in one of them"
-SINGLE_FILE = "model.safetensors"
+SINGLE_FILE, ADAPTER_FILE = "model.safetensors", "adapter_model.safetensors"
 MAX_INDEX_BYTES = 64 * 2**20
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _CHUNK_BYTES = 2**24
@@ -78,17 +78,17 @@ def tensor_headers(folder: Path) -> tuple[dict[str, TensorHeader], list[str]]:
     return headers, problems
 
 
-def weight_files(folder: Path) -> tuple[dict[Path, set[str]], list[str]]:
-    """The safetensors files, each with the tensors that an index promises in it."""
-    single, index = folder / SINGLE_FILE, folder / "model.safetensors.index.json"
+def weight_files(folder: Path, name: str = SINGLE_FILE) -> tuple[dict[Path, set[str]], list[str]]:
+    """The safetensors files, each with the tensors that an index promises in it; `name` is that of the only one."""
+    single, index = folder / name, folder / f"{name}.index.json"
     if single.is_file():
         return {single: set()}, []
     if not index.is_file():
-        problem = f'"{folder}" has neither model.safetensors nor model.safetensors.index.json.'
+        problem = f'"{folder}" has neither {name} nor {index.name}.'
         others = [
-            name
+            other
             for kind in ("bin", "safetensors")
-            for name in sorted(p.name for p in folder.glob(f"*.{kind}"))
+            for other in sorted(p.name for p in folder.glob(f"*.{kind}"))
         ]
         if others:
             there = ", ".join(others[:3])
@@ -117,10 +117,12 @@ def weight_files(folder: Path) -> tuple[dict[Path, set[str]], list[str]]:
     return promised, []
 
 
-def tensor_problems(folder: Path, shape: ModelShape, found: dict[str, TensorHeader]) -> Iterator[str]:
-    """Tensors that config.json makes one expect, and that are not there, have another shape, or are not in
-    floating-point numbers."""
-    expected = hf_tensors(shape)
+def tensor_problems(
+    folder: Path, shape: ModelShape, found: dict[str, TensorHeader], rules: tuple[Rule, ...] | None = None
+) -> Iterator[str]:
+    """Tensors that config.json makes one expect, of the model or of other `rules` (its adapters), and that are not
+    there, have another shape, or are not in floating-point numbers."""
+    expected = hf_tensors(shape, rules)
     absent = [name for name in expected if name not in found]
     if absent:
         names = ", ".join(absent[:3])

@@ -236,8 +236,10 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def adapter_rules(architecture: str, rank: int, target: str) -> tuple[Rule, ...]:
-    """The rules of LoRA's adapters of a rank, A and B of every adapted matrix, with PEFT's names. Of a matrix whose
-    columns are split A is split alike, and B where rows are. Experts have none."""
+    """The rules of LoRA's adapters of a rank, A and B of every adapted matrix, with PEFT's names; none of rank 0. Of a
+    matrix whose columns are split A is split alike, and B where rows are. Experts have none."""
+    if not rank:
+        return ()
     groups = ADAPTED_MODULES if target == "all" else (target,)
     modules = {name for group in groups for name in ADAPTED_MODULES[group]}
     rules = []
@@ -335,18 +337,18 @@ def hf_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
     return [(n, *columns) for n in (rows if len(rule.hf) == len(rows) else [sum(rows)])]
 
 
-def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Shape by name of all Hugging Face tensors of a model, in streaming order."""
+def hf_tensors(shape: ModelShape, rules: tuple[Rule, ...] | None = None) -> dict[str, tuple[int, ...]]:
+    """Shape by name of all Hugging Face tensors of a model, or of other `rules` (its adapters), in streaming order."""
     return {
         name: size
-        for placed in placed_tensors(shape)
+        for placed in placed_tensors(shape, rules)
         for name, size in zip(placed.hf_names, hf_shapes(placed.rule, shape), strict=True)
     }
 
 
-def parameter_count(shape: ModelShape) -> int:
-    """Parameters of the whole model; a tied embedding counts once."""
-    return sum(map(math.prod, hf_tensors(shape).values()))
+def parameter_count(shape: ModelShape, rules: tuple[Rule, ...] | None = None) -> int:
+    """Parameters of the whole model, or of other `rules` (its adapters); a tied embedding counts once."""
+    return sum(map(math.prod, hf_tensors(shape, rules).values()))
 
 
 def shard_shape(rule: Rule, shape: ModelShape, tensor: int) -> tuple[int, ...]:

@@ -22,8 +22,10 @@ from torch import Tensor
 from rlmath.checkpoint.directory import PARTIAL, remove, set_aside
 from rlmath.checkpoint.hf import weight_map
 from rlmath.checkpoint.hf.headers import (
+    ADAPTER_FILE,
     FORMATS,
     NEEDED_FORMATS,
+    SINGLE_FILE,
     read_header,
     unexpected_tensors,
     weight_files,
@@ -58,11 +60,12 @@ _BLOCK = 2**22
 
 
 class HFReader:
-    """Random access to the tensors of a Hugging Face folder: one safetensors file, or an index of several."""
+    """Random access to the tensors of a Hugging Face folder: one safetensors file, of this name, or an index of
+    several."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, name: str = SINGLE_FILE) -> None:
         self.folder = Path(folder)
-        promised, problems = weight_files(self.folder)
+        promised, problems = weight_files(self.folder, name)
         if problems:
             raise ValueError(problems[0])
         self.files = {
@@ -187,24 +190,26 @@ def load_hf_weights(
     shape: ModelShape,
     mesh: Mesh,
     option: str = "model.path",
+    rules: tuple[Rule, ...] | None = None,
 ) -> None:
     """Fill this rank's shard of a Megatron model from a Hugging Face folder, which the setting `option` names, tensor
-    by tensor. A value head that the folder does not have stays as it is. Of an embedding with more rows than `shape`
-    has the first are taken; missing ones are 0.
+    by tensor; with the `rules` of its adapters, these from PEFT's. A value head that the folder does not have stays as
+    it is. Of an embedding with more rows than `shape` has the first are taken; missing ones are 0.
 
     A collective. ValueError, on all ranks alike, where any of them finds a tensor that cannot be read or has a number
     that is not finite, in the file or in the model's own format.
     """
     problems: list[str] = []
     try:
-        reader = HFReader(folder)
-        for placed in placed_tensors(shape):
+        reader = HFReader(folder, SINGLE_FILE if rules is None else ADAPTER_FILE)
+        for placed in placed_tensors(shape, rules):
             if not weight_map.is_value_head(placed.rule) or reader.files.keys() >= {*placed.hf_names}:
                 problems += _fill(local_parameter(chunks, placed), reader, placed, shape, mesh)
-        if shape.tied_embeddings and mesh.is_last_stage and mesh.pipeline > 1:
+        if rules is None and shape.tied_embeddings and mesh.is_last_stage and mesh.pipeline > 1:
             embedding = next(iter(placed_tensors(shape)))
             problems += _fill(chunks[-1].output_layer.weight, reader, embedding, shape, mesh)
-        if mesh.rank == 0 and (others := unexpected_tensors(shape, reader.files)):
+        others = unexpected_tensors(shape, reader.files) if rules is None and mesh.rank == 0 else []
+        if others:
             text = "%s: %d tensors are no part of the model that config.json describes and are left out: %s"
             logger.warning(text, option, len(others), ", ".join(others[:3]))
     except (OSError, ValueError) as error:
@@ -414,9 +419,12 @@ def write_hf_folder(
 
 
 def write_metadata_files(folder: Path, metadata_files: Mapping[str, bytes], dtype: torch.dtype) -> None:
-    """Write a model's configuration and tokenizer files, with the number format of the weights in config.json."""
+    """Write a model's configuration and tokenizer files, with the number format of the weights in config.json, if
+    it is among them."""
     write_files(folder, metadata_files)
     path = folder / "config.json"
+    if path.name not in metadata_files:
+        return
     config = json.loads(path.read_text(encoding="utf-8"))
     # transformers 5 reads "dtype", earlier releases "torch_dtype".
     config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from rlmath.checkpoint.directory import Checkpoint, Progress, complete_checkpoints, remove, sound_checkpoints
+from rlmath.checkpoint.hf.peft import adapter_files
+from rlmath.checkpoint.hf.weight_map import adapter_rules
 from rlmath.checkpoint.hf.weights import (
     read_metadata_files,
     stream_hf_tensors,
@@ -22,7 +24,7 @@ from rlmath.checkpoint.hf.weights import (
 from rlmath.checkpoint.manager import CheckpointManager, Retention, Saved
 from rlmath.config.length_curriculum import has_length_stages, length_stages
 from rlmath.config.load import config_as_yaml
-from rlmath.config.run_files import CHECKPOINTS_FOLDER, EXPORT_FOLDER, MODELS_FOLDER
+from rlmath.config.run_files import ADAPTER_FOLDER, CHECKPOINTS_FOLDER, EXPORT_FOLDER, MODELS_FOLDER
 from rlmath.distributed.collectives import broadcast_from_rank_zero, reduce_over_ranks
 from rlmath.distributed.fault_tolerance.preemption import REASONS, StopRequest
 from rlmath.distributed.process import library_versions
@@ -150,13 +152,32 @@ class Checkpointer:
         return reduce_over_ranks({}, mine)[1]
 
     def export(self, folder: Path, more: Mapping[str, bytes] | None = None) -> None:
-        """Write the model as it is now in Hugging Face form, with some files `more`. A collective. OSError on rank 0
-        where the disk refuses, DivergedError where it is not finite."""
+        """Write the model as it is now in Hugging Face form, with some files `more`, and its adapters in
+        ADAPTER_FOLDER there. A collective. OSError on rank 0 where the disk refuses, DivergedError where it is not
+        finite."""
         self._divergence.raise_if_not_finite()
-        trainer = self._trainer
-        stream = self._with_progress(stream_hf_tensors(trainer.actor.chunks, trainer.shape, trainer.mesh))
+        trainer, stream = self._trainer, iter(())
         dtype, writes = getattr(torch, save_schedule.export_format(trainer.config)), trainer.mesh.rank == 0
-        write_hf_folder(stream, {**self._metadata_files, **(more or {})}, folder, dtype, writes)
+        files = self._adapter_files(dtype) | dict(more or {})
+        if save_schedule.exports_merged(trainer.config):
+            stream = self._with_progress(stream_hf_tensors(trainer.actor.chunks, trainer.shape, trainer.mesh))
+            files |= self._metadata_files
+        write_hf_folder(stream, files, folder, dtype, writes)
+
+    def _adapter_files(self, dtype: torch.dtype) -> dict[str, bytes]:
+        """The adapters as a folder of PEFT's, on rank 0; none of full training. A collective."""
+        trainer, lora = self._trainer, self._trainer.config.lora
+        rules = adapter_rules(trainer.shape.architecture, lora.rank, lora.target)
+        if not rules:
+            return {}
+        tensors, writes = {}, trainer.mesh.rank == 0
+        for name, tensor in self._with_progress(
+            stream_hf_tensors(trainer.actor.chunks, trainer.shape, trainer.mesh, rules)
+        ):
+            if writes:
+                tensors[name] = tensor.to("cpu", dtype, copy=True).contiguous()
+        files = adapter_files(tensors, lora, trainer.shape, trainer.config.model.path) if writes else {}
+        return {f"{ADAPTER_FOLDER}/{name}": content for name, content in files.items()}
 
     def export_final_model(self) -> str | None:
         """Write the trained model in Hugging Face form. A collective. Why the disk refuses it, on all ranks; None where
@@ -170,7 +191,9 @@ class Checkpointer:
             free = shutil.disk_usage(self._folder).free
             refused = f"{error} ({free / 2**30:.3f} GiB free, {needed / 2**30:.3f} needed)"
         refused = broadcast_from_rank_zero(refused)
-        if trainer.mesh.rank == 0 and refused is None:
+        if trainer.mesh.rank == 0 and refused is None and not save_schedule.exports_merged(trainer.config):
+            logger.info("The trained adapters are in %s", folder / ADAPTER_FOLDER)
+        elif trainer.mesh.rank == 0 and refused is None:
             size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
             note = save_schedule.export_note(trainer.config, self._metadata_files["config.json"], size)
             logger.info("The trained model is in %s%s", folder, note)

@@ -21,10 +21,11 @@ from rlmath.config import hub
 from rlmath.config.help import raise_problems, schema_problems, setting_values
 from rlmath.config.hub import HubFailedError, HubId
 from rlmath.config.load import load_config
-from rlmath.config.run_files import CONFIG_FILE, EXPORT_FOLDER
+from rlmath.config.run_files import ADAPTER_FOLDER, CONFIG_FILE, EXPORT_FOLDER
 from rlmath.config.schema import Config
 from rlmath.distributed.ranks import RankReport, RendezvousResult, environment_rank
 from rlmath.run.recovery.resume import newest_settings
+from rlmath.run.recovery.save_schedule import exports_merged
 
 if TYPE_CHECKING:
     from rlmath.distributed.rendezvous import Rendezvous
@@ -150,6 +151,8 @@ def push_model(config: Config, steps: int) -> None:
     if name is None:
         return
     folder = Path(config.run.output_dir) / EXPORT_FOLDER
+    if not exports_merged(config):
+        folder /= ADAPTER_FOLDER
     logger.info("Uploading %s to %s ...", folder, name)
     try:
         commit = hub.push(name, folder, f"rlmath: {steps} steps", config.run.hub_timeout_seconds)

@@ -19,6 +19,7 @@ from pathlib import Path
 from rlmath.algorithms.types import Prompt
 from rlmath.checkpoint import directory
 from rlmath.checkpoint.directory import Checkpoint, Progress
+from rlmath.checkpoint.hf.peft import ADAPTER_CONFIG
 from rlmath.config.help import as_yaml_word, is_among, setting_values
 from rlmath.config.hub import is_same
 from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stages, stage_list_problems
@@ -39,10 +40,11 @@ logger = logging.getLogger(__name__)
 _SAMPLE_BYTES = 2**20
 
 
-def model_fingerprint(folder: str | Path) -> str:
+def model_fingerprint(folder: str | Path, config: str = "config.json") -> str:
     """Of a Hugging Face folder: its config.json, and names, sizes, first and last MiB of its weight files. A model that
-    was trained on has another one; the same model in another place has the same."""
-    digest = hashlib.sha256((Path(folder) / "config.json").read_bytes())
+    was trained on has another one; the same model in another place has the same. `config` is another name of that
+    file, of adapters."""
+    digest = hashlib.sha256((Path(folder) / config).read_bytes())
     for path in sorted(Path(folder).glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}".encode())
@@ -116,6 +118,7 @@ how long it is. Length stages only as far as they have not begun (`refused_chang
 
 BY_CONTENT = (
     "model.path",
+    "model.adapter_path",
     "data.train_path",
     "data.more_train_paths",
     "data.format",
@@ -156,15 +159,22 @@ class Origin:
     """The files of the functions that select groups and give advantages; they may change, with a warning."""
     older_data: str = ""
     """The fingerprint without the places where files end, as checkpoints before November 27, 2026 have it."""
+    adapter: str = ""
+    """What `model.adapter_path` holds; "" where it names nothing."""
 
 
 def origin_of(config: Config, inputs: PromptFiles, has_weights: bool = True) -> Origin:
     sizes = [share.n_prompts for share in inputs.order.shares]
     reward = reward_fingerprint(config.reward, config.run.plugins)
     model = model_fingerprint(config.model.path) if has_weights else ""
-    return Origin(
-        model, data_fingerprint(inputs.prompts, sizes), reward, hooks_fingerprint(learning_hooks(config))
-    )
+    data, hooks = data_fingerprint(inputs.prompts, sizes), hooks_fingerprint(learning_hooks(config))
+    return Origin(model, data, reward, hooks, adapter=adapter_fingerprint(config) if has_weights else "")
+
+
+def adapter_fingerprint(config: Config) -> str:
+    """Of what `model.adapter_path` holds; "" where it names nothing."""
+    path = config.model.adapter_path
+    return "" if path is None else model_fingerprint(path, ADAPTER_CONFIG)
 
 
 def learning_hooks(config: Config) -> list[Hook]:
@@ -187,7 +197,9 @@ def sft_origin_of(config: Config, inputs: SftInputs, has_weights: bool = True) -
     sequences = iter(inputs.sequences)
     files = [list(itertools.islice(sequences, share.n_prompts)) for share in inputs.order.shares]
     in_files = sequences_fingerprint(*(files or [inputs.sequences]))
-    return Origin(model, in_files, older_data=sequences_fingerprint(inputs.sequences))
+    older = sequences_fingerprint(inputs.sequences)
+    adapter = adapter_fingerprint(config) if has_weights else ""
+    return Origin(model, in_files, older_data=older, adapter=adapter)
 
 
 def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery | None:
@@ -302,6 +314,12 @@ def _other_run(
         yield (
             f"model.path: the model that the run started from has changed (fingerprint {progress.model_fingerprint} "
             f"there, {origin.model} of {now.model.path} now)"
+        )
+    if origin.model and origin.adapter != progress.adapter_fingerprint:
+        yield (
+            f"model.adapter_path: the adapters that the run started from have changed (fingerprint "
+            f"{progress.adapter_fingerprint or 'none'} there, {origin.adapter or 'none'} of "
+            f"{now.model.adapter_path} now)"
         )
     as_many_files = len(then.data.more_train_paths) == len(now.data.more_train_paths)
     known = (origin.data, origin.older_data) if as_many_files else (origin.data,)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlmath.checkpoint.directory import complete_checkpoints
-from rlmath.checkpoint.hf.weight_map import parameter_count
+from rlmath.checkpoint.hf.weight_map import adapter_rules, parameter_count
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.run_files import BEST_FOLDER, CHECKPOINTS_FOLDER
 from rlmath.config.schema import Config, SaveConfig
@@ -105,19 +105,32 @@ def export_note(config: Config, model_config: bytes, size: int) -> str:
     )
 
 
+def exports_merged(config: Config) -> bool:
+    """Whether exports have the whole model, and not its adapters alone."""
+    return config.save.merged or not config.lora.rank
+
+
+def _adapter_parameters(config: Config, shape: ModelShape) -> int:
+    lora = config.lora
+    return parameter_count(shape, adapter_rules(shape.architecture, lora.rank, lora.target))
+
+
 def export_bytes(config: Config, shape: ModelShape) -> int:
-    """Size of the model's weights on disk (bytes)."""
-    return parameter_count(shape) * FORMAT_BYTES[export_format(config)]
+    """Size of an export on disk: of the model's weights, and of its adapters (bytes)."""
+    parameters = _adapter_parameters(config, shape) + exports_merged(config) * parameter_count(shape)
+    return parameters * FORMAT_BYTES[export_format(config)]
 
 
 def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
-    """Size of a checkpoint on disk: of the policy and, where there is one, of the critic, parameters, Adam's two
-    moments, and float32 copies of parameters in 16 bits; and of a reference that moves its parameters (bytes)."""
+    """Size of a checkpoint on disk: of the policy, or its adapters, and of the critic where there is one parameters,
+    Adam's two moments, and float32 copies of parameters in 16 bits; and of a reference that moves its parameters
+    (bytes)."""
     weights = FORMAT_BYTES[_trained_format(config)]
     state = 8 if config.optimizer.kind == "adam" else 0
     copies = 4 if weights < 4 else 0
     critic = critic_shape_of(config, shape)
-    parameters = parameter_count(shape) + (0 if critic is None else parameter_count(critic))
+    parameters = _adapter_parameters(config, shape) if config.lora.rank else parameter_count(shape)
+    parameters += 0 if critic is None else parameter_count(critic)
     moves = config.algorithm.kl_coef > 0 and config.algorithm.reference_every_steps is not None
     return parameters * (weights + state + copies) + moves * parameter_count(shape) * weights
 

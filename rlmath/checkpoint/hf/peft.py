@@ -1,0 +1,128 @@
+"""LoRA's adapters as folders of PEFT's have them: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlmath.checkpoint.hf.headers import ADAPTER_FILE, read_header, tensor_problems
+from rlmath.checkpoint.hf.weight_map import adapter_rules, hf_tensors
+from rlmath.config.files import read_json_object
+from rlmath.config.help import nearest_path
+from rlmath.config.hub import as_hub_ids, is_hub_id, parse_hub_id
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import LoraConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ADAPTER_CONFIG = "adapter_config.json"
+_SAME_MODEL = [
+    "auto_mapping",
+    "base_model_name_or_path",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "init_lora_weights",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_alpha",
+    "lora_dropout",
+    "megatron_core",
+    "peft_type",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+]
+"""Fields whose value changes nothing of what the tensors mean, or is compared; any other must be off."""
+_CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""How values of `init_lora_weights` begin that make other weights of the base, too."""
+
+
+def adapter_files(
+    tensors: Mapping[str, Tensor], lora: LoraConfig, shape: ModelShape, base: str
+) -> dict[str, bytes]:
+    """The files of a folder with the adapters that `lora` makes for a model, by name; `base` is its `model.path`."""
+    from safetensors.torch import save
+
+    named = as_hub_ids(base)
+    hub = parse_hub_id(named, "model.path") if is_hub_id(named) else None
+    values: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": os.path.abspath(base) if hub is None else hub.repo,
+        "revision": None if hub is None else hub.commit or hub.revision or None,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(_modules(lora, shape)),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    config = (json.dumps(values, indent=2) + "\n").encode()
+    return {ADAPTER_CONFIG: config, ADAPTER_FILE: save(dict(tensors), metadata={"format": "pt"})}
+
+
+def _modules(lora: LoraConfig, shape: ModelShape) -> set[str]:
+    """Names of the adapted linear layers, without what stands before them."""
+    rules = adapter_rules(shape.architecture, lora.rank, lora.target)
+    return {name.split(".")[-3] for rule in rules for name in rule.hf}
+
+
+def adapter_problems(folder: Path, lora: LoraConfig, shape: ModelShape) -> Iterator[str]:
+    """Why the folder that `model.adapter_path` names cannot be begun with. Reads headers, no tensor."""
+    setting = f'model.adapter_path "{folder}"'
+    if not folder.is_dir():
+        yield f"{setting}: there is no such folder.{nearest_path(folder)}"
+        return
+    if not (folder / ADAPTER_FILE).is_file():
+        pickled = (folder / "adapter_model.bin").is_file()
+        there = " adapter_model.bin is a pickle, and is not read: save it as safetensors." if pickled else ""
+        yield f"{setting} has no {ADAPTER_FILE}.{there} Give a folder that PEFT's save_pretrained wrote."
+        return
+    try:
+        config, held = read_json_object(folder / ADAPTER_CONFIG), read_header(folder / ADAPTER_FILE)
+    except ValueError as error:
+        yield f"model.adapter_path: {error}"
+        return
+    problems = list(_config_problems(config, lora, shape))
+    if not problems:  # else the tensors differ, too
+        rules = adapter_rules(shape.architecture, lora.rank, lora.target)
+        problems += tensor_problems(folder, shape, held, rules)
+        if others := sorted({*held} - {*hf_tensors(shape, rules)}):
+            more = ", ".join(others[:3])
+            problems.append(f"{len(others)} tensors of {ADAPTER_FILE} are no adapters of this model: {more}.")
+    for problem in problems:
+        yield f"{setting}: {problem}"
+
+
+def _config_problems(config: dict[str, Any], lora: LoraConfig, shape: ModelShape) -> Iterator[str]:
+    if config.get("peft_type") != "LORA":
+        yield f'"peft_type" is {config.get("peft_type")!r}; needed: "LORA".'
+        return
+    for field, ours, setting in (("r", lora.rank, "lora.rank"), ("lora_alpha", lora.alpha, "lora.alpha")):
+        if config.get(field) != ours:
+            yield f"\"{field}\" is {config.get(field)!r}, and {setting} {ours:g}: the adapter's must be the run's."
+    modules, needed = config.get("target_modules"), _modules(lora, shape)
+    found = {str(name).split(".")[-1] for name in modules} if isinstance(modules, list) else needed
+    if found != needed:
+        yield (
+            f'"target_modules" are {", ".join(sorted(found))}, and lora.target "{lora.target}" adapts '
+            f"{', '.join(sorted(needed))}: the adapter's must be the run's."
+        )
+    for field, value in sorted(config.items()):
+        if value and value != "none" and field not in _SAME_MODEL:
+            yield f'"{field}" is {json.dumps(value):.80}, which is not supported: needed is an adapter without it.'
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(_CHANGED_BASE):
+        yield (
+            f'"init_lora_weights" is "{start}", which changes the weights of the model, too: needed is an adapter for '
+            "the model as it is (PEFT: path_initial_model_for_weight_conversion)."
+        )
