@@ -1,7 +1,7 @@
 """Convert models between Hugging Face's form and Megatron-Core's checkpoints.
 
 rlmath convert to-megatron --hf DIR --output DIR [--tensor-parallel 2] [--pipeline-parallel 2]
-rlmath convert to-hf --checkpoint DIR --output DIR [--config HF_DIR] [--critic]
+rlmath convert to-hf --checkpoint DIR --output DIR [--config HF_DIR] [--critic | --adapter]
 
 No GPU, no torchrun; memory for the largest tensor, not for the model. It exits with 2 for a mistake or a damaged
 source, and with 1 where the disk fails; nothing half-written stays.
@@ -51,6 +51,11 @@ without running anything in it.
 --critic converts the critic of a checkpoint of this program instead: a model for transformers'
 AutoModelForTokenClassification with one label, the value of what precedes the next token.
 
+A checkpoint of a LoRA run has adapters alone: they are merged into the model
+that the run started from, model.path of its settings, or --base where that has
+moved. --adapter writes them as PEFT's folder instead (adapter_config.json,
+adapter_model.safetensors), without the model.
+
 Which model it is, config.json says: that beside the checkpoint (hf/), or the one that --config names.
 """
 
@@ -92,7 +97,8 @@ def to_hf(given: argparse.Namespace) -> Converted:
     if not 0 < given.shard_gib < float("inf"):
         raise ValueError(f"--shard-gib is {given.shard_gib}; needed: a number above 0.")
     source = find_megatron(given.checkpoint)
-    from rlmath.checkpoint.convert.convert import DTYPES, megatron_to_hf  # torch, when there is a checkpoint
+    # Torch, when there is a checkpoint.
+    from rlmath.checkpoint.convert.convert import DTYPES, adapters_to_hf, megatron_to_hf
     from rlmath.checkpoint.hf.weights import read_metadata_files
 
     folder, metadata_files = source.metadata_files, {}
@@ -113,6 +119,8 @@ def to_hf(given: argparse.Namespace) -> Converted:
             "name the folder of the Hugging Face model by --config."
         )
     dtype, shard_bytes = DTYPES[given.dtype], int(given.shard_gib * 2**30)
+    if given.adapter:
+        return adapters_to_hf(source.state, read_model_shape(folder), given.output, dtype)
     if given.critic:
         shape, metadata_files = critic_of(source, metadata_files)
     else:
@@ -125,6 +133,7 @@ def to_hf(given: argparse.Namespace) -> Converted:
         dtype=dtype,
         shard_bytes=shard_bytes,
         model=CRITIC if given.critic else "",
+        base=None if given.base is None else local_folder(given.base, "--base"),
     )
 
 
@@ -161,7 +170,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--config",
         help="folder of the Hugging Face model, its config.json alone, or hf://org/name[@revision]",
     )
-    add("--critic", action="store_true", help="convert the critic, not the policy")
+    what = way.add_mutually_exclusive_group()
+    what.add_argument("--critic", action="store_true", help="convert the critic, not the policy")
+    what.add_argument(
+        "--adapter", action="store_true", help="write the LoRA adapters alone, as PEFT has them"
+    )
+    add("--base", help="folder, or hf:// id, of the model that LoRA adapters are merged into")
     add("--dtype", choices=FORMATS, default="auto", help="default auto: as in the checkpoint")
     add("--shard-gib", type=float, default=4.0, help="most GiB of one file (default 4)")
     return parser.parse_args(argv)

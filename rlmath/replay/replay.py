@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from rlmath.algorithms.prompt_history import PromptHistory
 from rlmath.checkpoint.directory import complete_checkpoints, read_progress
+from rlmath.checkpoint.hf.headers import model_fingerprint
 from rlmath.config.length_curriculum import length_stages
 from rlmath.config.load import load_config
 from rlmath.config.run_files import CAPTURES_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE
@@ -43,7 +44,7 @@ from rlmath.replay.capture import (
 )
 from rlmath.rewards.several_rewards import functions_of
 from rlmath.run.command_line import mistakes_end_all_ranks
-from rlmath.run.recovery.resume import CheckpointToResume, Origin, model_fingerprint
+from rlmath.run.recovery.resume import CheckpointToResume, Origin
 
 if TYPE_CHECKING:
     from rlmath.run.prepared import PreparedRun

@@ -321,6 +321,7 @@ def _model_folder(prepared: PreparedRun[Inputs], state: CheckpointToResume | Non
                 output=folder,
                 dtype=None,
                 shard_bytes=SHARD_BYTES,
+                base=Path(prepared.config.model.path),
             )
         except (OSError, ValueError) as error:
             mistake = str(error)

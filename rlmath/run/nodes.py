@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from rlmath.checkpoint.hf.headers import model_fingerprint
 from rlmath.config.help import as_yaml_word, setting_values
 from rlmath.config.load import shown_values
 from rlmath.config.schema import Config
@@ -30,9 +31,6 @@ from rlmath.distributed.rendezvous import (
     route_to,
 )
 from rlmath.run.prepared import PreparedRun
-from rlmath.run.recovery.resume import (
-    model_fingerprint,
-)
 from rlmath.workers.hooks import hooks_fingerprint
 from rlmath.workers.user_functions import scorer_hook
 

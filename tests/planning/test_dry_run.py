@@ -13,13 +13,13 @@ import torch
 
 from launch.train_grpo import main
 from rlmath.checkpoint.directory import Progress, finish_partial, open_partial, write_progress
+from rlmath.checkpoint.hf.headers import model_fingerprint
 from rlmath.config.load import load_config, save_config
 from rlmath.config.run_files import CHECKPOINTS_FOLDER
 from rlmath.config.schema import Config, SaveConfig
 from rlmath.distributed.memory import total_bytes
 from rlmath.planning.checks import check_config
 from rlmath.planning.dry_run import kept_checkpoints
-from rlmath.run.recovery.resume import model_fingerprint
 from tests import programs
 from tests.terminal import on_terminal
 

@@ -14,6 +14,7 @@ from rlmath.algorithms.types import (
     Prompt,
 )
 from rlmath.checkpoint.directory import Progress, finish_partial, open_partial, write_progress
+from rlmath.checkpoint.hf.headers import model_fingerprint
 from rlmath.config.help import setting_values
 from rlmath.config.length_curriculum import unfinished_problem
 from rlmath.config.load import config_as_yaml, load_config
@@ -26,7 +27,6 @@ from rlmath.run.recovery.resume import (
     data_fingerprint,
     find_recovery,
     learning_hooks,
-    model_fingerprint,
     refused_changes,
     reward_fingerprint,
 )

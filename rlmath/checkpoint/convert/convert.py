@@ -17,7 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rlmath.checkpoint.convert.adapters import base_model, lora_run, merged_tensors
 from rlmath.checkpoint.convert.names import (
+    Found,
     Part,
     Stored,
     find_all,
@@ -32,7 +34,8 @@ from rlmath.checkpoint.convert.sources import RELEASE, TRACKER, check_output
 from rlmath.checkpoint.convert.torch_dist_io import StateReader, StateWriter
 from rlmath.checkpoint.directory import METADATA_FILES
 from rlmath.checkpoint.hf.headers import tensor_headers, tensor_problems
-from rlmath.checkpoint.hf.weight_map import hf_tensors, is_value_head
+from rlmath.checkpoint.hf.peft import adapter_files
+from rlmath.checkpoint.hf.weight_map import adapter_rules, hf_tensors, is_value_head
 from rlmath.checkpoint.hf.weights import (
     DTYPE_NAMES,
     HFReader,
@@ -41,10 +44,12 @@ from rlmath.checkpoint.hf.weights import (
     not_finite,
     read_metadata_files,
     to_canonical,
+    write_files,
     write_metadata_files,
 )
 from rlmath.config.help import raise_problems
 from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config
 from rlmath.distributed.device import most_resident_bytes
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -110,18 +115,66 @@ def megatron_to_hf(
     dtype: torch.dtype | None,
     shard_bytes: int,
     model: str = "",
+    base: Path | None = None,
 ) -> Converted:
     """Write a model of a torch_dist folder as safetensors of up to `shard_bytes` each, beside its metadata files.
 
     Only the model's tensors are read: the policy's, or those whose keys begin with `model` and a point. `dtype` None:
-    as in the checkpoint; of a bfloat16 critic, whose head is float32, bfloat16. ValueError for a mistake.
+    as in the checkpoint; of a bfloat16 critic, whose head is float32, bfloat16. Adapters are merged into the model in
+    `base`, by default that of their run's `model.path`. ValueError for a mistake.
     """
     reader = StateReader(state, f"{model}." if model else "")
     if model and not reader.tensors:
         raise ValueError(
             f"{state} has no {model}: the run had none, or made this checkpoint before it had one."
         )
-    found = find_all(reader, shape)
+    run = lora_run(reader)
+    if run is not None:
+        base = base_model(reader, run, shape, base)
+    found, stored_dtype, dtype = _found_in(reader, shape, run, dtype)
+    tensors = _tensors(reader, found, shape)
+    if run is not None:
+        assert base is not None
+        tensors = merged_tensors(dict(tensors), run, shape, base, stored_dtype)
+    names = hf_tensors(shape)
+    with _fresh_folder(output, _elements(names.values()) * dtype.itemsize) as folder:
+        with SafetensorsWriter(folder, shard_bytes) as writer:
+            for name, weight in tensors:
+                _require_finite(name, weight, dtype, state)
+                writer.add(name, weight, dtype)
+        write_metadata_files(folder, metadata_files, dtype)
+    return Converted(len(names), writer.bytes, dtype)
+
+
+def adapters_to_hf(state: Path, shape: ModelShape, output: Path, dtype: torch.dtype | None) -> Converted:
+    """Write the adapters of a LoRA run's checkpoint as a folder of PEFT's. ValueError for a mistake."""
+    reader = StateReader(state)
+    run = lora_run(reader)
+    if run is None:
+        raise ValueError(f"{state} has no adapters: it is not of a run with lora.rank. Leave --adapter out.")
+    found, _, dtype = _found_in(reader, shape, run, dtype)
+    tensors = {name: weight.to(dtype).contiguous() for name, weight in _tensors(reader, found, shape)}
+    for name, weight in tensors.items():
+        _require_finite(name, weight, dtype, state)
+    size = sum(weight.nbytes for weight in tensors.values())
+    with _fresh_folder(output, size) as folder:
+        write_files(folder, adapter_files(tensors, run.lora, shape, run.model.path))
+    return Converted(len(tensors), size, dtype)
+
+
+def _tensors(reader: StateReader, found: Iterable[Found], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+    return (named for one in found for named in one.tensors(reader, shape))
+
+
+def _found_in(
+    reader: StateReader, shape: ModelShape, run: Config | None, dtype: torch.dtype | None
+) -> tuple[list[Found], torch.dtype, torch.dtype]:
+    """What a checkpoint has of the model, or of the adapters of a LoRA `run`, the number format that it has, and the
+    one to write."""
+    state, rules = reader.folder, None
+    if run is not None:
+        rules = adapter_rules(shape.architecture, run.lora.rank, run.lora.target)
+    found = find_all(reader, shape, rules)
     placed = [one for one in found if not is_value_head(one.stored.placed.rule)]
     formats = {reader.tensors[key].properties.dtype for one in placed for key, *_ in one.regions}
     words = ", ".join(sorted(str(one).removeprefix("torch.") for one in formats))
@@ -129,16 +182,8 @@ def megatron_to_hf(
         raise ValueError(f"{state} has numbers in {words}; needed: float32, bfloat16 or float16.")
     if dtype is None and len(formats) > 1:
         raise ValueError(f"{state} has numbers in {words}; needed: one format. Choose it by --dtype.")
-    dtype = next(iter(formats)) if dtype is None else dtype
-    names = hf_tensors(shape)
-    with _fresh_folder(output, _elements(names.values()) * dtype.itemsize) as folder:
-        with SafetensorsWriter(folder, shard_bytes) as writer:
-            for one in found:
-                for name, weight in one.tensors(reader, shape):
-                    _require_finite(name, weight, dtype, state)
-                    writer.add(name, weight, dtype)
-        write_metadata_files(folder, metadata_files, dtype)
-    return Converted(len(names), writer.bytes, dtype)
+    stored = next(iter(formats))
+    return found, stored, dtype or stored
 
 
 def _require_finite(name: str, weight: Tensor, dtype: torch.dtype, state: Path) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rlmath.checkpoint.convert.torch_dist_io import StateReader
 from rlmath.checkpoint.hf import weight_map
-from rlmath.checkpoint.hf.weight_map import Placed, placed_tensors
+from rlmath.checkpoint.hf.weight_map import Placed, Rule, placed_tensors
 from rlmath.checkpoint.hf.weights import from_canonical
 from rlmath.config.help import raise_problems
 from rlmath.config.model_shape import ModelShape
@@ -80,6 +80,14 @@ class Part:
     offset: tuple[int, ...]
     size: tuple[int, ...]
     tensor_rank: int
+
+
+def stored_adapters(shape: ModelShape, rules: tuple[Rule, ...]) -> Iterator[Stored]:
+    """The adapters of a model, in streaming order: in their canonical form, each layer's by itself."""
+    for placed in placed_tensors(shape, rules):
+        canonical = weight_map.canonical_shape(placed.rule, shape, 1)
+        key = _key(placed.rule.megatron[0], placed.layer)
+        yield Stored(placed, (key,), (), lead=(), lead_shape=(), shape=canonical, canonical=canonical)
 
 
 def stored_tensors(shape: ModelShape, tensor: int = 1) -> Iterator[Stored]:
@@ -206,10 +214,11 @@ class Found:
         yield from zip(placed.hf_names, from_canonical(placed.rule, canonical, shape), strict=True)
 
 
-def find_all(reader: StateReader, shape: ModelShape) -> list[Found]:
-    """Every tensor's place; ValueError that lists what is missing, of another shape, or unknown."""
+def find_all(reader: StateReader, shape: ModelShape, rules: tuple[Rule, ...] | None = None) -> list[Found]:
+    """The place of every tensor of the model, or of its adapters by their `rules`; ValueError that lists what is
+    missing, of another shape, or unknown."""
     found, missing, wrong, known = [], [], [], set()
-    for stored in stored_tensors(shape):
+    for stored in stored_tensors(shape) if rules is None else stored_adapters(shape, rules):
         for key in (*stored.keys, *stored.numbered):
             known |= {key, *_halves(key)}
         place = _find(reader, stored)

@@ -3,6 +3,7 @@ an output layer beside tied embeddings."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -23,6 +24,7 @@ SINGLE_FILE, ADAPTER_FILE = "model.safetensors", "adapter_model.safetensors"
 MAX_INDEX_BYTES = 64 * 2**20
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _CHUNK_BYTES = 2**24
+_SAMPLE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -165,3 +167,18 @@ def _chunks(path: Path, name: str) -> Iterator[bytes]:
         file.seek(8 + size + start)
         for left in range(end - start, 0, -_CHUNK_BYTES):
             yield file.read(min(left, _CHUNK_BYTES))
+
+
+def model_fingerprint(folder: str | Path, config: str = "config.json") -> str:
+    """Of a Hugging Face folder: its config.json, and names, sizes, first and last MiB of its weight files. A model that
+    was trained on has another one; the same model in another place has the same. `config` is another name of that
+    file, of adapters."""
+    digest = hashlib.sha256((Path(folder) / config).read_bytes())
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(0, size - _SAMPLE_BYTES))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]

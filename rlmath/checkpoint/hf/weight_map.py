@@ -264,8 +264,17 @@ def adapter_rules(architecture: str, rank: int, target: str) -> tuple[Rule, ...]
 
 
 def _adapter(rule: Rule, module: str, matrix: str) -> Rule:
-    names = tuple(f"{_PEFT_PREFIX}{name.removesuffix('.weight')}.lora_{matrix}.weight" for name in rule.hf)
+    names = tuple(adapter_name(name, matrix) for name in rule.hf)
     return replace(rule, megatron=(f"{module}.adapter.{matrix}",), hf=names)
+
+
+def adapter_name(weight: str, matrix: str) -> str:
+    """PEFT's name of A or B for a Hugging Face weight.
+
+    >>> adapter_name("model.layers.0.mlp.up_proj.weight", "A")
+    'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
+    """
+    return f"{_PEFT_PREFIX}{weight.removesuffix('.weight')}.lora_{matrix}.weight"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 from rlmath.algorithms.types import Prompt
 from rlmath.checkpoint import directory
 from rlmath.checkpoint.directory import Checkpoint, Progress
+from rlmath.checkpoint.hf.headers import model_fingerprint
 from rlmath.checkpoint.hf.peft import ADAPTER_CONFIG
 from rlmath.config.help import as_yaml_word, is_among, setting_values
 from rlmath.config.hub import is_same
@@ -36,23 +37,6 @@ from rlmath.workers.hooks import Hook, code_fingerprint, hooks_fingerprint, is_s
 from rlmath.workers.user_functions import advantage_hook, selection_hook
 
 logger = logging.getLogger(__name__)
-
-_SAMPLE_BYTES = 2**20
-
-
-def model_fingerprint(folder: str | Path, config: str = "config.json") -> str:
-    """Of a Hugging Face folder: its config.json, and names, sizes, first and last MiB of its weight files. A model that
-    was trained on has another one; the same model in another place has the same. `config` is another name of that
-    file, of adapters."""
-    digest = hashlib.sha256((Path(folder) / config).read_bytes())
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_SAMPLE_BYTES))
-            file.seek(max(0, size - _SAMPLE_BYTES))
-            digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
 
 
 def data_fingerprint(prompts: Sequence[Prompt], sizes: Sequence[int] = ()) -> str:

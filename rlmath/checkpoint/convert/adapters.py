@@ -1,0 +1,63 @@
+"""Checkpoints of LoRA runs: they hold adapters, and name the model that these belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlmath.checkpoint.convert.torch_dist_io import StateReader
+from rlmath.checkpoint.directory import SETTINGS, read_progress
+from rlmath.checkpoint.hf.headers import model_fingerprint, weight_problems
+from rlmath.checkpoint.hf.weight_map import adapter_name, hf_tensors
+from rlmath.checkpoint.hf.weights import HFReader
+from rlmath.config.help import raise_problems
+from rlmath.config.hub import local_folder
+from rlmath.config.load import load_config
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config
+
+
+def lora_run(reader: StateReader) -> Config | None:
+    """The settings of the run whose checkpoint holds adapters; None of any other checkpoint. ValueError where they are
+    not beside it."""
+    if not any(".adapter." in key for key in reader.tensors):
+        return None
+    settings = reader.folder.parent / SETTINGS
+    if not settings.is_file():
+        raise ValueError(f"{reader.folder} has adapters (LoRA), and no {SETTINGS} of its run beside it.")
+    return load_config([settings], [], saved=True)
+
+
+def base_model(reader: StateReader, run: Config, shape: ModelShape, given: Path | None) -> Path:
+    """The folder of the model that the adapters belong to: `given`, or the run's `model.path`. ValueError where it is
+    not there, or is another."""
+    needed = read_progress(reader.folder.parent).model_fingerprint
+    folder = given or local_folder(run.model.path, "model.path")
+    change = "Name it by --base." if given is None else "Name another by --base."
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f'{reader.folder} has adapters (LoRA) for a model that is not in "{folder}". {change}'
+        )
+    raise_problems(f"the model of the adapters, {folder}", weight_problems(folder, shape))
+    if (found := model_fingerprint(folder)) != needed:
+        raise ValueError(
+            f'{reader.folder} has adapters (LoRA) for another model than that in "{folder}" (fingerprint {needed} '
+            f"there, {found} here). {change}"
+        )
+    return folder
+
+
+def merged_tensors(
+    adapters: Mapping[str, Tensor], run: Config, shape: ModelShape, base: Path, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Every Hugging Face tensor of the trained model, as `models.lora.Adapter.merged` makes them in `dtype`."""
+    reader, scale = HFReader(base), run.lora.alpha / run.lora.rank
+    for name in hf_tensors(shape):
+        weight = reader.tensor(name).to(dtype)
+        if (a := adapters.get(adapter_name(name, "A"))) is not None:
+            b = adapters[adapter_name(name, "B")]
+            weight = torch.addmm(weight.double(), b.double(), a.double(), alpha=scale).to(dtype)
+        yield name, weight
