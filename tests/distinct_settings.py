@@ -234,6 +234,7 @@ DISTINCT = Config(
         save_freq_steps=193,
         save_freq_secs=194.5,
         export_hf=True,
+        merged=False,
         export_dtype="bfloat16",
         ckpt_freq_epochs=195,
         ckpt_freq_steps=196,

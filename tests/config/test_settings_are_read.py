@@ -19,7 +19,6 @@ FOR_THE_CHECK_ALONE = [
     ("algorithm", "preset"),
     ("memory", "gpu"),
     ("memory", "gpu_gib"),
-    ("model", "adapter_path"),
     ("parallel", "data"),
 ]
 """A preset is what it sets. The GPU that a run must fit, and the data-parallel replicas that its ranks must make, are

@@ -1,0 +1,70 @@
+"""What the ranks do in the tests of LoRA's checkpoints and folders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlmath.algorithms.types import Sample
+from rlmath.checkpoint.hf.headers import model_fingerprint
+from rlmath.checkpoint.hf.weights import read_metadata_files
+from tests.distributed.policy_cases import LORA_ALPHA, LORA_RANK, Case, build, whole_tensors
+from tests.distributed.store_cases import learn, open_store, progress
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A policy with adapters that has learned."""
+
+    merged: dict[str, Tensor]
+    adapters: dict[str, Tensor]
+
+
+def save(model: Path, case: Case, samples: list[Sample], root: Path) -> Trained:
+    """Two updates and a checkpoint, as a run makes it."""
+    stage = build(model, case)
+    for _ in range(2):
+        learn(stage, samples)
+    settings = (
+        f"run: {{output_dir: out}}\nmodel: {{path: {model}}}\ndata: {{train_path: none}}\n"
+        f"lora: {{rank: {LORA_RANK}, alpha: {LORA_ALPHA}, target: {case.lora}}}\n"
+    )
+    store = open_store(stage, root)
+    store._metadata_files = read_metadata_files(model)
+    done = replace(progress(2, 2, stage.mesh.world_size), model_fingerprint=model_fingerprint(model))
+    try:
+        refused = store.start(done, True, settings)
+        assert refused is None, refused
+        assert store.finish().error is None
+    finally:
+        store.close()
+    return Trained(whole_tensors(stage), whole_tensors(stage, adapters_alone=True))
+
+
+def begin(model: Path, case: Case, adapter: Path) -> dict[str, Tensor] | str:
+    """The adapters of a policy that begins with a folder of PEFT's; what is said where they cannot be loaded."""
+    from rlmath.checkpoint.hf.weight_map import adapter_rules
+    from rlmath.checkpoint.hf.weights import load_hf_weights
+
+    stage = build(model, case)
+    rules = adapter_rules(stage.shape.architecture, LORA_RANK, stage.config.lora.target)
+    try:
+        load_hf_weights(stage.actor.chunks, adapter, stage.shape, stage.mesh, "model.adapter_path", rules)
+    except ValueError as error:
+        return str(error)
+    return whole_tensors(stage, adapters_alone=True)
+
+
+def logits(model: Path, adapter: Path | None = None) -> Tensor:
+    """Of some tokens, by transformers, and by PEFT with an adapter."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    if adapter is not None:
+        found = PeftModel.from_pretrained(found, str(adapter))
+    with torch.no_grad():
+        return found(torch.arange(3, 19)[None]).logits
