@@ -33,7 +33,7 @@ from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
 from rlmath.run.join import join_run
 from rlmath.run.prepared import PreparedRun
 from rlmath.trainer.context import RankContext
-from rlmath.trainer.rollouts.engines import engines_plan, validation_scorer
+from rlmath.trainer.rollouts.engines import offer_plans, validation_scorer
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class EngineRank:
                 'rollout.on_new_weights is "recompute", and vLLM takes its first model runner (its log says why), '
                 "whose noise begins anew where a completion is continued. Set rollout.on_new_weights=keep or finish"
             )
-        plan = engines_plan(config, shape, mesh_of(config, bridge.world_size, 0), device)
+        plans = offer_plans(config, shape, mesh_of(config, bridge.world_size, 0), device)
         stages = length_curriculum.length_stages(config, inputs.total_steps)
         leader = None
         if self._mailbox is not None and context.workers is not None:
@@ -109,7 +109,7 @@ class EngineRank:
             mesh,
             receiver=WeightReceiver(
                 engine.weights,
-                plan,
+                plans,
                 mesh,
                 device=device,
                 bridge=bridge,

@@ -70,7 +70,7 @@ def differing(one: Target) -> list[str]:
     for name, parameter in one.parameters.items():
         matrix = parameter if parameter.dim() == 2 else parameter[:, None]
         checksums.add_engine(name, matrix)
-    checksums.add_policy(one.sync._sources, next(iter(one.parameters.values())).dtype)
+    checksums.add_policy(one.sync._sources.matrix, next(iter(one.parameters.values())).dtype)
     return checksums.differing()
 
 

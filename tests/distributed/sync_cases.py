@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from rlmath.checkpoint.hf.weight_map import adapter_rules
+from rlmath.checkpoint.hf.weights import stream_hf_tensors
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.engine_weights import EngineWeights
@@ -41,7 +44,8 @@ class Target:
         """Parameters that are not the policy's, bit by bit, padding included."""
         part = self.mesh.rank % self.mesh.engine_size
         size = self.mesh.engine_size
-        wanted = engine_parameters(self.stage.shape, whole_tensors(self.stage), size, part)
+        whole = merged_on_host(self.stage) if self.stage.config.lora.rank else whole_tensors(self.stage)
+        wanted = engine_parameters(self.stage.shape, whole, size, part)
         found = self.parameters
         assert found.keys() == wanted.keys()
         return [
@@ -49,6 +53,22 @@ class Target:
             for name, matrix in wanted.items()
             if not torch.equal(found[name], matrix.to(found[name].dtype).view_as(found[name]))
         ]
+
+
+def merged_on_host(stage: Stage) -> dict[str, Tensor]:
+    """The tensors of the policy's folder with their adapters, PEFT's formula in float64, rounded once."""
+    lora, folder = stage.config.lora, Path(stage.config.model.path)
+    rules = adapter_rules(stage.shape.architecture, lora.rank, lora.target)
+    stream = stream_hf_tensors(stage.actor.chunks, stage.shape, stage.mesh, rules)
+    adapters = {name: tensor.clone().double() for name, tensor in stream}
+    whole = {n: t.to(stage.device.params_dtype) for n, t in load_file(folder / "model.safetensors").items()}
+    for name in adapters:
+        prefix, _, matrix = name.removesuffix(".weight").rpartition(".")
+        if matrix == "lora_A":
+            of = prefix.removeprefix("base_model.model.") + ".weight"
+            product = adapters[f"{prefix}.lora_B.weight"] @ adapters[name]
+            whole[of] = (whole[of] + lora.alpha / lora.rank * product).to(whole[of].dtype)
+    return whole
 
 
 def plain_model(shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype) -> torch.nn.Module:
@@ -97,7 +117,7 @@ def stages_of(folder: Path, cases: list[Case]) -> Iterator[tuple[Case, Stage]]:
     """The policy in one layout after the other, over one process group."""
     from megatron.core import parallel_state
 
-    device = open_device("cpu")
+    device = open_device("cpu", dtype=cases[0].dtype)
     init_process_group(device, 120.0)
     for case in cases:
         yield case, lay_out(folder, case, device)
@@ -128,9 +148,16 @@ def transfer(
                 learn(stage, step)
         reports += [_report(case, one, sent) for one in targets]
         reports[-1]["wrong"] = wrong
-        moved = [name for name, old in before.items() if not torch.equal(old, targets[0].parameters[name])]
-        reports[-1]["moved"] = len(moved) == len(before)
+        moved = {name for name, old in before.items() if not torch.equal(old, targets[0].parameters[name])}
+        reports[-1]["moved"] = moved == {name for name in before if _learns(name, case.lora)}
     return reports
+
+
+def _learns(name: str, lora: str | None) -> bool:
+    """Whether a parameter of vLLM's changes when the policy learns."""
+    groups = {"attention": ("qkv_proj", "o_proj"), "mlp": ("gate_up_proj", "down_proj")}
+    adapted = groups.get(lora or "", sum(groups.values(), ()))
+    return lora is None or name.endswith(tuple(f"{module}.weight" for module in adapted))
 
 
 def _report(case: Case, one: Target, sent: Any) -> dict[str, Any]:
@@ -185,8 +212,6 @@ def _bucket_bytes(one: Target) -> int:
 def into_vllms_own_model(folder: Path, case: Case) -> dict[str, Any]:
     """Two syncs, with an update between them, into vLLM's model class in bfloat16 as a GPU has it: its parameters are
     what its layers multiply by, nothing is packed. One engine of all ranks."""
-    from safetensors.torch import load_file
-
     from rlmath.rollout.weight_sync.weight_sync import WeightTransfer
 
     stage = build(folder, case)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,34 @@ def test_every_engine_has_the_policys_weights_after_every_sync(
 ) -> None:
     """Three syncs with an update of the policy between them, in many rounds, in every layout."""
     folder, cases = (tied_model if tied else untied_model), {2: TWO, 4: FOUR}[count]
-    by_rank = ranks.run(count, sync_cases.transfer, folder, cases, SIZES[count], dtype, messages)
+    check_syncs(ranks.run(count, sync_cases.transfer, folder, cases, SIZES[count], dtype, messages), messages)
+
+
+ADAPTED = [
+    Case(lora="all"),
+    Case(tensor=2, lora="all"),
+    Case(tensor=2, sequence=True, lora="mlp"),
+    Case(pipeline=2, virtual_pipeline=2, lora="attention"),
+    Case(pipeline=2, lora="all"),
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "messages"), [("float32", SHARED), pytest.param("bfloat16", SENT, marks=matrix)]
+)
+def test_engines_get_the_base_with_adapters_merged_as_one_process_would(
+    ranks: RankPool, tied_model: Path, dtype: str, messages: bool
+) -> None:
+    """To the bit, whatever the layouts of both sides; what has no adapter stays as it was."""
+    for count in (1, 2):
+        cases = [replace(case, dtype=dtype) for case in ADAPTED if case.ranks == count]
+        sizes = (1,) if count == 1 else (1, 2)
+        arguments = (tied_model, cases, sizes, getattr(torch, dtype), messages)
+        check_syncs(ranks.run(count, sync_cases.transfer, *arguments), messages)
+
+
+def check_syncs(by_rank: list[list[dict[str, Any]]], messages: bool) -> None:
+    """Of what every rank reports (`sync_cases.transfer`)."""
     for reports in zip(*by_rank, strict=True):
         first = reports[0]
         assert all(report["wrong"] == [] and report["moved"] for report in reports), first["case"]

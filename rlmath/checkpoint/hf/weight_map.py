@@ -240,13 +240,9 @@ def adapter_rules(architecture: str, rank: int, target: str) -> tuple[Rule, ...]
     matrix whose columns are split A is split alike, and B where rows are. Experts have none."""
     if not rank:
         return ()
-    groups = ADAPTED_MODULES if target == "all" else (target,)
-    modules = {name for group in groups for name in ADAPTED_MODULES[group]}
     rules = []
-    for rule in rules_of(architecture):
-        module, _, kind = rule.megatron[0].rpartition(".")
-        if rule.owner != "layer" or kind != "weight" or module.rpartition(".")[2] not in modules:
-            continue
+    for rule in adapted_rules(architecture, target):
+        module = rule.megatron[0].removesuffix(".weight")
         splits_columns = rule.form == "plain"
         a = replace(
             _adapter(rule, module, "A"),
@@ -261,6 +257,14 @@ def adapter_rules(architecture: str, rank: int, target: str) -> tuple[Rule, ...]
         )
         rules += [a, b]
     return tuple(rules)
+
+
+def adapted_rules(architecture: str, target: str) -> tuple[Rule, ...]:
+    """The rules of the matrices that get adapters."""
+    groups = ADAPTED_MODULES if target == "all" else (target,)
+    ends = tuple(f".{name}.weight" for group in groups for name in ADAPTED_MODULES[group])
+    rules = rules_of(architecture)
+    return tuple(rule for rule in rules if rule.owner == "layer" and rule.megatron[0].endswith(ends))
 
 
 def _adapter(rule: Rule, module: str, matrix: str) -> Rule:

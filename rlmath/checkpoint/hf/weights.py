@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -262,13 +262,14 @@ def local_parameter(chunks: Sequence[torch.nn.Module], placed: Placed) -> Tensor
 
 def local_weight(chunks: Sequence[torch.nn.Module], placed: Placed) -> Tensor | None:
     """What the model multiplies by: `local_parameter`, or with its adapter merged (`models.lora.Adapter.merged`)."""
-    owner = _local_owner(chunks, placed)
-    if owner is None:
-        return None
-    module, name = owner
-    adapter = getattr(module, "adapter", None) if name == "weight" else None
-    parameter = getattr(module, name)
-    return parameter if adapter is None else adapter.merged(parameter)
+    parameter, adapter = local_parameter(chunks, placed), local_adapter(chunks, placed)
+    return parameter if parameter is None or adapter is None else adapter.merged(parameter)
+
+
+def local_adapter(chunks: Sequence[torch.nn.Module], placed: Placed) -> Any:
+    """The adapter (`models.lora.Adapter`) of this rank's parameter for a placed tensor; None where it has none."""
+    module, name = _local_owner(chunks, placed) or (None, "")
+    return getattr(module, "adapter", None) if name == "weight" else None
 
 
 def _local_owner(chunks: Sequence[torch.nn.Module], placed: Placed) -> tuple[torch.nn.Module, str] | None:

@@ -8,8 +8,9 @@ that share a tensor give that of the whole tensor.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import groupby
 from operator import attrgetter
 
 import torch
@@ -75,17 +76,18 @@ class SyncChecksums:
 
     def add_engine(self, name: str, matrix: Tensor) -> None:
         """A parameter of this rank's engine, as it was written."""
-        for block in self._needed[name]:
-            self._sums["engine"][block.tensor] += self._checksum(block, matrix)
+        self._add("engine", self._needed[name], matrix, matrix.dtype)
 
-    def add_policy(self, sources: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    def add_policy(self, matrix_of: Callable[[str], Tensor], dtype: torch.dtype) -> None:
         """This rank's shard by the plan's names; `dtype` is the engine's."""
-        for block in self._held:
-            self._sums["policy"][block.tensor] += self._checksum(block, sources[block.parameter], dtype)
+        for parameter, blocks in groupby(self._held, attrgetter("parameter")):
+            self._add("policy", blocks, matrix_of(parameter), dtype)
 
-    def _checksum(self, block: Block, matrix: Tensor, dtype: torch.dtype | None = None) -> int:
-        part = matrix[block.at_row :, block.at_col :][: block.rows, : block.cols]
-        return rectangle_checksum(part.to(dtype), block.row, block.col, self._widths[block.tensor])
+    def _add(self, side: str, blocks: Iterable[Block], matrix: Tensor, dtype: torch.dtype) -> None:
+        for block in blocks:
+            part = matrix[block.at_row :, block.at_col :][: block.rows, : block.cols].to(dtype)
+            checksum = rectangle_checksum(part, block.row, block.col, self._widths[block.tensor])
+            self._sums[side][block.tensor] += checksum
 
     def differing(self) -> list[str]:
         """Tensors that differ between the policy and some engine, with the engines; the same on all ranks."""

@@ -10,7 +10,8 @@ are offered, so that both sides count them alike. (Versions would not do: where 
 offers the same.)
 
 The plan (`reshard_plan.plan_sync`) is the same for every engine but for its ranks. Buckets travel over the
-bridge, through the memory of the hosts.
+bridge, through the memory of the hosts. These engines never sleep: after the first offer only what learns is copied and
+sent, with LoRA the merged matrices.
 """
 
 from __future__ import annotations
@@ -31,9 +32,26 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.engine_weights import EngineWeights
 from rlmath.rollout.weight_sync.reshard_plan import SyncPlan, rank_rounds
 from rlmath.rollout.weight_sync.transport import Messages, run_rounds
-from rlmath.rollout.weight_sync.weight_sync import pack, planned_rows, runs_of_round, source_matrices, unpack
+from rlmath.rollout.weight_sync.weight_sync import (
+    SourceMatrices,
+    pack,
+    planned_rows,
+    runs_of_round,
+    source_matrices,
+    unpack,
+)
 
 HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class OfferPlans:
+    """What travels to the first engine (`reshard_plan.plan_sync`)."""
+
+    first: SyncPlan
+    """With the first offer: all weights."""
+    later: SyncPlan
+    """With the others: those that learn."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +72,22 @@ class WeightSender:
         self,
         chunks: list[torch.nn.Module],
         shape: ModelShape,
-        plan: SyncPlan,
+        plans: OfferPlans,
         mesh: Mesh,
         device: Device,
         dtype: torch.dtype,
         bridge: Bridge,
         mailbox: Mailbox,
     ) -> None:
-        """`plan` is `plan_sync`; `dtype` is the engines' number format."""
+        """`dtype` is the engines' number format."""
         self._sources = source_matrices(chunks, shape)
         self._copies = {
             name: torch.empty(one.shape, dtype=dtype, device=HOST, pin_memory=device.kind == "cuda")
-            for name, one in self._sources.items()
+            for name, one in self._sources.parameters.items()
         }
-        self._rounds = rank_rounds(plan, mesh.rank)
-        self._runs = [runs_of_round(round_, self._copies, mesh.rank) for round_ in self._rounds]
         self._mesh, self._device, self._dtype, self._bridge = mesh, device, dtype, bridge
-        self._bytes = plan.bytes_sent(mesh.rank) * mesh.num_engines
+        self._follow(plans.first)
+        self._later = plans.later
         self._mailbox, self._wanted = mailbox, mailbox.box(WeightsWanted)
         self._offered = 0
         self._to_serve = 0
@@ -88,22 +105,28 @@ class WeightSender:
             if self._error is not None:
                 raise RuntimeError("sending weights to the engines failed") from self._error
             waited = time.perf_counter() - started
-            for name, source in self._sources.items():
-                self._copies[name].copy_(source, non_blocking=True)
+            if self._offered == 1:
+                self._follow(self._later)
+            for name, copy in self._copies.items():
+                copy.copy_(self._sources.matrix(name), non_blocking=True)
             synchronize(self._device)
             self._offered += 1
             self._to_serve = self._mesh.num_engines
             self._changed.notify_all()
         return waited
 
+    def _follow(self, plan: SyncPlan) -> None:
+        """From the next offer on, send by this plan; copies that it does not read are freed."""
+        self._rounds = rank_rounds(plan, self._mesh.rank)
+        self._runs = [runs_of_round(round_) for round_ in self._rounds]
+        read = {c.source_parameter for r in self._rounds for copies in r.sends.values() for c in copies}
+        self._copies = {name: copy for name, copy in self._copies.items() if name in read}
+        self.bytes_sent = plan.bytes_sent(self._mesh.rank) * self._mesh.num_engines
+        """What this rank sends of an offer to all engines (bytes)."""
+
     def close(self) -> None:
         """End the thread. Call it when no engine asks any more."""
         self._wanted.put(None)
-
-    @property
-    def bytes_sent(self) -> int:
-        """What this rank sends of an offer to all engines (bytes)."""
-        return self._bytes
 
     def _serve(self) -> None:
         """The thread: engines in the order of their turns."""
@@ -140,7 +163,7 @@ class WeightSender:
         run_rounds(transport, len(self._rounds), lambda number, wait: wait())
 
     def _pack(self, number: int, peer: int, bucket: Tensor) -> None:
-        pack(bucket, self._runs[number].sends[peer])
+        pack(bucket, self._runs[number].sends[peer], SourceMatrices(self._copies, adapters={}))
 
 
 class WeightReceiver:
@@ -149,25 +172,20 @@ class WeightReceiver:
     def __init__(
         self,
         weights: EngineWeights,
-        plan: SyncPlan,
+        plans: OfferPlans,
         mesh: Mesh,
         device: Device,
         bridge: Bridge,
         mailbox: Mailbox | None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`plan` is `plan_sync`, `mesh` that of the engines' world; the first rank of an engine has the
-        `mailbox`. `on_progress` is called for every round."""
+        """`mesh` is that of the engines' world; the first rank of an engine has the `mailbox`. `on_progress` is called
+        for every round."""
         self._weights, self._mesh, self._device = weights, mesh, device
         self._bridge, self._mailbox, self._on_progress = bridge, mailbox, on_progress
-        part = mesh.rank % mesh.engine_size
-        rank = bridge.training_ranks + part
-        self._rounds = rank_rounds(plan, rank)
-        self._runs = [runs_of_round(round_, {}, rank) for round_ in self._rounds]
+        self._plans = plans
         self._store = shared_store("weights")
-        self._planned_rows = planned_rows(self._rounds)
         self._taken = 0
-        self.bytes_received = plan.bytes_received(rank)
 
     @torch.no_grad()
     def take(self) -> float:
@@ -180,7 +198,11 @@ class WeightReceiver:
             for rank in range(self._bridge.training_ranks):
                 self._mailbox.send(rank, wanted)
         synchronize(self._device)  # what still computes with the old ones
-        self._weights.begin(self._planned_rows)
+        if self._taken == 1:
+            self._follow(self._plans.first)
+            self._weights.begin(planned_rows(self._rounds))
+        elif self._taken == 2:
+            self._follow(self._plans.later)
         transport = Messages(
             self._rounds, lambda number, peer, bucket: None, self._weights.dtype, HOST, self._bridge.exchange
         )
@@ -188,6 +210,12 @@ class WeightReceiver:
         self._weights.end()
         synchronize(self._device)
         return time.perf_counter() - started
+
+    def _follow(self, plan: SyncPlan) -> None:
+        """From now on, receive by this plan."""
+        rank = self._bridge.training_ranks + self._mesh.rank % self._mesh.engine_size
+        self._rounds = rank_rounds(plan, rank)
+        self._runs = [runs_of_round(round_) for round_ in self._rounds]
 
     def _write(self, number: int, wait: Callable[[], Mapping[int, Tensor]]) -> None:
         for source, bucket in wait().items():

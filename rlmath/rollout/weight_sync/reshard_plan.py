@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -127,10 +127,11 @@ def plan_sync(
     element_bytes: int,
     bucket_bytes: int,
     ranks_per_node: int | None = None,
+    only: Collection[str] | None = None,
 ) -> SyncPlan:
     """The plan for the cell of `mesh.rank`; None: all ranks are on one node. Where engines have ranks of their own, it
     is that for the first engine, behind all training ranks, those of `mesh`: every element travels once to each rank
-    that needs it."""
+    that needs it. `only`: the policy's parameters that are copied, by `parameter_key`; None: all."""
     if mesh.engine_ranks:
         ranks: Sequence[int] = range(mesh.world_size)
         parts = {mesh.world_size + part: part for part in range(mesh.engine_size)}
@@ -142,7 +143,12 @@ def plan_sync(
     senders = Senders(coordinates_of, ranks_per_node or mesh.world_size)
     held = by_region({at: training_blocks(shape, layout, at) for at in sorted(set(coordinates_of.values()))})
     overlaps_of_part = [
-        intersections(engine_blocks(shape, mesh.engine_size, part), held) for part in range(mesh.engine_size)
+        [
+            overlap
+            for overlap in intersections(engine_blocks(shape, mesh.engine_size, part), held)
+            if only is None or next(iter(overlap.sources.values())).parameter in only
+        ]
+        for part in range(mesh.engine_size)
     ]
     needed = {rank: overlaps_of_part[part] for rank, part in parts.items()}
     budget = bucket_bytes // element_bytes

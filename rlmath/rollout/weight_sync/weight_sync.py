@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlmath.checkpoint.hf.weight_map import placed_tensors
-from rlmath.checkpoint.hf.weights import local_parameter
+from rlmath.checkpoint.hf.weights import local_adapter, local_parameter
 from rlmath.config.model_shape import ModelShape
 from rlmath.distributed.device import Device, synchronize
 from rlmath.distributed.mesh import Mesh
@@ -91,7 +92,7 @@ class WeightTransfer:
         self.lower_bound = plan.lower_bound * len(cells(mesh, ranks_per_node))
         """Bytes that must travel between ranks in every sync."""
         self._sources = source_matrices(chunks, shape)
-        self._runs = [runs_of_round(round_, self._sources, mesh.rank) for round_ in self._rounds]
+        self._runs = [runs_of_round(round_) for round_ in self._rounds]
         self._new_checksums = partial(SyncChecksums, shape, layout, mesh, device)
         self._planned_rows = planned_rows(self._rounds)
         self._bytes_copied = plan.bytes_copied(mesh.rank)
@@ -111,7 +112,7 @@ class WeightTransfer:
         run_rounds(self._open_transport(), len(self._rounds), write)
         self._weights.end()
         if checksums is not None:
-            checksums.add_policy(self._sources, self._weights.dtype)
+            checksums.add_policy(self._sources.matrix, self._weights.dtype)
             if wrong := checksums.differing():
                 raise RuntimeError(
                     f"after a weight sync {len(wrong)} tensors differ between the policy and the engines: "
@@ -151,13 +152,14 @@ class WeightTransfer:
                 self._complete(name, local[name], checksums)
 
     def _complete(self, name: str, runs: Sequence[TensorRun], checksums: SyncChecksums | None) -> None:
-        copy_all([run.target(self._weights.matrix(name)) for run in runs], [run.source for run in runs])
+        matrix = self._weights.matrix(name)
+        self._sources.copy(runs, [run.target(matrix) for run in runs])
         if checksums is not None:
-            checksums.add_engine(name, self._weights.matrix(name))
+            checksums.add_engine(name, matrix)
         self._weights.complete(name)
 
     def _pack(self, number: int, peer: int, bucket: Tensor) -> None:
-        pack(bucket, self._runs[number].sends[peer])
+        pack(bucket, self._runs[number].sends[peer], self._sources)
 
 
 # ---------------------------------------------------------------- copies
@@ -170,25 +172,32 @@ class TensorRun:
 
     first: Copy
     count: int
-    source: Tensor | None
-    """[count, rows, cols], a view of this rank's parameter; None where another rank has it."""
+    source_step: int
+    """Rows of the source from one rectangle to the next."""
     target_step: int
-    """Rows of the target from one rectangle to the next."""
 
     @property
     def elements(self) -> int:
         return self.count * self.first.elements
 
+    def source(self, matrix: Tensor) -> Tensor:
+        """[count, rows, cols], a view of the policy's `matrix`."""
+        return self._rectangles(matrix, self.first.source_row, self.first.source_col, self.source_step)
+
     def target(self, matrix: Tensor) -> Tensor:
         """[count, rows, cols], a view of the engine's parameter `matrix`."""
-        first = self.first
-        return _rectangles(
-            matrix, first.target_row, first.target_col, of=first, count=self.count, step=self.target_step
-        )
+        return self._rectangles(matrix, self.first.target_row, self.first.target_col, self.target_step)
+
+    def _rectangles(self, matrix: Tensor, row: int, col: int, step: int) -> Tensor:
+        of, (high, wide) = self.first, matrix.stride()
+        assert row + (self.count - 1) * step + of.rows <= len(matrix), of
+        assert col + of.cols <= matrix.shape[1], of
+        corner = matrix.storage_offset() + row * high + col * wide
+        return matrix.as_strided((self.count, of.rows, of.cols), (step * high, high, wide), corner)
 
 
-def runs_of(copies: Sequence[Copy], sources: Mapping[str, Tensor], rank: int) -> list[TensorRun]:
-    """The copies as runs, in the same order. `sources` are the parameters of rank `rank`."""
+def runs_of(copies: Sequence[Copy]) -> list[TensorRun]:
+    """The copies as runs, in the same order."""
     found = []
     start = 0
     while start < len(copies):
@@ -198,14 +207,7 @@ def runs_of(copies: Sequence[Copy], sources: Mapping[str, Tensor], rank: int) ->
             if steps is not None and next_steps != steps:
                 break
             steps, stop = next_steps, stop + 1
-        source_step, target_step = steps or (0, 0)
-        source, count = None, stop - start
-        if first.source == rank:
-            matrix = sources[first.source_parameter]
-            source = _rectangles(
-                matrix, first.source_row, first.source_col, of=first, count=count, step=source_step
-            )
-        found.append(TensorRun(first, count, source, target_step))
+        found.append(TensorRun(first, stop - start, *(steps or (0, 0))))
         start = stop
     return found
 
@@ -219,13 +221,6 @@ def _steps(one: Copy, following: Copy) -> tuple[int, int] | None:
     return (source_step, target_step) if moved == following and apart else None
 
 
-def _rectangles(matrix: Tensor, row: int, col: int, of: Copy, count: int, step: int) -> Tensor:
-    assert row + (count - 1) * step + of.rows <= len(matrix) and col + of.cols <= matrix.shape[1], of
-    corner = matrix[row:, col:]
-    width = matrix.stride(0)
-    return corner.as_strided((count, of.rows, of.cols), (step * width, width, matrix.stride(1)))
-
-
 @dataclass(frozen=True)
 class RoundRuns:
     """The copies of one round on one rank, as runs."""
@@ -237,13 +232,13 @@ class RoundRuns:
     """By sending rank."""
 
 
-def runs_of_round(round_: RankRound, sources: Mapping[str, Tensor], rank: int) -> RoundRuns:
-    """`sources` are the parameters of rank `rank`; none where it only receives."""
+def runs_of_round(round_: RankRound) -> RoundRuns:
+    """What `_rank_round` has, as runs."""
 
     def by_peer(copies_by_peer: Mapping[int, Sequence[Copy]]) -> dict[int, list[TensorRun]]:
-        return {peer: runs_of(copies, sources, rank) for peer, copies in copies_by_peer.items()}
+        return {peer: runs_of(copies) for peer, copies in copies_by_peer.items()}
 
-    return RoundRuns(runs_of(round_.local, sources, rank), by_peer(round_.sends), by_peer(round_.receives))
+    return RoundRuns(runs_of(round_.local), by_peer(round_.sends), by_peer(round_.receives))
 
 
 def planned_rows(rounds: Sequence[RankRound]) -> dict[str, int]:
@@ -256,15 +251,15 @@ def planned_rows(rounds: Sequence[RankRound]) -> dict[str, int]:
     return dict(rows)
 
 
-def pack(bucket: Tensor, runs: Sequence[TensorRun]) -> None:
+def pack(bucket: Tensor, runs: Sequence[TensorRun], sources: SourceMatrices) -> None:
     """Write the sources of runs one after the other into a bucket."""
-    copy_all(_bucket_parts(bucket, runs), [run.source for run in runs])
+    sources.copy(runs, _bucket_parts(bucket, runs))
 
 
 def unpack(bucket: Tensor, runs: Sequence[TensorRun], weights: EngineWeights) -> None:
     """Write what `pack` has put into a bucket into the engine's weights."""
     targets = [run.target(weights.matrix(run.first.target_parameter)) for run in runs]
-    copy_all(targets, _bucket_parts(bucket, runs))
+    copy_all(zip(targets, _bucket_parts(bucket, runs), strict=True))
 
 
 def _bucket_parts(bucket: Tensor, runs: Sequence[TensorRun]) -> list[Tensor]:
@@ -274,11 +269,11 @@ def _bucket_parts(bucket: Tensor, runs: Sequence[TensorRun]) -> list[Tensor]:
     ]
 
 
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """One operation for all pairs without gaps, and one for each other pair: among them a single pair with gaps would
-    make torch copy all one by one."""
+def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Into the first of each pair the second: one operation for all pairs without gaps, and one for each other pair:
+    among them a single pair with gaps would make torch copy all one by one."""
     dense_targets, dense_sources = [], []
-    for target, source in zip(targets, sources, strict=True):
+    for target, source in pairs:
         if target.is_contiguous() and source.is_contiguous():
             dense_targets.append(target)
             dense_sources.append(source)
@@ -288,17 +283,52 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(dense_targets, dense_sources)
 
 
-def source_matrices(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> dict[str, Tensor]:
-    """This rank's parameters as matrices, by the plan's names. They stay valid: Megatron updates them in place."""
-    found = {}
+@dataclass(frozen=True)
+class SourceMatrices:
+    """What this rank's shard multiplies by, as matrices, by the plan's names. One with an adapter is merged when it is
+    read, and not kept."""
+
+    parameters: Mapping[str, Tensor]
+    """Views that stay valid: Megatron updates parameters in place."""
+    adapters: Mapping[str, Any]
+    """`models.lora.Adapter`, of those that have one."""
+
+    def matrix(self, name: str) -> Tensor:
+        adapter, matrix = self.adapters.get(name), self.parameters[name]
+        return matrix if adapter is None else adapter.merged(matrix)
+
+    def copy(self, runs: Sequence[TensorRun], targets: Sequence[Tensor]) -> None:
+        """The sources of runs into `targets`. One merged matrix is held at a time; runs that read the same one should
+        follow one another."""
+        plain: list[tuple[Tensor, Tensor]] = []
+        pairs = zip(runs, targets, strict=True)
+        for name, group in groupby(pairs, lambda pair: pair[0].first.source_parameter):
+            if name in self.adapters:
+                copy_all(_with_sources(group, self.matrix(name)))
+            else:
+                plain += _with_sources(group, self.matrix(name))
+        copy_all(plain)
+
+
+def _with_sources(
+    pairs: Iterable[tuple[TensorRun, Tensor]], matrix: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    return ((target, run.source(matrix)) for run, target in pairs)
+
+
+def source_matrices(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> SourceMatrices:
+    """Those of the policy's chunks on this rank."""
+    found, adapters = {}, {}
     for placed in placed_tensors(shape):
         parameter = local_parameter(chunks, placed)
         if parameter is not None:
             found[parameter_key(placed)] = _as_matrix(parameter)
+        if (adapter := local_adapter(chunks, placed)) is not None:
+            adapters[parameter_key(placed)] = adapter
     head = getattr(getattr(chunks[-1], "output_layer", None), "weight", None)
     if shape.tied_embeddings and head is not None:
         found[TIED_HEAD] = _as_matrix(head)
-    return found
+    return SourceMatrices(found, adapters)
 
 
 def _as_matrix(parameter: Tensor) -> Tensor:

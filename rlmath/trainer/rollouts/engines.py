@@ -14,8 +14,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import ClassVar
 
+from rlmath.checkpoint.hf.weight_map import adapted_rules, placed_tensors
 from rlmath.config import length_curriculum
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
@@ -35,9 +37,9 @@ from rlmath.rollout.engine_loop import End, NewWeights
 from rlmath.rollout.memory_monitor import MemoryMonitor
 from rlmath.rollout.memory_switch import CPU_COMPARES_EVERY, MemorySwitch
 from rlmath.rollout.weight_sync.logprob_probe import Probe, is_due
-from rlmath.rollout.weight_sync.offer import WeightSender
-from rlmath.rollout.weight_sync.reshard_plan import SyncPlan, bucket_bytes, plan_sync
-from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, training_layout
+from rlmath.rollout.weight_sync.offer import OfferPlans, WeightSender
+from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes, plan_sync
+from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, parameter_key, training_layout
 from rlmath.rollout.weight_sync.weight_sync import SyncReport, WeightTransfer
 from rlmath.trainer.context import RankContext
 from rlmath.trainer.rollouts.asynchronous import AsynchronousRollouts, EngineConnection
@@ -223,11 +225,10 @@ class SeparateEngines(Engines):
         self._waited = 0.0
 
     def connect(self, actor: Actor, offload: OffloadSets) -> None:
-        plan = engines_plan(self._config, self._shape, self._mesh, self._device)
         self._sender = WeightSender(
             actor.chunks,
             self._shape,
-            plan=plan,
+            plans=offer_plans(self._config, self._shape, self._mesh, self._device),
             mesh=self._mesh,
             device=self._device,
             dtype=self._device.params_dtype,
@@ -274,11 +275,16 @@ def validation_scorer(config: Config, mesh: Mesh) -> RewardWorkers | None:
     return None if hook is None else open_scorer(hook, config.reward)
 
 
-def engines_plan(config: Config, shape: ModelShape, mesh: Mesh, device: Device) -> SyncPlan:
+def offer_plans(config: Config, shape: ModelShape, mesh: Mesh, device: Device) -> OfferPlans:
     """How weights come from the training ranks, those of `mesh`, to the first engine on ranks of its own."""
     buckets = bucket_bytes(config.sync.bucket_mib, device.kind, mesh.world_size + mesh.engine_ranks)
     layout = training_layout(shape.num_layers, mesh, config.parallel)
-    return plan_sync(shape, layout, mesh, device.params_dtype.itemsize, buckets)
+    plan = partial(plan_sync, shape, layout, mesh, device.params_dtype.itemsize, buckets)
+    whole = plan()
+    if config.lora.rank == 0:
+        return OfferPlans(first=whole, later=whole)
+    adapted = placed_tensors(shape, adapted_rules(shape.architecture, config.lora.target))
+    return OfferPlans(first=whole, later=plan(only=set(map(parameter_key, adapted))))
 
 
 def probe_length(config: Config) -> int:

@@ -24,7 +24,7 @@ def test_runs_read_what_the_copies_read(layout: Layout, engine_size: int) -> Non
         held = training_parameters(SMALL, whole(SMALL), layout, rank)
         sent = (copy for copy in itertools.chain(*plan.rounds) if copy.source == rank)
         copies = [*plan.local[rank], *sent]
-        read = torch.cat([run.source.flatten() for run in runs_of(copies, held, rank)])
+        read = torch.cat([run.source(held[run.first.source_parameter]).flatten() for run in runs_of(copies)])
         assert torch.equal(read, torch.cat([source_of(copy, held).flatten() for copy in copies]))
 
 
@@ -39,8 +39,9 @@ def test_runs_write_a_whole_engine(shape: ModelShape, tensor: int) -> None:
         engine = {
             name: torch.zeros(size, dtype=torch.int64) for name, size in engine_shapes(shape, tensor).items()
         }
-        for run in runs_of(plan.local[rank], held, rank):
-            run.target(engine[run.first.target_parameter]).copy_(run.source)
+        for run in runs_of(plan.local[rank]):
+            source = run.source(held[run.first.source_parameter])
+            run.target(engine[run.first.target_parameter]).copy_(source)
         for name, matrix in engine_parameters(shape, whole(shape), tensor, rank).items():
             assert torch.equal(engine[name], matrix), name
 
@@ -49,9 +50,8 @@ def test_heads_of_a_layer_are_three_operations() -> None:
     plan = plan_of(SMALL, Layout(), 1)
     name = "model.layers.2.self_attn.qkv_proj.weight"
     copies = [copy for copy in plan.local[0] if copy.target_parameter == name]
-    held = training_parameters(SMALL, whole(SMALL), Layout(), 0)
     assert len(copies) == 3 * SMALL.num_kv_heads
-    assert [run.count for run in runs_of(copies, held, 0)] == [SMALL.num_kv_heads] * 3
+    assert [run.count for run in runs_of(copies)] == [SMALL.num_kv_heads] * 3
 
 
 def test_what_is_not_equal_or_not_evenly_spread_is_apart() -> None:
@@ -59,6 +59,4 @@ def test_what_is_not_equal_or_not_evenly_spread_is_apart() -> None:
         return Copy(0, 0, "t", source_row, 0, rows, 3, "p", source_row, 0, "e", target_row, 0)
 
     rows = [copy(0, 0), copy(4, 2), copy(8, 4), copy(11, 6), copy(15, 8), copy(19, 10, 1), copy(2, 11)]
-    held = {"p": torch.arange(63).view(21, 3)}
-    assert [run.count for run in runs_of(rows, held, 0)] == [3, 2, 1, 1]
-    assert [run.source for run in runs_of(rows, held, 1)] == [None] * 4
+    assert [run.count for run in runs_of(rows)] == [3, 2, 1, 1]
