@@ -35,9 +35,7 @@ from rlmath.config.schema import LoraConfig
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.forward_backward import ForwardBackward
-
-_MERGED_ROWS_BYTES = 2**26
-"""Most float64 numbers that merging computes at a time (bytes)."""
+from rlmath.models.scratch_sizes import MERGED_BLOCK_BYTES
 
 
 class Adapter(torch.nn.Module):
@@ -91,7 +89,7 @@ class Adapter(torch.nn.Module):
         not depend on the layout or the device."""
         wide_B, A = self._wide_B().double(), self.A.flatten(0, 1).double()
         merged = torch.empty_like(weight_MK)
-        rows = max(1, _MERGED_ROWS_BYTES // (8 * weight_MK.shape[1]))
+        rows = max(1, MERGED_BLOCK_BYTES // (8 * weight_MK.shape[1]))
         for out, weight, b in zip(merged.split(rows), weight_MK.split(rows), wide_B.split(rows), strict=True):
             out.copy_(torch.addmm(weight.double(), b, A, alpha=self.scale))
         return merged

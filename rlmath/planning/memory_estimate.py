@@ -32,13 +32,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from rlmath.checkpoint.hf.weight_map import rules_of, shard_shape
+from rlmath.checkpoint.hf.weight_map import adapter_rules, rules_of, shard_shape
 from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, MemoryConfig
 from rlmath.distributed.device_kind import FORMAT_BYTES, DeviceKind, NumberFormat, number_format
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.hf_config import critic_shape_of, teacher_shape_of
+from rlmath.models.scratch_sizes import merging_bytes
 from rlmath.planning import memory_formulas as formulas
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 from rlmath.rollout.weight_sync.shard_layouts import stage_layers
@@ -250,7 +251,9 @@ def plan_rank(
     if not mesh.engine_ranks:
         weights = {"engine_weights": engine.weights}
         awake = weights | {"engine_workspace": engine.workspace, "kv_cache": max(0, engine.kv_cache)}
-        to_sync = weights | asleep | {"sync_buffers": _sync_bytes(config, mesh, target, engine.weights)}
+        to_sync = (
+            weights | asleep | {"sync_buffers": _sync_bytes(config, shape, mesh, target, engine.weights)}
+        )
         phases = {
             "sync": _while_generating(resident, memory, with_parameters=True) | to_sync,
             "generate": _while_generating(resident, memory, not memory.offload_parameters) | awake,
@@ -475,13 +478,20 @@ def _while_training(resident: Mapping[str, int], memory: MemoryConfig, model: st
     }
 
 
-def _sync_bytes(config: Config, mesh: Mesh, target: Target, weights: int) -> int:
-    """Two buckets for sending and two for receiving, two in all where ranks share memory; nothing where every rank has
-    what its engine needs (but for rows of the vocabulary that two paddings put on different ranks)."""
+def _sync_bytes(config: Config, shape: ModelShape, mesh: Mesh, target: Target, weights: int) -> int:
+    """Two buckets for sending and two for receiving, two in all where ranks share memory; none where every rank has
+    what its engine needs (but for rows of the vocabulary that two paddings put on different ranks). With LoRA also the
+    matrix of which merging needs most."""
+    lora, merging = config.lora, 0
+    rules = adapter_rules(shape.architecture, lora.rank, lora.target) if lora.rank else ()
+    for a, b in zip(rules[::2], rules[1::2], strict=True):
+        parts, low, columns = shard_shape(a, shape, mesh.tensor)
+        rows = math.prod(shard_shape(b, shape, mesh.tensor)) // low
+        merging = max(merging, merging_bytes(rows, columns, parts * low, target.itemsize))
     if mesh.pipeline == mesh.expert == 1 and mesh.tensor in (1, mesh.engine_size):
-        return 0
+        return merging
     bucket = bucket_bytes(config.sync.bucket_mib, target.kind, mesh.world_size)
-    return (4 if target.kind == "cuda" else 2) * min(bucket, weights)
+    return merging + (4 if target.kind == "cuda" else 2) * min(bucket, weights)
 
 
 def _in_order(held: Mapping[str, int]) -> dict[str, int]:

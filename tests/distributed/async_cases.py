@@ -13,7 +13,14 @@ import torch
 import torch.distributed as dist
 
 from rlmath.algorithms.types import Sample, ScoredGroup
-from rlmath.config.schema import Config, OptimizerConfig, ParallelConfig, RolloutConfig, SyncConfig
+from rlmath.config.schema import (
+    Config,
+    LoraConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RolloutConfig,
+    SyncConfig,
+)
 from rlmath.data.packing import pack
 from rlmath.distributed.bridge import open_worlds
 from rlmath.distributed.device import init_process_group, open_device
@@ -23,6 +30,7 @@ from rlmath.run.prepared import PreparedRun
 from tests.distributed import partial_rollout_cases as partial
 
 LEARNS = OptimizerConfig(kind="sgd", lr=0.05, distributed=False)
+ADAPTERS_LEARN = replace(LEARNS, lr=20.0)
 ASYNC = RolloutConfig(
     ranks=1,
     max_staleness=2,
@@ -56,7 +64,8 @@ def run(folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Map
     "paced": the engine, the only one, waits for new weights in the middle of the next steps' completions."""
     for_this = ("score", "snapshots", "paced")
     sections = {name: value for name, value in more.items() if name not in for_this}
-    config = partial.config_of(folder, place, steps, rollout, {"optimizer": LEARNS} | sections)
+    learns = ADAPTERS_LEARN if "lora" in sections else LEARNS
+    config = partial.config_of(folder, place, steps, rollout, {"optimizer": learns} | sections)
     prepared = partial.prepared_run(config)
     world, rank, device = environment_world_size(), environment_rank(), open_device("cpu")
     if rank >= world - rollout.ranks:
@@ -179,9 +188,10 @@ def _score_segments(
     return found
 
 
-def layout_of(**sizes: int) -> dict[str, Any]:
+def layout_of(lora: LoraConfig | None = None, **sizes: int) -> dict[str, Any]:
     """Sections of a run with this training layout, whose probe looks at every step."""
-    return {"parallel": ParallelConfig(**sizes), "sync": SyncConfig(probe_every=1)}
+    adapters = {} if lora is None else {"lora": lora}
+    return adapters | {"parallel": ParallelConfig(**sizes), "sync": SyncConfig(probe_every=1)}
 
 
 def with_engines(**changes: Any) -> RolloutConfig:

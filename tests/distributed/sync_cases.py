@@ -19,6 +19,7 @@ from rlmath.checkpoint.hf.weight_map import adapter_rules
 from rlmath.checkpoint.hf.weights import stream_hf_tensors
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
+from rlmath.models.scratch_sizes import merging_bytes
 from rlmath.rollout.engine_weights import EngineWeights
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, training_layout
 from tests.distributed.memory_plan_cases import StorageWatch
@@ -202,6 +203,13 @@ def extra_bytes(folder: Path, case: Case, engine_size: int, messages: bool) -> d
             for round_ in one.sync._rounds
         ),
         "model": elements * 4,
+        "merging": max(
+            (merging_bytes(*matrix.shape, one.sync._sources.adapters[name].A[..., 0].numel(), 4))
+            for name, matrix in one.sync._sources.parameters.items()
+            if name in one.sync._sources.adapters
+        )
+        if case.lora
+        else 0,
     }
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from rlmath.config.schema import (
     AlgorithmConfig,
+    LoraConfig,
     RewardConfig,
     RunConfig,
     SelectionConfig,
@@ -25,6 +26,8 @@ from tests.distributed.rank_pool import RankPool
 from tests.selection import keeping, matrix
 
 pytestmark = pytest.mark.distributed
+
+ADAPTERS = LoraConfig(rank=4, target="attention")
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +52,26 @@ def prompts_of(found: Any) -> list[str]:
     ("count", "engine", "layout"),
     [
         pytest.param(2, {"ranks": 1}, {}, id="1 + 1"),
+        pytest.param(2, {"ranks": 1}, {"lora": ADAPTERS}, id="1 + 1, LoRA"),
+        pytest.param(
+            3,
+            {"ranks": 2, "tensor_parallel": 2},
+            {"lora": ADAPTERS},
+            id="1 + TP2, LoRA",
+            marks=pytest.mark.full,
+        ),
         pytest.param(3, {"ranks": 1}, {"tensor": 2}, id="TP2 + 1", marks=pytest.mark.full),
         pytest.param(4, {"ranks": 2, "tensor_parallel": 2}, {"pipeline": 2}, id="PP2 + TP2", marks=matrix),
         pytest.param(4, {"ranks": 2}, {}, id="DP2 + 2 engines", marks=pytest.mark.full),
     ],
 )
 def test_engines_of_their_own_have_the_policys_weights_and_every_prompt_is_learned_once(
-    ranks: RankPool, model: Path, tmp_path: Path, count: int, engine: dict[str, int], layout: dict[str, int]
+    ranks: RankPool, model: Path, tmp_path: Path, count: int, engine: dict[str, int], layout: dict[str, Any]
 ) -> None:
     steps, rollout = 6, with_engines(**engine)
     found, *others = train(ranks, count, model, tmp_path, steps, rollout, **layout_of(**layout))
+    sent = [metrics["sync/sent_gib"] for metrics in found.metrics]
+    assert len(set(sent[1:])) == 1 and (sent[1] < sent[0] if "lora" in layout else sent[1] == sent[0])
     assert all(one.groups == found.groups for one in others)
     assert [len(groups) for groups in found.groups] == [PER_STEP] * steps
     assert set(Counter(prompts_of(found)).values()) == {1}
@@ -69,12 +82,15 @@ def test_engines_of_their_own_have_the_policys_weights_and_every_prompt_is_learn
     assert max(metrics["rollout/staleness_max"] for metrics in found.metrics) >= 1  # they did not wait
 
 
+@pytest.mark.parametrize(
+    "more", [{}, pytest.param(layout_of(lora=ADAPTERS), marks=matrix)], ids=["full", "LoRA"]
+)
 def test_with_staleness_0_a_run_is_the_synchronous_one_bit_by_bit(
-    ranks: RankPool, model: Path, tmp_path: Path
+    ranks: RankPool, model: Path, tmp_path: Path, more: dict[str, Any]
 ) -> None:
     rollout = with_engines(max_staleness=0, on_new_weights="finish")
-    (apart,) = train(ranks, 2, model, tmp_path, 4, rollout)
-    (together,) = train(ranks, 1, model, tmp_path, 4, with_engines(ranks=0))
+    (apart,) = train(ranks, 2, model, tmp_path, 4, rollout, **more)
+    (together,) = train(ranks, 1, model, tmp_path, 4, with_engines(ranks=0), **more)
     assert apart.groups == together.groups
     trained = [name for name in together.metrics[0] if name.startswith(("train/", "actor", "advantage"))]
     compared = [name for name in trained if name != "train/mfu"]
@@ -82,6 +98,8 @@ def test_with_staleness_0_a_run_is_the_synchronous_one_bit_by_bit(
     for ours, theirs in zip(apart.metrics, together.metrics, strict=True):
         assert {name: ours[name] for name in compared} == {name: theirs[name] for name in compared}
     assert together.metrics[0]["train/grad_norm"] > 0
+    if more:
+        assert max(metrics["sync/probe_difference_max"] for metrics in apart.metrics) <= 1e-5
 
 
 @matrix

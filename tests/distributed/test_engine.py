@@ -29,6 +29,7 @@ MATRIX = [
     ([Case()], 1, False),
     (TWO_RANKS, 2, False),
     (TWO_RANKS, 1, True),
+    ([Case(tensor=2, lora="all"), Case(pipeline=2, lora="attention")], 1, False),
     *(
         pytest.param(cases, size, tied, marks=pytest.mark.full)
         for cases, size, tied in (
