@@ -173,8 +173,8 @@ class TensorRun:
     first: Copy
     count: int
     source_step: int
-    """Rows of the source from one rectangle to the next."""
     target_step: int
+    """Rows of source and target from one rectangle to the next."""
 
     @property
     def elements(self) -> int:
@@ -270,8 +270,8 @@ def _bucket_parts(bucket: Tensor, runs: Sequence[TensorRun]) -> list[Tensor]:
 
 
 def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Into the first of each pair the second: one operation for all pairs without gaps, and one for each other pair:
-    among them a single pair with gaps would make torch copy all one by one."""
+    """Into each target, its source: one operation for all pairs without gaps, and one for each other pair: among them a
+    single pair with gaps would make torch copy all one by one."""
     dense_targets, dense_sources = [], []
     for target, source in pairs:
         if target.is_contiguous() and source.is_contiguous():
