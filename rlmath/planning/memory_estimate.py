@@ -483,7 +483,7 @@ def _sync_bytes(config: Config, shape: ModelShape, mesh: Mesh, target: Target, w
     what its engine needs (but for rows of the vocabulary that two paddings put on different ranks). With LoRA also the
     matrix of which merging needs most."""
     lora, merging = config.lora, 0
-    rules = adapter_rules(shape.architecture, lora.rank, lora.target) if lora.rank else ()
+    rules = adapter_rules(shape.architecture, lora.rank, lora.target)
     for a, b in zip(rules[::2], rules[1::2], strict=True):
         parts, low, columns = shard_shape(a, shape, mesh.tensor)
         rows = math.prod(shard_shape(b, shape, mesh.tensor)) // low
