@@ -15,8 +15,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlmath.checkpoint.hf.weight_map import adapter_rules
-from rlmath.checkpoint.hf.weights import stream_hf_tensors
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.scratch_sizes import merging_bytes
@@ -59,9 +57,7 @@ class Target:
 def merged_on_host(stage: Stage) -> dict[str, Tensor]:
     """The tensors of the policy's folder with their adapters, PEFT's formula in float64, rounded once."""
     lora, folder = stage.config.lora, Path(stage.config.model.path)
-    rules = adapter_rules(stage.shape.architecture, lora.rank, lora.target)
-    stream = stream_hf_tensors(stage.actor.chunks, stage.shape, stage.mesh, rules)
-    adapters = {name: tensor.clone().double() for name, tensor in stream}
+    adapters = {name: one.double() for name, one in whole_tensors(stage, adapters_alone=True).items()}
     whole = {n: t.to(stage.device.params_dtype) for n, t in load_file(folder / "model.safetensors").items()}
     for name in adapters:
         prefix, _, matrix = name.removesuffix(".weight").rpartition(".")
