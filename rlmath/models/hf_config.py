@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmath.checkpoint.hf.headers import weight_problems
+from rlmath.checkpoint.hf.peft import ADAPTER_CONFIG
 from rlmath.checkpoint.hf.weight_map import (
     TABLES,
     VALUE_TABLES,
@@ -73,6 +74,10 @@ def read_shape(
         inside = folder / EXPORT_FOLDER
         if (inside / "config.json").is_file():
             text += f' It is the folder of a run: give "{inside}".'
+        if (folder / ADAPTER_CONFIG).is_file():
+            text += (
+                " It has adapters (LoRA): give it as model.adapter_path, with the model that they belong to."
+            )
         return None, [text]
     return read_shape_file(path, known)
 

@@ -329,6 +329,32 @@ def test_another_model_and_other_prompts_are_refused_and_their_paths_are_not(tmp
         find_recovery(moved, replace(ORIGIN, data="data-2"), TOTAL)
 
 
+@pytest.mark.parametrize(
+    ("then", "override", "told"),
+    [
+        ("lora.rank=4", "lora.rank=8", "lora.rank: 4 there, 8 now"),
+        ("lora.rank=4", "lora.rank=0", "lora.rank: 4 there, 0 now"),
+        ("lora.rank=0", "lora.rank=4", "lora.rank: 0 there, 4 now"),
+        ("lora.rank=4", "lora.alpha=8", "lora.alpha: 32.0 there, 8.0 now"),
+        ("lora.rank=4", "lora.target=mlp", "lora.target: all there, mlp now"),
+    ],
+)
+def test_other_adapters_are_refused_by_name(tmp_path: Path, then: str, override: str, told: str) -> None:
+    checkpoint(tmp_path, 3, make_config(tmp_path, then))
+    assert found_steps(make_config(tmp_path, then)) == [3]
+    with pytest.raises(ValueError, match=told):
+        found_steps(make_config(tmp_path, then, override))
+
+
+def test_the_adapters_that_a_run_began_with_are_compared_by_content(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 3, changed={"adapter_fingerprint": "a"})
+    origin = replace(ORIGIN, adapter="a")
+    assert found_steps(make_config(tmp_path, "model.adapter_path=moved"), origin) == [3]
+    for other in ("b", ""):
+        with pytest.raises(ValueError, match=r"model.adapter_path: the adapters .* have changed"):
+            found_steps(make_config(tmp_path), replace(ORIGIN, adapter=other))
+
+
 def test_layout_length_and_what_is_kept_may_change(tmp_path: Path) -> None:
     checkpoint(tmp_path, 3)
     other = ("parallel.tensor=2", "rollout.tensor_parallel=2", "run.total_steps=9", "save.ckpt_freq_steps=1")
