@@ -11,7 +11,6 @@ from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 from rlmath.answers.extraction import has_box
 from rlmath.config.schema import RewardConfig
 from rlmath.config.terminal import visible
-from rlmath.rewards.schemes import Scheme
 from rlmath.rewards.several_rewards import RewardWorkers, reward_hooks, rewards_of, score_of
 from rlmath.workers.function_calls import FunctionResult
 from rlmath.workers.hooks import Hook
@@ -177,8 +176,6 @@ class RewardManager:
     def __init__(self, workers: RewardWorkers, reward: RewardConfig, max_new_tokens: int) -> None:
         self._workers = workers
         self._reward = reward
-        self._rewards = rewards_of(reward)
-        self._scheme = Scheme.of(reward)
         self._limit = max_new_tokens
         self._submitted: list[_Submitted] = []
 
@@ -217,12 +214,10 @@ class RewardManager:
             for name, future in submitted.futures.items()
         }
         return score_of(
-            self._rewards,
-            self._scheme,
+            self._reward,
             results,
             boxed=submitted.boxed,
             length=len(submitted.completion.token_ids),
             limit=self._limit,
             truncated=submitted.completion.finish_reason == "length",
-            worst=None if self._reward.rewards else self._reward.function_failure,
         )

@@ -26,7 +26,7 @@ from typing import Any, Self
 from rlmath.algorithms.types import Completion, Prompt, RewardFailure, Score, ScoredGroup
 from rlmath.answers.verifier import FAILURES, Rules, Verdict
 from rlmath.config.schema import RewardConfig
-from rlmath.rewards.schemes import Scheme, raw_reward
+from rlmath.rewards.schemes import raw_reward, reward_scale, scaled_reward
 from rlmath.workers.function_calls import FunctionResult
 from rlmath.workers.hooks import REWARD_WORDS, Hook
 from rlmath.workers.worker_pool import WorkerPool
@@ -131,24 +131,23 @@ class RewardWorkers:
 
 
 def score_of(
-    rewards: Sequence[NamedReward],
-    scheme: Scheme,
+    settings: RewardConfig,
     results: Mapping[str, Verdict | FunctionResult],
     *,
     boxed: bool,
     length: int,
     limit: int,
     truncated: bool,
-    worst: float | None = None,
 ) -> Score:
     """The score of a completion from what verifier and functions found. Its reward is (weighted sum of the rewards that
-    did not fail - bias) * scaling, with the scheme's settings about length. `worst`, of a run without a list, is what a
-    function counts as that failed; the score has no parts then.
+    did not fail - bias) * scaling, with the settings about length. Without a list of rewards the score has no parts,
+    and a function that failed counts as `reward.function_failure`.
 
     Right is what the verifier says; without it what the metric "correct" of the first function that has one says (above
     0), else whether the first function's reward is above 0.
     """
-    values = tuple(_value(one, scheme, results, boxed, length, limit) for one in rewards)
+    rewards = rewards_of(settings)
+    values = tuple(_value(one, settings, results, boxed, length, limit) for one in rewards)
     failures = tuple(
         RewardFailure(name, result.failure or "error", result.message)
         if isinstance(result, FunctionResult)
@@ -157,9 +156,10 @@ def score_of(
         if _failed(result)
     )
     verdict = results.get("correctness")
-    known = [worst or 0.0 if value is None else value for value in values]
+    failed = 0.0 if settings.rewards else settings.function_failure
+    known = [failed if value is None else value for value in values]
     number = sum(one.weight * value for one, value in zip(rewards, known, strict=True))
-    reward = scheme.reward(number, verdict is not None, length, limit, truncated)
+    reward = scaled_reward(settings, number, verdict is not None, length, limit, truncated)
     called = {name: result for name, result in results.items() if isinstance(result, FunctionResult)}
     metrics = tuple(
         (f"{name}/{metric}" if name else metric, value)
@@ -181,8 +181,8 @@ def score_of(
         boxed=boxed,
         metrics=metrics,
         queue_seconds=waited,
-        parts=values if worst is None else (),
-        failures=failures if worst is None else (),
+        parts=values if settings.rewards else (),
+        failures=failures if settings.rewards else (),
     )
 
 
@@ -192,7 +192,7 @@ def _failed(result: Verdict | FunctionResult) -> bool:
 
 def _value(
     one: NamedReward,
-    scheme: Scheme,
+    settings: RewardConfig,
     results: Mapping[str, Verdict | FunctionResult],
     boxed: bool,
     length: int,
@@ -206,7 +206,7 @@ def _value(
     if isinstance(result, FunctionResult):
         return result.reward if result.failure is None else None
     # An answer that the verifier does not come to an end with is wrong: the policy wrote it.
-    return raw_reward(scheme.name, result.correct, boxed, scheme.format_penalty)
+    return raw_reward(settings, result.correct, boxed)
 
 
 def _is_right(results: Sequence[FunctionResult]) -> bool:
@@ -245,8 +245,7 @@ def length_penalised(
 def _without_failures(group: ScoredGroup, reward: RewardConfig) -> list[float]:
     if not reward.rewards or not any(score.failures for score in group.scores):
         return group.rewards
-    scheme = Scheme.of(reward)
-    scale = scheme.scale(is_verified(reward))
+    scale = reward_scale(reward, is_verified(reward))
     filled = group.rewards
     for k, one in enumerate(named_rewards(reward)):
         there = [value for score in group.scores if (value := score.parts[k]) is not None]

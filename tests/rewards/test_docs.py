@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 from rlmath.answers.verifier import STRICT, VERDICTS, Rules, verify
-from rlmath.rewards.schemes import Scheme, raw_reward
+from rlmath.config.schema import RewardConfig
+from rlmath.rewards.schemes import raw_reward, reward_scale
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
 _ROW = re.compile(
@@ -40,12 +41,13 @@ def test_the_table_of_schemes():
     assert set(table) == {"correctness", "mix", "independent"}
     for name, cells in table.items():
         *numbers, scaling = cells.split(" | ")
+        settings = RewardConfig(name, format_penalty=-7.0)
         found = [
-            raw_reward(name, correct, boxed, format_penalty=-7.0)
+            raw_reward(settings, correct, boxed)
             for correct, boxed in ((True, True), (True, False), (False, True), (False, False))
         ]
         assert found == [-7.0 if number == "`format_penalty`" else float(number) for number in numbers]
-        assert Scheme(name).scale(verified=True) == float(scaling.split(",")[0])
+        assert reward_scale(settings, verified=True) == float(scaling.split(",")[0])
 
 
 def test_all_verdicts_are_named():

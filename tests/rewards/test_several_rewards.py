@@ -19,9 +19,7 @@ from rlmath.rewards.reward_manager import (
     raise_if_every_call_failed,
     try_reward_function,
 )
-from rlmath.rewards.schemes import Scheme
 from rlmath.rewards.several_rewards import (
-    NamedReward,
     RewardWorkers,
     rewards_of,
     score_of,
@@ -145,10 +143,10 @@ def test_one_reward_of_weight_one_is_what_it_is_without_a_list(pools: RewardWork
 
 
 def test_without_correctness_the_first_function_that_tells_says_what_is_right():
-    rewards = (NamedReward("a", 1.0, "m:a"), NamedReward("b", 1.0, "m:b"))
+    settings = RewardConfig(rewards=["a=m:a", "b=m:b"])
 
     def correct(a: FunctionResult, b: FunctionResult) -> bool:
-        return score_of(rewards, Scheme(), {"a": a, "b": b}, **SHORT).correct
+        return score_of(settings, {"a": a, "b": b}, **SHORT).correct
 
     told = FunctionResult(-1.0, (("correct", 1.0),))
     failed = FunctionResult(0.0, failure="timeout")
@@ -190,8 +188,8 @@ def test_a_function_that_hangs_loses_only_its_own_value(pools: RewardWorkers):
 
 def test_an_answer_that_cannot_be_verified_is_wrong_and_told():
     results = {"correctness": Verdict(False, "x", "timeout"), "own": FunctionResult(2.0)}
-    rewards = (NamedReward("correctness", 1.0), NamedReward("own", 1.0, "m:f"))
-    score = score_of(rewards, Scheme(output_scaling=1.0), results, **SHORT)
+    settings = RewardConfig(rewards=["correctness", "own=m:f"], output_scaling=1.0)
+    score = score_of(settings, results, **SHORT)
     assert (score.parts, score.reward, score.correct, score.verdict) == ((-1.0, 2.0), 1.0, False, "timeout")
     assert score.failures == (RewardFailure("correctness", "timeout", ""),)
 
@@ -275,9 +273,9 @@ def test_every_function_is_tried_before_the_start(module: str):
 
 
 def test_the_length_reward_is_bounded_and_falls_with_every_token():
-    rewards = (NamedReward("length", 1.0), NamedReward("format", 1.0))
+    settings = RewardConfig(rewards=["length", "format"])
     values = [
-        score_of(rewards, Scheme(), {"m": FunctionResult(1.0)}, **SHORT | {"length": n, "limit": 8}).parts[0]
+        score_of(settings, {"m": FunctionResult(1.0)}, **SHORT | {"length": n, "limit": 8}).parts[0]
         for n in (0, 1, 4, 8, 12)
     ]
     assert values == [1.0, 0.875, 0.5, 0.0, 0.0]

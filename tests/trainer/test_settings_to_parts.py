@@ -45,12 +45,10 @@ from rlmath.models.megatron import Recompute, selective_modules, transformer_con
 from rlmath.models.optimizer import LossScale
 from rlmath.planning.memory_estimate import engine_mesh_of, mesh_of
 from rlmath.rewards.reward_manager import (
-    RewardManager,
     open_reward_workers,
     open_scorer,
     scorer_settings,
 )
-from rlmath.rewards.schemes import Scheme
 from rlmath.rewards.several_rewards import NamedReward, compared_rewards, named_rewards
 from rlmath.rollout.engine import _device_arguments
 from rlmath.rollout.sampling import SamplingSettings, training_sampling
@@ -192,17 +190,7 @@ def test_the_list_of_rewards() -> None:
     assert compared_rewards(DISTINCT.reward) == (0, 1, 2) and compared_rewards(ONE_REWARD) == ()
 
 
-def test_the_reward_scheme_and_the_workers() -> None:
-    nobody: Any = None
-    assert RewardManager(nobody, DISTINCT.reward, max_new_tokens=20)._scheme == Scheme(
-        name="independent",
-        format_penalty=-0.152,
-        output_scaling=1.53,
-        output_bias=0.154,
-        mask_no_eos_with_zero=True,
-        overlong_buffer=155,
-        overlong_penalty=0.156,
-    )
+def test_the_reward_workers() -> None:
     with open_reward_workers(replace(ONE_REWARD, function=None)) as workers:
         (pool,) = workers.by_name.values()
         assert (pool._size, pool.timeout_seconds) == (2, 15.8)
