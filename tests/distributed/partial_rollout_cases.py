@@ -180,18 +180,13 @@ def _note_state(rollouts: Any, found: Run) -> None:
 
 def _restart_rollouts(trainer: Any, place: Path, steps_done: int, reward_changed: bool) -> None:
     """As a run that is resumed."""
-    from rlmath.trainer.rollouts.synchronous import PartialRollouts, WholeRollouts
-
     files = trainer.rollouts.files()
     folder = place / f"checkpoint-{environment_rank()}"
     folder.mkdir()
     for name, content in files.items():
         (folder / name).write_bytes(content)
-    common = trainer.config, trainer.inputs, trainer.total_steps, trainer.engines.collector
-    if isinstance(trainer.rollouts, WholeRollouts):
-        trainer.rollouts = WholeRollouts(*common)
-    else:
-        trainer.rollouts = PartialRollouts(*common, trainer.shape.vocab_size)
+    given = trainer.config, trainer.inputs, trainer.engines.collector, trainer.shape.vocab_size
+    trainer.rollouts = type(trainer.rollouts)(*given)
     trainer.rollouts.resume(folder, steps_done, reward_changed)
 
 

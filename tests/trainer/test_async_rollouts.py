@@ -138,7 +138,7 @@ def asynchronous(tmp_path: Path, model: Path, connection: EngineConnection) -> A
     shape = shape_of(model)
     inputs = load_inputs(config, shape)
     assert inputs.total_steps == 5
-    return AsynchronousRollouts(config, inputs, inputs.total_steps, connection, shape.vocab_size)
+    return AsynchronousRollouts(config, inputs, connection, shape.vocab_size)
 
 
 def test_a_group_that_is_carried_keeps_the_seed_of_the_step_that_drew_it(
@@ -147,7 +147,7 @@ def test_a_group_that_is_carried_keeps_the_seed_of_the_step_that_drew_it(
     """The run went back to step 1, and has other seeds from step 2 on: draws 3 to 5 are of step 1."""
     unused: Any = None
     given = asynchronous(tmp_path, tied_model, unused)
-    rollouts = PartialRollouts(given._config, given._inputs, 5, unused, given._vocab_size)
+    rollouts = PartialRollouts(given._config, given._inputs, unused, given._vocab_size)
     given._inputs.order.roll_back([Rollback(1, 1, 2)])
     rollouts.curriculum.begin(2)
     for draw, seed, step in ((5, 7, 1), (6, seed_after(7, 1), 2)):

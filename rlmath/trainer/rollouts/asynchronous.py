@@ -32,8 +32,6 @@ from rlmath.algorithms.partial_rollouts import (
 from rlmath.algorithms.types import PartialCompletion, ScoredCompletion
 from rlmath.checkpoint.unfinished_groups import UNFINISHED, write_unfinished
 from rlmath.config.length_curriculum import LengthStage
-from rlmath.config.schema import Config
-from rlmath.data.dataset import Inputs
 from rlmath.distributed.bridge import Mailbox
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.mesh import Mesh
@@ -49,7 +47,6 @@ from rlmath.rollout.engine_loop import (
     WeightsTaken,
 )
 from rlmath.trainer.rollouts.synchronous import (
-    Keep,
     RolloutsWithUnfinished,
     StepRollout,
     staleness_metrics,
@@ -168,19 +165,10 @@ class EngineConnection:
 class AsynchronousRollouts(RolloutsWithUnfinished):
     """Takes what the engines have sampled."""
 
-    def __init__(
-        self,
-        config: Config,
-        inputs: Inputs,
-        total_steps: int,
-        connection: EngineConnection,
-        vocab_size: int,
-        keep: Keep | None = None,
-    ) -> None:
-        super().__init__(config, inputs, total_steps, vocab_size, keep)
-        self._connection = connection
-        self._begun = False
-        self._since = time.perf_counter()
+    _engines: EngineConnection
+    _begun = False
+    _since = 0.0
+    """When the last step had its groups, by `time.perf_counter`; 0 before the first one."""
 
     def step(self, number: int, stage: LengthStage) -> StepRollout:
         """Admit draws, and wait until enough groups are complete and none would be too old."""
@@ -194,8 +182,8 @@ class AsynchronousRollouts(RolloutsWithUnfinished):
         found = self._wait(unfinished, number, stage)
         waited = time.perf_counter() - started
         taken = self._take(number, found, unfinished)
-        reports, seconds = self._connection.reports(), time.perf_counter() - self._since
-        self._since = time.perf_counter()
+        reports, now = self._engines.reports(), time.perf_counter()
+        seconds, self._since = now - (self._since or started), now
         metrics = taken.metrics | {
             "rollout/groups_complete": float(sum(group.is_complete for group in unfinished.groups)),
             "rollout/groups_admitted": float(unfinished.next_draw - first),
@@ -203,14 +191,14 @@ class AsynchronousRollouts(RolloutsWithUnfinished):
             "rollout/trainer_busy_share": 1.0 - min(1.0, waited / seconds) if seconds else 1.0,
         }
         metrics |= staleness_metrics(taken.selection.learned, number, self._limits.max_staleness)
-        metrics |= engine_report_metrics(reports, len(self._connection.leaders))
+        metrics |= engine_report_metrics(reports, len(self._engines.leaders))
         return replace(taken, metrics=metrics)
 
     def files(self) -> dict[str, bytes]:
         """With what the engines are sampling. On rank 0 only."""
         if not self._begun:
             return super().files()
-        at = self._connection.snapshot()
+        at = self._engines.snapshot()
         groups = [replace(one, samples=at.get(one.draw, one.samples)) for one in self._unfinished.groups]
         return super().files() | {UNFINISHED: write_unfinished(replace(self._unfinished, groups=groups))}
 
@@ -219,9 +207,9 @@ class AsynchronousRollouts(RolloutsWithUnfinished):
     def _begin(self, unfinished: UnfinishedGroups, stage: LengthStage) -> None:
         """Let the engines go on with what an earlier start left unfinished, each with its share."""
         to_sample = [group for group in unfinished.groups if not group.is_complete]
-        leaders = self._connection.leaders
+        leaders = self._engines.leaders
         for place, leader in enumerate(leaders):
-            self._connection.send_to(leader, Continue(to_sample[place :: len(leaders)], stage.number))
+            self._engines.send_to(leader, Continue(to_sample[place :: len(leaders)], stage.number))
         self._first, self._begun = unfinished.next_draw, True
 
     def _wait(self, unfinished: UnfinishedGroups, number: int, stage: LengthStage) -> Leaving:
@@ -238,13 +226,13 @@ class AsynchronousRollouts(RolloutsWithUnfinished):
             )
             if unfinished.next_draw != admitted:
                 admitted = unfinished.next_draw
-                self._connection.send(Admit(self._first, admitted, stage.number))
+                self._engines.send(Admit(self._first, admitted, stage.number))
             enough = is_enough(found, rules)
             if enough and not too_old(left_behind(unfinished, found), rules, number, self._choose):
                 break
             if not any(group.unfinished for group in unfinished.groups):
                 break
-            self._keep(unfinished, self._connection.groups())
+            self._keep(unfinished, self._engines.groups())
             waits += enough
             found = leaving(unfinished, rules, self._choose)
         unfinished.groups = left_behind(unfinished, found)

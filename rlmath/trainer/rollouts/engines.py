@@ -141,11 +141,8 @@ class ColocatedEngines(Engines):
             pool=context.workers,
             scorer=self._scorer,
         )
-        common = config, inputs, inputs.total_steps, self.collector
-        if config.rollout.tail == "wait":
-            self.rollouts = WholeRollouts(*common, keep)
-        else:
-            self.rollouts = PartialRollouts(*common, shape.vocab_size, keep=keep)
+        rollouts = WholeRollouts if config.rollout.tail == "wait" else PartialRollouts
+        self.rollouts = rollouts(config, inputs, self.collector, shape.vocab_size, keep)
 
     def connect(self, actor: Actor, offload: OffloadSets) -> None:
         config, mesh, device = self._config, self._mesh, self._device
@@ -213,14 +210,8 @@ class SeparateEngines(Engines):
         self._mailbox = Mailbox(bridge, leaders)
         self._connection = EngineConnection(mesh, self._mailbox, context.on_progress)
         self.collector = self._connection
-        self.rollouts = AsynchronousRollouts(
-            config,
-            inputs,
-            inputs.total_steps,
-            connection=self._connection,
-            vocab_size=context.shape.vocab_size,
-            keep=keep,
-        )
+        vocab_size = context.shape.vocab_size
+        self.rollouts = AsynchronousRollouts(config, inputs, self._connection, vocab_size, keep)
         self._step = 0
         self._waited = 0.0
 

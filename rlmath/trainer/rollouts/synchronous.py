@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 from rlmath.algorithms.dynamic_sampling import Chosen, Selection, SelectionRules, choose, select
 from rlmath.algorithms.partial_rollouts import (
@@ -101,8 +102,12 @@ class StepRollouts(ABC):
     next_draw: int
     """Draws of the run so far."""
 
-    def __init__(self, config: Config, inputs: Inputs, total_steps: int, keep: Keep | None = None) -> None:
-        self._config, self._inputs, self._total_steps = config, inputs, total_steps
+    def __init__(
+        self, config: Config, inputs: Inputs, engines: Any, vocab_size: int, keep: Keep | None = None
+    ) -> None:
+        """`engines` is what asks them: a `Collector`, or an `EngineConnection`."""
+        self._config, self._inputs, self._total_steps = config, inputs, inputs.total_steps
+        self._engines, self._vocab_size = engines, vocab_size
         self._rules = selection_rules(config.selection, config.reward, keep)
         ids = [prompt.prompt_id for prompt in inputs.prompts]
         self.curriculum = PromptCurriculum(inputs.order, ids, rules_of(config.data), inputs.history)
@@ -144,16 +149,8 @@ class StepRollouts(ABC):
 class WholeRollouts(StepRollouts):
     """Every completion is sampled to its end in the step that began it."""
 
-    def __init__(
-        self,
-        config: Config,
-        inputs: Inputs,
-        total_steps: int,
-        collector: Collector,
-        keep: Keep | None = None,
-    ) -> None:
-        super().__init__(config, inputs, total_steps, keep)
-        self._collector, self.next_draw = collector, 0
+    _engines: Collector
+    next_draw = 0
 
     def step(self, number: int, stage: LengthStage) -> StepRollout:
         """The step's own prompts, and then those that dynamic sampling asks for."""
@@ -168,7 +165,7 @@ class WholeRollouts(StepRollouts):
             if not prompts:
                 return []
             title = f"step {number + 1}/{self._total_steps}"
-            rollout = self._collector.collect(CollectGroups(prompts, sampling, seed, title))
+            rollout = self._engines.collect(CollectGroups(prompts, sampling, seed, title))
             rounds.append(rollout.engines)
             return rollout.groups
 
@@ -200,15 +197,10 @@ class RolloutsWithUnfinished(StepRollouts):
     """The state of ways to sample that leave groups in flight between steps."""
 
     def __init__(
-        self,
-        config: Config,
-        inputs: Inputs,
-        total_steps: int,
-        vocab_size: int,
-        keep: Keep | None = None,
+        self, config: Config, inputs: Inputs, engines: Any, vocab_size: int, keep: Keep | None = None
     ) -> None:
-        super().__init__(config, inputs, total_steps, keep)
-        self._vocab_size, self._limits = vocab_size, unfinished_rules(config)
+        super().__init__(config, inputs, engines, vocab_size, keep)
+        self._limits = unfinished_rules(config)
         self._unfinished = self._after = UnfinishedGroups()
         """The state, and what the last step left."""
         self._choices: dict[int, Chosen] = {}
@@ -301,17 +293,7 @@ class PartialRollouts(RolloutsWithUnfinished):
     """Groups that a step does not complete stay in flight: "carry" continues their completions in the next step, with
     the weights of that step; "defer" samples them anew, together with others like them."""
 
-    def __init__(
-        self,
-        config: Config,
-        inputs: Inputs,
-        total_steps: int,
-        collector: Collector,
-        vocab_size: int,
-        keep: Keep | None = None,
-    ) -> None:
-        super().__init__(config, inputs, total_steps, vocab_size, keep)
-        self._collector = collector
+    _engines: Collector
 
     def step(self, number: int, stage: LengthStage) -> StepRollout:
         """Rounds of a slice, until enough groups are complete and none must wait any longer."""
@@ -369,8 +351,8 @@ class PartialRollouts(RolloutsWithUnfinished):
         title = f"step {number + 1}/{self._total_steps}"
         if rounds.usages:
             title += f", round {len(rounds.usages) + 1}"
-            self._collector.reset_prefix_cache()
-        sampled, usages = self._collector.sample(rows, sampling.max_new_tokens, number, title)
+            self._engines.reset_prefix_cache()
+        sampled, usages = self._engines.sample(rows, sampling.max_new_tokens, number, title)
         after = [
             replace(
                 group,
