@@ -21,7 +21,7 @@ from rlmath.answers.equivalence import (
 )
 from rlmath.answers.evaluate import is_finite, mpf
 from rlmath.answers.normalize import NotMathematics, Unsupported
-from rlmath.answers.real_sets import RealSet, interval, point, whole_line
+from rlmath.answers.real_sets import EMPTY, LINE, RealSet, interval, point
 from rlmath.answers.solution_sets import (
     FLIPPED,
     PLUS_MINUS,
@@ -65,8 +65,8 @@ MAX_ITEMS = 200
 """Longest list or set that is compared."""
 
 _NAMED_REALS = {
-    "R": whole_line(),
-    "empty": RealSet(()),
+    "R": LINE,
+    "empty": EMPTY,
     "R+": interval(Fraction(0), False, mpf("inf"), False),
     "R0": interval(Fraction(0), True, mpf("inf"), False),
 }
@@ -424,7 +424,7 @@ def _restricts(value: Interpretations, domain: Interpretations) -> bool:
 def _listed_union(items: Sequence[Interpretations]) -> RealSet | None:
     """The union of intervals in a list, `(-\\\\infty, 2) or (3, \\\\infty)`; None for points and other items."""
     sets = [item.real_set for item in items if item.real_set is not None and item.row is not None]
-    endless = any(not (is_finite(s.intervals[0].low) and is_finite(s.intervals[-1].high)) for s in sets)
+    endless = any(one.has[0] or one.has[-1] for one in sets)
     return RealSet.union(sets) if endless and len(sets) == len(items) else None
 
 

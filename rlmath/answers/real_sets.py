@@ -2,98 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cmp_to_key
+from functools import reduce
+from operator import and_, or_
 
-from rlmath.answers.evaluate import AGREE, MP, Value, is_finite, mpc, mpf, to_mp
+from rlmath.answers.evaluate import AGREE, MP, Value, is_finite, mpc, to_mp
 from rlmath.answers.normalize import NotMathematics
 
 Bound = Value
 
 
 @dataclass(frozen=True)
-class Interval:
-    low: Bound
-    low_closed: bool
-    high: Bound
-    high_closed: bool
-
-    @property
-    def is_empty(self) -> bool:
-        order = compare(self.low, self.high)
-        return order > 0 or (order == 0 and not (self.low_closed and self.high_closed))
-
-
-@dataclass(frozen=True)
 class RealSet:
-    """Sorted intervals that neither overlap nor touch.
+    """The numbers at which it begins or ends, and what it has of the line that they cut.
 
-    >>> RealSet.union([interval(Fraction(0), True, Fraction(1), False), point(Fraction(1))]).intervals[0].high_closed
-    True
+    >>> RealSet.union([interval(Fraction(0), True, Fraction(1), False), point(Fraction(1))]).has
+    (False, True, True, True, False)
     """
 
-    intervals: tuple[Interval, ...]
+    cuts: tuple[Bound, ...] = ()
+    """In rising order."""
+    has: tuple[bool, ...] = (True,)
+    """Whether what is below the first cut is in the set, the first cut itself, what is between it and the next, ..."""
 
     @property
     def is_empty(self) -> bool:
-        return not self.intervals
+        return not any(self.has)
 
     @staticmethod
     def union(sets: Sequence[RealSet]) -> RealSet:
-        parts = [part for one in sets for part in one.intervals if not part.is_empty]
-        parts.sort(key=cmp_to_key(lambda a, b: compare(a.low, b.low) or b.low_closed - a.low_closed))
-        merged: list[Interval] = []
-        for part in parts:
-            if merged and _touch(merged[-1], part):
-                last = merged[-1]
-                order = compare(last.high, part.high)
-                high = last if order > 0 or (order == 0 and last.high_closed) else part
-                merged[-1] = Interval(last.low, last.low_closed, high.high, high.high_closed)
-            else:
-                merged.append(part)
-        return RealSet(tuple(merged))
+        return reduce(lambda one, other: one._combined(other, or_), sets, EMPTY)
 
     @staticmethod
     def intersection(sets: Sequence[RealSet]) -> RealSet:
-        result = sets[0]
-        for other in sets[1:]:
-            result = RealSet.union(
-                [RealSet((_overlap(a, b),)) for a in result.intervals for b in other.intervals]
-            )
-        return result
+        return reduce(lambda one, other: one._combined(other, and_), sets, LINE)
 
     def complement(self) -> RealSet:
         """The real numbers outside the set."""
-        result = whole_line()
-        for part in self.intervals:
-            below = Interval(mpf("-inf"), False, part.low, not part.low_closed)
-            above = Interval(part.high, not part.high_closed, mpf("inf"), False)
-            result = RealSet.intersection([result, RealSet.union([RealSet((below,)), RealSet((above,))])])
-        return result
+        return RealSet(self.cuts, tuple(not one for one in self.has))
 
     def same(self, other: RealSet) -> bool:
-        return len(self.intervals) == len(other.intervals) and all(
-            compare(a.low, b.low) == 0
-            and compare(a.high, b.high) == 0
-            and (a.low_closed, a.high_closed) == (b.low_closed, b.high_closed)
-            for a, b in zip(self.intervals, other.intervals, strict=True)
-        )
+        return self.has == other.has and not any(map(compare, self.cuts, other.cuts))
+
+    def _combined(self, other: RealSet, join: Callable[[bool, bool], bool]) -> RealSet:
+        cuts: list[Bound] = []
+        has = [join(self.has[0], other.has[0])]
+        i = j = 0
+        while i < len(self.cuts) or j < len(other.cuts):
+            order = 1 if i == len(self.cuts) else -1 if j == len(other.cuts) else 0
+            order = order or compare(self.cuts[i], other.cuts[j])
+            cut = self.cuts[i] if order <= 0 else other.cuts[j]
+            at = join(self.has[2 * i + (order <= 0)], other.has[2 * j + (order >= 0)])
+            i, j = i + (order <= 0), j + (order >= 0)
+            above = join(self.has[2 * i], other.has[2 * j])
+            if not has[-1] == at == above:
+                cuts.append(cut)
+                has += [at, above]
+        return RealSet(tuple(cuts), tuple(has))
+
+
+LINE = RealSet()
+EMPTY = LINE.complement()
 
 
 def interval(low: Bound, low_closed: bool, high: Bound, high_closed: bool) -> RealSet:
     """An interval; infinite ends are always open."""
-    one = Interval(low, low_closed and is_finite(low), high, high_closed and is_finite(high))
-    return RealSet(() if one.is_empty else (one,))
+    order = compare(low, high)
+    if order > 0 or (order == 0 and not (low_closed and high_closed and is_finite(low))):
+        return EMPTY
+    from_low = RealSet((low,), (False, low_closed, True)) if is_finite(low) else LINE
+    to_high = RealSet((high,), (True, high_closed, False)) if is_finite(high) else LINE
+    return RealSet.intersection([from_low, to_high])
 
 
 def point(value: Bound) -> RealSet:
     return interval(value, True, value, True)
-
-
-def whole_line() -> RealSet:
-    return interval(mpf("-inf"), False, mpf("inf"), False)
 
 
 def compare(a: Bound, b: Bound) -> int:
@@ -107,16 +92,3 @@ def compare(a: Bound, b: Bound) -> int:
     if x == y or (finite and abs(x - y) <= AGREE * max(abs(x), abs(y))):
         return 0
     return 1 if x > y else -1
-
-
-def _touch(left: Interval, right: Interval) -> bool:
-    order = compare(left.high, right.low)
-    return order > 0 or (order == 0 and (left.high_closed or right.low_closed))
-
-
-def _overlap(a: Interval, b: Interval) -> Interval:
-    low_order, high_order = compare(a.low, b.low), compare(a.high, b.high)
-    low, high = (a if low_order >= 0 else b), (a if high_order <= 0 else b)
-    low_closed = a.low_closed and b.low_closed if low_order == 0 else low.low_closed
-    high_closed = a.high_closed and b.high_closed if high_order == 0 else high.high_closed
-    return Interval(low.low, low_closed, high.high, high_closed)

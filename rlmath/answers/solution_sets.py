@@ -105,17 +105,16 @@ def linear(expr: Expr) -> tuple[str, Fraction, Fraction] | None:
 
 def whole_numbers(reals: RealSet) -> tuple[int | None, int | None]:
     """The least and the greatest whole number of an interval, None where it has no end."""
-    if len(reals.intervals) != 1:
+    has, cuts = reals.has, list(reals.cuts)
+    if has[0] + has[-1] + len(cuts) != 2 or (len(cuts) == 2 and not has[2]):
         raise NotMathematics("whole numbers of several intervals")
-    part = reals.intervals[0]
-    ends: list[int | None] = []
-    for bound, closed, sign in ((part.low, part.low_closed, 1), (part.high, part.high_closed, -1)):
-        if not is_finite(bound):
-            ends.append(None)
-            continue
-        inward = int(MP.ceil(to_mp(bound * sign)))
-        ends.append(sign * (inward + (inward == bound * sign and not closed)))
-    return ends[0], ends[1]
+    low = None if has[0] else int(MP.ceil(to_mp(cuts[0])))
+    high = None if has[-1] else int(MP.floor(to_mp(cuts[-1])))
+    if low is not None and low == cuts[0] and not has[1]:
+        low += 1
+    if high is not None and high == cuts[-1] and not has[-2]:
+        high -= 1
+    return low, high
 
 
 def relation_side(side: Answer) -> Expr | None:
