@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlmath.algorithms.gae import explained_variance, gae, length_adaptive_lambda
-from rlmath.config.schema import CriticConfig
+from rlmath.config.schema import Config
+from rlmath.data.dataset import critic_epochs
 from rlmath.data.packing import MicroBatch
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
@@ -28,7 +29,6 @@ from rlmath.models.learner import MinibatchResult
 from rlmath.models.offload import OffloadSets
 from rlmath.trainer.token_advantages import (
     Advantages,
-    KLPenalty,
     PackedStep,
     RewardKL,
     StepLogprobs,
@@ -55,19 +55,14 @@ class CriticInAdvantages:
     """Advantages by the critic as it is, and its own updates afterwards. All training ranks call it alike."""
 
     critic: Critic
-    settings: CriticConfig
-    epochs: int
-    shuffle: bool
-    eps: float
-    """Added to the deviation that advantages are divided by."""
-    penalty: KLPenalty | None
-    """KL inside of the reward."""
+    config: Config
+    kl_in_reward: bool
     mesh: Mesh
     offload: OffloadSets
     timers: PhaseTimers
 
     def apply(self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages) -> Advantages:
-        orders = packed.orders(self.epochs, self.shuffle)
+        orders = packed.orders(critic_epochs(self.config), self.config.algorithm.shuffle)
         with self.timers.phase("critic"), self.offload.on_device("critic", "critic_gradients"):
             estimated, targets = self._estimate(packed, logprobs, advantages)
             results = []
@@ -94,16 +89,17 @@ class CriticInAdvantages:
         if self.mesh.is_last_stage:
             for i, batch in enumerate(batches):
                 kl_T = None
-                if self.penalty is not None:
+                if self.kl_in_reward:
                     assert reference is not None
                     old_T = None if old is None else old[i]
-                    kl_T = token_kl(batch, old_T, reference[i], self.penalty.kind)
+                    kl_T = token_kl(batch, old_T, reference[i], self.config.algorithm.kl_estimator)
                 rows.append(self._row(batch, values[i], rewards_P, truncated_P, kl_T))
         sums, means_P = self._totals(rows, len(completions))
         count = max(1.0, sums["count"])
         mean = sums["advantages"] / count
         deviation = max(0.0, sums["squared_advantages"] / count - mean**2) ** 0.5
-        scale = 1.0 / (deviation + self.eps) if deviation + self.eps > 0 else 0.0
+        divisor = deviation + self.config.algorithm.advantage_eps
+        scale = 1.0 / divisor if divisor > 0 else 0.0
         none = torch.empty(0)
         targets = [ValueTargets(none, none)] * len(batches)
         learned = batches
@@ -116,7 +112,7 @@ class CriticInAdvantages:
         found = iter(((means_P - mean) * scale).tolist())
         means_PG = [[next(found) for _ in group.completions] for group in groups]
         reward_kl = None
-        if self.penalty is not None:
+        if self.kl_in_reward:
             reward_kl = RewardKL(sums["kl"] / count, sums["kl"] / max(1, len(completions)))
         metrics = {
             "critic/explained_variance": explained_variance(*(sums[name] for name in ESTIMATE_SUMS[:5])),
@@ -137,7 +133,7 @@ class CriticInAdvantages:
         kl_T: Tensor | None,
     ) -> _TokenEstimates:
         """Advantages and returns of one micro-batch, before advantages are normalised."""
-        settings = self.settings
+        settings = self.config.critic
         counted_T = batch.completion_index_T >= 0
         samples = torch.tensor(batch.sample_indices, dtype=torch.long)
         lengths_S = torch.bincount(batch.segments_T[counted_T], minlength=batch.n_segments)[: len(samples)]
@@ -145,9 +141,7 @@ class CriticInAdvantages:
         samples_S, tokens_S = samples[has_tokens_S], lengths_S[has_tokens_S]
         values_N = values.values_T.cpu().double()[counted_T]
         kl_N = torch.zeros_like(values_N) if kl_T is None else kl_T[counted_T]
-        rewards_N = torch.zeros_like(values_N)
-        if self.penalty is not None:
-            rewards_N -= self.penalty.coef * kl_N
+        rewards_N = torch.zeros_like(values_N) - self.config.algorithm.kl_coef * kl_N
         rewards_N[tokens_S.cumsum(0) - 1] += rewards_P[samples_S]
         ends_S = values.ends_S.cpu().double()[: len(samples)][has_tokens_S]
         continued_S = truncated_P[samples_S] & settings.bootstrap_truncated

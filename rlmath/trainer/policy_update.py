@@ -33,7 +33,7 @@ from rlmath.checkpoint.sharded_state import SavedModel
 from rlmath.config import length_curriculum
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
-from rlmath.data.dataset import Inputs, critic_epochs, most_critic_updates, most_updates
+from rlmath.data.dataset import Inputs, most_critic_updates, most_updates
 from rlmath.data.order import Rollback
 from rlmath.data.packing import MicroBatch, pack
 from rlmath.data.seqlen_balancing import plan_minibatches, training_cost
@@ -64,7 +64,6 @@ from rlmath.trainer.token_advantages import (
     AdvantagePart,
     Advantages,
     KLInReward,
-    KLPenalty,
     PackedStep,
     ScoredStep,
     StepLogprobs,
@@ -254,10 +253,7 @@ class PolicyUpdater:
         self.cost = training_cost(self.shape)
         self.normalisation = Normalisation(algorithm.loss_normalisation, max_new_tokens)
         self.rules = token_rules(algorithm)
-        self.penalty = None
-        if self.reference is not None and algorithm.kl_in == "reward":
-            kind = "ppo" if algorithm.advantage == "gae" else algorithm.advantage
-            self.penalty = KLPenalty(algorithm.kl_coef, algorithm.kl_estimator, kind, algorithm.advantage_eps)
+        self.kl_in_reward = self.reference is not None and algorithm.kl_in == "reward"
 
     @property
     def on_policy(self) -> bool:
@@ -265,7 +261,7 @@ class PolicyUpdater:
         minibatch, one epoch, and neither KL in the reward nor a teacher in the advantages nor a choice of tokens."""
         algorithm = self.config.algorithm
         only_one = algorithm.n_minibatches == 1 and algorithm.epochs == 1
-        in_advantages = self.penalty is not None or self.teaches("advantage") or self.rules is not None
+        in_advantages = self.kl_in_reward or self.teaches("advantage") or self.rules is not None
         return algorithm.recompute_logprobs and only_one and not in_advantages
 
     def teaches(self, loss: str) -> bool:
@@ -353,7 +349,7 @@ class PolicyUpdater:
     def logprobs(self, packed: PackedStep) -> StepLogprobs:
         """Log-probs under the policy, where they are recomputed, and under the reference. A collective."""
         old = reference = entropy = None
-        if self.penalty is not None or not self.pretrains(packed.scored.number):
+        if self.kl_in_reward or not self.pretrains(packed.scored.number):
             recomputes = self.config.algorithm.recomputes
             if self.rules is not None:
                 with self.timers.phase("logprobs"):
@@ -374,23 +370,12 @@ class PolicyUpdater:
 
     def parts(self, number: int) -> list[AdvantagePart]:
         """What changes the advantages of step `number`, in this order."""
-        algorithm, parts = self.config.algorithm, []
+        parts: list[AdvantagePart] = []
         if self.critic is not None:
-            parts.append(
-                CriticInAdvantages(
-                    self.critic,
-                    self.config.critic,
-                    epochs=critic_epochs(self.config),
-                    shuffle=algorithm.shuffle,
-                    eps=algorithm.advantage_eps,
-                    penalty=self.penalty,
-                    mesh=self.mesh,
-                    offload=self.offload,
-                    timers=self.timers,
-                )
-            )
-        elif self.penalty is not None:
-            parts.append(KLInReward(self.penalty, self.mesh))
+            given = self.critic, self.config, self.kl_in_reward, self.mesh
+            parts.append(CriticInAdvantages(*given, offload=self.offload, timers=self.timers))
+        elif self.kl_in_reward:
+            parts.append(KLInReward(self.config.algorithm, self.mesh))
         if self.teacher is not None and self.teaches("advantage") and not self.pretrains(number):
             parts.append(
                 TeacherInAdvantages(
@@ -417,7 +402,7 @@ class PolicyUpdater:
             with self.timers.phase("teacher"), self.offload.on_device("teacher", "teacher_head"):
                 states = self.teacher.states(advantages.batches)
         old = logprobs.old
-        reference = logprobs.reference if self.penalty is None else None  # else it is in the advantages
+        reference = None if self.kl_in_reward else logprobs.reference  # else it is in the advantages
         return [
             Minibatch(
                 advantages.batches[which],

@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlmath.algorithms.advantages import AdvantageKind, KLTotals, kl_shaped_advantages
+from rlmath.algorithms.advantages import KLTotals, kl_shaped_advantages
 from rlmath.algorithms.kl import KLKind, kl_estimate, to_go
 from rlmath.algorithms.token_selection import TokenRules, chosen_tokens
 from rlmath.algorithms.types import ScoredGroup
+from rlmath.config.schema import AlgorithmConfig
 from rlmath.data.packing import MicroBatch
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
@@ -111,16 +112,6 @@ class AdvantagePart(Protocol):
 
 
 @dataclass(frozen=True)
-class KLPenalty:
-    """How KL is part of the reward; see `AlgorithmConfig`."""
-
-    coef: float
-    kind: KLKind
-    advantage: AdvantageKind
-    eps: float
-
-
-@dataclass(frozen=True)
 class RewardKL:
     """KL of the sampling policy against the reference, by the chosen estimate (nats)."""
 
@@ -132,23 +123,28 @@ class RewardKL:
 class KLInReward:
     """The reference's log-probs become part of every token's advantage."""
 
-    penalty: KLPenalty
+    algorithm: AlgorithmConfig
     mesh: Mesh
 
     def apply(self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages) -> Advantages:
-        penalty, mesh, batches = self.penalty, self.mesh, advantages.batches
+        algorithm, mesh, batches = self.algorithm, self.mesh, advantages.batches
         rewards, tokens = packed.scored.rewards_PG, packed.scored.tokens_PG
         old, reference = logprobs.old, logprobs.reference
         assert reference is not None
         to_go_by_batch = []
         if mesh.is_last_stage:
             to_go_by_batch = [
-                _to_go(batch, None if old is None else old[i], reference[i], penalty.kind)
+                _to_go(batch, None if old is None else old[i], reference[i], algorithm.kl_estimator)
                 for i, batch in enumerate(batches)
             ]
         totals = _gather_totals(batches, to_go_by_batch, rewards, mesh)
         shaped = kl_shaped_advantages(
-            rewards, tokens, totals=totals, kl_coef=penalty.coef, kind=penalty.advantage, eps=penalty.eps
+            rewards,
+            tokens,
+            totals=totals,
+            kl_coef=algorithm.kl_coef,
+            kind=algorithm.advantage,
+            eps=algorithm.advantage_eps,
         )
         kl = sum(total.total for row in totals for total in row)
         reward_kl = RewardKL(kl / sum(map(sum, tokens)), kl / sum(map(len, rewards)))

@@ -57,7 +57,6 @@ from rlmath.run.recovery.resume import origin_of
 from rlmath.run.recovery.save_schedule import Frequency, kept_frequency, recovery_frequency
 from rlmath.trainer.policy_update import PolicyUpdater
 from rlmath.trainer.rollouts.synchronous import selection_rules
-from rlmath.trainer.token_advantages import KLPenalty
 from rlmath.trainer.validation import _measure
 from rlmath.workers.hooks import Hook, hooks_fingerprint
 from rlmath.workers.user_functions import group_for_hooks, scorer_hook
@@ -474,14 +473,13 @@ def updater(config: Config, folder: Path, reference: Any = None) -> PolicyUpdate
     )
 
 
-def test_normalisation_and_kl_penalty_of_the_updates(tied_model: Path) -> None:
+def test_normalisation_and_place_of_the_kl_of_the_updates(tied_model: Path) -> None:
     any_reference: Any = object()
     one = updater(DISTINCT, tied_model, any_reference)
     assert one.normalisation == Normalisation(kind="constant", constant=138)
-    assert one.penalty == KLPenalty(coef=0.0172, kind="k2", advantage="rloo", eps=0.00163)
-    assert updater(DISTINCT, tied_model).penalty is None
+    assert one.kl_in_reward and not updater(DISTINCT, tied_model).kl_in_reward
     in_loss = replace(DISTINCT, algorithm=replace(DISTINCT.algorithm, kl_in="loss"))
-    assert updater(in_loss, tied_model, any_reference).penalty is None
+    assert not updater(in_loss, tied_model, any_reference).kl_in_reward
 
 
 def groups_of(*parts_PGK: list[tuple[float, ...]]) -> list[ScoredGroup]:
@@ -534,9 +532,7 @@ def test_what_the_updates_take_from_the_settings(tied_model: Path) -> None:
         gae, shape_of(tied_model), Mesh(0, 1, 1, 1, 1), any_part, any_part, any_part, PhaseTimers(), any_part
     )
     (of_critic,) = one.parts(0)
-    assert one.penalty is not None and of_critic.penalty is one.penalty
-    assert (of_critic.critic, of_critic.settings, of_critic.eps) == (any_part, DISTINCT.critic, 0.00163)
-    assert one.penalty == KLPenalty(coef=0.0172, kind="k2", advantage="ppo", eps=0.00163)
+    assert (of_critic.critic, of_critic.config, of_critic.kl_in_reward) == (any_part, gae, True)
     parallel = replace(DISTINCT.parallel, sequence=True)
     policy = replace(DISTINCT.policy, max_tokens_per_microbatch=24)
     few = replace(DISTINCT, parallel=parallel, policy=policy, algorithm=AlgorithmConfig(n_minibatches=3))
