@@ -11,15 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
-from itertools import pairwise
 from math import isqrt, lcm
 
 from rlmath.answers.compare_values import symbols
 from rlmath.answers.evaluate import Context, Undefined, evaluate
+from rlmath.answers.interpret import interpret
 from rlmath.answers.normalize import NotMathematics, Unsupported, word_set
 from rlmath.answers.parser import parse_answer
 from rlmath.answers.phrases import NUMBER_WORDS
-from rlmath.answers.syntax_tree import Scalar
 
 WINDOW = range(-150, 420)
 _LARGEST = WINDOW[-1] // 4
@@ -70,7 +69,7 @@ def same_integers(gold: str, answer: str) -> bool | None:
         return None
     if any(int(number) > _LARGEST for number in re.findall("[0-9]+", both)):
         return None
-    readings = [_in_words(text) or _listed(text) for text in (gold, answer)]
+    readings = [_in_words(text) for text in (gold, answer)]
     if readings == [None, None] and "of the form" not in both:
         return None  # two formulas are compared by the grammar
     same = None
@@ -96,28 +95,6 @@ def _same_members(ours: _Described, theirs: _Described) -> bool | None:
     zero = {0} if ours.may_lack_zero or theirs.may_lack_zero else set()
     sets = ours.members(least) - zero, theirs.members(least) - zero
     return sets[0] == sets[1] if min(map(len, sets)) >= _FEWEST else None
-
-
-def _listed(text: str) -> _Described | None:
-    """`1, 3, 5, \\ldots` as an arithmetic progression, else None."""
-    match = re.fullmatch(
-        r"(?:([a-z]) ?(?:=|\\in) ?)?(?:\\\{)?((?:-?[0-9]{1,3}, ?){2,8}-?[0-9]{1,3}), ?(?:\\[lc]?dots|\.\.\.)(?:\\\})?",
-        text,
-    )
-    if match is None:
-        return None
-    numbers = [int(one) for one in match[2].split(",")]
-    step = numbers[1] - numbers[0]
-    if step <= 0 or any(b - a != step for a, b in pairwise(numbers)):
-        return None
-    first = numbers[0]
-    return _Described(
-        first,
-        is_open=False,
-        letters={match[1]} - {None},
-        period=step,
-        conditions=[lambda n: n >= first and (n - first) % step == 0],
-    )
 
 
 _NUMBER = rf"(?:\{{ )?(?:- )?(?:[0-9]{{1,4}}|{'|'.join(NUMBER_WORDS)})(?: \}})?"
@@ -296,57 +273,33 @@ _PARTS: tuple[tuple[re.Pattern[str], Callable[[_Described, re.Match[str], bool],
 """What a text may say of its numbers, each with the function that takes it; it returns whether it did."""
 
 
-_FORMULA = re.compile(
-    r"(?:(?:all|any|every) )?(?P<whose>(?:positive |nonnegative |non-negative )?(?:integers?|numbers?) )?(?:[a-zA-Z] )?"
-    r"(?:of the form ?|(?:(?P<name>[a-zA-Z]) ?= ?))?(?:[a-zA-Z] ?= ?)?(?P<formula>[^,;=]{1,60}?)"
-    r"(?:(?:, ?\(?| ?\(| (?=for |where |with ))(?:for |where |with )?(?:some |any |all |every )?"
-    r"(?P<domain>[^=]{2,60}?|[a-z] ?= ?[01], ?[0-9, ]{1,10}(?:\\[lc]?dots))\)?)?"
+_OF_THE_FORM = re.compile(
+    r"(?:(?:all|any|every) )?(?:(positive|non-?negative) )?(?:integers?|numbers?)? ?(?:[a-zA-Z] )?of the form ",
 )
-_DOMAINS = tuple(
-    (name, re.compile(pattern))
-    for name, pattern in (
-        ("N", r"[a-z] ?\\in ?\\mathbb ?\{?N\}?|natural numbers? [a-z]|[a-z] is a natural number"),
-        ("Z+", r"[a-z] ?\\in ?\\mathbb ?\{?[NZ]\}?(?:\^\{?[+*]\}?|_\{?(?:>0|\\geq? ?1|\+)\}?)"),
-        ("Z0", r"[a-z] ?\\in ?\\mathbb ?\{?[NZ]\}?_\{?(?:\\geq? ?)?0\}?"),
-        ("Z", r"[a-z] ?\\in ?\\mathbb ?\{?Z\}?|integers? [a-z]|[a-z] is an integer"),
-        (
-            "Z+",
-            r"[a-z] ?(?:\\geq? ?1|>0)|[a-z] ?= ?1, ?2,.*|positive integers? [a-z]|[a-z] is a positive integer",
-        ),
-        (
-            "Z0",
-            r"[a-z] ?\\geq? ?0|[a-z] ?= ?0, ?1,.*|non-?negative integers? [a-z]|[a-z] is a non-?negative integer",
-        ),
-    )
-)
-_LEASTS: dict[str, int | None] = {"Z+": 1, "Z0": 0, "Z": None}
+_LEASTS = {"": WINDOW[0], "Z": WINDOW[0], "N": 0, "Z0": 0, "Z+": 1}
+"""Where the letter of a formula begins, by the name of its set; "": none is written."""
 
 
 @lru_cache(maxsize=512)
 def _by_formula(text: str, natural: int) -> _Described | None:
     """The set of values of `n = 2k + 1, k \\in \\mathbb{Z}`, else None; the natural numbers begin with `natural`."""
-    match = _FORMULA.fullmatch(text)
-    if match is None:
-        return None
-    domain = match["domain"]
-    least: int | None = None
-    if domain is not None:
-        found = next((one for one, pattern in _DOMAINS if pattern.fullmatch(domain)), "")
-        if found == "":
-            return None
-        least = natural if found == "N" else _LEASTS[found]
+    form = _OF_THE_FORM.match(text)
     try:
-        tree = parse_answer(match["formula"])
+        found = interpret(parse_answer(text[form.end() :] if form else text))
     except (NotMathematics, Unsupported):
         return None
-    if not isinstance(tree, Scalar) or tree.unit is not None or len(symbols(tree.expr)) != 1:
+    named_set, letters, rows = found.family or ("", (), ())
+    if found.family is None and found.scalar is not None and found.scalar.unit is None:
+        letters, rows = tuple(symbols(found.scalar.expr)), ((found.scalar.expr,),)
+    if named_set not in _LEASTS or len(letters) != 1 or len(rows) != 1:
         return None
-    (letter,) = symbols(tree.expr)
-    whole = match["whose"] or ""
+    (letter,), (expr, *more) = letters, rows[0]
+    if more or symbols(expr) != {letter}:
+        return None
     values = set()
-    for k in range(WINDOW[0] if least is None else least, WINDOW[-1] + 1):
+    for k in range(_LEASTS[named_set] + natural * (named_set == "N"), WINDOW[-1] + 1):
         try:
-            value = evaluate(tree.expr, Context({letter: Fraction(k)}, complex_numbers=False))
+            value = evaluate(expr, Context({letter: Fraction(k)}, complex_numbers=False))
         except (Undefined, NotMathematics):
             if k < 0:
                 continue
@@ -357,8 +310,8 @@ def _by_formula(text: str, natural: int) -> _Described | None:
             return None
         if k > 1 and abs(value) > WINDOW[-1]:
             break
-    names = {match["name"]} - {None}
-    described = _Described(is_open=domain is None, letters=names, conditions=[lambda n: n in values])
-    if "positive" in whole or "negative" in whole:
-        described.least, described.is_open = int("positive" in whole), False
+    names = {found.name} - {None}
+    described = _Described(is_open=not named_set, letters=names, conditions=[lambda n: n in values])
+    if form and form[1]:
+        described.least, described.is_open = int(form[1] == "positive"), False
     return described
