@@ -310,7 +310,7 @@ def _by_formula(text: str, natural: int) -> _Described | None:
             return None
         if k > 1 and abs(value) > WINDOW[-1]:
             break
-    names = {found.name} - {None}
+    names = {found.name} if found.name else set()
     described = _Described(is_open=not named_set, letters=names, conditions=[lambda n: n in values])
     if form and form[1]:
         described.least, described.is_open = int(form[1] == "positive"), False
