@@ -8,11 +8,11 @@ pass what its modules save, as its sources say (transformer-engine 2.20.2, trans
 
     TELayerNormColumnParallelLinear   module/layernorm_linear.py:526: its input, the norm's weight, what the norm
                                       returns before it is gathered (again in the backward pass), 1/rms, the weight
-    TERowParallelLinear               module/linear.py:1853: its input and the weight
+    TEColumn- and TERowParallelLinear module/linear.py:1853: its input, if the weight learns, and the weight
     TEDotProductAttention             attention/dot_product_attention/backends.py:2271: query, key, value, what it
                                       returns, and the softmax's statistics
     TENorm                            its input and weight, 1/rms
-    TE...ParallelGroupedLinear        module/grouped_linear.py: its input and the weights
+    TE...ParallelGroupedLinear        module/grouped_linear.py: its input, if they learn, and the weights
     fused rotation                    attention/rope.py:152: nothing of a token's
 
 So a count checks what the plan makes of that reading, and everything else against the real Megatron.
@@ -317,10 +317,41 @@ class NormLinear(torch.nn.Module):
         ), None
 
 
+class _ColumnLinear(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, sequence: bool
+    ) -> Tensor:
+        assert not weight.requires_grad, "only where adapters learn, whose norms are apart"
+        ctx.save_for_backward(weight)
+        ctx.group, ctx.sequence = group, sequence
+        return _gathered(x, group, sequence) @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (weight,) = ctx.saved_tensors
+        return _summed(grad @ weight, ctx.group, ctx.sequence), None, None, None, None
+
+
+class ColumnLinear(torch.nn.Module):
+    """For TEColumnParallelLinear."""
+
+    def __init__(self, inputs: int, outputs: int, *, config: Any, bias: bool = False, **unused: Any) -> None:
+        super().__init__()
+        tensor = config.tensor_model_parallel_size
+        self.weight = _parameter(config, outputs // tensor, inputs)
+        self.bias = _parameter(config, outputs // tensor) if bias else None
+        self.sequence = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        group = get_tensor_model_parallel_group()
+        return _ColumnLinear.apply(x, self.weight, self.bias, group, self.sequence), None
+
+
 class _RowLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: Any, sequence: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.group, ctx.sequence = group, sequence
         return _summed(x @ weight.t(), group, sequence)
 
@@ -328,7 +359,8 @@ class _RowLinear(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         _, weight = ctx.saved_tensors
         everything = _gathered(grad, ctx.group, ctx.sequence)
-        return everything @ weight, _weight_gradient(weight), None, None
+        grad_weight = _weight_gradient(weight) if ctx.needs_input_grad[1] else None
+        return everything @ weight, grad_weight, None, None
 
 
 class RowLinear(torch.nn.Module):
@@ -347,13 +379,15 @@ class RowLinear(torch.nn.Module):
 class _GroupedLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x, *weights)
+        ctx.size, learn = x.shape, ctx.needs_input_grad[1]
+        ctx.save_for_backward(x if learn else None, *weights)
         return x.new_empty((x.shape[0], weights[0].shape[0]))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, *weights = ctx.saved_tensors
-        return torch.empty_like(x), *(_weight_gradient(weight) for weight in weights)
+        _, *weights = ctx.saved_tensors
+        learn = ctx.needs_input_grad[1]
+        return grad.new_empty(ctx.size), *(_weight_gradient(weight) if learn else None for weight in weights)
 
 
 class _GroupedLinearModule(torch.nn.Module):

@@ -152,7 +152,7 @@ def planned_to_send(
     one_node = Cluster(CPU_CORE, 1, mesh.world_size)  # whatever the links
     training = StepInputs(config, shape, mesh, target, one_node, batch)
     _, layers = stages(training)[mesh.pipeline_rank]
-    update = update_passes(shape, config.policy, max(1, layers // mesh.virtual_pipeline), target.local_layers)
+    update = update_passes(shape, config, max(1, layers // mesh.virtual_pipeline), target.local_layers)
     found = {
         "logprobs": pass_exchanges(training, mesh, layers, LOGPROBS),
         "update": pass_exchanges(training, mesh, layers, update) | gradient_exchanges(training, mesh, layers),
@@ -373,7 +373,7 @@ def patch_gpu_path(shape: ModelShape, device: Device, sent: fake_cuda.Sent) -> N
     rope_utils._apply_rotary_pos_emb_thd = fake_cuda.rotated
 
 
-def te_like_layers(config: Any, local_layers: bool, chunk: int | None) -> Any:
+def te_like_layers(config: Any, local_layers: bool, chunk: int | None, separate_norms: bool = False) -> Any:
     """As `models.megatron.layer_spec`, of the stand-ins."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.identity_op import IdentityOp
@@ -384,9 +384,12 @@ def te_like_layers(config: Any, local_layers: bool, chunk: int | None) -> Any:
 
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+    norm, linear = IdentityOp, fake_cuda.NormLinear
+    if separate_norms:
+        norm, linear = fake_cuda.Norm, fake_cuda.ColumnLinear
+    parts.input_layernorm = parts.pre_mlp_layernorm = norm
     attention = parts.self_attention.submodules
-    attention.linear_qkv, attention.linear_proj = fake_cuda.NormLinear, fake_cuda.RowLinear
+    attention.linear_qkv, attention.linear_proj = linear, fake_cuda.RowLinear
     attention.core_attention = fake_cuda.Attention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = fake_cuda.Norm
@@ -394,7 +397,7 @@ def te_like_layers(config: Any, local_layers: bool, chunk: int | None) -> Any:
         parts.mlp, parts.pre_mlp_layernorm = te_like_experts(), fake_cuda.Norm
     else:
         mlp = parts.mlp.keywords["submodules"] if hasattr(parts.mlp, "keywords") else parts.mlp.submodules
-        mlp.linear_fc1, mlp.linear_fc2 = fake_cuda.NormLinear, fake_cuda.RowLinear
+        mlp.linear_fc1, mlp.linear_fc2 = linear, fake_cuda.RowLinear
     return TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=chunk), layer_norm=fake_cuda.Norm
     )

@@ -32,10 +32,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from rlmath.checkpoint.hf.weight_map import adapter_rules, rules_of, shard_shape
+from rlmath.checkpoint.hf.weight_map import Rule, adapter_rules, rules_of, shard_shape
 from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config, MemoryConfig
+from rlmath.config.schema import Config, LoraConfig, MemoryConfig
 from rlmath.distributed.device_kind import FORMAT_BYTES, DeviceKind, NumberFormat, number_format
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.hf_config import critic_shape_of, teacher_shape_of
@@ -210,7 +210,6 @@ def plan_rank(
     """The plan of one rank, for the longest of its length stages."""
     config = with_longest_lengths(config)
     layers = _own_layers(config, shape, mesh)
-    buffers = _buffers(shape, mesh, layers)
     work = stage_work(config, shape, mesh, target, layers)
     critic = teacher = NO_MODEL
     if kind == "grpo":
@@ -218,9 +217,12 @@ def plan_rank(
     update = formulas.backward_bytes(shape, work, config.policy, teacher.in_loss)
     forward = formulas.forward_bytes(shape, work)
     gather = formulas.gather_bytes(shape, work)
-    dummies = _dummy_gradient_bytes(shape, mesh, target, work.head_itemsize == work.itemsize)
     gather = max(gather, critic.gather, teacher.gather)
-    resident = _resident(config, target, buffers, gather, dummies) | critic.resident | teacher.resident
+    resident = _resident(config, shape, mesh, target, layers) | critic.resident | teacher.resident
+    resident["gather_buffer"] = gather
+    if not config.lora.rank:
+        with_head = work.head_itemsize == work.itemsize
+        resident["dummy_gradients"] = _dummy_gradient_bytes(shape, mesh, target, with_head)
     memory = config.memory
     if target.kind != "cuda":  # on CPU only dropping gradients frees memory
         memory = replace(
@@ -237,7 +239,7 @@ def plan_rank(
     engine = formulas.engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes)
     asleep = {} if mesh.engine_ranks else {"engine_workspace": engine.asleep}
     passes = {"logprobs": ("", forward)}
-    if "reference" in resident:
+    if config.algorithm.kl_coef > 0:
         passes["reference"] = ("reference", forward)
     if critic.resident:
         passes["critic"] = ("critic", critic.largest_pass)
@@ -279,11 +281,11 @@ NO_MODEL = ModelBytes({}, formulas.PassBytes(0, 0, 0))
 
 def plan_critic(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> ModelBytes:
     """The critic of a policy of this shape."""
-    critic = critic_shape_of(config, shape)
+    critic, config = critic_shape_of(config, shape), without_adapters(config)
     if critic is None:
         return NO_MODEL
     layers = _own_layers(config, critic, mesh)
-    held = _resident(config, target, _buffers(critic, mesh, layers), 0, 0)
+    held = _resident(config, critic, mesh, target, layers)
     names = ("parameters", "gradients", "optimizer")
     work = stage_work(config, critic, mesh, target, layers)
     return ModelBytes(
@@ -300,9 +302,17 @@ def _own_layers(config: Config, shape: ModelShape, mesh: Mesh) -> int:
     return len(stages[mesh.pipeline_rank])
 
 
-def _buffers(shape: ModelShape, mesh: Mesh, layers: int) -> list[tuple[list[int], int]]:
-    """Sizes of the parameters in each of Megatron's flat buffers of a rank (elements), and the ranks that share it."""
+def without_adapters(config: Config) -> Config:
+    """For models beside the policy, which have none."""
+    return replace(config, lora=formulas.NO_LORA)
+
+
+def _buffers(config: Config, shape: ModelShape, mesh: Mesh, layers: int) -> list[tuple[list[int], int]]:
+    """Sizes of the parameters in each of Megatron's flat buffers of a rank (elements), and the ranks that share it:
+    with LoRA its adapters'."""
     shares = mesh.data * mesh.context
+    if config.lora.rank:
+        return [(sizes, shares) for sizes in adapter_sizes(config.lora, shape, mesh, layers)]
     buffers = [(sizes, shares) for sizes in parameter_sizes(shape, mesh, layers)]
     return buffers + [(sizes, mesh.expert_data) for sizes in expert_sizes(shape, mesh, layers)]
 
@@ -313,6 +323,7 @@ def plan_teacher(config: Config, shape: ModelShape, mesh: Mesh, target: Target) 
     if own is None:
         return NO_MODEL
     own, full = replace(own, vocab_size=shape.vocab_size), config.teacher.loss == "full"
+    config = without_adapters(config)
     layers = _own_layers(config, own, mesh)
     sizes = [*parameter_sizes(own, mesh, layers), *expert_sizes(own, mesh, layers)]
     head = formulas.head_bytes(own, mesh.tensor, target.itemsize) if full and mesh.is_last_stage else 0
@@ -344,20 +355,24 @@ def stage_work(
         local_layers=target.local_layers,
         chunks=mesh.virtual_pipeline,
         expert_tensor=mesh.expert_tensor,
+        lora=config.lora,
     )
 
 
 # ---------------------------------------------------------------- parameters and what hangs on them
 
 
-def parameter_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int]]:
-    """Elements of every parameter of every model chunk of a rank whose stage has so many layers, but for experts.
+def parameter_sizes(
+    shape: ModelShape, mesh: Mesh, layers: int, rules: tuple[Rule, ...] | None = None
+) -> list[list[int]]:
+    """Elements of every parameter, or of those of other `rules`, of every model chunk of a rank whose stage has so many
+    layers, but for experts.
 
     The table of Hugging Face tensors has how each is split. Behind a pipeline, a tied model's last stage has a copy of
     the embedding as its head.
     """
     sizes = {"first": [], "layer": [], "last": []}
-    for rule in rules_of(shape.architecture):
+    for rule in rules_of(shape.architecture) if rules is None else rules:
         is_head = rule.megatron == ("output_layer.weight",)
         if is_head and shape.tied_embeddings and mesh.pipeline == 1:
             continue
@@ -372,6 +387,11 @@ def parameter_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int
         ]
         for chunk in range(virtual)
     ]
+
+
+def adapter_sizes(lora: LoraConfig, shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int]]:
+    """As `parameter_sizes`, of LoRA's adapters."""
+    return parameter_sizes(shape, mesh, layers, adapter_rules(shape.architecture, lora.rank, lora.target))
 
 
 def expert_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int]]:
@@ -418,32 +438,31 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _resident(
-    config: Config, target: Target, buffers: list[tuple[list[int], int]], gather: int, dummies: int
-) -> dict[str, int]:
-    """Bytes of what outlives a pass, of parameters in flat buffers, each with the number of ranks that have the same.
+def _resident(config: Config, shape: ModelShape, mesh: Mesh, target: Target, layers: int) -> dict[str, int]:
+    """Bytes of what outlives a pass of a model, with its reference.
 
     Gradients are float32 on every device. Adam keeps two float32 moments, SGD nothing; where parameters have 16
     bits the optimizer also keeps them in float32. The distributed optimizer shares these over data-parallel ranks.
+    With LoRA all that is the adapters' alone, the weights are in no buffer, and they are the reference.
     """
-    optimizer = config.optimizer
-    plain = sum(sum(sizes) for sizes, _ in buffers)
+    optimizer, buffers = config.optimizer, _buffers(config, shape, mesh, layers)
+    learned = sum(sum(sizes) for sizes, _ in buffers)
     lengths = [buffer_elements(sizes, optimizer.distributed, shares) for sizes, shares in buffers]
     buffer = sum(lengths)
     moments = 2 if optimizer.kind == "adam" else 0
     main = 0 if target.itemsize == formulas.FLOAT32_BYTES else 1
-    states = plain
+    states = learned
     if optimizer.distributed:
         states = sum(length // shares for length, (_, shares) in zip(lengths, buffers, strict=True))
+    weights = sum(map(sum, [*parameter_sizes(shape, mesh, layers), *expert_sizes(shape, mesh, layers)]))
+    frozen = weights if config.lora.rank else 0
     resident = {
-        "parameters": buffer * target.itemsize,
+        "parameters": (frozen + buffer) * target.itemsize,
         "gradients": buffer * formulas.FLOAT32_BYTES,
         "optimizer": states * (moments + main) * formulas.FLOAT32_BYTES,
-        "gather_buffer": gather,
-        "dummy_gradients": dummies,
     }
-    if config.algorithm.kl_coef > 0:
-        resident["reference"] = plain * target.itemsize
+    if config.algorithm.kl_coef > 0 and not frozen:
+        resident["reference"] = weights * target.itemsize
     return resident
 
 

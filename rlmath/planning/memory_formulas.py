@@ -20,12 +20,13 @@ trial run's peak are subtracted from the share, and the rest becomes the KV cach
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from rlmath.checkpoint.hf.weight_map import padded_vocab
+from rlmath.checkpoint.hf.weight_map import adapter_rules, padded_vocab, shard_shape
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import PolicyConfig, RolloutConfig
+from rlmath.config.schema import LoraConfig, PolicyConfig, RolloutConfig
 from rlmath.models.scratch_sizes import (
     CHUNK_BYTES,
     CHUNKS_HELD,
@@ -37,6 +38,7 @@ from rlmath.models.scratch_sizes import (
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, engine_vocab_rows
 
 FLOAT32_BYTES = 4
+NO_LORA = LoraConfig()
 BLOCK_TOKENS = {"cpu": 128, "cuda": 16}
 """Tokens of one block of the KV cache."""
 
@@ -72,6 +74,12 @@ class StageWork:
     """Model chunks of the stage."""
     expert_tensor: int = 1
     """Ranks that share an expert's matrices, and its tokens."""
+    lora: LoraConfig = NO_LORA
+
+    def keeps_inputs(self, part: str) -> bool:
+        """Whether gradients are made of what enters the linear layers of "attention" or "mlp": of their weights, or
+        of their adapters."""
+        return self.lora.rank == 0 or self.lora.target in ("all", part)
 
 
 @dataclass(frozen=True)
@@ -110,15 +118,39 @@ def layer_elements(shape: ModelShape, work: StageWork, selective: bool = False) 
 
     Per norm: its input (the first norm's is the output of the layer before) and its output. Per MLP: gate and up (2),
     and silu(gate) up; of a local expert, before and after it is weighted. Per token sent to an expert also its hidden
-    state as the expert gets it, of a local expert also what comes back.
+    state as the expert gets it, of a local expert also what comes back. With LoRA what enters linear layers without an
+    adapter is not kept, and what adapters keep is.
     """
+    attention = _attention_elements(shape, work, selective and work.local_layers)
+    attention += adapter_elements(shape, work, "attention") + work.keeps_inputs(
+        "attention"
+    ) * hidden_elements(shape, work)
     if selective and not work.local_layers:
-        norms = 4 if shape.num_experts else 3  # the second norm is a part of a dense MLP
-        return norms * hidden_elements(shape, work) + _attention_elements(shape, work, False)
+        # The second norm is a part of a dense MLP, or its output what the recomputation begins with.
+        norms = 3 if shape.num_experts or work.lora.rank else 2
+        return norms * hidden_elements(shape, work) + attention
     weighted = 1 if work.local_layers and shape.num_experts else 0
     sent = _sent_elements(shape, work) * work.expert_tensor * (2 if work.local_layers else 1)
-    ffn = (3 + weighted) * _units(shape, work) + sent
-    return 4 * hidden_elements(shape, work) + _attention_elements(shape, work, selective) + ffn
+    if not work.keeps_inputs("mlp"):
+        return 2 * hidden_elements(shape, work) + attention + (2 + weighted) * _units(shape, work)
+    ffn = (3 + weighted) * _units(shape, work) + sent + adapter_elements(shape, work, "mlp")
+    return 3 * hidden_elements(shape, work) + attention + ffn
+
+
+def adapter_elements(shape: ModelShape, work: StageWork, part: str) -> int:
+    """Elements of one token that a layer's adapters in a part keep: the products with A, and where a layer has several
+    A the rows of B among zeros, shared out to all tokens."""
+    lora, found, spread = work.lora, 0, 0
+    if lora.rank == 0 or lora.target not in ("all", part):
+        return 0
+    rules = adapter_rules(shape.architecture, lora.rank, part)
+    for a, b in zip(rules[::2], rules[1::2], strict=True):
+        low = a.sizes[0] * lora.rank
+        found += low // (work.tensor if work.sequence and a.split_axis is not None else 1)
+        if a.sizes[0] > 1:
+            rows = math.prod(shard_shape(b, shape, work.tensor)) // lora.rank
+            spread += rows * low
+    return found + -(-spread // work.tokens)
 
 
 def _units(shape: ModelShape, work: StageWork) -> int:
@@ -140,6 +172,8 @@ def _attention_elements(shape: ModelShape, work: StageWork, selective: bool) -> 
 
     Without repetition value stays a part of the projection, where segments are equally long, and keeps it (2 Q more).
 
+    Without LoRA's adapter of the projection behind it, the output stays in one layout, and not if it is recomputed.
+
     Norms of query and key keep their inputs: of the query a copy (Q), of the key a part of the projection (Q + 2 K),
     which so is there in any case, in Transformer Engine a copy (K). Their outputs stay where attention is recomputed.
     """
@@ -151,6 +185,8 @@ def _attention_elements(shape: ModelShape, work: StageWork, selective: bool) -> 
         normed = query if work.local_layers else query + key
         return projection + 2 * query + key + (normed if shape.qk_norm else 0)
     kept = projection + query if selective else (5 + 2 * (query == key and not shape.qk_norm)) * query
+    if not work.keeps_inputs("attention"):
+        kept -= query
     if shape.qk_norm:
         kept += query + (query + key if selective else projection)
     return kept
@@ -170,7 +206,7 @@ def backward_bytes(shape: ModelShape, work: StageWork, policy: PolicyConfig, in_
     matrix = head_bytes(shape, work.tensor, work.itemsize)
     logits, others = _logits_bytes(shape, work), (work.in_flight - 1) * kept
     received = hidden if work.pipelined else 0
-    beside = 2 * _units(shape, work)
+    beside = (2 if work.keeps_inputs("mlp") else 3) * _units(shape, work)
     if not work.local_layers:  # what an expert returns: put together, sorted, and on its way there and back
         beside = max(beside, (2 * work.expert_tensor + 2) * _sent_elements(shape, work))
     moments = [others + deepest + size * (beside + hidden + received)]
@@ -178,12 +214,14 @@ def backward_bytes(shape: ModelShape, work: StageWork, policy: PolicyConfig, in_
         # Beside Transformer Engine it is added to its buffer by the product itself (`_dummy_gradient_bytes`), unless
         # logits are wider than the model's format: they have a product of their own (`models.output_layer`).
         wider = work.head_itemsize > work.itemsize and shape.outputs > 1
-        head_gradient = matrix if wider or (work.local_layers and shape.outputs > 1) else 0
+        is_made = wider or (work.local_layers and shape.outputs > 1)
+        head_gradient = matrix if is_made and not work.lora.rank else 0
         own = max(_scratch_bytes(shape, work), head_gradient + size * shape.hidden_size, in_loss)
         if wider and work.sequence:  # hidden states gathered for that product
             own += size * shape.hidden_size
+        own += _gathered_for_frozen_head(shape, work)
         moments.append(others + kept + final_norm + logits + own + 2 * size * received)
-    if work.has_embedding:
+    if work.has_embedding and not work.lora.rank:
         moments.append(others + matrix + size * hidden)
     activations = others + kept + final_norm
     return PassBytes(activations, logits, max(0, max(moments) - activations - logits))
@@ -221,10 +259,13 @@ def forward_bytes(shape: ModelShape, work: StageWork) -> PassBytes:
     sent = copies * _sent_elements(shape, work)
     # With several chunks hidden states are sent and received while others are computed.
     in_transit = min(work.chunks, 2) if work.pipelined else 0
-    layer = size * (3 * _units(shape, work) + sent + (4 + in_transit) * hidden)
+    # An adapter's sum is made beside the output of fc1.
+    products = 4 if work.lora.rank and work.keeps_inputs("mlp") else 3
+    layer = size * (products * _units(shape, work) + sent + (4 + in_transit) * hidden)
     working = layer - logits
     if work.has_head:
-        working = max(working, _scratch_bytes(shape, work) + size * hidden)
+        gathered = _gathered_for_frozen_head(shape, work)
+        working = max(working, _scratch_bytes(shape, work) + size * hidden + gathered)
     return PassBytes(0, logits, max(0, working))
 
 
@@ -262,10 +303,14 @@ def teacher_loss_bytes(teacher: ModelShape, work: StageWork) -> int:
 
 def gather_bytes(shape: ModelShape, work: StageWork) -> int:
     """Megatron's buffer for hidden states gathered over tensor-parallel ranks; with sequence parallelism, for good.
-    Transformer Engine's layers have none; the head is Megatron's own."""
-    if not work.sequence or not (work.local_layers or work.has_head):
+    Transformer Engine's layers have none; the head is Megatron's own, and frozen layers gather elsewhere."""
+    if not work.sequence or not (work.local_layers or work.has_head) or work.lora.rank:
         return 0
     return work.tokens * shape.hidden_size * work.itemsize
+
+
+def _gathered_for_frozen_head(shape: ModelShape, work: StageWork) -> int:
+    return work.tokens * shape.hidden_size * work.itemsize if work.lora.rank and work.sequence else 0
 
 
 def _logits_bytes(shape: ModelShape, work: StageWork) -> int:

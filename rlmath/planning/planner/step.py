@@ -27,6 +27,7 @@ from rlmath.planning.memory_estimate import (
     mesh_of,
     parameter_sizes,
     plan_ranks,
+    without_adapters,
 )
 from rlmath.planning.planner.lengths import Batch, lengths_with_mean
 from rlmath.planning.planner.sampling import (
@@ -177,6 +178,7 @@ def _training_phases(training: StepInputs) -> dict[str, Work]:
         work["reference"] = logprobs_work(training)
     if (critic := critic_shape_of(config, training.shape)) is not None:
         as_critic = replace(config, algorithm=replace(config.algorithm, epochs=critic_epochs(config)))
+        as_critic = without_adapters(as_critic)
         work["critic"] = critic_work(replace(training, config=as_critic, shape=critic))
     if (teacher := teacher_shape_of(config)) is not None:
         rows = training.shape.vocab_size  # of its embedding, as the policy's

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from rlmath.checkpoint.hf.weight_map import padded_vocab
+from rlmath.checkpoint.hf.weight_map import adapter_rules, padded_vocab
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config, PolicyConfig
+from rlmath.config.schema import Config
 from rlmath.data.seqlen_balancing import Cost, training_cost
 from rlmath.distributed.mesh import Mesh
-from rlmath.planning.memory_estimate import Target, expert_sizes, parameter_sizes, stage_work
+from rlmath.planning.memory_estimate import Target, adapter_sizes, expert_sizes, parameter_sizes, stage_work
 from rlmath.planning.memory_formulas import FLOAT32_BYTES, layer_elements
 from rlmath.planning.planner.lengths import Batch
 from rlmath.planning.planner.work import Cluster, Work
@@ -47,9 +47,10 @@ class Passes:
 LOGPROBS = Passes(FORWARD, FORWARD, FORWARD, exchanges=1, routes=1, touches=2, runs=1)
 
 
-def update_passes(shape: ModelShape, policy: PolicyConfig, chunk_layers: int, local_layers: bool) -> Passes:
+def update_passes(shape: ModelShape, config: Config, chunk_layers: int, local_layers: bool) -> Passes:
     """Forward and backward, and what is recomputed: all of a layer ("full"); its MLP, of local layers its attention
-    ("selective")."""
+    ("selective"). With LoRA the backward pass has no products for gradients of the weights."""
+    policy = config.policy
     linear = attention = exchanges = routes = 0.0
     if policy.recompute_granularity == "full":
         share = 1.0
@@ -61,11 +62,11 @@ def update_passes(shape: ModelShape, policy: PolicyConfig, chunk_layers: int, lo
     elif policy.recompute_granularity == "selective":
         linear = mlp_share(shape)
         exchanges, routes = (0.0, 1.0) if shape.num_experts else (0.5, 0.0)  # one of a layer's two sums
-    both = FORWARD + BACKWARD
+    of_matrices = FORWARD + (BACKWARD / 2 if config.lora.rank else BACKWARD)
     return Passes(
-        both + linear,
-        both + attention,
-        both,
+        of_matrices + linear,
+        FORWARD + BACKWARD + attention,
+        of_matrices,
         exchanges=2 + exchanges,
         routes=2 + routes,
         touches=6 + 2 * linear,
@@ -152,7 +153,7 @@ def stages(inputs: StepInputs) -> list[tuple[Mesh, int]]:
 
 def _stage_update(inputs: StepInputs, mesh: Mesh, layers: int) -> Work:
     chunk_layers, target = max(1, layers // mesh.virtual_pipeline), inputs.target
-    passes = update_passes(inputs.shape, inputs.config.policy, chunk_layers, target.local_layers)
+    passes = update_passes(inputs.shape, inputs.config, chunk_layers, target.local_layers)
     minibatches = inputs.config.algorithm.n_minibatches
     each = sum(gradient_exchanges(inputs, mesh, layers).values(), _optimizer_work(inputs, mesh, layers))
     return _pass_work(inputs, mesh, layers, passes) + each.times(minibatches)
@@ -183,7 +184,8 @@ def _pass_work(inputs: StepInputs, mesh: Mesh, layers: int, passes: Passes) -> W
 def pass_exchanges(inputs: StepInputs, mesh: Mesh, layers: int, passes: Passes) -> dict[str, Work]:
     """Between the ranks of a micro-batch, in a pass of all sequences of a step: sums of hidden states over
     tensor-parallel ranks, every token to its experts and back, and hidden states to the next stage."""
-    shape, cluster, sequence = inputs.shape, inputs.cluster, inputs.config.parallel.sequence
+    shape, cluster, config = inputs.shape, inputs.cluster, inputs.config
+    sequence = config.parallel.sequence
     state = inputs.batch.tokens / inputs.parts * shape.hidden_size * inputs.target.itemsize
     count = inputs.microbatches * inputs.config.algorithm.n_minibatches
     found = {}
@@ -192,7 +194,11 @@ def pass_exchanges(inputs: StepInputs, mesh: Mesh, layers: int, passes: Passes) 
         # they are messages of their own, with a layer's work between them.
         halves = 1 if shape.num_experts else 2  # experts get their tokens from `expert`
         exchanges = layers * halves * 2 * passes.exchanges + _exchanges_at_the_ends(mesh, sequence, passes)
-        if sequence and passes.runs > 1:
+        if config.lora.rank:  # and the adapters' products with A, as wide as their ranks
+            rules = adapter_rules(shape.architecture, config.lora.rank, config.lora.target)[::2]
+            width = config.lora.rank * sum(len(a.hf) for a in rules)
+            exchanges += layers * passes.exchanges * width / shape.hidden_size
+        if sequence and passes.runs > 1 and not config.lora.rank:
             exchanges += layers * halves  # the input of a product is gathered again for its weights' gradient
         sent = state * exchanges * (mesh.tensor - 1) / mesh.tensor
         messages = count * exchanges / (1 if sequence else 2)
@@ -241,7 +247,11 @@ class Held:
 
 
 def held_parameters(inputs: StepInputs, mesh: Mesh, layers: int) -> tuple[Held, ...]:
-    """Experts have groups of their own."""
+    """Those that learn: experts have groups of their own, and LoRA has none of them."""
+    lora = inputs.config.lora
+    if lora.rank:
+        adapters = sum(map(sum, adapter_sizes(lora, inputs.shape, mesh, layers)))
+        return (Held(adapters, inputs.parts, mesh.tensor),)
     dense = sum(map(sum, parameter_sizes(inputs.shape, mesh, layers)))
     experts = sum(map(sum, expert_sizes(inputs.shape, mesh, layers)))
     found = Held(dense, inputs.parts, mesh.tensor)
@@ -279,7 +289,8 @@ def gradient_exchanges(inputs: StepInputs, mesh: Mesh, layers: int) -> dict[str,
             beside = max(1, min(held.ranks, inputs.cluster.ranks_per_node // held.stride))
             node = sent if beside > 1 else 0.0
             found[name] = Work(node=node, network=sent / beside, messages=messages)
-    if inputs.shape.tied_embeddings and mesh.pipeline > 1 and (mesh.is_last_stage or mesh.pipeline_rank == 0):
+    learns_embedding = inputs.shape.tied_embeddings and not inputs.config.lora.rank
+    if learns_embedding and mesh.pipeline > 1 and (mesh.is_last_stage or mesh.pipeline_rank == 0):
         # The first and the last stage hold the same matrix.
         rows = padded_vocab(inputs.shape.vocab_size, mesh.tensor) // mesh.tensor
         sent = rows * inputs.shape.hidden_size * FLOAT32_BYTES
