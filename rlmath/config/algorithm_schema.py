@@ -117,6 +117,7 @@ class AlgorithmConfig:
             "kl_cov",
             "kpop",
             "lite_ppo",
+            "lora",
             "maxrl",
             "opo",
             "pass_at_k",

@@ -159,6 +159,7 @@ def shape_problems(config: Config, shape: ModelShape, kind: Kind = "grpo") -> li
     engine = config.rollout.tensor_parallel
     problems = list(parallelism.layout_problems(config.parallel, engine, config.policy, shape))
     problems += model_checks.adapter_path_problems(config, shape)
+    problems += model_checks.adapter_problems(config.lora, shape)
     if kind == "sft":
         return [*problems, *_sequence_position_problems(config, shape)]
     return [
@@ -521,6 +522,7 @@ _SFT_SETTINGS = (
     "algorithm.rollback_lr_factor",
     "run.",
     "model.",
+    "lora.",
     "data.train_path",
     "data.more_train_paths",
     "data.train_weights",

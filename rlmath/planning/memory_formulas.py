@@ -214,12 +214,13 @@ def backward_bytes(shape: ModelShape, work: StageWork, policy: PolicyConfig, in_
         # Beside Transformer Engine it is added to its buffer by the product itself (`_dummy_gradient_bytes`), unless
         # logits are wider than the model's format: they have a product of their own (`models.output_layer`).
         wider = work.head_itemsize > work.itemsize and shape.outputs > 1
-        is_made = wider or (work.local_layers and shape.outputs > 1)
-        head_gradient = matrix if is_made and not work.lora.rank else 0
-        own = max(_scratch_bytes(shape, work), head_gradient + size * shape.hidden_size, in_loss)
-        if wider and work.sequence:  # hidden states gathered for that product
+        gradients = matrix if wider or (work.local_layers and shape.outputs > 1) else 0
+        gradients += size * shape.hidden_size
+        if work.lora.rank:  # of what enters the head, gathered and not, and of what enters the norm
+            gradients = 2 * size * hidden + _gathered_for_frozen_head(shape, work)
+        own = max(_scratch_bytes(shape, work), gradients, in_loss)
+        if wider and work.sequence and not work.lora.rank:  # hidden states gathered for that product
             own += size * shape.hidden_size
-        own += _gathered_for_frozen_head(shape, work)
         moments.append(others + kept + final_norm + logits + own + 2 * size * received)
     if work.has_embedding and not work.lora.rank:
         moments.append(others + matrix + size * hidden)

@@ -1,4 +1,4 @@
-"""What is wrong with the settings of a run's critic and teacher, and which of them change nothing.
+"""What is wrong with the settings of a run's critic, teacher and adapters, and which of them change nothing.
 
 `parallel` lays both out as it does the policy, so that all must allow the layout. Tokens are compared one by one: a
 teacher with another tokenizer would score other texts than the policy wrote.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rlmath.checkpoint.hf.peft import adapter_problems
 from rlmath.config.help import nearest_path
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config, PolicyConfig
+from rlmath.config.schema import Config, LoraConfig, PolicyConfig
 from rlmath.data.tokenizer import load_tokenizer
 from rlmath.models.hf_config import (
     critic_shape_of,
@@ -86,6 +86,15 @@ def length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
                 f"data.max_prompt_tokens + rollout.max_new_tokens is {longest}; the model in {model}.path has "
                 f"{own.max_positions} positions ({own.positions_key}). Lower the sum, or take another {model}."
             )
+
+
+def adapter_problems(lora: LoraConfig, shape: ModelShape) -> Iterator[str]:
+    """Adapters that a policy of this shape cannot have."""
+    if lora.rank and shape.num_experts and lora.target != "attention":
+        yield (
+            f'lora.target is "{lora.target}", and a {shape.architecture} has experts, which get no adapters. Set '
+            "lora.target=attention, or lora.rank=0, with which all weights learn."
+        )
 
 
 # ---------------------------------------------------------------- teacher

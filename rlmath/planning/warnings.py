@@ -17,6 +17,8 @@ from rlmath.rewards.several_rewards import functions_of, is_verified
 
 UNUSED = """
 parallel.sequence: with parallel.tensor=1
+lora.alpha lora.target: with lora.rank=0; all weights learn
+memory.offload_reference: with lora.rank and with algorithm.kl_coef; the reference is the policy without its adapters
 optimizer.min_lr: with optimizer.decay=constant
 algorithm.loss algorithm.clip_ratio algorithm.clip_ratio_high algorithm.dual_clip algorithm.early_stop_ratio_low
     algorithm.early_stop_kl algorithm.kl_cov_ratio algorithm.kl_cov_coef algorithm.sapo_temperature_pos
@@ -65,6 +67,8 @@ validation.samples validation.top_p: with validation.every_steps and with valida
 but 0, false, null and an empty list; and why."""
 
 
+LORA_LEAST_LR = 5e-6
+"""Below it optimizer.lr is one of full training, whose 1e-6 to 3e-6 are usual for billions of weights."""
 SENSIBLE = (
     ("optimizer.lr", 0.0, 1.0),
     ("optimizer.weight_decay", 0.0, 10.0),
@@ -95,6 +99,11 @@ def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
         if values[key] is not None and not low <= values[key] <= high:
             wanted = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
             found.append(f"{key}={values[key]:g} is legal, and hardly what you mean: sensible is {wanted}.")
+    if config.lora.rank and config.optimizer.lr < LORA_LEAST_LR:
+        found.append(
+            f"optimizer.lr={config.optimizer.lr:g} is a learning rate of full training, and with lora.rank="
+            f"{config.lora.rank} teaches little: adapters want some ten times as much, 1e-5 to 1e-4."
+        )
     for find in (_rollout_warnings, _algorithm_warnings, _selection_warnings):
         found += find(config)
     return found

@@ -237,7 +237,8 @@ PRESETS = all_settings()["algorithm.preset"].words
 def test_presets_are_the_files_and_start_without_a_warning():
     assert list(PRESETS) == sorted(path.stem for path in shipped("configs/algorithms").glob("*.yaml"))
     for name in PRESETS:
-        given = [f"algorithm.preset={name}", *(["teacher.path=t"] if name == "distill" else [])]
+        needed = {"distill": ["teacher.path=t"], "lora": ["optimizer.lr=1e-5"]}.get(name, [])
+        given = [f"algorithm.preset={name}", *needed]
         assert problems(*given) == [] and notes(*given) == []
         assert value_problems(load_config([], [*PATHS, *given])) == []
 

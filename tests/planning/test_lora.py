@@ -1,0 +1,120 @@
+"""What LoRA changes in a run's plan, and what is refused and told before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rlmath.config.load import load_config
+from rlmath.config.schema import AlgorithmConfig, Config, LoraConfig, ParallelConfig, PolicyConfig
+from rlmath.planning.checks import only_used, shape_problems
+from rlmath.planning.memory_estimate import plan_ranks
+from rlmath.planning.memory_formulas import backward_bytes, layer_elements
+from rlmath.planning.planner.training import gradient_exchanges, update_work
+from rlmath.planning.warnings import config_warnings
+from tests.planning.planner.shapes import BATCH, CONFIG, HEAD_FLOPS, LAYER_FLOPS, PAIR_FLOPS, inputs
+from tests.planning.test_memory_estimate import (
+    H100,
+    ONE_LAYER,
+    PARAMETERS,
+    QWEN_7B,
+    QWEN_30B_A3B,
+    config,
+    work,
+)
+
+ADAPTERS = 28 * 32 * (2 * 3584 + 2 * (3584 + 512) + 2 * 3584 + 3 * (3584 + 18944))
+"""Of Qwen2.5-7B at rank 32: query and output, key and value, and the three matrices of the feed-forward network."""
+
+
+def test_adapters_alone_have_gradients_and_an_optimizer_and_the_reference_is_the_policy():
+    lora = config(lora=LoraConfig(rank=32), algorithm=AlgorithmConfig(kl_coef=0.1))
+    (plan,) = plan_ranks(lora, QWEN_7B, 1, H100)
+    assert plan.part("parameters") == 2 * (PARAMETERS + ADAPTERS)
+    assert (plan.part("gradients"), plan.part("optimizer")) == (4 * ADAPTERS, 12 * ADAPTERS)
+    assert plan.part("reference") == plan.part("dummy_gradients") == 0
+    assert plan.phases["reference"] == plan.phases["logprobs"]  # it takes time, and no memory of its own
+    # Four tensor-parallel ranks: A of qkv and fc1, and B of proj and fc2, are on all of them.
+    whole = 28 * 32 * (3 * 3584 + 3584 + 2 * 3584 + 3584)
+    (plan, *_) = plan_ranks(replace(lora, parallel=ParallelConfig(tensor=4)), QWEN_7B, 4, H100)
+    assert plan.part("gradients") == 4 * (whole + (ADAPTERS - whole) // 4)
+
+
+def test_a_critic_has_no_adapters():
+    sections = config(algorithm=AlgorithmConfig(advantage="gae"))
+    full, lora = (
+        plan_ranks(replace(sections, lora=LoraConfig(rank=rank)), QWEN_7B, 1, H100)[0] for rank in (0, 8)
+    )
+    for part in ("critic_parameters", "critic_gradients", "critic_optimizer"):
+        assert lora.part(part) == full.part(part) > 0
+
+
+def test_what_enters_layers_without_adapters_is_not_kept():
+    # 64 wide, 4 heads of 16 with keys of their own, 256 feed-forward units, 10 tokens.
+    full = layer_elements(ONE_LAYER, work())
+    found = {
+        target: layer_elements(ONE_LAYER, work(lora=LoraConfig(rank=2, target=target)))
+        for target in ("all", "attention", "mlp")
+    }
+    # Products with A: of query, key and value, and of the projection; of gate and up, and of fc2. The rows of B among
+    # zeros are shared out to 10 tokens: 3 x 64 rows of 3 x 2, 512 rows of 2 x 2.
+    attention, mlp = (3 + 1) * 2 + -(-192 * 6 // 10), (2 + 1) * 2 + -(-512 * 4 // 10)
+    assert found["all"] == full + attention + mlp
+    assert found["attention"] == full + attention - 64 - 256
+    assert found["mlp"] == full + mlp - 64
+
+
+def test_no_gradient_of_embedding_and_head_is_made():
+    local = {"local_layers": True, "has_head": False}
+    full, lora = (
+        backward_bytes(
+            replace(ONE_LAYER, vocab_size=10**6), work(**local, lora=LoraConfig(rank=rank)), PolicyConfig()
+        )
+        for rank in (0, 2)
+    )
+    assert full.working > 0.99 * 2 * 64 * 10**6 > 1000 * lora.working
+
+
+def test_the_backward_pass_has_half_of_the_products_and_adapters_alone_are_exchanged():
+    lora = replace(CONFIG, lora=LoraConfig(rank=2))
+    matrices = BATCH.tokens * (4 * LAYER_FLOPS + HEAD_FLOPS)
+    attention = BATCH.squares * PAIR_FLOPS
+    assert update_work(inputs(lora, 1)).flops == pytest.approx(2 * matrices + 3 * attention)
+    done = inputs(lora, 8)
+    # Each of 4 layers has 4 square matrices of 8 and 3 of 8 x 16; scattered in float32, gathered in bfloat16.
+    sent = 4 * 2 * (4 * 16 + 3 * 24) * 6 * 7 / 8
+    assert gradient_exchanges(done, done.mesh, 4)["data"].node == pytest.approx(sent)
+
+
+@pytest.mark.parametrize(("target", "refused"), [("all", True), ("mlp", True), ("attention", False)])
+def test_experts_get_no_adapters(target: str, refused: bool):
+    given = config(lora=LoraConfig(rank=8, target=target))
+    found = [one for one in shape_problems(given, QWEN_30B_A3B) if one.startswith("lora.target")]
+    assert bool(found) == refused
+    assert not refused or "has experts, which get no adapters. Set lora.target=attention" in found[0]
+    assert not [one for one in shape_problems(given, QWEN_7B) if one.startswith("lora.")]
+
+
+def warnings(*overrides: str) -> list[str]:
+    given = ["run.output_dir=o", "model.path=m", "data.train_path=t", *overrides]
+    return config_warnings(load_config([], given))
+
+
+def test_a_learning_rate_of_full_training_is_told():
+    (told,) = warnings("lora.rank=8", "optimizer.lr=1e-6")
+    assert told.startswith("optimizer.lr=1e-06 is a learning rate of full training")
+    assert warnings("lora.rank=8", "optimizer.lr=2e-5") == warnings("optimizer.lr=1e-6") == []
+
+
+def test_settings_without_effect_beside_lora_and_without_it_are_told():
+    assert warnings("lora.alpha=16") == ["lora.alpha: no effect with lora.rank=0: all weights learn."]
+    (told,) = warnings(
+        "lora.rank=8", "optimizer.lr=1e-5", "algorithm.kl_coef=0.1", "memory.offload_reference=true"
+    )
+    assert told.startswith("memory.offload_reference: no effect with lora.rank")
+
+
+def test_supervised_training_has_adapters():
+    given = Config(lora=LoraConfig(rank=8, alpha=16.0, target="attention"))
+    assert only_used(given) == (given, [])
