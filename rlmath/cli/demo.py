@@ -29,8 +29,8 @@ from rlmath.telemetry.metrics_writer import read_metrics
 ALGORITHMS = shipped("configs/algorithms")
 RLMATH = (sys.executable, "-P", "-m", "rlmath.cli.main")
 GOOD_ACCURACY = 0.9
-LORA_LR = 2e-3
-"""Of the demo's adapters: ten times that of configs/demo.yaml."""
+LORA_RATES = ("optimizer.lr=2e-3", "optimizer.min_lr=1e-4")
+"""Of the demo's adapters: ten times those of configs/demo.yaml."""
 SFT_RANKS = 2
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells give it."""
@@ -155,7 +155,7 @@ def train(folder: Path, output: Path, seed: int, layout: Layout, algorithm: str)
     command += [f"parallel.tensor={layout.tensor}", f"parallel.pipeline={layout.pipeline}"]
     command += [f"validation.paths=[{json.dumps(str(folder / 'data' / 'heldout.jsonl'))}]"]
     if algorithm == "lora":  # its file leaves the learning rate to the model's size
-        command.append(f"optimizer.lr={LORA_LR}")
+        command += LORA_RATES
     command += ["validation.every_steps=1000", "validation.temperature=1", "validation.top_p=1"]
     title = f"Training ({algorithm}) on {layout.ranks} ranks, TP{layout.tensor} x PP{layout.pipeline}"
     run(title, command, one_thread())
