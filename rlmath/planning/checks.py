@@ -158,8 +158,7 @@ def shape_problems(config: Config, shape: ModelShape, kind: Kind = "grpo") -> li
     """What the model's shape does not allow, wherever it runs."""
     engine = config.rollout.tensor_parallel
     problems = list(parallelism.layout_problems(config.parallel, engine, config.policy, shape))
-    problems += model_checks.adapter_path_problems(config, shape)
-    problems += model_checks.adapter_problems(config.lora, shape)
+    problems += model_checks.lora_problems(config, shape)
     if kind == "sft":
         return [*problems, *_sequence_position_problems(config, shape)]
     return [

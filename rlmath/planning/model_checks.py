@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rlmath.checkpoint.hf.peft import adapter_problems
 from rlmath.config.help import nearest_path
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config, LoraConfig, PolicyConfig
+from rlmath.config.schema import Config, PolicyConfig
 from rlmath.data.tokenizer import load_tokenizer
 from rlmath.models.hf_config import (
     critic_shape_of,
@@ -61,9 +61,14 @@ def critic_layout_problems(config: Config, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def adapter_path_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Why a policy of this shape cannot begin with the adapters in `model.adapter_path`."""
-    path = config.model.adapter_path
+def lora_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Why a policy of this shape cannot have the adapters of `lora`, or begin with those in `model.adapter_path`."""
+    path, lora = config.model.adapter_path, config.lora
+    if lora.rank and shape.num_experts and lora.target != "attention":
+        yield (
+            f'lora.target is "{lora.target}", and a {shape.architecture} has experts, which get no adapters. Set '
+            "lora.target=attention, or lora.rank=0, with which all weights learn."
+        )
     if path is not None and not config.lora.rank:
         yield (
             f'model.adapter_path is "{path}" and lora.rank 0: all weights would learn. Set lora.rank, lora.alpha and '
@@ -86,15 +91,6 @@ def length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
                 f"data.max_prompt_tokens + rollout.max_new_tokens is {longest}; the model in {model}.path has "
                 f"{own.max_positions} positions ({own.positions_key}). Lower the sum, or take another {model}."
             )
-
-
-def adapter_problems(lora: LoraConfig, shape: ModelShape) -> Iterator[str]:
-    """Adapters that a policy of this shape cannot have."""
-    if lora.rank and shape.num_experts and lora.target != "attention":
-        yield (
-            f'lora.target is "{lora.target}", and a {shape.architecture} has experts, which get no adapters. Set '
-            "lora.target=attention, or lora.rank=0, with which all weights learn."
-        )
 
 
 # ---------------------------------------------------------------- teacher
