@@ -306,7 +306,7 @@ class OptimizerConfig:
     kind: Literal["adam", "sgd"] = "adam"
     """"adam" (AdamW) or "sgd"."""
     lr: PositiveFloat = 1e-6
-    """Peak learning rate: of billions of weights some 1e-6, of their adapters (`lora`) ten times as much."""
+    """Peak learning rate; with `lora.rank` ten times that of full training."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of a decay."""
     warmup_steps: NonNegativeInt = 0
