@@ -39,7 +39,6 @@ LAYOUTS = [
     Layout(adam(pipeline=2, first_stage_layers=1), microbatches=2),
     pytest.param(Layout(Case(data=2, optimizer="sgd", max_tokens=2048)), marks=FULL),
     pytest.param(Layout(adam(data=2)), marks=FULL),
-    pytest.param(Layout(adam(lora="all", kl_coef=0.1)), marks=FULL),
     pytest.param(Layout(adam(pipeline=2, virtual_pipeline=2), microbatches=4), marks=FULL),
     pytest.param(Layout(adam(), sequence_tokens=2048), marks=FULL),
     pytest.param(Layout(adam(), "selective"), marks=FULL),
