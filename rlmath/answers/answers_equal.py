@@ -62,8 +62,6 @@ def answers_equal(answer: str, gold: str, rules: Rules) -> bool:
         return False
     if theirs.choice is not None and theirs.choice.rest:  # a choice's text without its letter is accepted
         return answers_equal(ours.choice.rest if ours.choice else answer, theirs.choice.rest, rules)
-    if ours.choice is not None and ours.choice.rest and theirs.choice is None:
-        return answers_equal(ours.choice.rest, gold, rules)
     name, marked, value = answer.partition(NAMED_BEFORE)
     if marked and ("(" in name or "_" in name):  # a function before the box
         return answers_equal(value, gold, rules) or answers_equal(f"{name}={value}", gold, rules)
@@ -119,8 +117,8 @@ def boxes_equal(boxes: list[str], gold: str, rules: Rules) -> bool:
 def equal_by_grammar(answer: str, gold: str, rules: Rules, declared: tuple[str, ...] = ()) -> bool:
     """Whether any reading of the answer equals any reading of the gold answer. Raises NotMathematics or Unsupported."""
     with_remark = _REMARK.search(gold) is not None
-    ours = _readings(_without_working(answer, gold), False)
-    golds = _readings(_without_working(gold, answer), with_remark)
+    ours = _readings(_without_working(answer), False)
+    golds = _readings(_without_working(gold), with_remark)
     if _repeats_question(ours[0], golds[0]) and not _leaves_work(golds[0]):
         return False  # the question repeated
     if isinstance(ours[0], Unsupported) and _UNEVALUATED.search(answer) and not _UNEVALUATED.search(gold):
@@ -159,10 +157,8 @@ def _same_answer(
     return same_up_to_renaming(*exprs, declared)
 
 
-def _without_working(text: str, other: str) -> str:
-    """The last side of an equation whose first sides are not evaluated: `1` of `\\int_0^1 2x dx = 1`; also where only
-    the last one is not, if the other answer is not evaluated either: `\\sum_k x^k` of `\\frac{1}{1-x} = \\sum_k x^k`.
-    """
+def _without_working(text: str) -> str:
+    """The last side of an equation whose first sides are not evaluated: `1` of `\\int_0^1 2x dx = 1`."""
     if "=" not in text or not (_WORKING.search(text) or _UNEVALUATED.search(text)):
         return text
     depth, cut = 0, None
@@ -173,15 +169,8 @@ def _without_working(text: str, other: str) -> str:
     if cut is None:
         return text
     front, last = text[:cut], text[cut + 1 :]
-    if _UNEVALUATED.search(last):
-        if not _UNEVALUATED.search(other) or _UNEVALUATED.search(front) or _is_number(front):
-            return text
-        return last
-    return last if _UNEVALUATED.search(front) or _WORKING.search(front) else text
-
-
-def _is_number(text: str) -> bool:
-    return all(not isinstance(one, Exception) and not _letters(one) for one in _readings(text, False))
+    is_work = _UNEVALUATED.search(front) or _WORKING.search(front)
+    return last if is_work and not _UNEVALUATED.search(last) else text
 
 
 def _leaves_work(reading: object) -> bool:

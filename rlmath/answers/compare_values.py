@@ -313,19 +313,19 @@ def is_constant(expr: Expr) -> bool:
     return len(found) >= 2 and all(_agree(found[0], other) for other in found[1:])
 
 
-def proportion(one: Expr, other: Expr) -> Any:
-    """The constant real number c with one = c * other, or None if there is none (or it is zero)."""
+def are_proportional(one: Expr, other: Expr) -> bool:
+    """Whether one = c * other with a real number c other than zero."""
     ratios: list[Any] = []
     near = ((value_of(one, point), value_of(other, point)) for point in range(_REAL_POINTS))
     for a, b in itertools.chain(near, _far_values(one, other)):
         if a is None or b is None or a.value == 0 or b.value == 0:
             continue
         if not (is_finite(a.value) and is_finite(b.value)):
-            return None
+            return False
         ratios.append(to_mp(a.value) / to_mp(b.value))
         if abs(ratios[-1] - ratios[0]) > AGREE * abs(ratios[0]):
-            return None
-    return to_real(ratios[0]) if len(ratios) >= 2 and not isinstance(ratios[0], mpc) else None
+            return False
+    return len(ratios) >= 2 and not isinstance(ratios[0], mpc)
 
 
 def same_number(gold: Expr, answer: Expr, protocol: bool = False) -> bool:
@@ -356,10 +356,8 @@ def same_number(gold: Expr, answer: Expr, protocol: bool = False) -> bool:
     represented = _represents(one, b.value)
     if represented or other is None:
         return represented
-    if _rounded_reference(one) and _places(other) > _places(one):
-        return abs(one.value - other.value) < Fraction(1, 2 * 10 ** _places(one))
-    short, long = sorted((one, other), key=lambda decimal: decimal.digits or 0)
-    return _places(short) < _places(long) and _represents(short, long.value, exact=False)
+    is_longer = _rounded_reference(one) and _places(other) > _places(one)
+    return is_longer and abs(one.value - other.value) < Fraction(1, 2 * 10 ** _places(one))
 
 
 def _decimal(expr: Expr) -> Num | None:
@@ -380,17 +378,15 @@ def _rounded_reference(decimal: Num) -> bool:
     return digits >= 3 and written and decimal.value.denominator not in (1, 2, 4, 8, 16)
 
 
-def _represents(decimal: Num, value: Value, exact: bool = True) -> bool:
+def _represents(decimal: Num, value: Value) -> bool:
     tolerance = RELATIVE_TOLERANCE
-    if exact and isinstance(value, Fraction) and _finite(value):
+    if isinstance(value, Fraction) and _finite(value):
         if not _is_short(value, decimal):
             return False
         tolerance = ROUNDING
     number, target = to_mp(decimal.value), to_mp(value)
     if (decimal.digits or 0) < MIN_DIGITS:
         return False
-    if not exact:
-        return abs(number - target) < mpf(10) ** -_places(decimal)
     return abs(number - target) <= tolerance * abs(target) * (1 + AGREE)
 
 

@@ -12,7 +12,7 @@ from operator import eq
 from typing import Any
 
 from rlmath.answers.compare_values import (
-    proportion,
+    are_proportional,
     same_expression,
     same_number,
     symbols,
@@ -55,9 +55,9 @@ class Interpretations:
     """Whether repeated members count once."""
     real_set: RealSet | None = None
     difference: Expr | None = None
-    """Left side minus right side of an equation or inequality."""
+    """Left side minus right side of an equation."""
     sign: str = ""
-    """Of the relation: "=", "<" or "<=" (flipped so that it points left), or "solved x" for an inequality in x."""
+    """Of the relation: "=", or "solved x" for an inequality in x."""
     matrix: MatrixOf | None = None
     named_set: str | None = None
     family: Family | None = None
@@ -74,10 +74,10 @@ class Interpretations:
     """A point whose parameter stands for all real numbers: `p + t v`."""
     unsolved: bool = False
     """An inequality such as `|x - 2| < 3`: right for itself, no solution of it."""
+    rounded: Interpretations | None = None
+    """The 3.14 of `x = \\pi \\approx 3.14`."""
     asked: tuple[Interpretations, ...] = ()
     """The number that a sum or product of letters is: 14 of `m + n = 14`."""
-    also: tuple[Interpretations, ...] = ()
-    """Further readings, such as the rounded value of `x = \\pi \\approx 3.14`."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,8 @@ class Equivalence:
 
     def same(self, gold: Interpretations, answer: Interpretations) -> bool:
         """Whether any interpretation of one equals the same kind of interpretation of the other."""
-        if any(self.same(reading, answer) for reading in gold.also):
-            return True
-        rounded = gold.scalar is not None and isinstance(gold.scalar.expr, Num) and gold.scalar.expr.digits
-        if rounded and any(self.same(gold, reading) for reading in answer.also):
+        is_decimal = gold.scalar is not None and isinstance(gold.scalar.expr, Num) and gold.scalar.expr.digits
+        if is_decimal and answer.rounded is not None and self.same(gold, answer.rounded):
             return True
         if self._same_relation(gold, answer):
             return True
@@ -100,7 +98,7 @@ class Equivalence:
             return is_plain and self.same(gold, answer.asked[0])
         if answer.unsolved and not gold.unsolved:
             return False
-        if not names_agree(gold.name, answer.name) and not _names_same_values(gold, answer):
+        if not names_agree(gold.name, answer.name):
             return _same_function(gold, answer)
         if gold.sign.startswith("solved") and answer.sign.startswith("solved") and gold.sign != answer.sign:
             return False
@@ -124,8 +122,6 @@ class Equivalence:
                 return True
         if gold.residue is not None and answer.residue is None and answer.family is None:
             answer = replace(answer, residue=_open_classes(answer, gold.residue))
-        if answer.residue is not None and gold.residue is None and gold.family is None:
-            gold = replace(gold, residue=_open_classes(gold, answer.residue))
         same_kinds: list[tuple[Any, Any, Callable[[Any, Any], bool]]] = [
             (gold.real_set, answer.real_set, RealSet.same),
             (gold.matrix, answer.matrix, self._same_matrix),
@@ -152,8 +148,7 @@ class Equivalence:
             return value is not None and value[0] == gold.name and same_expression(gold.scalar.expr, value[1])
         if symbols(gold.difference) != symbols(answer.difference):
             return False
-        ratio = proportion(gold.difference, answer.difference)
-        return ratio is not None and (gold.sign == "=" or ratio > 0)
+        return are_proportional(gold.difference, answer.difference)
 
     def _same_scalar(self, gold: Scalar | None, answer: Scalar | None) -> bool:
         if gold is None or answer is None:
@@ -177,11 +172,10 @@ class Equivalence:
             if with_unit.unit.dimensions == PERCENT.dimensions:
                 return self._same_percentage(gold, answer, bare is gold)
             return self._same_expr(gold.expr, answer.expr)
-        if (gold.unit, answer.unit) in ((DEGREE, RADIAN), (RADIAN, DEGREE)):
-            angles = [Call("deg", (a.expr,)) if a.unit == DEGREE else a.expr for a in (gold, answer)]
-            return same_expression(*angles)
-        gold, answer = _without_rate(gold, answer.unit), _without_rate(answer, gold.unit)
-        assert gold.unit is not None and answer.unit is not None
+        if {gold.unit, answer.unit} == {DEGREE, RADIAN}:
+            return same_expression(
+                *(Call("deg", (a.expr,)) if a.unit == DEGREE else a.expr for a in (gold, answer))
+            )
         if not compatible(gold.unit, answer.unit):
             return False
         return self._same_expr(_converted(gold, answer.unit), _converted(answer, gold.unit))
@@ -209,15 +203,13 @@ class Equivalence:
     def _same_row(self, gold: Interpretations, answer: Interpretations) -> bool:
         if gold.row is None or answer.row is None or len(gold.row) != len(answer.row):
             return False
-        if "matrix" in (gold.brackets, answer.brackets) and gold.brackets == answer.brackets:
-            return _same_line(gold, answer)  # others are compared as matrices
-        if "::" in (gold.brackets, answer.brackets):
-            return gold.brackets == answer.brackets and self._same_ratio(gold.row, answer.row)
-        differ = gold.brackets and answer.brackets and gold.brackets != answer.brackets
-        if differ and "matrix" not in (gold.brackets, answer.brackets):
+        kinds = {gold.brackets, answer.brackets}
+        if kinds == {"::"}:
+            return self._same_ratio(gold.row, answer.row)
+        if "::" in kinds or kinds in ({"matrix"}, {""}):  # two lists without brackets have no order
             return False
-        if not gold.brackets and not answer.brackets:
-            return False  # two lists without brackets have no order
+        if len(kinds) == 2 and not kinds & {"matrix", ""}:
+            return False
         if all(self.same(one, other) for one, other in zip(gold.row, answer.row, strict=True)):
             return True
         return _same_line(gold, answer)
@@ -407,14 +399,6 @@ def _same_renamed(gold: Family, answer: Family) -> bool:
     )
 
 
-def _names_same_values(gold: Interpretations, answer: Interpretations) -> bool:
-    """Whether `a = b = 1` gives values to the names of `(a, b) = (1, 1)`."""
-    for one, other in ((gold, answer), (answer, gold)):
-        if one.pairs is not None and other.row is not None and (other.name or "").startswith("("):
-            return sorted((other.name or "")[1:-1].replace(",", "")) == sorted(name for name, _ in one.pairs)
-    return False
-
-
 def _open_classes(answer: Interpretations, residue: Residue) -> Residue | None:
     """Congruence classes of `n = 5k + 2` whose k has no set, None for anything else."""
     values = answer.members if answer.members is not None else (answer,)
@@ -511,8 +495,6 @@ def names_agree(one: str | None, other: str | None) -> bool:
         return True  # f and f(x)
     if "a derivative" in (one, other):
         return "'" in one or "'" in other
-    if one.endswith(")") and one.casefold() == other.casefold():
-        return True
     return "y" in (one, other) and any(name.endswith(")") and len(name) > 1 for name in (one, other))
 
 
@@ -521,20 +503,6 @@ def _whole_unit(scalar: Scalar) -> Scalar:
     expr = scalar.expr
     if scalar.unit is None and isinstance(expr, Call) and expr.name in ("deg", "percent"):
         return Scalar(expr.args[0], DEGREE if expr.name == "deg" else PERCENT)
-    return scalar
-
-
-_MONEY = frozenset((("dollar", 1), ("euro", 1), ("rupee", 1)))
-
-
-def _without_rate(scalar: Scalar, other: Unit) -> Scalar:
-    """`$18 per hour` as `$18` where the other is an amount of the same money."""
-    unit = scalar.unit
-    if unit is None or len(other.dimensions) != 1 or other.dimensions[0] not in _MONEY or other.nouns:
-        return scalar
-    rates = [one for one in unit.dimensions if one not in other.dimensions]
-    if rates and len(rates) + 1 == len(unit.dimensions) and all(exponent < 0 for _, exponent in rates):
-        return Scalar(scalar.expr, other)
     return scalar
 
 

@@ -79,9 +79,7 @@ def bounded(value: Value) -> Value:
 def to_real(value: Value) -> Any:
     value = to_mp(value)
     if isinstance(value, mpc):
-        if abs(value.imag) > AGREE * (1 + abs(value.real)):
-            raise Undefined
-        return value.real
+        raise Undefined
     return value
 
 
@@ -205,12 +203,6 @@ def _factorial(value: Value, context: Context) -> Value:
     return _real_function(MP.factorial, lambda x: x > -1)(value, context)
 
 
-def _double_factorial(value: Value, context: Context) -> Value:
-    if not is_whole(value) or not 0 <= value <= 1000:
-        raise Undefined
-    return Fraction(math.prod(range(int(value), 1, -2)))
-
-
 def _binomial(n: Value, k: Value) -> Value:
     if is_whole(n) and is_whole(k) and 0 <= k <= n <= MAX_FACTORIAL:
         return Fraction(math.comb(int(n), int(k)))
@@ -247,7 +239,6 @@ _ONE_ARGUMENT: dict[str, Callable[[Value, Context], Value]] = {
     "sqrt": _sqrt,
     "exp": _exp,
     "factorial": _factorial,
-    "factorial2": _double_factorial,
     "sin": _real_function(MP.sin),
     "cos": _real_function(MP.cos),
     "tan": _real_function(_ratio(MP.sin, MP.cos)),
@@ -314,10 +305,6 @@ def _apply(name: str, args: list[Value], context: Context) -> Value:
         return divided(_ONE_ARGUMENT["ln"](a, context), _ONE_ARGUMENT["ln"](b, context))
     if name in ("min", "max"):
         return (min if name == "min" else max)(args, key=to_real)
-    if name in ("gcd", "lcm"):
-        if not all(is_whole(value) and abs(value) < 10**200 for value in args):
-            raise Undefined
-        return Fraction((math.gcd if name == "gcd" else math.lcm)(*(int(value) for value in args)))
     raise NotMathematics(f"no value for {name}")
 
 

@@ -276,7 +276,7 @@ def explained(before: Sequence[Expr], after: Sequence[Expr], operation: str) -> 
     if len(before) < 2 or not after or len(before) > _MAX_WRITTEN or len(after) > _MAX_WRITTEN:
         raise Unevaluated("dots between too few terms")
     name = "sum" if operation == "add" else "prod"
-    found = _by_last_term(before, after, name) or _by_steps(before, after, name)
+    found = _by_last_term(before, after, name)
     if found is None:
         raise Unevaluated("dots without a pattern")
     return found
@@ -301,28 +301,3 @@ def _by_last_term(before: Sequence[Expr], after: Sequence[Expr], name: str) -> E
                 body = substituted(last, letter, index)
                 return Call(name, (index, Num(Fraction(start)), Sym(letter), body))
     return None
-
-
-def _by_steps(before: Sequence[Expr], after: Sequence[Expr], name: str) -> Expr | None:
-    """The terms as an arithmetic progression: `n (n-1) ... 1`."""
-    step_expr = _minus(before[1], before[0])
-    steps = {value.value for point in range(3) if (value := value_of(step_expr, point)) is not None}
-    step = next(iter(steps)) if len(steps) == 1 else None
-    if not isinstance(step, Fraction) or step == 0:
-        return None
-
-    def moved(term: Expr, turns: int) -> Expr:
-        return Call("add", (term, Num(step * turns)))
-
-    if not all(same_expression(moved(before[0], i), term) for i, term in enumerate(before)):
-        return None
-    if not all(same_expression(moved(after[-1], -i), term) for i, term in enumerate(reversed(after))):
-        return None
-    index = Sym(f"{INDEX}term")
-    count = Call("div", (_minus(after[-1], before[0]), Num(step)))
-    body = Call("add", (before[0], Call("mul", (Num(step), index))))
-    return Call(name, (index, Num(Fraction(0)), count, body))
-
-
-def _minus(one: Expr, other: Expr) -> Expr:
-    return Call("add", (one, Call("neg", (other,))))

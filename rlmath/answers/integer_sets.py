@@ -232,16 +232,6 @@ def _take_bound(found: _Described, match: re.Match[str], negated: bool) -> bool:
     return True
 
 
-def _take_set(found: _Described, match: re.Match[str], negated: bool) -> bool:
-    """`\\in \\mathbb{N}`, or another set of integers."""
-    part = (match[2] or "").strip("{} ").replace(" ", "")
-    found.is_open = False
-    if part or match[1] == "N":
-        least = int(not part.endswith("0") or ">" in part)
-        found.least = least if found.least is None else max(least, found.least)
-    return True
-
-
 def _pattern(text: str) -> re.Pattern[str]:
     return re.compile(text, re.IGNORECASE)
 
@@ -263,12 +253,6 @@ _PARTS: tuple[tuple[re.Pattern[str], Callable[[_Described, re.Match[str], bool],
     (_DIVIDES, _take_divides),
     (_CONGRUENCE, _take_congruence),
     (_pattern(rf"(\\geq?|> =|>|greater than|more than|at least) ({_NUMBER}) "), _take_bound),
-    (
-        re.compile(
-            r"\\in \\mathbb (?:\{ )?([NZ])(?: \})? (?:(?:\^|_) ((?:\{ )?(?:\+|\*|(?:\\geq?|>) [01]|0)(?: \})?) )?"
-        ),
-        _take_set,
-    ),
 )
 """What a text may say of its numbers, each with the function that takes it; it returns whether it did."""
 

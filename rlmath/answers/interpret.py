@@ -23,7 +23,6 @@ from rlmath.answers.evaluate import is_finite, mpf
 from rlmath.answers.normalize import NotMathematics, Unsupported
 from rlmath.answers.real_sets import EMPTY, LINE, RealSet, interval, point
 from rlmath.answers.solution_sets import (
-    FLIPPED,
     PLUS_MINUS,
     any_symbols,
     bound_of,
@@ -81,9 +80,7 @@ def interpret(answer: Answer) -> Interpretations:
         case Scalar():
             return _interpret_scalar(answer)
         case Name():
-            if answer.expr is None:
-                raise NotMathematics("a name without a value")
-            return interpret(Scalar(answer.expr))
+            raise NotMathematics("a name without a value")
         case Group():
             return _interpret_group(answer)
         case Listing():
@@ -104,7 +101,7 @@ def interpret(answer: Answer) -> Interpretations:
             row = None
             if len(answer.rows) == 1 or len(answer.rows[0]) == 1:
                 row = tuple(Interpretations(scalar=Scalar(entry)) for line in answer.rows for entry in line)
-            return Interpretations(matrix=answer, row=row, brackets="matrix", line=answer.computed)
+            return Interpretations(matrix=answer, row=row, brackets="matrix")
         case Piecewise():
             return Interpretations(
                 branches=tuple((value, "".join(condition.split())) for value, condition in answer.branches)
@@ -121,8 +118,6 @@ def _interpret_set(answer: SetOf) -> Interpretations:
 
 def _interpret_described(answer: SetBuilder) -> Interpretations:
     condition = interpret(answer.condition)
-    if condition.residue is not None:
-        return condition
     if condition.real_set is None or condition.sign != f"solved {answer.name}":
         raise NotMathematics("a set described by a condition")
     if answer.whole:
@@ -131,15 +126,12 @@ def _interpret_described(answer: SetBuilder) -> Interpretations:
 
 
 def _whole_numbers(reals: RealSet) -> Interpretations:
-    """The whole numbers of a set: a list if it is bounded, else the set from the least one."""
+    """The whole numbers of a bounded set."""
     low, high = whole_numbers(reals)
-    if low is not None and high is not None:
-        if high - low >= MAX_ITEMS:
-            raise Unsupported(f"more than {MAX_ITEMS} whole numbers")
-        numbers = [Scalar(Num(Fraction(number))) for number in range(low, high + 1)]
-        return Interpretations(members=tuple(map(interpret, numbers)), is_set=True, real_set=_points(numbers))
-    known = {(1, None): "Z+", (0, None): "Z0", (None, None): "Z"}
-    return Interpretations(named_set=known.get((low, high), f"integers from {low} to {high}"))
+    if low is None or high is None or high - low >= MAX_ITEMS:
+        raise NotMathematics(f"more than {MAX_ITEMS} whole numbers")
+    numbers = [Scalar(Num(Fraction(number))) for number in range(low, high + 1)]
+    return Interpretations(members=tuple(map(interpret, numbers)), is_set=True, real_set=_points(numbers))
 
 
 def _interpret_operation(operation: SetOperation) -> Interpretations:
@@ -290,21 +282,17 @@ def _interpret_equation(relation: Relation) -> Interpretations:
     difference = difference_of(relation) if len(relation.sides) == 2 and relation.ops == ("=",) else None
     with_signs = len(relation.sides) == 2 and mention_signs([relation_side(side) for side in relation.sides])
     equations = _curves([relation]) if with_signs else None
-    if value is None and equations is not None:
-        return Interpretations(sign="=", equations=equations)
     if value is None:
         if difference is not None:
             asked = tuple(map(interpret, value_of_expression(sides)))
             return Interpretations(difference=difference, sign="=", asked=asked)
         raise NotMathematics("sides that differ")
-    last = sides[-1].expr if len(sides) > 1 and isinstance(sides[-1], Scalar) else None
-    is_decimal = isinstance(last, Num) and last.digits is not None
-    also = (interpret(sides[-1]),) if relation.ops[-1] == "~" and is_decimal else ()
+    rounded = interpret(sides[-1]) if relation.ops[-1] == "~" and len(sides) > 1 else None
     found = interpret(value)
     if len(names) > 1 and found.scalar is not None:  # x = y = 0
         pairs = tuple((str(one), found) for one in sorted(map(str, names)))
         found = replace(found, pairs=pairs, row=(found,) * len(pairs), brackets="()")
-    return replace(found, name=name, difference=difference, sign="=", also=also, equations=equations)
+    return replace(found, name=name, difference=difference, sign="=", rounded=rounded, equations=equations)
 
 
 def _curves(relations: Sequence[Relation]) -> tuple[Interpretations, ...] | None:
@@ -338,52 +326,19 @@ def _interpret_inequality(relation: Relation) -> Interpretations:
     reals: list[RealSet] = []
     names: set[str] = set()
     for left, op, right in zip(relation.sides, relation.ops, relation.sides[1:], strict=False):
-        solved = (_unequal(left, right) if op == "!=" else None) or half_line(left, op, right)
+        solved = half_line(left, op, right)
         if solved is None:
-            return _unsolved(relation)
+            raise NotMathematics("an inequality that is not solved")
         names.add(solved[0])
         reals.append(solved[1])
     if len(names) != 1:
-        raise Unsupported("inequalities in several variables")
+        raise NotMathematics("inequalities in several variables")
     return Interpretations(
         real_set=RealSet.intersection(reals), sign=f"solved {names.pop()}", unsolved=has_shift(relation)
     )
 
 
-def _unsolved(relation: Relation) -> Interpretations:
-    if len(relation.ops) != 1:
-        raise Unsupported("a chain of inequalities in several variables")
-    op = relation.ops[0]
-    difference = difference_of(relation)
-    if difference is None:
-        raise NotMathematics("an inequality between other than expressions")
-    if op in (">", ">="):
-        difference = Call("neg", (difference,))
-        op = FLIPPED[op]
-    return Interpretations(difference=difference, sign=op)
-
-
-def _unequal(left: Answer, right: Answer) -> tuple[str, RealSet] | None:
-    """(variable, all reals but some) of `x != \\pm 1`, else None."""
-    expr = right.expr if isinstance(right, Scalar) and right.unit is None else None
-    if expr is None or not mentions(expr, PLUS_MINUS):
-        return None
-    found = [half_line(left, "!=", Scalar(chosen[0])) for chosen in expansions([expr])]
-    lines = [one for one in found if one is not None]
-    if len(lines) < len(found):
-        return None
-    return lines[0][0], RealSet.intersection([values for _, values in lines])
-
-
 def _interpret_listing(listing: Listing) -> Interpretations:
-    head = listing.items[0]
-    if (
-        isinstance(head, Relation)
-        and head.ops == ("!=",)
-        and all(isinstance(one, Scalar) for one in listing.items[1:])
-    ):
-        others = (Relation((head.sides[0], one), ("!=",)) for one in listing.items[1:])
-        return _interpret_listing(Listing((head, *others), "and"))
     relations = [item for item in listing.items if isinstance(item, Relation)]
     memberships = [one for one in relations if one.ops == ("in",) and isinstance(one.sides[1], NamedSet)]
     if memberships:  # `letter in set of numbers`
@@ -391,14 +346,12 @@ def _interpret_listing(listing: Listing) -> Interpretations:
     if (counted := _with_counted_letter(listing)) is not None:
         return interpret(counted)
     items = expanded_members(listing.items)
+    if len(relations) == len(items) and {item.sign == "=" for item in items} == {True, False}:
+        raise NotMathematics("equations and inequalities in one list")
     if all(item.residue is not None for item in items):
         return _several_residues(items, listing.joiner)
-    if listing.joiner == "or" and (union := _mixed_union(items)) is not None:
-        return union
     if len(relations) == len(listing.items):
         if all(item.name is None and item.real_set is not None for item in items):
-            if len({item.sign for item in items}) > 1:
-                return Interpretations(members=items)
             sets = [item.real_set for item in items if item.real_set]
             both = RealSet.intersection(sets)
             # A comma is the intersection unless that is empty, then the union.
@@ -406,19 +359,11 @@ def _interpret_listing(listing: Listing) -> Interpretations:
             return Interpretations(sign=items[0].sign, real_set=RealSet.union(sets) if joined else both)
         if all(item.sign == "=" for item in items):
             return replace(_several_equations(items), equations=_curves(relations))
-    restricted = len(items) == 2 and items[0].scalar is not None and _restricts(items[0], items[1])
     return Interpretations(
-        also=items[:1] if restricted else (),
         members=items,
         row=items if listing.joiner == "," else None,
         real_set=_listed_union(items),
     )
-
-
-def _restricts(value: Interpretations, domain: Interpretations) -> bool:
-    """Whether the second is a domain of the first: `\\sqrt{x}, x >= 0`."""
-    letter = domain.sign.removeprefix("solved ") if domain.sign.startswith("solved ") else ""
-    return bool(letter) and value.scalar is not None and letter in symbols(value.scalar.expr)
 
 
 def _listed_union(items: Sequence[Interpretations]) -> RealSet | None:
@@ -456,20 +401,15 @@ def _parametrised(listing: Listing, memberships: Sequence[Relation]) -> Interpre
 
 
 def _with_counted_letter(listing: Listing) -> Listing | None:
-    """`2^k, k >= 0` or `2^k, k = 0, 1, 2, ...` with the set of its letter, None for anything else."""
+    """`2^k, k >= 0` with the set of its letter, None for anything else."""
     *first, last = listing.items
-    ends_open = last == DOTS
-    if ends_open:
-        while first and isinstance(first[-1], Scalar):
-            first.pop()
-        last = first.pop() if first else last
     if not first or not isinstance(last, Relation) or len(last.sides) != 2:
         return None
     letter, op, low = name_of(last.sides[0]), last.ops[0], last.sides[1]
     start = low.expr if isinstance(low, Scalar) else None
     if letter is None or start not in (Num(Fraction(0)), Num(Fraction(1))):
         return None
-    if op not in (("=",) if ends_open else (">", ">=")):
+    if op not in (">", ">="):
         return None
     least = int(start.value) + (op == ">")
     one = first[-1]
@@ -500,24 +440,6 @@ def _several_residues(items: Sequence[Interpretations], joiner: str) -> Interpre
     if len(letters) == 1 and (joiner == "or" or len({modulus for _, modulus in classes}) == 1):
         return Interpretations(residue=(residues[0][0], classes))
     return Interpretations(members=tuple(items))
-
-
-def _mixed_union(items: Sequence[Interpretations]) -> Interpretations | None:
-    """`x = 0 or x >= 2` as a set of reals, None for anything else."""
-    signs = {item.sign for item in items if item.sign.startswith("solved")}
-    if len(signs) != 1:
-        return None
-    letter = next(iter(signs)).removeprefix("solved ")
-    sets = []
-    for item in items:
-        found = item.real_set if item.sign.startswith("solved") else None
-        if item.sign == "=" and item.name == letter and item.scalar is not None:
-            bound = bound_of(item.scalar)
-            found = point(bound) if bound is not None and is_finite(bound) else None
-        if found is None:
-            return None
-        sets.append(found)
-    return Interpretations(real_set=RealSet.union(sets), sign=f"solved {letter}")
 
 
 def _several_equations(items: tuple[Interpretations, ...]) -> Interpretations:

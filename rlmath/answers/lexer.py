@@ -48,7 +48,6 @@ _GROUPED = re.compile(
 _PERIODIC = re.compile(
     r"([0-9]*)\.([0-9]*)(?:\\(?:overline|bar|overset\{\.\}|dot)\s?\{([0-9]+)\}(?:([0-9]*)\\dot\s?\{([0-9])\})?|\(([0-9]+)\))"
 )
-_DECIMAL_COMMA = re.compile(r"([0-9]+)\{,\}([0-9]+)")
 _DECIMAL = re.compile(r"[0-9]+\.(?![0-9.])|[0-9]*\.[0-9]+|[0-9]+")
 _EXPONENT = re.compile(r"[eE]([+-]?)([0-9]{1,6})(?![0-9])")
 _DOTS = re.compile(r"\s?(?:\.\.\.|\\l?dots(?![a-zA-Z])|\\cdots(?![a-zA-Z]))")
@@ -147,8 +146,6 @@ def _number(text: str, position: int, reading: Reading) -> tuple[Token, int]:
         digits, end = re.sub(r"[^0-9]", "", grouped.group()), grouped.end()
         if tail := re.compile(r"\.[0-9]+").match(text, end):
             digits, end = digits + tail.group(), tail.end()
-    elif comma := _DECIMAL_COMMA.match(text, position):
-        digits, end = f"{comma.group(1)}.{comma.group(2)}", comma.end()
     else:
         decimal = _DECIMAL.match(text, position)
         assert decimal is not None

@@ -126,7 +126,6 @@ def _roots(text: str) -> str:
 
 _POWER_OF_TEN = re.compile(r"(?<=[0-9])\s?x\s?(?=10\s?(?:\^|\*\*))")
 _DOTTED_DIGIT = re.compile(r"(?<=[0-9.])\\(dot|bar|overline)\s?([0-9])(?![0-9])")
-_OUT_OF = re.compile(r"([0-9]{1,9}) ?(?:\\text\s?\{)? ?(?:out of|in) ?\}? ?([0-9]{1,9})")
 _CHOSEN = r"\{?([0-9]{1,4}|n)\}?"
 _FROM = r"\{?([0-9]{1,4}|[kr])\}?"
 _COMBINATIONS = re.compile(
@@ -147,8 +146,6 @@ _POINT_NAME = re.compile(
     r"(?:^|(?<=[,;] )|(?<=[,;])|(?<=and ))([A-Z])\s?\((?=[-+0-9\\.][^()=]*,[^()=]*\)\s?(?:$|[,;.]|and\b|or\b))"
 )
 _WITHOUT_ZERO = re.compile(r"\\mathbb ?\{?([RC])\}? ?\^ ?(?:\*|\{\*\}|\{?\\times\}?|\\ast)")
-_MEASURE = re.compile(r"^m ?(?=\\angle)")
-"""The m of the measure of an angle."""
 _POINT_WORD = re.compile(r"^(?:the )?points? (?=\()")
 _MONEY_WORD = re.compile(
     r"^(?:\\(?:text|mathrm)\s?\{\s?)?(US\s?\\dollar|USD|EUR|GBP|INR|Rs\.?)\s*\}?\s*(?=[0-9\\])"
@@ -157,7 +154,7 @@ _CURRENCY = {"USD": "\\dollar ", "US\\dollar": "\\dollar ", "EUR": "\\euro ", "G
 
 
 def other_notation(text: str) -> str:
-    """`1.5x10^3`, `0.1\\dot6`, `C(10,3)`, `A(1,2)`, `USD 5` and `2 out of 3` in the notation of the grammar."""
+    """`1.5x10^3`, `0.1\\dot6`, `C(10,3)`, `A(1,2)` and `USD 5` in the notation of the grammar."""
     if "x" in text and "10" in text:
         text = _POWER_OF_TEN.sub(r" \\times ", text)
     if "\\dot" in text or "\\bar" in text or "\\overline" in text:
@@ -174,12 +171,8 @@ def other_notation(text: str) -> str:
         return f"(-\\infty, {bound}{']' if closed else ')'}"
     if "^" in text and "\\mathbb" in text:
         text = _WITHOUT_ZERO.sub(r"\\mathbb{\1}\\setminus\\{0\\}", text)
-    if text[:1] == "m" and "\\angle" in text:
-        text = _MEASURE.sub("", text)
     if "(" in text and "," in text:
         text = _POINT_NAME.sub(r"\1=(", _POINT_WORD.sub("", text))
-    if text[:1].isdigit() and not text.isdigit() and (match := _OUT_OF.fullmatch(text)) and int(match[2]):
-        return f"{match[1]}/{match[2]}"
     money = _MONEY_WORD.match(text) if text[:1] in _MONEY_BEGINS else None
     return _CURRENCY.get(money[1], "\\rupee ") + text[money.end() :] if money else text
 

@@ -19,7 +19,6 @@ from rlmath.answers.syntax_tree import (
     NamedSet,
     Num,
     Scalar,
-    SetOf,
     Sym,
 )
 
@@ -178,8 +177,6 @@ class Arithmetic(ABC):
             return Scalar(Call("neg", (inner,)))
         if self.peek() in ("\\pm", "\\mp"):
             sign, term = self.take().text[1:], self.term()
-            if isinstance(term, Group):
-                return SetOf((term, _negated(term)))
             return Scalar(Call(sign, (Num(Fraction(0)), as_expr(term))))
         return self.term()
 
@@ -205,9 +202,6 @@ class Arithmetic(ABC):
             return Scalar(Call(name, (as_expr(first), self._operand())))
         if self.skip(*lexer.DIVIDE):
             return Scalar(Call("div", (as_expr(first), self._operand())))
-        if text == "\\angle" and isinstance(first, Scalar) and isinstance(first.expr, Num):  # polar form
-            self.position += 1
-            return Scalar(Call("mul", (first.expr, direction(self._operand()))))
         if text in (":", "to") and isinstance(first, Scalar) and not self.in_set:
             items: list[Answer] = [first]
             while self.skip(":", "to"):
@@ -299,15 +293,13 @@ class Arithmetic(ABC):
             return Scalar(Sym(symbol.name + "'"))
         if self._skip_power("\\circ") or self.skip("\\degree"):
             return Scalar(Call("deg", (as_expr(base),)))
-        if isinstance(base, (Group, MatrixOf)):
-            turned = self._transposed(base)
-            if turned is not None:
-                return turned
         if self.skip("^"):
             return Scalar(Call("pow", (as_expr(base), self._exponent())))
         of_number = isinstance(base, Scalar) and isinstance(base.expr, Num)  # 8!=40320, not x!=1
         if (self.peek(1) != "=" or (of_number and not self._spaced())) and self.skip("!"):
-            return Scalar(Call("factorial2" if self.skip("!") else "factorial", (as_expr(base),)))
+            if self.peek() == "!":
+                raise NotMathematics("a double factorial")
+            return Scalar(Call("factorial", (as_expr(base),)))
         if self.skip("%", "\\%"):
             return Scalar(Call("percent", (as_expr(base),)))
         return None
@@ -315,13 +307,6 @@ class Arithmetic(ABC):
     def _spaced(self) -> bool:
         token = self.token()
         return token is not None and token.space
-
-    def _transposed(self, base: Group | MatrixOf) -> MatrixOf | None:
-        """A matrix or a row after `^T`, else None."""
-        if not (self._skip_power("T") or self._skip_power("\\top")):
-            return None
-        rows = base.rows if isinstance(base, MatrixOf) else (tuple(map(as_expr, base.items)),)
-        return MatrixOf(tuple(zip(*rows, strict=True)))
 
     def _skip_power(self, mark: str) -> bool:
         """Steps over `^mark` or `^{mark}`, if it follows."""
@@ -366,8 +351,6 @@ class Arithmetic(ABC):
                 self.tokens[self.position : self.position + 1] = [
                     Token("number", digit, value=Fraction(int(digit))) for digit in token.text
                 ]
-            elif token is not None and token.kind == "word" and len(token.text) > 1:
-                self._split_word(token)
             return as_expr(self.base())
 
     def _split_word(self, token: Token) -> None:
@@ -433,11 +416,6 @@ def as_expr(answer: Answer) -> Expr:
     raise NotMathematics("a list, set or relation inside arithmetic")
 
 
-def _negated(point: Group) -> Group:
-    items = tuple(Scalar(Call("neg", (as_expr(item),))) for item in point.items)
-    return Group(point.opening, items, point.closing)
-
-
 def vector_times(factor: Expr, vector: Group | MatrixOf) -> Group | MatrixOf:
     """A matrix times an expression, or a point times a number or parameter: `\\frac{1}{3}(7, 2)`, `t(1, 2)`."""
     if isinstance(vector, MatrixOf):
@@ -448,12 +426,7 @@ def vector_times(factor: Expr, vector: Group | MatrixOf) -> Group | MatrixOf:
 
 
 def vector_sum(one: Group | MatrixOf, other: Group | MatrixOf) -> Group | MatrixOf:
-    """The sum of two points or two matrices of one size."""
-    if isinstance(one, MatrixOf) and isinstance(other, MatrixOf):
-        if len(one.rows) != len(other.rows) or len(one.rows[0]) != len(other.rows[0]):
-            raise NotMathematics("matrices of different sizes")
-        pairs = (zip(*rows, strict=True) for rows in zip(one.rows, other.rows, strict=True))
-        return MatrixOf(tuple(tuple(Call("add", pair) for pair in row) for row in pairs), True)
+    """The sum of two points."""
     if not (isinstance(one, Group) and isinstance(other, Group)) or len(one.items) != len(other.items):
         raise NotMathematics("a sum of different things")
     if {one.opening + one.closing, other.opening + other.closing} != {"()"}:

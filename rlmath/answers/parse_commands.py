@@ -9,7 +9,7 @@ from rlmath.answers import lexer
 from rlmath.answers.families import repeated
 from rlmath.answers.lexer import Token
 from rlmath.answers.normalize import GREEK, NotMathematics, Unevaluated, Unsupported
-from rlmath.answers.parse_arithmetic import Arithmetic, as_expr, direction, vector_times
+from rlmath.answers.parse_arithmetic import Arithmetic, as_expr, direction
 from rlmath.answers.syntax_tree import (
     Answer,
     Call,
@@ -104,23 +104,11 @@ class Commands(Arithmetic):
         raise NotMathematics(f"the command {text}")
 
     def _frac(self) -> Answer:
-        if self.peek() == "{" and self.peek(1) in ("(", "\\langle", "\\begin"):
-            return self._frac_of_point()
         above, below = self._argument(), self._argument()
         first = below.args[0] if isinstance(below, Call) and below.name == "mul" else None
         if above == first == Sym("d"):
             raise Unevaluated("a derivative")
         return Scalar(Call("div", (above, below)))
-
-    def _frac_of_point(self) -> Answer:
-        """The rest of `\\frac{(1, 3)}{2}`, or of any other fraction that begins so."""
-        self.expect("{")
-        above = self._over(self.sum())
-        self.expect("}")
-        below = self._argument()
-        if isinstance(above, (Group, MatrixOf)):
-            return vector_times(Call("div", (Num(Fraction(1)), below)), above)
-        return Scalar(Call("div", (as_expr(above), below)))
 
     def _sqrt(self) -> Answer:
         if self.skip("["):
@@ -130,7 +118,7 @@ class Commands(Arithmetic):
         return Scalar(Call("sqrt", (self._argument(),)))
 
     def _repeated(self, name: str) -> Answer:
-        """The rest of `\\sum_{k=1}^n k` or `\\prod_{k \\ge 1} a_k`. Raises Unevaluated for sums of other forms."""
+        """The rest of `\\sum_{k=1}^n k`. Raises Unevaluated for sums of other forms."""
         try:
             letter, low, high = self._bounds()
             body = as_expr(self.term())
@@ -149,11 +137,9 @@ class Commands(Arithmetic):
         self.expect("}")
         if self.skip("^"):
             high = self._exponent()
-        if relation == "=" and high is not None:
-            return letter.text, low, high
-        if relation not in ("\\ge", "\\geq", "\\geqslant") or high is not None:
+        if relation != "=" or high is None:
             raise NotMathematics("bounds of another form")
-        return letter.text, low, Call("inf")
+        return letter.text, low, high
 
     def _between(self, name: str, closing: str) -> Answer:
         inner = as_expr(self.sum())
@@ -194,8 +180,6 @@ class Commands(Arithmetic):
         """Steps over `^+`, `_{\\ge 0}` and the like after a named set."""
         if self.peek() not in ("^", "_"):
             return ""
-        if name == "N":
-            name = "Z"
         texts = [self.take().text]
         if self.skip("{"):
             while self.peek() != "}":
@@ -258,7 +242,7 @@ class Commands(Arithmetic):
         return False
 
     def _system(self, kind: str) -> Answer:
-        """A system of equations, of which one may continue in the next row, or a piecewise function."""
+        """A system of equations, or a piecewise function."""
         if self.skip("{"):  # the columns of an array
             while self.take().text != "}":
                 pass
@@ -270,9 +254,7 @@ class Commands(Arithmetic):
                 branches.append((as_expr(self.part(_without_end(cells[0]))), _condition(cells[1])))
                 continue
             row = _without_end([token for cell in cells for token in cell])
-            if row and row[0].text in lexer.RELATIONS and equations:
-                equations[-1] += row
-            elif row:
+            if row:
                 equations.append(row)
         if branches and not equations:
             return Piecewise(tuple(branches))

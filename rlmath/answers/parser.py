@@ -39,7 +39,6 @@ from rlmath.answers.phrases import (
     split_qualifiers,
     split_set,
     with_numbers,
-    without_lead,
 )
 from rlmath.answers.syntax_tree import (
     DOTS,
@@ -57,8 +56,6 @@ from rlmath.answers.syntax_tree import (
 )
 from rlmath.answers.units import DEGREE, PARTS_OF_DEGREE, Unit, read_unit
 
-_SHORT_MULTIPLIERS = {"k": 1000, "K": 1000, "M": 10**6, "B": 10**9}
-"""Letters after an amount of money."""
 MAX_UNIT_TOKENS = 12
 """Longest unit behind a number."""
 
@@ -89,7 +86,7 @@ def parse_answer(text: str, reading: Reading = AS_WRITTEN) -> Answer:
     in_words = _set_in_words(tokens)
     if in_words is not None:
         return in_words
-    tokens, memberships = split_qualifiers(without_lead(tokens))
+    tokens, memberships = split_qualifiers(tokens)
     parser = _Parser(tokens)
     parser.with_remark = reading.with_remark
     answer = parser.whole()
@@ -267,10 +264,6 @@ class _Parser(Commands):
         """An amount after a currency sign, with an optional multiplier or noun: `\\$1.2 million`."""
         currency = read_unit([self.tokens[start]])
         assert currency is not None
-        short = _SHORT_MULTIPLIERS.get(self.tokens[end - 1].text) if end - start > 2 else None
-        if short is not None and self.tokens[end - 2].kind == "number":  # \\$5K
-            inner = self._constant(start + 1, end - 1)
-            return Scalar(Call("mul", (inner, Num(Fraction(short)))), currency) if inner is not None else None
         inner = self._constant(start + 1, end)
         if inner is not None:
             return Scalar(inner, currency)
@@ -278,10 +271,6 @@ class _Parser(Commands):
         if amount is None:
             return None
         unit = amount.unit or Unit()
-        if unit.dimensions == currency.dimensions:
-            unit = replace(unit, dimensions=(), factor=Fraction(1))
-        if any(exponent > 0 for _, exponent in unit.dimensions):  # \\$18 per hour
-            return None
         dimensions = tuple(sorted((*currency.dimensions, *unit.dimensions)))
         return Scalar(amount.expr, replace(unit, dimensions=dimensions, factor=currency.factor * unit.factor))
 
@@ -334,14 +323,10 @@ class _Parser(Commands):
             if side is None and (ops or has_sign):
                 side = self._amount(len(self.tokens) - left)
             sides.append(side or self.side())
-            if len(sides) == 1 and not self.in_set and self.skip("\\mid"):  # 3 | n
-                return Relation((self.side(), Scalar(Num(Fraction(0))), sides[0]), ("mod",))
             op = self._relation_sign()
             if op is None:
                 break
             ops.append(op)
-        if len(ops) > 12:
-            raise NotMathematics("too many relations")
         if "==" in ops or self._at_modulus():
             return self._congruence(sides, ops)
         return Relation(tuple(sides), tuple(ops)) if ops else sides[0]
@@ -476,14 +461,9 @@ class _Parser(Commands):
                 return [f"|{texts[size]}|" if single else texts[size]]
         return []
 
-    def _set_operation(self, first: Answer) -> str | None:
-        if self.peek() == "-" and isinstance(first, NamedSet):
-            return "without"
-        return SET_OPERATIONS.get(self.peek())
-
     def side(self) -> Answer:
         parts, op = [self.sum()], None
-        while (found := self._set_operation(parts[0])) is not None:
+        while (found := SET_OPERATIONS.get(self.peek())) is not None:
             if op not in (None, found):
                 raise Unsupported("mixed set operations")
             op = found

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
-from rlmath.answers.lexer import RELATIONS, Token
+from rlmath.answers.lexer import Token
 from rlmath.answers.normalize import GREEK, word_list, word_set
 from rlmath.answers.syntax_tree import NamedSet, Relation, Scalar, Sym
 from rlmath.answers.units import TURNING_WORDS
@@ -38,7 +38,6 @@ _PARTS = {
 }
 _SEVERAL_PARTS = {"halves": 2} | {f"{word}s": number for word, number in _PARTS.items() if word != "half"}
 _MINUS = word_set("minus negative")
-_BEFORE_SIGN = word_set("= , ; or and is")
 _BEFORE_ONE = word_set("exactly minus negative and or to is equals")
 """Words before a "one" that counts; in "the smallest one" it does not."""
 _MOST_NUMBER_WORDS = 12
@@ -50,14 +49,6 @@ def with_numbers(tokens: list[Token]) -> list[Token]:
     position = 0
     while position < len(tokens):
         number = _number(tokens, position)
-        following = tokens[position + 1] if position + 1 < len(tokens) else None
-        signed = _word(tokens[position]) in _MINUS and following is not None
-        if signed and (not found or found[-1].text in _BEFORE_SIGN):
-            assert following is not None
-            if following.kind == "number" or following.text in ("\\infty", "\\frac", "infinity", "\\sqrt"):
-                found.append(Token("sign", "-", tokens[position].space))
-                position += 1
-                continue
         if number is None:
             found.append(tokens[position])
             position += 1
@@ -87,10 +78,6 @@ def _number(tokens: Sequence[Token], start: int) -> tuple[Fraction, int] | None:
         return None
     whole, size = _cardinal(words)
     if size == 0:
-        whole, size = _written_number(tokens[start]), 1
-        part = _and_part(words, size) if whole is not None else None
-        if whole is not None and part is not None:
-            return whole + part[0], start + part[1]
         article = words[0] in ("a", "an") and len(words) > 1 and words[1] in _PARTS
         alone = words[0] == "half" and (start == 0 or before in _MINUS)
         if article or alone:
@@ -102,8 +89,9 @@ def _number(tokens: Sequence[Token], start: int) -> tuple[Fraction, int] | None:
     parts = _PARTS.get(following) if whole == 1 else _SEVERAL_PARTS.get(following)
     if parts is not None:
         return whole / parts, start + at + 1
-    if (part := _and_part(words, size)) is not None:
-        return whole + part[0], start + part[1]
+    is_sum = following == "and" and at + 1 < len(words)
+    if is_sum and (part := _number(tokens, start + at + 1)) and 0 < part[0] < 1:
+        return whole + part[0], part[1]
     if words[size : size + 1] == ["of"]:  # "one of them"
         return None
     return whole, start + size
@@ -113,59 +101,30 @@ def _word(token: Token) -> str:
     return token.text.lower() if token.kind == "word" else token.text if token.text == "-" else ""
 
 
-def _written_number(token: Token) -> Fraction | None:
-    value = token.value
-    return value if value is not None and value.denominator == 1 else None
-
-
 def _cardinal(words: Sequence[str]) -> tuple[Fraction | None, int]:
-    """(value, number of words) of a whole number: `two hundred and five`; (None, 0) if there is none."""
+    """(value, number of words) of a whole number: `two hundred five`; (None, 0) if there is none."""
     total = current = position = 0
     last = 10**12  # the size of the word before: a smaller one may follow
     while position < len(words):
         word = words[position]
-        step = 1
-        if word == "and" and last in _POWERS.values() and words[position + 1 : position + 2]:
-            word, step = words[position + 1], 2
-            if word not in NUMBER_WORDS:
-                break
-        elif word == "-" and 20 <= last < 100 and words[position + 1 : position + 2]:
-            word, step = words[position + 1], 2
+        if word == "-" and 20 <= last < 100 and words[position + 1 : position + 2]:
+            position += 1
+            word = words[position]
         if word in NUMBER_WORDS:
             number = NUMBER_WORDS[word]
-            fits = last >= 100 or (20 <= last < 100 and 0 < number < 10)
-            if not fits:
+            if not (last >= 100 or (20 <= last < 100 and 0 < number < 10)):
                 break
             current, last = current + number, number
         elif word in _POWERS and position > 0 and current > 0:
             power = _POWERS[word]
-            if power == 100:
-                if current >= 100:
-                    break
-                current *= power
-            else:
-                total, current = total + current * power, 0
+            if power == 100 <= current:
+                break
+            total, current = (total, current * power) if power == 100 else (total + current * power, 0)
             last = power
         else:
             break
-        position += step
+        position += 1
     return (Fraction(total + current), position) if position else (None, 0)
-
-
-def _and_part(words: Sequence[str], size: int) -> tuple[Fraction, int] | None:
-    """(value, position after it) of `and a half` or `and two thirds`, else None."""
-    if words[size : size + 1] != ["and"]:
-        return None
-    rest = words[size + 1 :]
-    if len(rest) > 1 and rest[0] in ("a", "an") and rest[1] in _PARTS:
-        return Fraction(1, _PARTS[rest[1]]), size + 3
-    above, used = _cardinal(rest)
-    if above is None:
-        return None
-    used += rest[used : used + 1] == ["-"]
-    following = rest[used] if used < len(rest) else ""
-    parts = _PARTS.get(following) if above == 1 else _SEVERAL_PARTS.get(following)
-    return (above / parts, size + 2 + used) if parts and above < parts else None
 
 
 # ---------------------------------------------------------------- sets of numbers in words
@@ -183,30 +142,11 @@ _NOUNS = {
 _NOUNS |= {"parameter": ""}
 _PREPOSITIONS = word_set("for where with when and attained achieved reached at \\forall")
 _MOMENTS = word_set("when attained achieved reached at")
-_LEADS = (("such", "that"), ("of", "the", "form"), ("for", "which"), ("with",), ("where",), ("satisfying",))
 _LONGEST_QUALIFIER = 14
 _TRIGGERS = word_set(
     "for where with when integer integers real reals natural all every any attained achieved reached at "
     "\\in \\forall"
 )
-
-
-def without_lead(tokens: list[Token]) -> list[Token]:
-    """The tokens without `all integers n such that` before them."""
-    words = [token.text.lower() for token in tokens[:12]]
-    is_decimal = len(tokens) > 1 and tokens[1].digits is not None
-    if words[0] in ("approximately", "about", "roughly", "approx") and is_decimal:
-        return tokens[1:]
-    if words[0] not in ("all", "any", "every") or len(tokens) < 4:
-        return tokens
-    _, at = _set_in_words(tokens, 1)
-    at += at < len(tokens) and _is_letter(tokens[at])
-    if at > 1 and _is_letter(tokens[at - 1]) and at < len(tokens) and tokens[at].text in RELATIONS:
-        return tokens[at - 1 :]  # all integers n >= 3
-    for lead in _LEADS:
-        if tuple(words[at : at + len(lead)]) == lead and at + len(lead) < len(tokens):
-            return tokens[at + len(lead) :]
-    return tokens
 
 
 def split_set(tokens: Sequence[Token]) -> tuple[NamedSet, int] | None:
@@ -252,11 +192,9 @@ def _qualifier(part: Sequence[Token]) -> tuple[list[Token], list[Relation]] | No
     at = 0
     while at < len(part) and part[at].text.lower() in _PREPOSITIONS:
         at += 1
-    spoken = at > 0
-    determined = at
+    spoken = at
     while at < len(part) and part[at].text.lower() in _DETERMINERS and len(part[at].text) > 1:
         at += 1
-    determined = at - determined
     if at >= len(part):
         return None
     name, after = _set_in_words(part, at)
@@ -274,12 +212,8 @@ def _qualifier(part: Sequence[Token]) -> tuple[list[Token], list[Relation]] | No
         name, after = _set_in_words(part, verb)
         if name and after == len(part):
             return [], [_membership(part[at], name)]
-    is_domain = spoken and determined and part[0].text.lower() == "for" and len(part) <= 10
-    if is_domain and all(
-        token.kind == "word" or token.text in ("\\in", "\\mathbb", "{", "}") for token in part
-    ):
-        return [], []
-    return None
+    is_domain = 0 < spoken < at and part[0].text.lower() == "for"
+    return ([], []) if is_domain and all(token.kind == "word" for token in part) else None
 
 
 def is_equation_of_letter(tokens: Sequence[Token]) -> bool:
@@ -296,8 +230,6 @@ def _set_in_words(tokens: Sequence[Token], at: int) -> tuple[str, int]:
     start, words = at, []
     while at < len(tokens) and tokens[at].kind == "word":
         word = tokens[at].text.lower()
-        if word == "non" and at + 2 < len(tokens) and tokens[at + 1].text == "-":
-            word, at = "non" + tokens[at + 2].text.lower(), at + 2
         if word not in _ADJECTIVES and word.removesuffix("s") not in _NOUNS:
             break
         words.append(word.removesuffix("s"))

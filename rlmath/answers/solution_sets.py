@@ -142,7 +142,7 @@ def named_side(side: Answer, expr: Expr) -> Answer:
 
 def value_of_expression(sides: Sequence[Answer]) -> tuple[Answer, ...]:
     """The second of two sides, if it may be the value that is asked for of the expression on the first: 14 of
-    `m + n = 14`, 6 of `xy + yz + zx = 6`, 17 of `a^2 = 17`. Empty for other equations, such as the line `x + y = 5`."""
+    `m + n = 14`. Empty for other equations, such as the line `x + y = 5`."""
     if len(sides) != 2:
         return ()
     expr, value = relation_side(sides[0]), sides[1]
@@ -151,19 +151,15 @@ def value_of_expression(sides: Sequence[Answer]) -> tuple[Answer, ...]:
     number = bound_of(value)
     if number is None or number == 0 or mentions(value.expr, _UNIT_SIGNS):
         return ()
-    if expr.name == "pow":
-        is_power = expr.args[0] in _CONSTANTS and isinstance(expr.args[1], Num) and expr.args[1].value == 2
-        return (value,) if is_power else ()
     if not _is_plain(expr) or len(symbols(expr)) < 2:
         return ()
     terms = operands(expr, expr.name)
     if len(set(terms)) < len(terms):  # m + m + n
         return ()
-    return () if symbols(expr) <= _UNKNOWNS and not _is_symmetric(expr) else (value,)
+    return () if symbols(expr) <= _UNKNOWNS else (value,)
 
 
 _UNIT_SIGNS = frozenset(("deg", "percent"))
-_CONSTANTS = tuple(map(Sym, "abcd"))
 _UNKNOWNS = frozenset("xyz")
 
 
@@ -176,20 +172,6 @@ def _is_plain(expr: Expr, in_product: bool = False) -> bool:
     if expr.name == "mul":
         return all(not isinstance(arg, Num) and _is_plain(arg, True) for arg in expr.args)
     return expr.name == "add" and all(_is_plain(arg, in_product) for arg in expr.args)
-
-
-def _is_symmetric(expr: Call) -> bool:
-    """Whether it is the sum of the products of two of three letters: `xy + yz + zx`."""
-    letters = symbols(expr)
-    if len(letters) != 3 or expr.name != "add":
-        return False
-    terms, found = operands(expr, "add"), set()
-    for term in terms:
-        factors = operands(term, "mul")
-        if len(factors) != 2 or not all(isinstance(factor, Sym) for factor in factors):
-            return False
-        found.add(symbols(term))
-    return len(terms) == len(found) == 3 and all(len(pair) == 2 for pair in found)
 
 
 def expression_name(side: Answer) -> str | None:

@@ -44,7 +44,6 @@ _YES_NO = re.compile(
 _DENIED = re.compile(
     r"^no[,.;:]? (?:it|they|he|she|this|that|we|you) (?:is|are|does|do|can|will|has|have) ?not$"
 )
-_DAYS = {day[:3]: day for day in word_list("monday tuesday wednesday thursday friday saturday sunday")}
 _MONTHS = word_list("jan feb mar apr may jun jul aug sep oct nov dec")
 _MONTH = r"(?P<month{0}>jan|feb|mar|apr|may|june?|july?|aug|sept?|oct|nov|dec)[a-z]{{0,7}}\.?"
 _DAY = r"(?:the )?(?P<day{0}>[0-9]{{1,2}})(?:st|nd|rd|th)?"
@@ -59,8 +58,7 @@ _DATE = re.compile(
 def same_special(gold: str, answer: str) -> bool | None:
     """Whether two texts are the same time of day, date, name, numeral or number of solutions; None if neither is one.
 
-    `3:30 PM` equals `15:30`; if one side has no AM or PM, the other's is ignored. A numeral with a base equals only
-    the same digits in the same base.
+    `3:30 PM` equals `15:30` and `3:30`. A numeral with a base equals only the same digits in the same base.
     """
     if _POLITE.sub("", gold) == _POLITE.sub("", answer):
         return True
@@ -78,8 +76,6 @@ def same_special(gold: str, answer: str) -> bool | None:
     said = _YES_NO.fullmatch(one), _YES_NO.fullmatch(_DENIED.sub("no", two))
     if said[0] is not None and said[1] is not None:
         return said[0][1] == said[1][1]
-    if one.removesuffix(".")[:3] in _DAYS and one[:3] == two[:3] and {one, two} & {_DAYS[one[:3]]}:
-        return {one.removesuffix("."), two.removesuffix(".")} <= {_DAYS[one[:3]], one[:3], one[:4], one[:5]}
     dates = _date(one), _date(two)
     if None not in dates:
         return dates[0] == dates[1]
@@ -254,8 +250,6 @@ def _titled(gold: str, answer: str) -> bool:
 
 def _date(text: str) -> tuple[str | None, ...] | None:
     """(month, day, year, day of the week) of a date, else None."""
-    if iso := _ISO_DATE.fullmatch(text):
-        return str(int(iso[2]) - 1), str(int(iso[3])), iso[1], None
     match = _DATE.fullmatch(text) if text[:1].isalnum() and text[-1:].isalnum() else None
     if match is None:
         return None
@@ -270,7 +264,6 @@ def _date(text: str) -> tuple[str | None, ...] | None:
 
 _SPOKEN_NOON = re.compile(r"^(?:12(?::00)? ?)?noon$", re.IGNORECASE)
 _SPOKEN_MIDNIGHT = re.compile(r"^(?:12(?::00)? ?)?midnight$", re.IGNORECASE)
-_ISO_DATE = re.compile(r"([12][0-9]{3}) ?- ?([01][0-9]) ?- ?([0-3][0-9])")
 
 
 def _clock(text: str) -> tuple[int, bool] | None:

@@ -116,7 +116,6 @@ class SetOperation:
 @dataclass(frozen=True)
 class MatrixOf:
     rows: tuple[tuple[Expr, ...], ...]
-    computed: bool = False
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,6 @@ _KNOWN |= {
     "kilogramme": _KNOWN["kilogram"],
     "henries": _NAMES["henry"],
 }
-_TORQUE = (_dimensions("mass length2 time-2"), Fraction(1000))
 _MULTIPLIERS = {
     "hundred": 100,
     "thousand": 1000,
@@ -245,22 +244,11 @@ def read_unit(tokens: Sequence[Token]) -> Unit | None:
     """The unit of these tokens, or None: `cm^2`, `miles per hour`, `square feet`, `^\\circ C`, `apples`."""
     dimensions: dict[str, int] = {}
     factor, nouns, sign, pending, position, multiplier = Fraction(1), [], 1, 1, 0, 1
-    grouped = False
     while position < len(tokens):
         text = tokens[position].text
         lower = text.lower()
         step, exponent = 1, 1
-        if text == "(" and sign == -1 and not grouped:  # J/(mol K)
-            grouped, position = True, position + 1
-            continue
-        if text == ")" and grouped and position + 1 == len(tokens):
-            break
-        if lower == "per" and position + 1 < len(tokens) and tokens[position + 1].text.lower() == "cent":
-            step = 2
-            _multiply(dimensions, (("percent", 1),), 1)
-        elif grouped and lower in ("/", "per"):
-            return None
-        elif lower in ("/", "per") or (lower in ("a", "an") and sign == 1 and (dimensions or nouns)):
+        if lower in ("/", "per") or (lower in ("a", "an") and sign == 1 and (dimensions or nouns)):
             if position + 1 == len(tokens):
                 return None
             sign = -1
@@ -289,18 +277,13 @@ def read_unit(tokens: Sequence[Token]) -> Unit | None:
                 known = _KNOWN["s"]
             factor *= known[1] ** (sign * pending * exponent)
             _multiply(dimensions, known[0], sign * pending * exponent)
-            sign, pending = (sign if grouped else 1), 1
-        elif text == "k" and tokens[position].prose and position == 0:
-            multiplier *= 1000
+            sign, pending = 1, 1
         elif (times := _MULTIPLIERS.get(lower) or _MULTIPLIERS.get(lower.removesuffix("s"))) is not None:
             multiplier *= times
         elif _is_noun(tokens[position]) and sign == 1:
             nouns.append(lower.removesuffix("s") if len(lower) > 3 else lower)
         elif not (lower in _FILLERS or (lower in _ORDINALS and position == 0 and not tokens[0].space)):
-            if not _is_noun(tokens[position]):
-                return None
-            nouns.append("per " + lower.removesuffix("s"))
-            sign = 1
+            return None
         position += step
     if len(nouns) > MAX_NOUNS or not tokens:
         return None
@@ -329,7 +312,7 @@ def _unit_of_word(token: Token) -> Known | None:
     if text in _SYMBOLS and (token.prose or apart):
         return _SYMBOLS[text]
     if text == "Nm" and (token.prose or token.space):
-        return _TORQUE
+        return _KNOWN["joule"]
     lower = text.lower()
     if len(text) == 1 and text.isalpha():
         return None
@@ -380,10 +363,8 @@ def _degree(tokens: Sequence[Token], position: int) -> tuple[str, int] | None:
 
 
 def _exponent(tokens: Sequence[Token], position: int) -> tuple[int, int]:
-    """(exponent, number of tokens) of `^2`, `^{2}`, `^{-1}` or "squared"; (1, 0) if there is none."""
+    """(exponent, number of tokens) of `^2`, `^{2}` or `^{-1}`; (1, 0) if there is none."""
     texts = [token.text for token in tokens[position : position + 5]]
-    if texts and texts[0].lower() in ("squared", "cubed"):
-        return _POWERS[texts[0].lower()], 1
     for pattern, at, sign in (
         (("^", "#"), 1, 1),
         (("^", "{", "#", "}"), 2, 1),
