@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.parity, pytest.mark.distributed]
 
 SAMPLES = make_samples(16, seed=4)
 SHARED = Case(data=2, optimizer="adam", early_stop_ratio=5.0, max_tokens=64)
+ADAPTERS = replace(SHARED, lora="all")
 STAGES = Case(tensor=2, pipeline=2, optimizer="adam", early_stop_ratio=5.0, max_tokens=64)
 
 
@@ -30,7 +31,7 @@ STAGES = Case(tensor=2, pipeline=2, optimizer="adam", early_stop_ratio=5.0, max_
         ("inf", "the loss is not finite"),
     ],
 )
-@pytest.mark.parametrize("case", keeping([SHARED, STAGES], SHARED), ids=str)
+@pytest.mark.parametrize("case", keeping([SHARED, STAGES, ADAPTERS], SHARED, others=2), ids=str)
 def test_a_discarded_minibatch_leaves_every_bit_of_the_state(
     ranks: RankPool, untied_model: Path, case: Case, poison: str, reason: str
 ) -> None:

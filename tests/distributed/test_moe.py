@@ -17,6 +17,8 @@ from tests.distributed.rank_pool import RankPool
 from tests.distributed.store_cases import Outcome
 from tests.distributed.test_architectures import assert_same_weights
 from tests.distributed.test_engine import check_engines
+from tests.distributed.test_lora_learning import check as check_adapters
+from tests.distributed.test_lora_learning import on
 from tests.distributed.test_parity import assert_close, assert_close_together
 from tests.selection import keeping, matrix
 from tests.tiny_models import make_model_folder, make_samples
@@ -169,6 +171,15 @@ def test_experts_shared_by_ranks_are_updated_as_those_of_one_rank(
         assert_close_together(moves[1], moves[0], 1e-2)
     else:
         assert_close(moves[1], moves[0], 1e-4)
+
+
+@matrix
+@pytest.mark.parity
+@pytest.mark.parametrize("case", keeping(LAYOUTS, EP2, others=0), ids=str)
+def test_adapters_of_attention_learn_as_those_of_peft_beside_frozen_experts(
+    ranks: RankPool, folder: Path, case: Case
+) -> None:
+    check_adapters(ranks, folder, on(case, optimizer="adam", distributed=False, lora="attention"), 1e-4)
 
 
 @matrix

@@ -174,6 +174,7 @@ def test_one_adam_update_equals_that_of_torch(ranks: RankPool, untied_model: Pat
             Case(data=2, max_tokens=64, optimizer="adam"),
             Case(pipeline=2, data=2, max_tokens=64),
             Case(pipeline=2, virtual_pipeline=2, data=2, max_tokens=64, optimizer="adam"),
+            pytest.param(Case(data=2, max_tokens=64, optimizer="adam", lora="all")),
         ],
         Case(data=2, max_tokens=64, optimizer="adam"),
         Case(pipeline=2, data=2, max_tokens=64),
