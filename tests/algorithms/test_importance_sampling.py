@@ -1,4 +1,4 @@
-"""Weights by hand; `test_losses_textbook` compares any rule and its gradients with the papers' formulas."""
+"""Weights at their bounds; `test_losses_textbook` compares any rule and its gradients with the papers' formulas."""
 
 import math
 
@@ -43,35 +43,10 @@ def test_interpolated_proximal_log_probs_are_near_those_of_the_step_between():
     assert (interpolated_proximal(path[8], path[2], torch.zeros(50).long(), 6) - path[2]).abs().max() == 0
 
 
-# ---------------------------------------------------------------- weights
-
-
-@pytest.mark.parametrize(
-    ("rule", "wanted", "cut"),
-    [
-        (Correction("token"), [0.5, 1.0, 2.25, 3.0], "...."),
-        (Correction("token", cap=2.0), [0.5, 1.0, 2.0, 2.0], "..xx"),
-        (Correction("token", mask_low=0.75, mask_high=2.0), [0.0, 1.0, 0.0, 0.0], "x.xx"),
-        # masks look at the weight before the cap
-        (Correction("token", cap=2.0, mask_high=2.5), [0.5, 1.0, 2.0, 0.0], "..xx"),
-        # product 0.5 x 2.25 = 1.125, and 1 x 3
-        (Correction("sequence"), [1.125, 3.0, 1.125, 3.0], "...."),
-        (Correction("sequence", cap=2.0), [1.125, 2.0, 1.125, 2.0], ".x.x"),
-        # without a level the weight is 1, which no bound of the weight changes
-        (Correction(None), [1.0, 1.0, 1.0, 1.0], "...."),
-        # geometric means sqrt(0.5 x 2.25) = 1.0607 and sqrt(3) = 1.732
-        (Correction(None, geometric_high=1.5), [1.0, 0.0, 1.0, 0.0], ".x.x"),
-        (Correction(None, geometric_high=1.1), [1.0, 0.0, 1.0, 0.0], ".x.x"),  # the product would be 1.125
-        (Correction(None, geometric_high=1.06), [0.0, 0.0, 0.0, 0.0], "xxxx"),
-        (Correction("token", geometric_low=0.9, geometric_high=1.5), [0.5, 0.0, 2.25, 0.0], ".x.x"),
-        # any mask leaves out, and a cap marks what stays
-        (Correction("token", cap=2.0, mask_low=0.75, geometric_high=1.5), [0.0, 0.0, 2.0, 0.0], "xxxx"),
-    ],
-)
-def test_weights_by_hand(rule: Correction, wanted: list[float], cut: str):
-    got = weights([0.5, 1.0, 2.25, 3.0], rule, [0, 1, 0, 1])
-    assert got.weights_T.tolist() == pytest.approx(wanted)
-    assert got.cut_T.tolist() == [mark == "x" for mark in cut]
+def test_masks_look_at_the_weight_before_the_cap():
+    got = weights([0.5, 1.0, 2.25, 3.0], Correction("token", cap=2.0, mask_high=2.5))
+    assert got.weights_T.tolist() == [0.5, 1.0, 2.0, 0.0]
+    assert got.cut_T.tolist() == [False, False, True, True]
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -98,37 +73,12 @@ def test_no_weight_overflows(log_weights: list[float], level, wanted: list[float
     assert got.cut_T.tolist() == [weight in (MOST, 1 / MOST) for weight in wanted]
 
 
-@pytest.mark.parametrize("rule", [Correction("token", 2.0, 0.5, 3.0), Correction("sequence", 2.0, 0.5, 3.0)])
-def test_a_counted_nan_is_neither_masked_nor_capped_away(rule: Correction):
-    got = weights([math.nan, 1.0], rule, [0, 1])
-    assert math.isnan(got.weights_T[0]) and got.weights_T[1] == 1.0
-
-
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_weights_have_no_gradient(level):
     log_T = torch.zeros(2, requires_grad=True)
     both, one = torch.tensor([True, True]), torch.tensor([0, 0])
     got = corrected(log_T, torch.zeros(2), both, one, 1, Correction(level, cap=2.0))
     assert not got.weights_T.requires_grad
-
-
-# ---------------------------------------------------------------- the masks of the geometric mean and the binary KL
-
-
-BINARY_KL = [
-    # p, b, p log(p / b) + (1 - p) log((1 - p) / (1 - b))
-    (0.5, 0.25, 0.5 * math.log(2) + 0.5 * math.log(2 / 3)),
-    (0.25, 0.5, 0.25 * math.log(1 / 2) + 0.75 * math.log(3 / 2)),
-    (0.9, 0.1, 0.8 * math.log(9)),
-    (0.3, 0.3, 0.0),
-]
-
-
-@pytest.mark.parametrize(("p", "b", "wanted"), BINARY_KL)
-def test_the_binary_kl_by_hand(p: float, b: float, wanted: float):
-    for dtype, exact in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
-        one, other = (torch.tensor([x], dtype=torch.float64).log().to(dtype) for x in (p, b))
-        assert binary_kl(one, other).item() == pytest.approx(wanted, abs=exact)
 
 
 def test_the_binary_kl_of_probabilities_at_their_ends_is_finite_and_bounded_by_what_float32_tells():
@@ -142,29 +92,3 @@ def test_the_binary_kl_of_probabilities_at_their_ends_is_finite_and_bounded_by_w
         assert found[0, 1] == found[1, 0] == 0.0
         assert found[2, 0] > 3 and found[2, 4] > 29 and found[0, 4] > 49
     assert binary_kl(torch.tensor([math.nan]), torch.tensor([-1.0])).isnan().all()
-
-
-def test_the_mask_of_the_binary_kl_looks_at_probabilities_and_not_at_their_ratio():
-    # ratios 2, 2 and 1/2; KL 0.1438, 0.0004 and 0.1308 nats
-    p_T, b_T = (
-        torch.tensor(row, dtype=torch.float64).log() for row in ([0.5, 2e-3, 0.25], [0.25, 1e-3, 0.5])
-    )
-    counted_T, segments_T = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
-    for bound, wanted in ((0.15, [1.0, 1.0, 1.0]), (0.14, [0.0, 1.0, 1.0]), (0.1, [0.0, 1.0, 0.0])):
-        got = corrected(p_T, b_T, counted_T, segments_T, 1, Correction(None, binary_kl=bound))
-        assert got.weights_T.tolist() == wanted
-        assert got.masked_binary_kl_T.tolist() == got.cut_T.tolist() == [one == 0.0 for one in wanted]
-    got = corrected(p_T, b_T, counted_T, segments_T, 1, Correction("token", 1.5, binary_kl=0.14))
-    assert got.weights_T.tolist() == pytest.approx([0.0, 1.5, 0.5])
-    # the product of the completion stays that of all its tokens: 2 x 2 x 1/2
-    got = corrected(p_T, b_T, counted_T, segments_T, 1, Correction("sequence", binary_kl=0.14))
-    assert got.weights_T.tolist() == pytest.approx([0.0, 2.0, 2.0])
-
-
-@pytest.mark.parametrize("level", [None, "token", "sequence"])
-def test_a_nan_passes_the_masks_so_that_its_minibatch_is_discarded(level):
-    rule = Correction(level, geometric_low=0.5, geometric_high=2.0, binary_kl=0.1)
-    both, own = torch.tensor([True, True]), torch.tensor([0, 1])
-    for p, b in ((math.nan, -1.0), (-1.0, math.nan)):
-        got = corrected(torch.tensor([p, -1.0]), torch.tensor([b, -1.0]), both, own, 2, rule)
-        assert math.isnan(got.weights_T[0]) and got.weights_T[1] == 1.0

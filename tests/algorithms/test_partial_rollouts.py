@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -206,20 +205,6 @@ def test_every_group_leaves_once_whole_and_in_time(
                 assert own[0] >= group.first_step and own[-1] <= step
 
 
-@pytest.mark.parametrize("parts", [1, 2, 5])
-def test_a_flight_that_is_written_down_goes_on_as_if_it_had_not_been(parts: int) -> None:
-    lengths = {(d, g): 1 + (d * 7 + g * 11) % 23 for d in range(40) for g in range(2)}
-    rules = UnfinishedRules(4, 8, 2)
-    whole, _ = run(Engines(lambda d, g: lengths[d, g], 6), rules, steps=10, samples=2)
-    engines, unfinished, found = Engines(lambda d, g: lengths[d, g], 6), UnfinishedGroups(), []
-    for step in range(10):
-        if step % parts == 0:
-            unfinished = read_unfinished(write_unfinished(unfinished), 2, 8, lambda *_: "")
-        engines.step = step
-        found.append(advance_carry(unfinished, rules, step, 10 - step, 2, engines.sample_round, keep))
-    assert [draws(one) for one in found] == [draws(one) for one in whole]
-
-
 def test_a_step_replaces_what_was_complete_and_is_dropped() -> None:
     """The last step finds two complete groups, of which selection drops one: it draws another."""
     done = finished(0, PartialCompletion().extended((7,), (-1.0,), 0, 0))
@@ -323,13 +308,6 @@ def test_what_is_learned_from_was_short_in_every_short_round_or_is_sampled_whole
             seen["anew"] += group.deferred and len(group.parts[0].token_ids) <= 4
             seen["surplus"] += len(fitted) > 1
     assert seen["anew"] > 3 and seen["surplus"] > 3, "else the rule says little"
-
-
-def test_the_last_steps_sample_what_is_in_flight() -> None:
-    engines = DeferringEngines(lambda draw, g: 9 if draw == 0 else 3, slice_tokens=4)
-    found, unfinished = run_deferring(engines, UnfinishedRules(2, 10**6, 0), steps=2)
-    assert [draws(one) for one in found] == [[1, 2], [0, 3]]
-    assert engines.rounds == [(False, [0, 1, 2, 3]), (True, [0, 3])] and unfinished.groups == []
 
 
 @settings(deadline=None, max_examples=150)
