@@ -144,22 +144,6 @@ def test_settings_that_the_documents_name_are_there() -> None:
     assert wrong == [] and count > 400
 
 
-@pytest.mark.parametrize("page", [one for one in PAGES if one.suffix == ".md"], ids=lambda page: page.name)
-def test_lines_are_short(page: Path) -> None:
-    """Those of text and tables; not of blocks, which show what programs print or read, nor those of one long URL."""
-    lines, blocks = text_of(page).splitlines(), set()
-    for token in tokens_of(page):
-        if token.type in ("fence", "code_block") and token.map:
-            blocks.update(range(*token.map))
-    long = [line for number, line in enumerate(lines) if len(line) > 120 and number not in blocks]
-    assert [line for line in long if not re.search(r"https?://\S{60,}", line)] == []
-
-
-@pytest.mark.parametrize(("name", "most"), [("README.md", 130), ("docs/benchmarks.md", 120)])
-def test_pages_for_a_first_look_are_short(name: str, most: int) -> None:
-    assert len((REPOSITORY / name).read_text(encoding="utf-8").splitlines()) <= most
-
-
 @pytest.mark.parametrize("name", ["README.md", "docs/rewards.md"])
 def test_the_reward_function_that_a_page_shows_pays_right_answers(name: str) -> None:
     """As a user copies it: the solution 5 is not paid with 15, 50 or a box that is taken back, whether the file has it

@@ -13,15 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch import train_sft
-from rlmath.config.help import help_text
 from rlmath.config.load import load_config
 from rlmath.distributed.device import GPU_PACKAGES
 from rlmath.distributed.fault_tolerance.exit_codes import read_exit_status
-from rlmath.planning.checks import used_keys
 from rlmath.run.startup import prepare_sft
 from tests.distributed.test_sft import loss_and_hits
 from tests.programs import REPOSITORY, rows, run, torchrun_command
-from tests.selection import matrix
 
 SFT = ("launch/train_sft.py", "--config", "configs/demo_sft.yaml")
 STEPS = 4
@@ -113,23 +110,6 @@ def test_the_exported_model_has_the_held_out_loss_that_was_told(arithmetic: Path
     assert told["held_out/token_accuracy"] == pytest.approx(hits / tokens)
 
 
-@distributed
-@matrix
-def test_a_run_that_was_killed_goes_on_bit_by_bit(arithmetic: Path, whole: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(whole, folder)
-    for step in (3, 4):
-        shutil.rmtree(folder / "checkpoints" / f"step-{step:06d}")
-    shutil.rmtree(folder / "hf_model")
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "lo')
-    done = run(*torchrun_command(2, *SFT, *settings(arithmetic, folder, f"run.total_steps={STEPS}")))
-    assert "step-000002, made on TP1 x PP1 x DP2: 2 steps and 2 updates are done" in done.stderr
-    assert rows(folder) == rows(whole)
-    model = "hf_model/model.safetensors"
-    assert (folder / model).read_bytes() == (whole / model).read_bytes()
-
-
 def told(*overrides: str) -> str:
     """What the program says to these settings before it starts anything."""
     with pytest.raises(ValueError) as error:
@@ -161,12 +141,6 @@ def test_a_dry_run_tells_the_plan_or_all_mistakes_and_writes_nothing(
     assert "rollout: " not in plan and "generat" not in plan
     status, plan, problems = dry("sft.max_sequence_token=3")
     assert (status, plan) == (2, "") and 'did you mean "sft.max_sequence_tokens"?' in problems
-    wrong = ("sft.max_sequence_tokens=9999", "optimizer.lr=-1", f"sft.held_out_path={tmp_path}/none")
-    status, plan, problems = dry(*wrong)
-    assert (status, plan) == (2, "")
-    assert "the model has 512 positions" in problems and "optimizer.lr is -1" in problems
-    assert "policy.max_tokens_per_microbatch is 4096; a sequence of sft.max_sequence_tokens=9999" in problems
-    assert "sft.held_out_path: there is no file" in problems
     prompts = f"data.train_path={arithmetic}/data/train.jsonl"
     status, _, problems = dry(prompts)
     assert status == 2 and "200 of 200 rows cannot be used" in problems
@@ -200,10 +174,3 @@ def test_data_and_settings_that_do_not_go_together_are_told(
     arithmetic: Path, tmp_path: Path, override: str, why: str
 ) -> None:
     assert why in told(*settings(arithmetic, tmp_path / "new", override))
-
-
-def test_help_shows_what_matters_only() -> None:
-    shown = help_text("all", keys=used_keys())
-    assert "sft.held_out_share" in shown and "optimizer.lr" in shown and "data.train_path" in shown
-    assert "rollout: " not in shown and "critic." not in shown and "data.max_prompt_tokens" not in shown
-    assert "algorithm.rollback" in shown and "algorithm.advantage" not in shown

@@ -12,20 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlmath.algorithms.types import Sample
-from rlmath.config.schema import Config, RolloutConfig, TeacherConfig
 from rlmath.data.packing import MicroBatch, pack
-from rlmath.distributed.device import init_process_group, open_device
-from rlmath.distributed.mesh import Mesh
 from rlmath.planning.memory_estimate import Target, plan_rank
-from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
 from tests.distributed.policy_cases import Case, Stage, build
-from tests.tiny_models import shape_of
 
 FLOAT32_BYTES = 4
 CPU = Target("cpu", "CPU", None, local_layers=True)
@@ -169,64 +163,6 @@ def measure_training(folder: Path, layout: Layout) -> dict[str, Any]:
     return {"measured": measured, "phases": {name: dict(held) for name, held in plan.phases.items()}}
 
 
-def measure_critic(folder: Path, layout: Layout) -> dict[str, Any]:
-    """Measured bytes of this rank's critic and of its update, and the planned ones of the phase in which it learns."""
-    from rlmath.models.build import build_critic
-    from rlmath.models.critic import ValueTargets
-    from rlmath.models.hf_config import critic_shape_of
-
-    stage = _build(folder, layout)
-    config = replace(stage.config, algorithm=replace(stage.config.algorithm, advantage="gae"))
-    shape = critic_shape_of(config, stage.shape)
-    assert shape is not None
-    critic = build_critic(config, shape, stage.mesh, stage.device, total_updates=10)
-    batches = _batches(stage, layout)
-    targets = [
-        ValueTargets(torch.zeros(len(one.token_ids_T)), torch.ones(len(one.token_ids_T))) for one in batches
-    ]
-    assert critic.learner.learn(batches, targets).discarded is None
-    parameters = [p for chunk in critic.chunks for p in chunk.parameters()]
-    measured = {
-        "critic_parameters": storage_bytes(parameters),
-        "critic_gradients": storage_bytes(p.main_grad for p in parameters),
-        "critic_optimizer": _optimizer_bytes(critic.learner.optimizer, parameters),
-    }
-    with StorageWatch() as watch:
-        critic.learner.learn(batches, targets)
-    measured["pass"] = watch.peak
-    plan = plan_rank(config, stage.shape, stage.mesh, CPU)
-    return {
-        "measured": measured,
-        "planned": dict(plan.phases["critic"]),
-        "update": dict(plan.phases["update"]),
-    }
-
-
-def measure_teacher(folder: Path, teacher_folder: Path, layout: Layout, loss: str) -> dict[str, Any]:
-    """Measured and planned bytes of this rank's teacher, of its pass, and of an update with it (of a second step)."""
-    from rlmath.models.build import build_teacher, loss_settings
-
-    stage = _build(folder, layout)
-    stage.config = replace(stage.config, teacher=TeacherConfig(str(teacher_folder), loss))
-    learner, batches = stage.actor.learner, _batches(stage, layout)
-    learner.settings = loss_settings(stage.config.algorithm, stage.config.teacher)
-    teacher = build_teacher(
-        stage.config, stage.shape, shape_of(teacher_folder), stage.mesh, stage.device, (1,)
-    )
-    states = teacher.states(batches) if loss == "full" else None
-    assert learner.learn(batches, None, None, teacher=states).discarded is None
-    measured = {"teacher": storage_bytes(p for chunk in teacher.chunks for p in chunk.parameters())}
-    with StorageWatch() as watch:
-        kept = teacher.states(batches) if loss == "full" else teacher.logprobs(batches)
-    del kept
-    measured["teacher_pass"] = watch.peak
-    with StorageWatch() as watch:
-        learner.learn(batches, None, None, teacher=states)
-    measured["update_pass"] = watch.peak
-    plan = plan_rank(stage.config, stage.shape, stage.mesh, CPU)
-    return {"measured": measured, "phases": {name: dict(held) for name, held in plan.phases.items()}}
-
-
 def _optimizer_bytes(optimizer: Any, parameters: list[Tensor]) -> int:
     """State of the optimizer, and its own copies of parameters where it has any."""
     held = []
@@ -258,42 +194,7 @@ def _saved_activations(stage: Stage, batches: list[MicroBatch], parameters: list
     return max(found, default=0)
 
 
-def measure_engine(folder: Path, engine_size: int, cache_gib: float) -> dict[str, Any]:
-    """Measured and planned bytes of this rank of an awake engine.
-
-    oneDNN keeps the matrices that vLLM has packed in memory that no tensor owns: of those the rows and columns are
-    counted, as vLLM's handles to them tell.
-    """
-    from rlmath.rollout.engine import Engine, prepare_environment
-
-    prepare_environment("cpu")
-    from vllm._custom_ops import CPUDNNLGEMMHandler
-
-    device = open_device("cpu")
-    init_process_group(device, 120.0)
-    mesh = Mesh(dist.get_rank(), dist.get_world_size(), 1, 1, engine_size)
-    shape = shape_of(folder)
-    earlier = [handle for handle in _objects() if isinstance(handle, CPUDNNLGEMMHandler)]
-    rollout = RolloutConfig(tensor_parallel=engine_size, cpu_kv_cache_gib=cache_gib, progress_bar=False)
-    engine = Engine(str(folder), rollout, 64, mesh, device, engine_shapes(shape, engine_size))
-
-    def look(worker: Any) -> tuple[int, int]:
-        model = worker.model_runner.model
-        plain = storage_bytes([*model.parameters(), *model.buffers()])
-        return plain, storage_bytes(worker.model_runner.kv_caches)
-
-    ((plain, cache),) = engine._llm.collective_rpc(look)
-    handles = [handle for handle in _objects() if isinstance(handle, CPUDNNLGEMMHandler)]
-    packed = sum(h.n * h.k * FLOAT32_BYTES for h in handles if all(h is not old for old in earlier))
-    engine.close()
-    plan = plan_rank(replace(Config(), rollout=rollout), shape, mesh, CPU)
-    return {
-        "measured": {"engine_weights": plain + packed, "kv_cache": cache},
-        "planned": dict(plan.phases["generate"]),
-    }
-
-
-def make_model(folder: Path, tokenizer_of: Path, tied: bool, layers: int = 4) -> Path:
+def make_model(folder: Path, tokenizer_of: Path) -> Path:
     """A model in Hugging Face form, with 4 layers of 3.8 million parameters, in which no part is lost in the others'
     overheads."""
     import transformers
@@ -303,12 +204,12 @@ def make_model(folder: Path, tokenizer_of: Path, tied: bool, layers: int = 4) ->
         vocab_size=2000,
         hidden_size=256,
         intermediate_size=704,
-        num_hidden_layers=layers,
+        num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=4096,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=False,
         rope_theta=10000.0,
         eos_token_id=1,
         bos_token_id=2,

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from rlmath.config.schema import Config, DataConfig, SftConfig
@@ -38,10 +36,10 @@ def _config(folder: Path, case: Case) -> Config:
     return replace(config, optimizer=optimizer, data=data, sft=SftConfig(eval_every_steps=2))
 
 
-def build_trainer(
+def curve(
     folder: Path, case: Case, sequences: list[WrittenSequence], held_out: list[WrittenSequence], steps: int
-) -> tuple[Any, Any]:
-    """(trainer, actor) on this rank."""
+) -> list[dict[str, float]]:
+    """The metrics before training and of every step."""
     from rlmath.data.dataset import SftInputs
     from rlmath.run.prepared import PreparedRun
     from rlmath.run.recovery.resume import Origin
@@ -55,35 +53,4 @@ def build_trainer(
     origin = Origin(model="", data="")
     prepared = PreparedRun(_config(folder, case), shape_of(folder), inputs, origin, recovery=None)
     trainer = SftTrainer(prepared.on_rank(mesh, device))
-    return trainer, trainer.actor
-
-
-def curve(
-    folder: Path, case: Case, sequences: list[WrittenSequence], held_out: list[WrittenSequence], steps: int
-) -> list[dict[str, float]]:
-    """The metrics before training and of every step."""
-    trainer, _ = build_trainer(folder, case, sequences, held_out, steps)
     return [trainer.evaluate(), *(trainer.step(number).metrics for number in range(steps))]
-
-
-def meets_a_broken_model(folder: Path, case: Case, sequences: list[WrittenSequence]) -> dict[str, Any]:
-    """A step with an infinite weight, then one with the weight as it was: what was told, and whether the state
-    stayed."""
-    trainer, actor = build_trainer(folder, case, sequences, [], steps=4)
-    first = trainer.step(0)
-    parameters = [one for chunk in actor.chunks for one in chunk.parameters()]
-    whole = parameters[0].detach().clone()
-    with torch.no_grad():
-        parameters[0].fill_(float("inf"))
-    before = [one.detach().clone() for one in parameters[1:]]
-    broken = trainer.step(1)
-    same = all(torch.equal(one, other) for one, other in zip(before, parameters[1:], strict=True))
-    with torch.no_grad():
-        parameters[0].copy_(whole)
-    after = trainer.step(2)
-    return {
-        "skipped": [one.skipped for one in (first, broken, after)],
-        "counted": [one.metrics["train/skipped_updates"] for one in (first, broken, after)],
-        "same": same,
-        "updates": actor.learner.updates,
-    }

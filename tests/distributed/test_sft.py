@@ -112,15 +112,3 @@ def test_every_layout_has_the_curve_of_a_single_rank(
         for name in ("held_out/token_accuracy", "n_tokens", "n_valid_tokens", "train/learning_rate"):
             assert ours.get(name) == theirs.get(name), name
     assert ["held_out/loss" in row for row in found] == [True, False, True, False, True, False, True]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", keeping([ALONE, LAYOUTS[1]], LAYOUTS[1]), ids=str)
-def test_an_update_that_is_not_finite_is_skipped_and_counted(
-    ranks: RankPool, untied_model: Path, case: Case
-) -> None:
-    for found in ranks.run(case.ranks, sft_cases.meets_a_broken_model, untied_model, case, SEQUENCES):
-        assert found["counted"] == [0.0, 1.0, 0.0]
-        assert found["skipped"][0] is found["skipped"][2] is None
-        assert "not finite" in found["skipped"][1]
-        assert found["same"] and found["updates"] == 2

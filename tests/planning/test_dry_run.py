@@ -261,6 +261,7 @@ def test_the_plan_of_a_critic_on_32_gpus(dry):
     assert "a critic of 7.07 B parameters learns from the same minibatches, in the first 3 steps alone" in out
     (line,) = (line for line in out.splitlines() if line.startswith("  critic: "))
     assert "critic_gradients 13.17" in line and "critic_optimizer 2.47" in line
+    assert "activations 3.08" in line and "logits" not in line, "a backward pass, to a single output"
 
 
 def test_stages_have_lines_of_their_own(dry, rows: Path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config.schema import (
     AlgorithmConfig,
     Config,
@@ -191,10 +192,15 @@ def test_the_plan_has_the_teacher_where_it_is_held(folder: Path, tied_model: Pat
             assert heads == (set() if loss == "advantage" else {"teacher", "update"} if offload else every)
             assert plan.part("teacher_head") == (2 * VOCAB * 96 if loss == "full" else 0)
             assert ("logits" in plan.phases["teacher"]) == (loss == "advantage")
-    first = plan_rank(
-        replace(config, teacher=replace(config.teacher, loss="full")), shape, Mesh(0, 2, 1, 2, 1), gpu
+    full, own = replace(config, teacher=replace(config.teacher, loss="full")), teacher_shape_of(config)
+    first, last = (plan_rank(full, shape, Mesh(rank, 2, 1, 2, 1), gpu) for rank in (0, 1))
+    assert first.part("teacher_head") == 0 and own is not None
+    held = sum(one.part(part) for one in (first, last) for part in ("teacher", "teacher_head"))
+    assert held == 2 * parameter_count(replace(own, vocab_size=VOCAB))
+    alone = plan_rank(config, shape, Mesh(1, 2, 1, 2, 1), gpu).phases["update"]["working"]
+    assert last.phases["update"]["working"] > alone + 2 * 512 * 96, (
+        "its hidden states, and blocks of its logits"
     )
-    assert first.part("teacher_head") == 0 and first.part("teacher") > 0
 
 
 def test_a_teacher_in_the_advantages_needs_the_policys_log_probs_first(
