@@ -60,6 +60,7 @@ def test_a_row_of_discarded_steps_ends_the_run_and_the_next_start(arithmetic: Pa
     assert f"diverged in step {last}: every minibatch of 3 steps in a row was discarded" in ended.message
     assert f"step-{sound:06d}" in ended.message
     assert console.count("the update was skipped: the loss is not finite") == 3
+    assert [row["train/skipped_updates"] for row in metric_rows(folder)[1:]] == [0.0] * 3 + [1.0] * 3
     assert saved_steps(folder) == [last - 1, last - 2, sound]
     progress = read_progress(folder / "checkpoints" / f"step-{last - 1:06d}")
     assert (progress.discarded_steps, progress.learned_step) == (2, SPOILED_STEP)

@@ -20,10 +20,6 @@ def flip_a_bit(matrix: Tensor) -> None:
     bits[len(bits) // 2] ^= 1
 
 
-def negate(matrix: Tensor) -> None:
-    matrix.neg_()
-
-
 def swap_rows(matrix: Tensor) -> None:
     matrix[[0, 1]] = matrix[[1, 0]]
 
@@ -35,7 +31,6 @@ def lose_a_slice(matrix: Tensor) -> None:
 
 SPOIL: dict[str, Callable[[Tensor], None]] = {
     "bit": flip_a_bit,
-    "sign": negate,
     "rows": swap_rows,
     "slice": lose_a_slice,
 }

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from rlmath.algorithms.types import PartialCompletion, Sample
@@ -264,39 +263,3 @@ def old_prefixes(folder: Path) -> dict[str, Any]:
     report["nothing dropped"] = difference()
     engine.close()
     return report
-
-
-def vocab_padding(logits_seed: int) -> dict[str, Any]:
-    """Log-probs, entropy and gradients of random logits over a vocabulary of 101 on 2 ranks, whose padded column
-    holds huge values: once of the log-probs alone, once of the entropy, too. Token 99 is masked in rows 1 to 3."""
-    from megatron.core import parallel_state
-
-    from rlmath.distributed.device import init_process_group, open_device
-    from rlmath.models.logprobs import vocab_parallel_logprobs
-
-    init_process_group(open_device("cpu"), 60.0)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    group = parallel_state.get_tensor_model_parallel_group()
-    torch.manual_seed(logits_seed)
-    logits = torch.randn(7, 101) * 3
-    logits[0, :60] += 200
-    targets = torch.tensor([0, 50, 51, 100, 3, 99, 60])
-    masked = (torch.arange(7) > 0) & (torch.arange(7) < 4)
-    padded = torch.cat((logits, torch.full((7, 1), 1e4)), dim=1)
-    grads = []
-    for share in (0.0, 0.3):
-        mine = padded.chunk(2, dim=1)[dist.get_rank()].clone().requires_grad_()
-        logprobs, entropy = vocab_parallel_logprobs(mine, targets, 0.7, 101, group, masked, (99,))
-        rows = torch.arange(1.0, 8.0)
-        loss = (logprobs * rows).sum()
-        (loss + share * (entropy * rows.flip(0)).sum() if share else loss).backward()
-        grads.append(mine.grad)
-    return {
-        "logits": logits,
-        "targets": targets,
-        "masked": masked,
-        "logprobs": logprobs.detach(),
-        "entropy": entropy.detach(),
-        "grad": grads[0],
-        "grad_with_entropy": grads[1],
-    }

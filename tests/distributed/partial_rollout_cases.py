@@ -65,8 +65,6 @@ class Run:
     rollout that sampled them."""
     validated: list[dict[str, float]]
     """By step, empty where there is no validation."""
-    kept_until_commit: list[bool]
-    """By step: whether a checkpoint made right after its rollout would still have held the state before it."""
 
 
 def uniform_model(source: Path, folder: Path) -> Path:
@@ -145,7 +143,7 @@ def run(folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Map
     prepared = prepared_run(config := config_of(folder, place, steps, rollout, sections))
     world, parallel = environment_world_size(), config.parallel
     mesh = Mesh(environment_rank(), world, parallel.tensor, 1, rollout.tensor_parallel)
-    device, found = open_device("cpu"), Run([], [], [], [], [], [])
+    device, found = open_device("cpu"), Run([], [], [], [], [])
     with GrpoTrainer.open_workers(config, mesh) as workers:
         init_process_group(device, 120.0)
         trainer = GrpoTrainer(prepared.on_rank(mesh, device, workers=workers))
@@ -155,7 +153,6 @@ def run(folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Map
         for number in range(steps):
             if number == more.get("stop_after"):
                 _restart_rollouts(trainer, place, number, bool(more.get("reward_changed")))
-            _note_state(trainer.rollouts, found)
             record = trainer.step(number)
             found.groups.append(list(record.groups))
             found.metrics.append(record.metrics)
@@ -165,17 +162,6 @@ def run(folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Map
             found.in_flight.append([group.draw for group in unfinished])
         trainer.close(0)
     return found
-
-
-def _note_state(rollouts: Any, found: Run) -> None:
-    """Where the next step's rollouts become the state, see what the state was until then."""
-    before, commit = rollouts.files(), type(rollouts).commit
-
-    def noted() -> dict[str, float]:
-        found.kept_until_commit.append(rollouts.files() == before)
-        return commit(rollouts)
-
-    rollouts.commit = noted
 
 
 def _restart_rollouts(trainer: Any, place: Path, steps_done: int, reward_changed: bool) -> None:

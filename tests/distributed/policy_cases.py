@@ -4,7 +4,6 @@ Face names, so that results of all layouts compare to each other and to transfor
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -249,29 +248,6 @@ def updates(
     results = [stage.actor.learner.learn(microbatches(stage, part), None, None) for part in parts]
     weights = whole_tensors(stage)
     return (weights, results, sum(idle)) if stage.mesh.rank == 0 else None
-
-
-def update_with_shapes(
-    folder: Path, case: Case, samples: list[Sample], exchanged: bool
-) -> tuple[tuple[dict[str, Tensor], Any] | None, int]:
-    """As `update`, and how often shapes were sent; `exchanged` is Megatron's own way."""
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-
-    from megatron_patches import p2p_shapes
-
-    sent, theirs, ours = [], P2PCommunicator._communicate_shapes, p2p_shapes.known_shapes
-
-    def counted(*arguments: Any) -> Any:
-        sent.append(1)
-        return theirs(*arguments)
-
-    P2PCommunicator._communicate_shapes = counted
-    if exchanged:
-        p2p_shapes.known_shapes = lambda *shapes: nullcontext()
-    try:
-        return update(folder, case, samples), len(sent)
-    finally:
-        P2PCommunicator._communicate_shapes, p2p_shapes.known_shapes = theirs, ours
 
 
 def streamed(folder: Path, case: Case) -> dict[str, Tensor] | None:

@@ -219,12 +219,8 @@ def _requests_of(prompts: list[tuple[int, ...]]) -> list[Any]:
     ]
 
 
-def left_behind(engine: Any) -> dict[str, int]:
-    """Requests that vLLM still has, and blocks of prefixes that it would use again."""
+def left_behind(engine: Any) -> int:
+    """Requests that vLLM still has."""
     llm_engine = engine._llm.llm_engine
     scheduler = llm_engine.engine_core.engine_core.scheduler
-    blocks = scheduler.kv_cache_manager.block_pool.blocks
-    return {
-        "requests": len(llm_engine.output_processor.request_states) + sum(scheduler.get_request_counts()),
-        "prefix blocks": sum(block.block_hash is not None for block in blocks),
-    }
+    return len(llm_engine.output_processor.request_states) + sum(scheduler.get_request_counts())

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.distributed import engine_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
+from tests.models.test_logprobs import check_shards, shard_of
 from tests.selection import keeping, matrix
 
 pytestmark = pytest.mark.distributed
@@ -76,20 +76,5 @@ def test_no_prefix_of_old_weights_is_used_with_new_ones(ranks: RankPool, untied_
 
 
 @matrix
-@pytest.mark.parametrize(("share", "name"), [(0.0, "grad"), (0.3, "grad_with_entropy")])
-def test_padded_vocabulary_has_no_probability(ranks: RankPool, share: float, name: str) -> None:
-    first, second = ranks.run(2, engine_cases.vocab_padding, 3)
-    logits = first["logits"].double().requires_grad_()
-    masked = torch.zeros(7, 101, dtype=torch.bool)
-    masked[first["masked"], 99] = True
-    wanted = torch.log_softmax((logits / 0.7).masked_fill(masked, -1e30), -1)
-    chosen = wanted.gather(1, first["targets"][:, None])[:, 0]
-    entropy = -(wanted.exp() * wanted).sum(-1)
-    rows = torch.arange(1.0, 8.0)
-    ((chosen * rows).sum() + share * (entropy * rows.flip(0)).sum()).backward()
-    grad = torch.cat((first[name], second[name]), dim=1)
-    for found in (first, second):
-        torch.testing.assert_close(found["logprobs"], chosen.detach().float(), atol=1e-6, rtol=2e-6)
-        torch.testing.assert_close(found["entropy"], entropy.detach().float(), atol=1e-6, rtol=2e-6)
-    torch.testing.assert_close(grad[:, :101], logits.grad.float(), atol=1e-5, rtol=1e-5)
-    assert torch.equal(grad[:, 101], torch.zeros(7))
+def test_log_probs_of_two_shards_are_those_of_the_whole_vocabulary(ranks: RankPool) -> None:
+    check_shards(*ranks.run(2, shard_of))

@@ -24,6 +24,7 @@ FIRST_HEAVY = Case(pipeline=2, first_stage_layers=3, last_stage_layers=1)
 LAST_HEAVY = Case(pipeline=2, last_stage_layers=3)
 LAYOUTS = [INTERLEAVED, FIRST_HEAVY, LAST_HEAVY]
 FULL_LAYOUTS = [
+    Case(pipeline=4),
     replace(INTERLEAVED, max_tokens=512),
     replace(INTERLEAVED, tensor=2, sequence=True, recompute=True),
     replace(INTERLEAVED, data=2),

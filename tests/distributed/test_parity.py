@@ -27,14 +27,6 @@ LAYOUTS = [
     Case(tensor=2, pipeline=2),
 ]
 TIED_LAYOUTS = [*LAYOUTS[1:4], Case(tensor=2, pipeline=2, max_tokens=64)]
-FULL_LAYOUTS = [
-    Case(tensor=2, data=2),
-    Case(pipeline=2, data=2),
-    Case(pipeline=4),
-    Case(tensor=2, pipeline=2, max_tokens=64),
-    Case(tensor=2, pipeline=2, sequence=True, recompute=True, max_tokens=64),
-    Case(tensor=2, pipeline=2, data=2, max_tokens=64),
-]
 SAMPLES = make_samples(24)
 
 
@@ -192,36 +184,6 @@ def test_an_overlapped_reduction_gives_the_same_bits(ranks: RankPool, tied_model
     assert all(torch.equal(overlapped[0][name], weight) for name, weight in plain[0].items())
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(pipeline=2, max_tokens=64),
-        Case(tensor=2, pipeline=2, sequence=True, max_tokens=64),
-        Case(pipeline=2, virtual_pipeline=2, max_tokens=64),
-    ],
-    ids=str,
-)
-def test_stages_know_the_shapes_of_their_messages(ranks: RankPool, untied_model: Path, case: Case) -> None:
-    (exchanged, sent), (known, none) = (
-        ranks.run(case.ranks, policy_cases.update_with_shapes, untied_model, case, SAMPLES, way)[0]
-        for way in (True, False)
-    )
-    assert sent > 4 and none == 0
-    assert known[1] == exchanged[1]
-
-
 @matrix
 def test_kl_against_a_reference_is_part_of_the_update(ranks: RankPool, untied_model: Path) -> None:
     check_update(ranks, untied_model, Case(tensor=2, pipeline=2, kl_coef=0.3, max_tokens=64), 1e-5)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("case", FULL_LAYOUTS, ids=str)
-def test_updates_agree_on_larger_layouts(
-    ranks: RankPool, untied_model: Path, case: Case, optimizer: str
-) -> None:
-    check_update(
-        ranks, untied_model, replace(case, optimizer=optimizer), {"sgd": 1e-5, "adam": 1e-3}[optimizer]
-    )

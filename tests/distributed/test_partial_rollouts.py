@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -111,22 +110,6 @@ def test_engines_and_cuts_change_nothing(
     assert_same_completions(run, whole)
     if slice_tokens == CARRY.slice_tokens:
         assert run.groups == carried.groups and run.in_flight == carried.in_flight
-
-
-def test_every_prompt_is_learned_once_and_in_time(whole: Run, carried: Run) -> None:
-    seen = Counter(group.prompt.prompt_id for step in carried.groups for group in step)
-    assert seen == Counter(group.prompt.prompt_id for step in whole.groups for group in step)
-    assert set(seen.values()) == {1} and carried.in_flight[-1] == []
-    ages = []
-    for step, groups in enumerate(carried.groups):
-        assert len(groups) == PER_STEP
-        for segment in (s for group in groups for c in group.completions for s in c.segments):
-            ages.append(step - segment.step)
-    assert min(ages) == 0 and 1 < max(ages) <= CARRY.max_staleness
-
-
-def test_a_step_that_fails_after_its_rollout_leaves_the_state_as_it_was(carried: Run) -> None:
-    assert carried.kept_until_commit == [True] * STEPS
 
 
 @matrix

@@ -21,7 +21,7 @@ from triton.compiler import CompiledKernel
 
 from rlmath.models import logprob_kernels, logprobs
 from rlmath.models.logprobs import vocab_parallel_logprobs
-from tests.models.test_logprobs import CLOSE, dense, loss, ours, random_logits
+from tests.models.test_logprobs import check_shards, dense, loss, ours, random_logits, shard_of
 
 logprobs.KERNEL_DEVICES.add("cpu")
 
@@ -41,46 +41,19 @@ def compare(leaf_TV: Tensor, found: tuple[Tensor, ...], wanted: tuple[Tensor, ..
     assert not leaf_TV.grad[:, vocab_size:].any()
 
 
-def of_rank(rank: int, folder: Path) -> None:
-    """One half of the vocabulary; the last columns of the second are padding."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
-    logits_TV, targets_T = halves()
-    leaf_TV = logits_TV.chunk(2, 1)[rank].clone().requires_grad_()
-    found = vocab_parallel_logprobs(
-        leaf_TV, targets_T, 0.4, 97, dist.group.WORLD, torch.arange(7) < 3, (2, 60)
-    )
-    loss(*found, "logprobs and entropy").backward()
-    torch.save((*found, leaf_TV.grad), folder / str(rank))
-
-
-def halves() -> tuple[Tensor, Tensor]:
-    logits_TV, targets_T = random_logits(7, 100)
-    logits_TV[:, 97:] = -torch.inf
-    logits_TV[1, 70] = 1e4  # its mass is in the other half than that of row 2
-    logits_TV[2, 5] = -7e3
-    logits_TV[2, 1] = 9e3
-    return logits_TV, targets_T % 97
+def save_shard(rank: int, folder: Path) -> None:
+    torch.save(shard_of(rank, dist.FileStore(str(folder / "store"), 2)), folder / str(rank))
 
 
 def test_two_shards_give_what_the_whole_vocabulary_gives(tmp_path: Path) -> None:
     forked = multiprocessing.get_context("fork")
-    ranks = [forked.Process(target=of_rank, args=(rank, tmp_path)) for rank in range(2)]
+    ranks = [forked.Process(target=save_shard, args=(rank, tmp_path)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join()
     assert [process.exitcode for process in ranks] == [0, 0]
-    masked_TN = torch.zeros(7, 97, dtype=torch.bool)
-    masked_TN[:3, [2, 60]] = True
-    wanted = dense(*halves(), 0.4, 97, masked_TN)
-    loss(*wanted[:2], "logprobs and entropy").backward()
-    (*first, left_TV), (*second, right_TV) = (torch.load(tmp_path / str(rank)) for rank in range(2))
-    for mine_T, other_T, theirs_T in zip(first, second, wanted[:2], strict=True):
-        assert torch.equal(mine_T, other_T)
-        torch.testing.assert_close(mine_T, theirs_T.float(), **CLOSE)
-    grad_TV = torch.cat((left_TV, right_TV), 1)
-    torch.testing.assert_close(grad_TV[:, :97], wanted[2].grad.float(), **CLOSE)
-    assert not grad_TV[:, 97:].any()
+    check_shards(*(torch.load(tmp_path / str(rank)) for rank in range(2)))
 
 
 @pytest.fixture(scope="module")

@@ -65,6 +65,42 @@ def random_logits(T: int, V: int, spread: float = 3.0, seed: int = 0) -> tuple[T
     return torch.randn(T, V, generator=draw) * spread, torch.randint(0, V, (T,), generator=draw)
 
 
+def halves() -> tuple[Tensor, Tensor]:
+    """The mass of two rows is in different halves of the vocabulary; the last columns are padding."""
+    logits_TV, targets_T = random_logits(7, 100)
+    logits_TV[:, 97:] = -torch.inf
+    logits_TV[1, 70] = 1e4
+    logits_TV[2, 5] = -7e3
+    logits_TV[2, 1] = 9e3
+    return logits_TV, targets_T % 97
+
+
+def shard_of(rank: int = -1, store: dist.Store | None = None) -> list[Tensor]:
+    """Log-probs, entropy and gradient of one of two ranks with a half of the vocabulary each; without a rank that of
+    the environment."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    logits_TV, targets_T = halves()
+    leaf_TV = logits_TV.chunk(2, 1)[dist.get_rank()].clone().requires_grad_()
+    masked = {"masked_T": torch.arange(7) < 3, "masked_tokens": (2, 60)}
+    found = vocab_parallel_logprobs(leaf_TV, targets_T, 0.4, 97, dist.group.WORLD, **masked)
+    loss(*found, "logprobs and entropy").backward()
+    return [*(one.detach() for one in found), leaf_TV.grad]
+
+
+def check_shards(first: list[Tensor], second: list[Tensor]) -> None:
+    """Two shards give what the whole vocabulary gives."""
+    masked_TN = torch.zeros(7, 97, dtype=torch.bool)
+    masked_TN[:3, [2, 60]] = True
+    wanted = dense(*halves(), 0.4, 97, masked_TN)
+    loss(*wanted[:2], "logprobs and entropy").backward()
+    for mine_T, other_T, theirs_T in zip(first[:2], second[:2], wanted[:2], strict=True):
+        assert torch.equal(mine_T, other_T)
+        torch.testing.assert_close(mine_T, theirs_T.float(), **CLOSE)
+    grad_TV = torch.cat((first[2], second[2]), 1)
+    torch.testing.assert_close(grad_TV[:, :97], wanted[2].grad.float(), **CLOSE)
+    assert not grad_TV[:, 97:].any()
+
+
 @pytest.fixture
 def chunk_rows(monkeypatch: pytest.MonkeyPatch):
     """Sets how many rows of so many columns make a chunk."""

@@ -81,16 +81,6 @@ def test_both_models_lack_the_tokens_that_the_engine_masks() -> None:
     torch.testing.assert_close(leaf_TV.grad[:, :VOCAB].double(), wanted.grad, atol=1e-5, rtol=1e-5)
 
 
-def test_a_kl_by_hand() -> None:
-    """Student (3/4, 1/4), teacher (1/2, 1/2): 3/4 log 3/2 + 1/4 log 1/2 nats; the gradient is p (log p/t - KL)."""
-    leaf_TV = torch.tensor([[3.0, 1.0]]).log().requires_grad_()
-    teacher = TeacherRows(torch.tensor([[1.0]]), torch.zeros(2, 1), 2)
-    kl_T = vocab_parallel_logprobs(leaf_TV, torch.tensor([0]), 1.0, 2, dist.group.WORLD, teacher=teacher)[2]
-    assert kl_T.item() == pytest.approx(0.130812, abs=1e-6)
-    kl_T.sum().backward()
-    assert leaf_TV.grad.flatten().tolist() == pytest.approx([0.205990, -0.205990], abs=1e-6)
-
-
 def test_a_row_that_is_not_counted_gets_no_gradient_whatever_it_holds() -> None:
     logits_TV, targets_T, teacher = inputs(VOCAB)
     logits_TV[3] = float("nan")
