@@ -88,24 +88,6 @@ def test_a_mixture_of_forms_with_weights(tmp_path: Path, place: Path, config: Co
     assert data_fingerprint(inputs.prompts, [10, 8]) != data_fingerprint(inputs.prompts, [9, 9])
 
 
-def test_dropped_prompts_are_a_share_of_those_that_could_be_used(
-    tmp_path: Path, place: Path, config: Config
-) -> None:
-    rows = [{"question": "1" * length, "answer": 1} for length in (2, 3, 4, 30, 2, 40)]
-    path = write_rows(tmp_path / "p.jsonl", [*rows, {"question": ""}])
-    data = replace(
-        config.data,
-        train_path=path,
-        template="raw",
-        max_prompt_tokens=9,
-        prompts_per_step=2,
-        max_unusable_share=0.2,
-    )
-    inputs = load_inputs(replace(config, data=data), read_model_shape(place / "model"))
-    assert inputs.dropped_share == 2 / 6
-    assert [one.tokens for one in inputs.reports[0].examples] == [30, 40]
-
-
 # ---------------------------------------------------------------- settings reach the prompts and their order
 
 
@@ -142,24 +124,6 @@ def test_the_order_of_prompts(mixed: Config, tied_model: Path) -> None:
     ]
     shuffled = load_inputs(replace(mixed, data=replace(mixed.data, shuffle=True)), shape_of(tied_model)).order
     assert shuffled.shuffle and shuffled.batch(0) != order.batch(0)
-
-
-def test_form_template_and_length(mixed: Config, tied_model: Path) -> None:
-    shape = shape_of(tied_model)
-
-    def load(**changes: object) -> list[str]:
-        data = replace(mixed.data, more_train_paths=[], train_weights=[], **changes)  # type: ignore[arg-type]
-        return [prompt.text for prompt in load_inputs(replace(mixed, data=data), shape).prompts]
-
-    raw = [f"{n}+1" for n in range(9)]
-    assert load() == load(format="question_answer") == raw
-    with pytest.raises(ValueError, match="boba"):
-        load(format="boba")
-    boxed = load(template="qwen_boxed")
-    assert all(text.startswith("<|im_start|>system") for text in boxed)
-    with pytest.raises(ValueError):
-        load(template="qwen_boxed", max_prompt_tokens=20)
-    assert load(template="qwen_boxed", max_prompt_tokens=300) == boxed
 
 
 def test_a_warm_up_counts_every_update(mixed: Config, tied_model: Path) -> None:

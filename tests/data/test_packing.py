@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from rlmath.algorithms.losses import Normalisation
 from rlmath.algorithms.types import Sample
-from rlmath.data.packing import PAD_TOKEN, MicroBatch, pack
+from rlmath.data.packing import MicroBatch, pack
 
 TENSORS = [one.name for one in fields(MicroBatch) if one.name.endswith(("_T", "_S1"))]
 
@@ -94,20 +94,6 @@ def test_a_device_takes_every_tensor_from_pinned_memory_while_the_host_goes_on(m
     assert moves.noted == [("pin_memory", False), ("to", True)] * len(TENSORS)
     assert len(TENSORS) == 9 and {getattr(moved, name).device.type for name in TENSORS} == {"meta"}
     assert (moved.sample_indices, moved.loss_count, moved.max_seqlen) == ((0, 1), 5, 5)
-
-
-@pytest.mark.parametrize("multiple", [1, 4])
-def test_an_empty_microbatch_is_padding_alone(multiple: int):
-    batch = pack([ONE], [], multiple)
-    assert batch.token_ids_T.tolist() == [PAD_TOKEN] * multiple
-    assert batch.position_ids_T.tolist() == list(range(multiple))
-    assert batch.cu_seqlens_S1.tolist() == [0, multiple]
-    assert batch.loss_weights_T.tolist() == [0.0] * multiple
-    assert batch.completion_index_T.tolist() == [-1] * multiple
-    assert batch.segments_T.tolist() == [0] * multiple
-    assert (batch.n_segments, batch.loss_count) == (1, 0)
-    assert batch.max_seqlen == multiple
-    assert batch.sample_indices == ()
 
 
 @pytest.mark.parametrize(("kind", "count"), [("token", 0), ("sequence", 1), ("constant", 1)])

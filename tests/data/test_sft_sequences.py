@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from rlmath.cli.make_tiny_model import make_tokenizer
@@ -52,12 +50,6 @@ def test_messages_need_a_chat_template(tmp_path: Path, tokenizer) -> None:
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     with pytest.raises(ValueError, match="need the tokenizer's chat template"):
         load(write(tmp_path / "a.jsonl", row), tokenizer)
-
-
-def test_parquet_is_read_too(tmp_path: Path, tokenizer) -> None:
-    pq.write_table(pa.Table.from_pylist([PROMPT_FORM] * 3), tmp_path / "a.parquet")
-    found, _ = load(str(tmp_path / "a.parquet"), tokenizer)
-    assert [texts(one, tokenizer)[0] for one in found] == ["47+85="] * 3
 
 
 @pytest.mark.parametrize(

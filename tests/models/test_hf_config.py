@@ -280,7 +280,6 @@ def test_what_a_llama_may_not_ask_for(tmp_path: Path, changes: dict[str, Any], t
     ("changes", "told"),
     [
         ({"head_dim": ...}, '"head_dim" is missing; needed: a whole number'),
-        ({"attention_bias": True}, '"attention_bias" is True; a Qwen3ForCausalLM is supported without'),
         (
             {"use_sliding_window": True, "sliding_window": 0},
             '"sliding_window" is 0; needed: a whole number from 1',
@@ -321,7 +320,6 @@ def test_a_qwen3_with_experts_tells_how_many_and_how_large_they_are(tmp_path: Pa
             {"decoder_sparse_step": 2},
             '"decoder_sparse_step" is 2; supported are models whose layers all have experts',
         ),
-        ({"num_experts": ...}, '"num_experts" is missing; needed: a whole number from 1 to 4096'),
         ({"num_experts_per_tok": 1}, '"num_experts_per_tok" is 1 and "norm_topk_prob" true'),
         ({"moe_intermediate_size": ...}, '"moe_intermediate_size" is missing'),
         (
@@ -445,7 +443,6 @@ def test_a_phi_4_mini_rotates_a_part_of_every_head_within_its_original_positions
         ),
         ({"rope_scaling": {**LONG_ROPE, "factor": 8.0}}, '"factor" of longrope is 8.0; vLLM computes 32'),
         ({"rope_scaling": {**LONG_ROPE, "short_mscale": 1.1}}, '"short_mscale" of longrope is read by vLLM'),
-        ({"partial_rotary_factor": 1e308}, "needed: an even number of the 128 dims of a head"),
         ({"partial_rotary_factor": 0.7}, "needed: an even number of the 128 dims of a head"),
     ],
     ids=str,

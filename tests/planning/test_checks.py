@@ -141,7 +141,6 @@ def test_fields_that_may_be_left_out(place: Path):
         (["run.total_steps=10", "optimizer.warmup_steps=9"], 1),
         (["algorithm.early_stop_ratio=null", "algorithm.early_stop_ratio_low=0.5"], 1),
         (["rollout.max_new_tokens=48"], 1),
-        (["data.prompts_per_step=2", "rollout.group_size=2", "algorithm.n_minibatches=4"], 2),
     ],
 )
 def test_runs_that_can_start(place: Path, overrides: list[str], world_size: int):
@@ -224,20 +223,9 @@ def test_a_single_wrong_value(place: Path, override: str, told: str):
     ("overrides", "world_size", "told"),
     [
         (
-            ["parallel.tensor=2", "parallel.pipeline=2"],
-            6,
-            "parallel.tensor x parallel.pipeline is 2 x 2 = 4, which does not divide the 6 ranks of "
-            "this run. Start a multiple of 4",
-        ),
-        (
             ["parallel.tensor=3"],
             3,
             "parallel.tensor is 3; it must divide the model's 4 key-value heads. Possible: 1, 2, 4.",
-        ),
-        (
-            ["parallel.pipeline=4"],
-            4,
-            "parallel.pipeline is 4; it must divide the model's 6 layers. Possible: 1, 2, 3, 6.",
         ),
         (
             ["rollout.tensor_parallel=8"],
@@ -276,8 +264,6 @@ def test_a_single_wrong_value(place: Path, override: str, told: str):
         ),
         (["reward.overlong_buffer=33"], 1, "reward.overlong_buffer is 33, above rollout.max_new_tokens 32"),
         (["reward.scheme=mix", "reward.format_penalty=1"], 1, "reward.format_penalty is 1.0; a right answer"),
-        (["reward.function=json:dumbs"], 1, "reward.function: 'json' has no function 'dumbs'"),
-        (["reward.function=no_such_module:f"], 1, "importing 'no_such_module' failed"),
         (
             ["policy.recompute_granularity=full", "policy.recompute_method=uniform"],
             1,
@@ -542,10 +528,6 @@ def test_numbers_that_are_missing_or_odd(place: Path, key: str):
         ({"tie_word_embeddings": "no"}, "\"tie_word_embeddings\" is 'no'; needed: true or false"),
         ({"torch_dtype": "float8"}, "\"torch_dtype\" is 'float8'; needed: one of float32, bfloat16, float16"),
         ({"dtype": ["float32"]}, "\"dtype\" is ['float32']"),
-        (
-            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
-            '"factor" is missing',
-        ),
         (
             {"quantization_config": {"quant_method": "awq"}},
             "the weights are quantized; training needs plain ones",
