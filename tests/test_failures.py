@@ -38,11 +38,7 @@ pytestmark = pytest.mark.distributed
 
 @contextmanager
 def running(
-    place: Path,
-    output: Path,
-    console: Path | None = None,
-    path: Path | None = None,
-    more: Sequence[str] = (),
+    place: Path, output: Path, console: Path | None = None, path: Path | None = None, more: Sequence[str] = ()
 ) -> Iterator[subprocess.Popen[str]]:
     """A run on 2 ranks that has finished its first step, with its console beside its folder; torchrun leads a process
     group. `path` is a folder of modules more, `more` are settings."""

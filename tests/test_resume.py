@@ -40,10 +40,7 @@ LAYOUTS = {
         "optimizer.loss_scale_window=1",
     ),
 }
-IN_FLIGHT = {
-    "carry": "rollout/sequences_in_flight",
-    "defer": "rollout/deferred_groups",
-}
+IN_FLIGHT = {"carry": "rollout/sequences_in_flight", "defer": "rollout/deferred_groups"}
 """By layout: the metric of what a step leaves unfinished."""
 SETTINGS = (
     f"run.total_steps={STEPS}",

@@ -62,11 +62,7 @@ size."""
 
 
 def make_model_folder(
-    folder: Path,
-    tied: bool = False,
-    seed: int = 5,
-    architecture: str = "Qwen2ForCausalLM",
-    **changes: Any,
+    folder: Path, tied: bool = False, seed: int = 5, architecture: str = "Qwen2ForCausalLM", **changes: Any
 ) -> Path:
     """A random model in Hugging Face form: 4 layers, 4 heads in 2 groups, biases and norms off their defaults."""
     import transformers

@@ -249,10 +249,7 @@ def dense_returns(
 
 @settings(deadline=None, max_examples=150)
 @given(
-    batches,
-    st.sampled_from([0.0, 0.25, 0.5, 1.0]),
-    st.sampled_from([0.0, 1e-6, 0.5]),
-    st.none() | eighths,
+    batches, st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.sampled_from([0.0, 1e-6, 0.5]), st.none() | eighths
 )
 @example([[(0.0, [3.0]), (0.0, [3.0])], [(0.0, [3.0])]], 0.5, 0.0, None)
 @example([[(0.0, [0.0, 0.0, 2.0]), (1.0, [3.0])]], 1.0, 0.0, None)

@@ -16,13 +16,7 @@ def expr(text: str):
 
 
 def test_what_has_no_value():
-    texts = [
-        "\\frac{1}{0}",
-        "0^0",
-        "\\sqrt{-4}",
-        "\\tan 90^\\circ",
-        "\\infty-\\infty",
-    ]
+    texts = ["\\frac{1}{0}", "0^0", "\\sqrt{-4}", "\\tan 90^\\circ", "\\infty-\\infty"]
     assert [text for text in texts if value_of(expr(text)) is not None] == []
 
 

@@ -15,14 +15,7 @@ from safetensors.torch import load_file, save_file
 from rlmath.checkpoint.convert import convert
 from rlmath.checkpoint.convert.convert import hf_to_megatron
 from rlmath.checkpoint.hf.weight_map import hf_tensors
-from tests.checkpoint.conversions import (
-    assert_same,
-    drop,
-    put,
-    to_hf,
-    to_megatron,
-    weights,
-)
+from tests.checkpoint.conversions import assert_same, drop, put, to_hf, to_megatron, weights
 from tests.tiny_models import make_model_folder, shape_of
 
 

@@ -44,12 +44,7 @@ def test_what_is_published_is_found_newest_first_with_every_file(tmp_path: Path)
         make(tmp_path, step)
     found, problems = complete_checkpoints(tmp_path)
     assert [one.step for one in found] == [10, 7, 2] and problems == []
-    assert found[0].files.keys() == {
-        "state/__0_0.distcp",
-        "state/.metadata",
-        "progress.json",
-        "config.yaml",
-    }
+    assert found[0].files.keys() == {"state/__0_0.distcp", "state/.metadata", "progress.json", "config.yaml"}
     assert found[0].files["state/__0_0.distcp"].size == 2560
     assert wrong_contents(found[0], found[0].files) == []
 

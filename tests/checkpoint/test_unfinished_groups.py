@@ -20,11 +20,7 @@ from rlmath.algorithms.types import (
     ScoredCompletion,
     Segment,
 )
-from rlmath.checkpoint.unfinished_groups import (
-    TOKEN_BYTES,
-    read_unfinished,
-    write_unfinished,
-)
+from rlmath.checkpoint.unfinished_groups import TOKEN_BYTES, read_unfinished, write_unfinished
 
 SEGMENTS = (Segment(2, 4, 1), Segment(1, 5, 2))
 

@@ -120,10 +120,7 @@ def test_tensors_are_streamed_from_the_embedding_to_the_head():
 
 def test_fused_qkv_lays_a_groups_queries_before_its_key_and_value():
     fused = to_canonical(QKV_BIAS, [Q, K, V], BY_HAND, tensor=1)
-    assert fused.tolist() == [
-        [[1, 2], [3, 4], [10, 11], [100, 101]],
-        [[5, 6], [7, 8], [20, 21], [200, 201]],
-    ]
+    assert fused.tolist() == [[[1, 2], [3, 4], [10, 11], [100, 101]], [[5, 6], [7, 8], [20, 21], [200, 201]]]
 
 
 def test_each_rank_of_fused_qkv_holds_its_groups():

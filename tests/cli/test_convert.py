@@ -101,10 +101,7 @@ def test_a_mistake_ends_with_2_and_writes_nothing(
 
 @pytest.mark.parametrize(
     ("more", "told"),
-    [
-        (["--tensor-parallel", "0"], "needed: at least 1"),
-        (["--tensor-parallel", "3"], "does not divide"),
-    ],
+    [(["--tensor-parallel", "0"], "needed: at least 1"), (["--tensor-parallel", "3"], "does not divide")],
 )
 def test_sizes_that_cannot_be_are_told(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], told: str

@@ -340,11 +340,7 @@ def test_a_wheel_has_configs_launchers_and_locks(tmp_path: Path) -> None:
     ]
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
     found = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            PLACES,
-        ],
+        [sys.executable, "-c", PLACES],
         cwd=tmp_path,
         env=ENVIRONMENT | {"PYTHONPATH": str(tmp_path / "installed")},
         capture_output=True,

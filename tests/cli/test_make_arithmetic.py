@@ -8,13 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.cli.make_arithmetic import (
-    Addition,
-    main,
-    make_problems,
-    worked_rows,
-    worked_solution,
-)
+from rlmath.cli.make_arithmetic import Addition, main, make_problems, worked_rows, worked_solution
 
 TOOL = Path(__file__).resolve().parents[2] / "rlmath" / "cli" / "make_arithmetic.py"
 FILES = ("train", "heldout", "worked")

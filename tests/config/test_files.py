@@ -8,12 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.config.files import (
-    open_regular,
-    parse_json,
-    read_json_object,
-    read_regular,
-)
+from rlmath.config.files import open_regular, parse_json, read_json_object, read_regular
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "socket", "folder", "device"])

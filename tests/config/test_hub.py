@@ -397,5 +397,3 @@ def test_a_push_that_cannot_be_is_refused_before_the_start(
     base = ["run.output_dir=o", "model.path=m", "data.train_path=t", "save.export_hf=true"]
     (problem,) = hub.push_problems(load_config([], [*base, *settings]).save, True)
     assert what in problem and TOKEN not in problem
-
-

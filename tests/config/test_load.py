@@ -9,19 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.config.help import (
-    all_settings,
-    help_text,
-    schema_problems,
-    section_classes,
-    setting_values,
-)
-from rlmath.config.load import (
-    config_as_yaml,
-    load_config,
-    make_parser,
-    save_config,
-)
+from rlmath.config.help import all_settings, help_text, schema_problems, section_classes, setting_values
+from rlmath.config.load import config_as_yaml, load_config, make_parser, save_config
 from rlmath.config.schema import Config, ModelConfig, OptimizerConfig
 
 GIVEN = ["run.output_dir=out", "model.path=m", "data.train_path=t.jsonl"]
@@ -100,19 +89,7 @@ def test_a_saved_config_reads_back_equal(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "${x}",
-        "a\\${b}",
-        "\\\\${",
-        "$\\{}\\",
-        "null",
-        "1e3",
-        "[a: #x",
-        "é\n$",
-        "'\"",
-        "2020-01-01",
-    ],
+    "text", ["${x}", "a\\${b}", "\\\\${", "$\\{}\\", "null", "1e3", "[a: #x", "é\n$", "'\"", "2020-01-01"]
 )
 def test_any_path_reads_back_equal(tmp_path: Path, text: str):
     config = dataclasses.replace(load_config([], GIVEN), model=ModelConfig(text))
@@ -228,10 +205,7 @@ def test_keys_below_a_value_are_refused():
             "rollout.top_k: 3\n",
             '"rollout.top_k" must be nested: "rollout:" and, indented under it, "top_k: ..."',
         ),
-        (
-            "rollout: 3\n",
-            '"rollout" is a section, it cannot be 3. Set keys in it, such as "rollout.ranks"',
-        ),
+        ("rollout: 3\n", '"rollout" is a section, it cannot be 3. Set keys in it, such as "rollout.ranks"'),
         ("run:\n  seed:\n    value: 3\n", "needs int"),
         (
             "model:\n  path: 007\n",

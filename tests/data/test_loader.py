@@ -7,13 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlmath.algorithms.types import Prompt
 from rlmath.data import loader
-from rlmath.data.loader import (
-    DroppedPrompt,
-    FilterReport,
-    dropped_share,
-    load_prompts,
-    write_report,
-)
+from rlmath.data.loader import DroppedPrompt, FilterReport, dropped_share, load_prompts, write_report
 from rlmath.data.order import PromptOrder, Share, permutation
 from rlmath.data.rows import UnusableRow, unusable_lines
 

@@ -116,7 +116,4 @@ def test_a_picture_fits_the_console_whatever_the_text_has() -> None:
     assert all(len(line) + line.count("漢") <= WIDTH for line in lines)
     many = picture([Part("row", "x", learned=bool(n % 2)) for n in range(41)], range(42))
     assert len(many) == 15 and many[7] == "    [... 27 parts ...]"
-    assert picture([Part("row", "ab"), Part("end", "c")], [3]) == (
-        "    row        ab",
-        "    end        c│",
-    )
+    assert picture([Part("row", "ab"), Part("end", "c")], [3]) == ("    row        ab", "    end        c│")

@@ -68,11 +68,7 @@ def test_a_broken_generation_config_is_named(tmp_path, text):
         stop_token_ids(str(tmp_path), load_tokenizer(str(tmp_path)), 101)
 
 
-@pytest.mark.parametrize(
-    "named",
-    [101, -5, "</s>", [1, None], True],
-    ids=lambda value: repr(value)[:12],
-)
+@pytest.mark.parametrize("named", [101, -5, "</s>", [1, None], True], ids=lambda value: repr(value)[:12])
 def test_ends_of_sequence_that_are_no_tokens_of_the_model_are_refused(tmp_path, named):
     save_tokenizer(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))

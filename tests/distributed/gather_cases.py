@@ -7,9 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlmath.distributed.collectives import (
-    reduce_over_ranks,
-)
+from rlmath.distributed.collectives import reduce_over_ranks
 from rlmath.distributed.device import init_process_group, open_device
 
 

@@ -16,14 +16,7 @@ from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_engine import check_engines
 from tests.distributed.test_parity import assert_close
 from tests.selection import keeping, matrix
-from tests.tiny_models import (
-    LINEAR_ROPE,
-    LLAMA3_ROPE,
-    LONG_ROPE,
-    YARN_ROPE,
-    make_model_folder,
-    make_samples,
-)
+from tests.tiny_models import LINEAR_ROPE, LLAMA3_ROPE, LONG_ROPE, YARN_ROPE, make_model_folder, make_samples
 
 pytestmark = pytest.mark.distributed
 
@@ -126,10 +119,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
         assert torch.equal(before.tensor(name), after.tensor(name)), name
 
 
-ENGINES = [
-    ("qwen3", [Case()], 1),
-    *((name, [Case(tensor=2), Case(pipeline=2)], 2) for name in MODELS),
-]
+ENGINES = [("qwen3", [Case()], 1), *((name, [Case(tensor=2), Case(pipeline=2)], 2) for name in MODELS)]
 
 
 @pytest.mark.full

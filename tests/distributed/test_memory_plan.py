@@ -7,11 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.memory_plan_cases import (
-    Layout,
-    make_model,
-    measure_training,
-)
+from tests.distributed.memory_plan_cases import Layout, make_model, measure_training
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
 from tests.selection import matrix

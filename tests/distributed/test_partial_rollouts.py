@@ -9,12 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlmath.algorithms.types import Completion, ScoredGroup
-from rlmath.config.schema import (
-    OptimizerConfig,
-    ParallelConfig,
-    RolloutConfig,
-    SelectionConfig,
-)
+from rlmath.config.schema import OptimizerConfig, ParallelConfig, RolloutConfig, SelectionConfig
 from tests.distributed import partial_rollout_cases as cases
 from tests.distributed.partial_rollout_cases import CARRY, DEFER, GROUP, LONGEST, PER_STEP, Run
 from tests.distributed.rank_pool import RankPool
@@ -98,10 +93,7 @@ def test_cut_or_whole_the_completions_are_the_same(whole: Run, carried: Run) -> 
 
 
 @matrix
-@pytest.mark.parametrize(
-    ("world", "engine", "slice_tokens"),
-    [(2, 1, 12), (2, 2, 17)],
-)
+@pytest.mark.parametrize(("world", "engine", "slice_tokens"), [(2, 1, 12), (2, 2, 17)])
 def test_engines_and_cuts_change_nothing(
     make: Make, whole: Run, carried: Run, world: int, engine: int, slice_tokens: int
 ) -> None:

@@ -38,11 +38,7 @@ def test_memory_changes_hands_in_order_and_nothing_is_lost(
             assert report["phases"] == PHASES
             assert (before["away"], before["engine"], before["engine bytes"]) == ((), "asleep", 0)
             assert (sync["away"], sync["engine"]) == (("gradients", "optimizer"), "weights")
-            assert sync["training bytes"] == {
-                **before["training bytes"],
-                "gradients": 0,
-                "optimizer": 0,
-            }
+            assert sync["training bytes"] == {**before["training bytes"], "gradients": 0, "optimizer": 0}
             assert (body["away"], body["engine"]) == (("gradients", "optimizer", "parameters"), "awake")
             assert set(body["training bytes"].values()) == {0}
             assert body["version"] == after["version"] == number + 1 > before["version"]
@@ -60,10 +56,7 @@ def test_memory_changes_hands_in_order_and_nothing_is_lost(
 @matrix
 @pytest.mark.parametrize(
     ("case", "engine_size"),
-    [
-        (Case(optimizer="adam"), 1),
-        pytest.param(Case(tensor=2, optimizer="adam"), 2, marks=pytest.mark.full),
-    ],
+    [(Case(optimizer="adam"), 1), pytest.param(Case(tensor=2, optimizer="adam"), 2, marks=pytest.mark.full)],
     ids=str,
 )
 def test_a_failure_anywhere_leaves_the_policy_whole_and_the_engine_asleep(

@@ -5,12 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.evals.completions import (
-    CompletionRecord,
-    Writer,
-    read_completions,
-    remove_unfinished_lines,
-)
+from rlmath.evals.completions import CompletionRecord, Writer, read_completions, remove_unfinished_lines
 from rlmath.evals.plan import GREEDY_INDEX, Plan, check_settings, completion_seed, read_settings
 
 

@@ -38,10 +38,7 @@ def why_not() -> str | None:
     if missing:
         return f"no {', '.join(missing)} (Debian's iproute2 and util-linux)"
     probe = f"{PREFIX}-{os.getpid()}-probe"
-    tries = (
-        ["ip", "netns", "add", probe],
-        ["ip", "-n", probe, "link", "add", "probe", "type", "bridge"],
-    )
+    tries = (["ip", "netns", "add", probe], ["ip", "-n", probe, "link", "add", "probe", "type", "bridge"])
     try:
         for command in tries:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)

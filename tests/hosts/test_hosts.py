@@ -16,10 +16,7 @@ from tests.programs import rows, small_run, wait_for
 from tests.selection import matrix
 
 WHY_NOT = why_not()
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
-]
+pytestmark = [pytest.mark.distributed, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
 full = pytest.mark.full
 
 START_SECONDS = 150.0

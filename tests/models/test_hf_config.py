@@ -429,10 +429,7 @@ def test_a_phi_4_mini_rotates_a_part_of_every_head_within_its_original_positions
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        (
-            {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            "supported of a phi3: settings of the type",
-        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "supported of a phi3: settings of the type"),
         (
             {"rope_scaling": {**LONG_ROPE, "short_factor": [1.0]}},
             '"short_factor" is [1.0]; needed: a list of 48',

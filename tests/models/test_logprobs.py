@@ -8,12 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlmath.models import logprobs as module
-from rlmath.models.logprobs import (
-    MinTokensMask,
-    next_logprobs,
-    shift_to_tokens,
-    vocab_parallel_logprobs,
-)
+from rlmath.models.logprobs import MinTokensMask, next_logprobs, shift_to_tokens, vocab_parallel_logprobs
 
 # Shape legend: T packed tokens, V columns (real and padded), N real columns.
 

@@ -22,10 +22,7 @@ from rlmath.config.setting_types import Range
 from rlmath.distributed.device_kind import CUDA_DEFAULTS
 from rlmath.distributed.memory import total_bytes
 from rlmath.models.hf_config import read_model_shape
-from rlmath.planning.checks import (
-    check_config,
-    transformer_engine_problems,
-)
+from rlmath.planning.checks import check_config, transformer_engine_problems
 from rlmath.planning.warnings import config_warnings
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, VOCAB, POSITIONS = 6, 384, 12, 4, 24, 11, 64

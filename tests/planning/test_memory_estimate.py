@@ -150,12 +150,7 @@ def test_what_is_offloaded_leaves_while_the_engine_generates():
     settings = config(memory=memory, algorithm=AlgorithmConfig(kl_coef=0.1))
     (plan,) = plan_ranks(settings, QWEN_7B, 1, H100)
     assert list(plan.phases) == ["sync", "generate", "logprobs", "reference", "update"]
-    assert set(plan.phases["sync"]) == {
-        "parameters",
-        "dummy_gradients",
-        "engine_weights",
-        "engine_workspace",
-    }
+    assert set(plan.phases["sync"]) == {"parameters", "dummy_gradients", "engine_weights", "engine_workspace"}
     awake = {"dummy_gradients", "engine_weights", "engine_workspace", "kv_cache"}
     assert set(plan.phases["generate"]) == awake
     assert {"parameters", "gradients", "optimizer"} < set(plan.phases["update"])

@@ -83,12 +83,7 @@ def test_an_asynchronous_run_shows_waits_and_staleness(tmp_path: Path) -> None:
     page = page_of(
         run_with(tmp_path / "a", metrics | {"rollout/staleness/0": 0.7, "rollout/staleness/1": 0.3})
     )
-    assert titles(page) == [
-        "Seconds by phase",
-        "Idle and busy",
-        "Trainers wait for groups",
-        "Staleness",
-    ]
+    assert titles(page) == ["Seconds by phase", "Idle and busy", "Trainers wait for groups", "Staleness"]
     phases = data_of(page)["figures"][0]
     assert [(one["name"], one["y"][0]) for one in phases["traces"]] == [
         ("other", 3.0),

@@ -56,10 +56,7 @@ def test_scores_come_in_the_order_of_asking_and_once(pool):
 def test_schemes_and_lengths_reach_the_reward(pool):
     settings = RewardConfig(scheme="mix", format_penalty=-0.3, overlong_buffer=20, overlong_penalty=1.0)
     found = scores(
-        pool,
-        settings,
-        (prompt(), completion("\\boxed{2}", 90)),
-        (prompt(), completion("two", 100, "length")),
+        pool, settings, (prompt(), completion("\\boxed{2}", 90)), (prompt(), completion("two", 100, "length"))
     )
     assert [score.reward for score in found] == [0.5, -1.3]
     masked = RewardConfig(mask_no_eos_with_zero=True)

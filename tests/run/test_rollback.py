@@ -84,14 +84,7 @@ def test_the_longer_of_the_folder_s_and_the_checkpoint_s_list_counts(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("step", "known", "number"),
-    [
-        (10, 0, None),
-        (20, 0, 2),
-        (21, 0, 1),
-        (15, 1, 2),
-        (15, 2, None),
-    ],
+    ("step", "known", "number"), [(10, 0, None), (20, 0, 2), (21, 0, 1), (15, 1, 2), (15, 2, None)]
 )
 def test_a_checkpoint_from_before_a_rollback_is_superseded_where_it_is_newer(
     step: int, known: int, number: int | None

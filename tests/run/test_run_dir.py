@@ -175,12 +175,7 @@ def test_a_run_that_goes_on_keeps_files_and_folders_of_the_user(tmp_path: Path):
     files = ("notes.tmp", ".mine.tmp", "samples/notes.tmp", "samples/mine-7.jsonl")
     for name in files:
         (tmp_path / name).write_text("mine")
-    folders = (
-        "work.tmp",
-        "samples/work.tmp",
-        ".metrics.jsonl.0123abcd.tmp",
-        "samples/step-000009.jsonl",
-    )
+    folders = ("work.tmp", "samples/work.tmp", ".metrics.jsonl.0123abcd.tmp", "samples/step-000009.jsonl")
     for name in folders:
         (tmp_path / name).mkdir()
     claim_run_folder(tmp_path, make_config(tmp_path), steps_done=1)

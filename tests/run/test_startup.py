@@ -17,12 +17,7 @@ from rlmath.distributed.ranks import RankReport
 from rlmath.distributed.rendezvous import Route, prefer_for_gloo, route_to
 from rlmath.run import command_line
 from rlmath.run.command_line import record_exit
-from rlmath.run.nodes import (
-    _compare_nodes,
-    differences,
-    labelled,
-    node_lines,
-)
+from rlmath.run.nodes import _compare_nodes, differences, labelled, node_lines
 from rlmath.run.startup import prepare_grpo, prepare_sft
 from tests.programs import run
 

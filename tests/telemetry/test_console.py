@@ -12,13 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlmath.config.run_files import LOG_FILE
-from rlmath.telemetry.console import (
-    COLUMNS,
-    Progress,
-    RemainingTime,
-    step_line,
-    wrapped,
-)
+from rlmath.telemetry.console import COLUMNS, Progress, RemainingTime, step_line, wrapped
 from tests.terminal import on_terminal, shown_lines
 
 THIRD_OF_38 = Progress(3, 38, step_seconds=1.2344, remaining_seconds=70.0)

@@ -54,7 +54,7 @@ def test_a_row_holds_a_group_whole(tmp_path):
                 "policy_version": 7,
                 "segments": [[1, 6], [2, 7]],
                 "text": "so \\boxed{132}",
-            },
+            }
         ],
     }
 

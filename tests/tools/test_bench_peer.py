@@ -8,13 +8,7 @@ import pytest
 
 from rlmath.config.load import load_config
 from rlmath.data.loader import load_prompts
-from tools.bench_peer import (
-    CASES,
-    case_of,
-    our_settings,
-    prepare,
-    their_arguments,
-)
+from tools.bench_peer import CASES, case_of, our_settings, prepare, their_arguments
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -21,10 +21,7 @@ from rlmath.trainer.token_advantages import (
 pytestmark = pytest.mark.usefixtures("process_group")
 
 ALONE = Mesh(0, 1, 1, 1, 1)
-SAMPLES = [
-    Sample((5, 6), (7, 8), (-1.0, -2.0), 0.5),
-    Sample((5,), (9, 98), (-1.5, -0.5), -0.25),
-]
+SAMPLES = [Sample((5, 6), (7, 8), (-1.0, -2.0), 0.5), Sample((5,), (9, 98), (-1.5, -0.5), -0.25)]
 
 
 @pytest.mark.parametrize("recomputed", [False, True])

@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlmath.planning.memory_estimate import mesh_of, plan_ranks
-from rlmath.planning.planner.step import (
-    own_share,
-    plan_step,
-    recomputes_logprobs,
-    switch_work,
-    sync_work,
-)
+from rlmath.planning.planner.step import own_share, plan_step, recomputes_logprobs, switch_work, sync_work
 from rlmath.planning.planner.work import (
     DEFAULTS,
     NAMES,
@@ -25,15 +19,7 @@ from rlmath.planning.planner.work import (
     seconds_of,
 )
 from rlmath.rollout.weight_sync.shard_layouts import training_layout
-from tests.planning.planner.shapes import (
-    BATCH,
-    CONFIG,
-    GPU,
-    MACHINE,
-    TINY,
-    inputs,
-    with_ranks,
-)
+from tests.planning.planner.shapes import BATCH, CONFIG, GPU, MACHINE, TINY, inputs, with_ranks
 from tests.rollout.weight_sync.oracle import plan_of_all
 
 LARGER = replace(TINY, hidden_size=256, ffn_size=512, head_dim=128, vocab_size=1024)
