@@ -20,8 +20,6 @@ from rlmath.config.schema import Config, SaveConfig
 from rlmath.distributed.memory import total_bytes
 from rlmath.planning.checks import check_config
 from rlmath.planning.dry_run import kept_checkpoints
-from tests import programs
-from rlmath.checkpoint.hf.headers import model_fingerprint
 from tests.terminal import on_terminal
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
