@@ -31,14 +31,16 @@ PARTS = {
                     "invariance",
                     "layouts",
                 ),
-                *("moe", "offload", "optimizer", "parity", "sft", "teacher", "update"),
+                *("lora_learning", "moe", "offload", "optimizer", "parity", "sft", "teacher", "update"),
             )
         ),
     ),
     "checkpoint": (
         "checkpoint",
         "distributed/test_convert_loads.py",
+        "distributed/test_lora_folders.py",
         "distributed/test_store.py",
+        "test_lora_run.py",
         "test_resume.py",
     ),
     "rollout": (
