@@ -47,8 +47,12 @@ COMPACT_SECTION = "parallel"
 """The section that a word such as d32t2p1 stands for."""
 
 _LETTERS = {"d": "data", "t": "tensor", "m": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
-_GENERATION, _TRAINING = r"(sglang|vllm)[.:]", r"megatron[.:]"
-"""What AReaL writes before the parts of a layout, and here says nothing."""
+_SIZES = r"(?:[dtmpce][1-9]\d{0,5})+"
+_LAYOUT = re.compile(
+    rf"(?:(?:(?:sglang|vllm)[.:])?(?P<engines>{_SIZES}) *\+ *)?(?:megatron[.:])?(?P<training>{_SIZES})",
+    re.ASCII,
+)
+"""With what AReaL writes before the parts of a layout, and here says nothing."""
 
 _BASE = "base"
 """Top-level word of a YAML file that names the file it starts from."""
@@ -388,8 +392,9 @@ def _defaults() -> DictConfig:
 
 
 def layout_settings(word: str) -> dict[str, int | None]:
-    """Sizes by key, of a layout in one word: of `parallel`, and where there are two parts, generation first as AReaL
-    has it (d12t2+d4: 12 engines of 2 ranks each, and 4 that train), of `rollout`, too.
+    """Sizes by key, of a layout in one word, as AReaL and its successors write it: of `parallel`, 1 where the word does
+    not name one, but for data: None, what remains; and where there are two parts, generation first (d12t2+d4: 12
+    engines of 2 ranks each, and 4 that train), of `rollout`, too.
 
     >>> layout_settings("sglang.d12t2p1+d4")
     ... # doctest: +NORMALIZE_WHITESPACE
@@ -398,71 +403,31 @@ def layout_settings(word: str) -> dict[str, int | None]:
 
     Errors: ValueError for a word that is not one, and for engines that there cannot be.
     """
-    *generation, training = [part.strip() for part in word.split("+")]
-    got = f'"{COMPACT_SECTION}" got "{word:.40}"'
-    if len(generation) > 1:
+    got, found = f'"{COMPACT_SECTION}" got "{word:.40}"', _LAYOUT.fullmatch(word)
+    if found is None:
         raise ValueError(
-            f"{got}, with {len(generation)} plus signs; needed: one, between generation and training, as in d12t2+d4."
+            f"{got}; needed: a layout such as d32t2p1 (d data, t or m tensor, p pipeline, c context, e expert), after "
+            "d12t2+ where 12 engines of t2 have ranks of their own; or its keys one by one."
         )
-    if generation and not (generation[0] and training):
+    training, engines = (_sizes(found[part] or "", got) for part in ("training", "engines"))
+    settings = {f"{COMPACT_SECTION}.{name}": size for name, size in training.items()}
+    if found["engines"] is None:
+        return settings
+    number, tensor, *others = engines.values()
+    if number is None or tensor is None or others != [1, 1, 1]:
         raise ValueError(
-            f"{got}; needed: generation before the plus sign and training behind it, as in d12t2+d4."
+            f"{got}; needed before the plus sign: d, the number of engines, and t, the ranks of each, as in d12t2, "
+            "with no other size above 1."
         )
-    if re.match(_GENERATION, training):
-        raise ValueError(
-            f"{got}; behind generation, and a plus sign, training is needed, as in sglang.d12t2+d4. Where engines live "
-            "in the training ranks, write its layout alone, as in d4."
-        )
-    sizes = compact_layout(re.sub(f"^{_TRAINING}", "", training))
-    engines = _engine_sizes(re.sub(f"^{_GENERATION}", "", generation[0]), got) if generation else {}
-    return engines | {f"{COMPACT_SECTION}.{name}": size for name, size in sizes.items()}
+    return {"rollout.ranks": number * tensor, "rollout.tensor_parallel": tensor} | settings
 
 
-def _engine_sizes(part: str, got: str) -> dict[str, int | None]:
-    """The settings of engines on ranks of their own, of the part before the plus sign."""
-    sizes = compact_layout(part)
-    engines, tensor = sizes["data"], sizes["tensor"]
-    assert tensor is not None
-    if engines is None:
-        raise ValueError(
-            f'{got}; the part before the plus sign, "{part:.40}", must have d, the number of engines. '
-            f"Write d12{part:.40} for 12."
-        )
-    for name in ("pipeline", "context", "expert"):
-        if sizes[name] != 1:
-            raise ValueError(
-                f'{got}; the part before the plus sign, "{part:.40}", has {name} {sizes[name]}: the ranks of an engine '
-                f"share matrices only. Write {name[0]}1 or leave it out, and raise t."
-            )
-    return {"rollout.ranks": engines * tensor, "rollout.tensor_parallel": tensor}
-
-
-def compact_layout(word: str) -> dict[str, int | None]:
-    """Sizes by the names of `ParallelConfig`, of a layout as AReaL and its successors write it; 1 where the word does
-    not name one, but for data: None, what remains.
-
-    >>> compact_layout("d32t2p1")
-    {'data': 32, 'tensor': 2, 'pipeline': 1, 'context': 1, 'expert': 1}
-
-    Errors: ValueError for a word that is not one.
-    """
-    form = (
-        f'"{COMPACT_SECTION}" got "{word:.40}"; needed: a layout such as d32t2p1 (d data, t or m tensor, p pipeline, '
-        "c context, e expert), after d12t2+ where 12 engines of t2 have ranks of their own"
-    )
-    if not re.fullmatch(r"([a-z]\d+)+", word, re.ASCII):
-        raise ValueError(f"{form}, or its keys one by one.")
-    sizes: dict[str, int | None] = {}
-    for letter, size in re.findall(r"([a-z])(\d+)", word):
-        name = _LETTERS.get(letter)
-        if name is None:
-            raise ValueError(f'{form}. There is no size "{letter}".')
-        if name in sizes:
-            raise ValueError(f"{form}. The {name} size is given twice.")
-        if len(size) > 6 or int(size) == 0:
-            raise ValueError(f"{form}. The {name} size is {size:.10}.")
-        sizes[name] = int(size)
-    return {"data": None, "tensor": 1, "pipeline": 1, "context": 1, "expert": 1} | sizes
+def _sizes(part: str, got: str) -> dict[str, int | None]:
+    """By the names of `ParallelConfig`. ValueError where one is given twice."""
+    named = [(_LETTERS[letter], int(size)) for letter, size in re.findall(r"(\D)(\d+)", part)]
+    if len(dict(named)) < len(named):
+        raise ValueError(f"{got}; needed: every size once.")
+    return {"data": None, "tensor": 1, "pipeline": 1, "context": 1, "expert": 1} | dict(named)
 
 
 def _unknown(key: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.config.load import compact_layout, layout_settings, load_config
+from rlmath.config.load import layout_settings, load_config
 from rlmath.config.schema import ParallelConfig, RolloutConfig
 from rlmath.planning.parallelism import rank_problems
 
@@ -14,23 +14,22 @@ NEEDED = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
 
 
 def test_every_letter_names_its_size():
-    assert compact_layout("d2t3p4c5e6") == {"data": 2, "tensor": 3, "pipeline": 4, "context": 5, "expert": 6}
-    assert compact_layout("m2") == {"data": None, "tensor": 2, "pipeline": 1, "context": 1, "expert": 1}
+    assert list(layout_settings("d2t3p4c5e6").values()) == [2, 3, 4, 5, 6]
+    assert list(layout_settings("m2").values()) == [None, 2, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
-    [
-        ("d2x3", 'no size "x"'),
-        ("d2d3", "data size is given twice"),
-        ("d2-t1", "one by one"),
-        ("2d", "one by one"),
-        ("d" + "9" * 5000, "data size is"),
-    ],
+    "word", ["d2x3", "d2-t1", "2d", "d0", "d" + "9" * 5000, "fsdp:d4", "d4+", "d2+d2+d4"]
 )
-def test_a_word_that_is_no_layout_is_told(word: str, told: str):
-    with pytest.raises(ValueError, match=told):
-        compact_layout(word)
+def test_a_word_that_is_no_layout_is_told(word: str):
+    with pytest.raises(ValueError, match=r"needed: a layout such as d32t2p1 .* or its keys one by one"):
+        layout_settings(word)
+
+
+@pytest.mark.parametrize("word", ["d2d3", "t2m3", "d2t2t1+d4"])
+def test_a_size_that_is_given_twice_is_told(word: str):
+    with pytest.raises(ValueError, match="needed: every size once"):
+        layout_settings(word)
 
 
 ENGINES = {"rollout.ranks": 24, "rollout.tensor_parallel": 2}
@@ -44,23 +43,10 @@ def test_two_parts_are_engines_of_their_own_and_training_in_that_order(word: str
     assert layout_settings(word) == ENGINES | {f"parallel.{name}": size for name, size in training.items()}
 
 
-@pytest.mark.parametrize(
-    ("word", "told"),
-    [
-        ("d2+d2+d4", 'got "d2+d2+d4", with 2 plus signs; needed: one'),
-        (
-            "t2+d4",
-            'the part before the plus sign, "t2", must have d, the number of engines. Write d12t2 for 12',
-        ),
-        ("d2t2p2+d4", 'the part before the plus sign, "d2t2p2", has pipeline 2'),
-        ("d4+", 'got "d4+"; needed: generation before the plus sign and training behind it'),
-        ("fsdp:d4", "needed: a layout such as d32t2p1"),
-    ],
-)
-def test_two_parts_that_make_no_layout_are_told(word: str, told: str):
-    with pytest.raises(ValueError) as error:
+@pytest.mark.parametrize("word", ["t2+d4", "d2t2p2+d4"])
+def test_engines_that_there_cannot_be_are_told(word: str):
+    with pytest.raises(ValueError, match="needed before the plus sign: d, the number of engines"):
         layout_settings(word)
-    assert told in str(error.value)
 
 
 def test_files_and_the_command_line_take_two_parts_and_later_keys_win(tmp_path: Path):
@@ -74,7 +60,7 @@ def test_files_and_the_command_line_take_two_parts_and_later_keys_win(tmp_path: 
     # without a plus sign the word says nothing of the engines
     assert load_config([tmp_path / "a.yaml"], [*NEEDED, "parallel=d8"]).rollout.ranks == 24
     (tmp_path / "a.yaml").write_text("parallel: d12+d4+d1\n")
-    with pytest.raises(ValueError, match=r"a\.yaml: .*2 plus signs"):
+    with pytest.raises(ValueError, match=r"a\.yaml: .*needed: a layout"):
         load_config([tmp_path / "a.yaml"], NEEDED)
 
 
