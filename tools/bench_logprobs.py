@@ -30,7 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlmath.models.logprobs import KERNEL_DEVICES, MinTokensMask, next_logprobs, shift_to_tokens
+from rlmath.distributed.device_kind import KERNEL_DEVICES
+from rlmath.models.logprobs import MinTokensMask, next_logprobs, shift_to_tokens
 from tools.figures import print_figure
 
 VOCABULARY = 151_936

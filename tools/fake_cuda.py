@@ -21,10 +21,13 @@ So a count checks what the plan makes of that reading, and everything else again
 from __future__ import annotations
 
 import os
+import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,6 +41,8 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from rlmath.distributed.device_kind import KERNEL_DEVICES
 
 # ---------------------------------------------------------------- process groups
 
@@ -283,13 +288,16 @@ def fused_kernels() -> SimpleNamespace:
     )
 
 
-def logprob_kernels(logits_TV: Tensor) -> SimpleNamespace:
-    """For `rlmath.models.logprob_kernels`: sums of the rows, and a gradient in place."""
-    rows = len(logits_TV)
-    return SimpleNamespace(
-        shard_sums=lambda *given: (torch.empty(rows), torch.empty(3, rows)),
-        overwrite_with_gradient=lambda *given, **more: None,
-    )
+def triton_without_kernels() -> None:
+    """What imports Triton from here on, for fake tensors, allocates as it does, and its kernels do nothing."""
+    triton, language = ModuleType("triton"), ModuleType("triton.language")
+    triton.__spec__ = ModuleSpec("triton", None)
+    triton.jit = lambda kernel: defaultdict(lambda: lambda *given, **named: None)
+    triton.cdiv = lambda number, size: -(-number // size)
+    triton.next_power_of_2 = lambda number: 1 << (number - 1).bit_length()
+    triton.language, language.constexpr = language, lambda value: value
+    sys.modules |= {"triton": triton, "triton.language": language}
+    KERNEL_DEVICES.add("cpu")
 
 
 def _weight_gradient(weight: Tensor) -> Tensor:

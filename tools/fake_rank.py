@@ -329,8 +329,6 @@ def patch_gpu_path(shape: ModelShape, device: Device, sent: fake_cuda.Sent) -> N
         attention,
         build,
         forward_backward,
-        local_layers,
-        logprobs,
         megatron,
         output_layer,
     )
@@ -341,7 +339,6 @@ def patch_gpu_path(shape: ModelShape, device: Device, sent: fake_cuda.Sent) -> N
     layers.fused_weight_gradient_mlp_cuda = fake_cuda.fused_kernels()
     layers._grad_accum_fusion_available = True
     attention._CPUAttention.apply = attention.flash_over_segments
-    local_layers.RMSNorm.forward = fake_cuda.Norm.forward  # of a GPU torch's is one function
     param_and_grad_buffer._coalescing_manager = fake_cuda.coalesced
     build.load_hf_weights = lambda *given: None
     CudaRNGStatesTracker.fork = lambda tracker, *given: nullcontext()
@@ -349,7 +346,7 @@ def patch_gpu_path(shape: ModelShape, device: Device, sent: fake_cuda.Sent) -> N
     output_layer.float32_product = lambda hidden, weight: hidden.new_empty(
         len(hidden), len(weight), dtype=torch.float32
     )
-    logprobs._kernels = fake_cuda.logprob_kernels
+    fake_cuda.triton_without_kernels()
     forward_backward.finish_computation = lambda device: None
     p2p._batched_p2p_ops, p2p._p2p_ops = sent.between_stages_together, sent.between_stages
     if device.local_layers:

@@ -139,17 +139,17 @@ def ranks(given: argparse.Namespace) -> None:
             name: pool.submit(run, work / name.replace(" ", "-"), one, *places[one.model])
             for name, one in runs.items()
         }
-        bases: dict[str, Found] = {}
         # First those that others are compared with, then as they end: one that hangs keeps back its own line alone.
         names = {future: name for name, future in started.items()}
-        first = list({one.model: started[name] for name, one in reversed(runs.items())}.values())
-        for future in (*first, *as_completed(names.keys() - set(first))):
+        first = {one.model: started[name] for name, one in reversed(runs.items())}
+        for future in (*first.values(), *as_completed(names.keys() - set(first.values()))):
             name = names[future]
             one, (failed, found) = runs[name], future.result()
-            if failed is not None:
-                tell(name, failed, expected="exit status 0", holds=False)
+            base_failed, base = first[one.model].result()
+            if failed or base_failed:
+                told = failed or f"ran, with nothing to compare it with: {names[first[one.model]]} failed"
+                tell(name, told, expected="exit status 0", holds=False)
                 continue
-            base = bases.setdefault(one.model, found)
             tell_found(name, one, found, base, load_weights(places[one.model][0]), given.device)
 
 

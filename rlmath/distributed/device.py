@@ -101,9 +101,20 @@ def open_device(
     return Device("cuda", at, "cpu:gloo,cuda:nccl", params_dtype, local_layers, logits)
 
 
-def ranks_share_gpus(device: Device) -> bool:
+SHARED_GPU = (
+    "ranks share a GPU, and rollout.kv_cache_gib (of an evaluation --kv-cache-gib) is null: vLLM would measure the "
+    "memory that is free while the other ranks take theirs. Set it to the size of one rank's KV cache (GiB)"
+)
+
+
+def gpu_name() -> str:
+    """Of this rank's GPU, which no other one has."""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+def ranks_share_gpus() -> bool:
     """GPU: whether two ranks of the process group have the same one. A collective."""
-    gpus = all_gather_objects(str(torch.cuda.get_device_properties(device.torch_device).uuid))
+    gpus = all_gather_objects(gpu_name())
     return len(set(gpus)) < len(gpus)
 
 

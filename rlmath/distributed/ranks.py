@@ -111,6 +111,8 @@ class RankReport:
     """The node's address towards the first one, with its interface: "10.0.0.7 (eth0)"; sent by one rank per node."""
     data: str = ""
     """Fingerprint of the data that it has read, where ranks may differ in it."""
+    gpu: str = ""
+    """Its GPU, where no other rank may have it."""
 
 
 @dataclass(frozen=True)

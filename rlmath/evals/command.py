@@ -257,15 +257,16 @@ def model_place(text: str) -> Path | str:
 
 def rollout_of(arguments: argparse.Namespace) -> RolloutConfig:
     """The settings of the engines. Raises ValueError with all problems."""
-    names = ("tensor_parallel", "memory_share", "cpu_kv_cache_gib", "max_num_seqs", "cuda_graphs")
+    names = ("tensor_parallel", "memory_share", "kv_cache_gib", "cpu_kv_cache_gib", "max_num_seqs")
     values = {name: getattr(arguments, name) for name in names}
     problems = [
         f"--{name.replace('_', '-')} is {value}; needed: {allowed}"
         for name, value in values.items()
-        if (allowed := all_settings()[f"rollout.{name}"].range) is not None and not allowed.holds(value)
+        if None not in (value, allowed := all_settings()[f"rollout.{name}"].range)
+        and not allowed.holds(value)
     ]
     raise_problems("the engines", problems)
-    return RolloutConfig(**values)
+    return RolloutConfig(cuda_graphs=arguments.cuda_graphs, **values)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -334,6 +335,7 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
         default=0.9,
         help="GPU: share of its memory for the engine (default 0.9)",
     )
+    add("--kv-cache-gib", type=float, help="GPU: KV cache of a rank, in GiB; needed where ranks share a GPU")
     add("--cpu-kv-cache-gib", type=float, default=0.5, help="CPU: KV cache of a rank, in GiB (default 0.5)")
     add("--max-num-seqs", type=int, default=256, help="most sequences decoded at once (default 256)")
     workers_help = "processes per engine that verify answers (default 2)"

@@ -14,12 +14,14 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import attention as megatron_attention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
@@ -33,7 +35,7 @@ from rlmath.config.model_shape import (
     RopeScaling,
     YarnScaling,
 )
-from rlmath.models.local_layers import rotate
+from rlmath.models.local_layers import split_heads
 from rlmath.models.scratch_sizes import flash_takes
 
 BUCKET_FILL = 0.75
@@ -272,41 +274,47 @@ def _yarn_ramp(F: int, theta: float, scaling: YarnScaling) -> Tensor:
     return ((torch.arange(F).float() - low) / ((high - low) or 0.001)).clamp(0, 1)
 
 
-class PackedAttention(torch.nn.Module):
-    """Rotary embedding and causal scaled-dot-product attention within every segment of a pack; Megatron's
-    `core_attention`."""
+class SelfAttention(megatron_attention.SelfAttention):
+    """Megatron's, with `split_heads` and `attend` between its two products."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        # On a GPU the bias is added where heads are split, on CPU by the product.
+        self.linear_qkv.skip_bias_add = not config.use_cpu_initialization
+        number = self.layer_number
+        self.rotates = not (config.no_rope_freq and config.no_rope_freq[number - 1])
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number)
         self.window = config.window_size[0] + 1 if has_window else None
-        self.rotates = not (config.no_rope_freq and config.no_rope_freq[layer_number - 1])
 
     def forward(
-        self,
-        query_THD: Tensor,
-        key_TGD: Tensor,
-        value_TGD: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        packed_seq_params: PackedSequences,
-        **unused: Any,
-    ) -> Tensor:
-        """Attention of query [T, H, D] over key and value [T, groups, D]; returns [T, H * D]."""
-        if self.rotates:
-            cos, sin = packed_seq_params.cos, packed_seq_params.sin
-            query_THD, key_TGD = rotate(query_THD, key_TGD, cos, sin)
-        return self.attend(query_THD, key_TGD, value_TGD, packed_seq_params)
+        self, hidden_states: Tensor, packed_seq_params: PackedSequences, **unused: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states of the tokens, [T, 1, H], and a bias that is still to be added to them."""
+        projected, bias = self.linear_qkv(hidden_states)
+        between = partial(self._between, bias, packed_seq_params)
+        recomputes = self.checkpoint_core_attention and self.training
+        attended = tensor_parallel.checkpoint(between, False, projected) if recomputes else between(projected)
+        return self.linear_proj(attended)
 
-    def attend(
-        self, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, packing: PackedSequences
-    ) -> Tensor:
-        """The attention of queries and keys that are rotated already."""
-        if query_THD.device.type == "cpu":
-            return _CPUAttention.apply(query_THD, key_TGD, value_TGD, packing, self.window).flatten(1)
-        if flash_takes(query_THD.shape[2], query_THD.dtype.itemsize):
-            return flash_over_segments(query_THD, key_TGD, value_TGD, packing, self.window).flatten(1)
-        return composed_attention(query_THD, key_TGD, value_TGD, packing.buckets, self.window).flatten(1)
+    def _between(self, bias: Tensor | None, packing: PackedSequences, projected: Tensor) -> Tensor:
+        """What "selective" recomputes."""
+        heads = self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
+        angles = [x if self.rotates else x[..., :0] for x in (packing.cos, packing.sin)]
+        norms = self.q_layernorm, self.k_layernorm
+        qkv = split_heads(projected.view(len(projected), *heads), bias, norms, angles)
+        return attend(*qkv, packing, self.window)[:, None]
+
+
+def attend(
+    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, packing: PackedSequences, window: int | None
+) -> Tensor:
+    """Causal scaled-dot-product attention within every segment of a pack, [T, H * D], of queries and keys that are
+    rotated already; a query attends to `window` tokens, itself and the last ones before it, None: to all."""
+    if query_THD.device.type == "cpu":
+        return _CPUAttention.apply(query_THD, key_TGD, value_TGD, packing, window).flatten(1)
+    if flash_takes(query_THD.shape[2], query_THD.dtype.itemsize):
+        return flash_over_segments(query_THD, key_TGD, value_TGD, packing, window).flatten(1)
+    return composed_attention(query_THD, key_TGD, value_TGD, packing.buckets, window).flatten(1)
 
 
 @dataclass(frozen=True)

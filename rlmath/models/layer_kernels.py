@@ -1,39 +1,251 @@
-"""Activation and rotation of Megatron's local layers on a GPU, each one Triton kernel each way (`local_layers` has the
-same of torch's operations). They compute in float32 and round what they write."""
+"""What Megatron's local layers do between their products, on a GPU: Triton kernels, one each way (`local_layers` has
+the same of torch's operations). They compute in float32 and round what they write.
 
-# Shape legend: T packed tokens, U feed-forward units of this rank, H heads and G key heads, D head dim, F frequencies.
+A weight's gradient is a sum over tokens. Each program writes the sum over its own as one of P parts, and a product adds
+them to Megatron's buffer, in an order that is always the same.
+"""
+
+# Shape legend: T packed tokens, U feed-forward units of this rank, H hidden size, P programs, N numbers of a weight; of
+# attention G key heads, S heads of a group (R queries that share a key, the key, the value), D head dim, F frequencies.
 
 from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from triton.language import constexpr
 
 BLOCK = 1024
-"""Units of one program."""
+"""Units of one program of SwiGLU."""
+PROGRAMS = 1024
+"""Programs that share the tokens where weights have gradients."""
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) up of [..., 2U], the gate being the first half; [..., U]."""
-    x, U = x.contiguous(), x.shape[-1] // 2
-    out = x.new_empty(*x.shape[:-1], U)
-    if out.numel():
-        _swiglu[(out.numel() // U, triton.cdiv(U, BLOCK))](x, out, U, BLOCK)
-    return out
+def _blocks(**sizes: int) -> dict[str, int]:
+    """Powers of two that hold so many, and the warps for 8 numbers a thread."""
+    blocks = {name: triton.next_power_of_2(size) for name, size in sizes.items()}
+    return blocks | {"num_warps": min(16, max(1, math.prod(blocks.values()) // 256))}
 
 
-def swiglu_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Of `swiglu`, [..., 2U]."""
-    grad, x, U = grad.contiguous(), x.contiguous(), grad.shape[-1]
-    grad_x = torch.empty_like(x)
-    if grad.numel():
-        _swiglu_gradient[(grad.numel() // U, triton.cdiv(U, BLOCK))](grad, x, grad_x, U, BLOCK)
-    return grad_x
+def _add_to_buffer(parts_PN: Tensor | None, weight_N: Tensor | None) -> Tensor | None:
+    """What autograd is given in place of the gradient, as by Megatron's products, so that its hooks run."""
+    if parts_PN is None:
+        return None
+    weight_N.main_grad.addmv_(parts_PN.t(), _ones(len(parts_PN), parts_PN.device))
+    weight_N.grad_added_to_main_grad = True
+    return torch.empty_like(weight_N)
+
+
+@cache
+def _ones(number: int, device: torch.device) -> Tensor:
+    return torch.ones(number, device=device)
+
+
+class AddNorm(Function):
+    """As `local_layers._AddNorm`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, added: Tensor | None, w_H: Tensor, eps: float) -> tuple[Tensor, ...]:
+        x, H = x.contiguous(), len(w_H)
+        total, normed = x, torch.empty_like(x)
+        if added is not None:
+            total, added = torch.empty_like(x), added.contiguous()
+        ctx.sizes = {"eps": eps, "H": H, **_blocks(BLOCK=H)}
+        _add_norm[(x.numel() // H,)](x, added, w_H, total, normed, **ctx.sizes)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(total, w_H)
+        return total, normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_total: Tensor | None, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, w_H = ctx.saved_tensors
+        _, adds, learns, _ = ctx.needs_input_grad
+        grad_x, rows = torch.empty_like(x), x.numel() // len(w_H)
+        programs = min(rows, PROGRAMS)
+        parts = x.new_empty(programs, len(w_H), dtype=torch.float32) if learns else None
+        grad_total = None if grad_total is None else grad_total.contiguous()
+        given = grad.contiguous(), grad_total, x, w_H, grad_x, parts, rows
+        _add_norm_gradient[(programs,)](*given, **ctx.sizes)
+        return grad_x, grad_x if adds else None, _add_to_buffer(parts, w_H), None
 
 
 @triton.jit
-def _swiglu(x, out, U, BLOCK: tl.constexpr):
+def _add_norm(x, added, weight, total, normed, eps, H, BLOCK: constexpr):
+    at, column = tl.program_id(0).to(tl.int64) * H, tl.arange(0, BLOCK)
+    there = column < H
+    value = tl.load(x + at + column, there, 0.0).to(tl.float32)
+    if added is not None:
+        value += tl.load(added + at + column, there, 0.0).to(tl.float32)
+        tl.store(total + at + column, value, there)
+        value = value.to(total.dtype.element_ty).to(tl.float32)
+    r = tl.rsqrt(tl.sum(value * value, 0) / H + eps)
+    tl.store(normed + at + column, value * r * tl.load(weight + column, there, 0.0).to(tl.float32), there)
+
+
+@triton.jit
+def _add_norm_gradient(grad, grad_total, x, weight, grad_x, parts, rows, eps, H, BLOCK: constexpr):
+    program, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    there = column < H
+    scale = tl.load(weight + column, there, 0.0).to(tl.float32)
+    of_weight = tl.zeros((BLOCK,), tl.float32)
+    for row in range(program, rows, tl.num_programs(0)):
+        at = row * H + column
+        value = tl.load(x + at, there, 0.0).to(tl.float32)
+        r = tl.rsqrt(tl.sum(value * value, 0) / H + eps)
+        normed = value * r
+        upstream = tl.load(grad + at, there, 0.0).to(tl.float32)
+        of_weight += upstream * normed
+        upstream *= scale
+        gradient = r * (upstream - normed * (tl.sum(upstream * normed, 0) / H))
+        if grad_total is not None:
+            gradient += tl.load(grad_total + at, there, 0.0).to(tl.float32)
+        tl.store(grad_x + at, gradient, there)
+    if parts is not None:
+        tl.store(parts + program * H + column, of_weight, there)
+
+
+class SplitHeads(Function):
+    """As `local_layers.split_heads`; `weights` are the bias and those of both norms. Without norms nothing of the
+    projection is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TGSD: Tensor, eps: float, *weights: Tensor | None) -> tuple[Tensor | None, ...]:
+        x_TGSD, (T, G, S, D) = x_TGSD.contiguous(), x_TGSD.shape
+        heads = tuple(x_TGSD.new_empty(T, number, D) for number in (G * (S - 2), G, G))
+        ctx.sizes = {"eps": eps, "R": S - 2, "D": D, "F": weights[-1].shape[-1], **_blocks(HEADS=S, BLOCK=D)}
+        _split_heads[(T, G)](x_TGSD, *heads, *weights, **ctx.sizes)
+        ctx.save_for_backward(x_TGSD if weights[1] is not None else None, *weights)
+        return heads
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TGSD, *weights = ctx.saved_tensors
+        T, G, D = grads[1].shape
+        S, programs = ctx.sizes["R"] + 2, min(T, PROGRAMS)
+        grad_x = grads[1].new_empty(T, G, S, D)
+        sizes = (programs, G * S * D), (programs * G, D), (programs * G, D)
+        needed = zip(ctx.needs_input_grad[2:5], sizes, strict=True)
+        parts = [grad_x.new_empty(size, dtype=torch.float32) if learns else None for learns, size in needed]
+        given = x_TGSD, *(grad.contiguous() for grad in grads), *weights, grad_x, *parts, T
+        _split_heads_gradient[(programs, G)](*given, **ctx.sizes)
+        return grad_x, None, *map(_add_to_buffer, parts, weights[:3]), None, None
+
+
+@triton.jit
+def _split_heads(x, q, k, v, b, wq, wk, cos, sin, eps, R, D, F, HEADS: constexpr, BLOCK: constexpr):
+    """A group of one token. A dim that turns needs another one, its partner, which is read once more."""
+    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, dim = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
+    partner, cosine, sine = _angles(cos, sin, token, head, dim, R, F)
+    at = token * tl.num_programs(1) + group
+    mine = _biased(x, b, at, group, head, dim, R, D)
+    other = _biased(x, b, at, group, head, partner, R, D)
+    if wq is not None:
+        r = tl.rsqrt(tl.sum(mine * mine, 1) / D + eps)[:, None]
+        mine *= _scale(wq, wk, r, head, dim, R, D)
+        other *= _scale(wq, wk, r, head, partner, R, D)
+    turned = mine * cosine + other * sine
+    tl.store(q + (at * R + head) * D + dim, turned, (dim < D) & (head < R))
+    tl.store(k + (at + head - R) * D + dim, turned, (dim < D) & (head == R))
+    tl.store(v + (at + head - R - 1) * D + dim, turned, (dim < D) & (head == R + 1))
+
+
+@triton.jit
+def _split_heads_gradient(
+    x, q, k, v, b, wq, wk, cos, sin, dx, db, dwq, dwk, T, eps, R, D, F, HEADS: constexpr, BLOCK: constexpr
+):
+    """A group of every so many tokens; q, k and v are their gradients."""
+    program, group, groups = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    head, dim = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
+    there = (head < R + 2) & (dim < D)
+    of_bias = tl.zeros((HEADS, BLOCK), tl.float32)
+    of_weight = tl.zeros((HEADS, BLOCK), tl.float32)
+    for token in range(program, T, tl.num_programs(0)):
+        partner, cosine, sine = _angles(cos, sin, token, head, dim, R, F)
+        at = token * groups + group
+        gradient = _joined(q, k, v, at, head, dim, R, D) * cosine
+        gradient -= _joined(q, k, v, at, head, partner, R, D) * sine
+        if wq is not None:
+            value = _biased(x, b, at, group, head, dim, R, D)
+            r = tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
+            of_weight += gradient * value * r
+            scaled = gradient * _scale(wq, wk, r, head, dim, R, D)
+            through_r = r * r * value * (tl.sum(scaled * value, 1) / D)[:, None]
+            gradient = tl.where(head <= R, scaled - through_r, gradient)
+        tl.store(dx + (at * (R + 2) + head) * D + dim, gradient, there)
+        of_bias += gradient
+    at = program * groups + group
+    if db is not None:
+        tl.store(db + (at * (R + 2) + head) * D + dim, of_bias, there)
+    if dwq is not None:
+        tl.store(dwq + at * D + dim, tl.sum(tl.where(head < R, of_weight, 0.0), 0)[None, :], dim < D)
+        tl.store(dwk + at * D + dim, tl.sum(tl.where(head == R, of_weight, 0.0), 0)[None, :], dim < D)
+
+
+@triton.jit
+def _angles(cos, sin, token, head, dim, R, F):
+    """The partner of a dim, and its cosine and sine, which has the partner's sign."""
+    at = token * F + tl.where(dim < F, dim, dim - F)
+    turns = (head <= R) & (dim < 2 * F)
+    sine = tl.load(sin + at, turns, 0.0)
+    partner = tl.where(dim < F, dim + F, tl.where(dim < 2 * F, dim - F, dim))
+    return partner, tl.load(cos + at, turns, 1.0), tl.where(dim < F, -sine, sine)
+
+
+@triton.jit
+def _biased(x, b, at, group, head, dim, R, D):
+    there = (head < R + 2) & (dim < D)
+    found = tl.load(x + (at * (R + 2) + head) * D + dim, there, 0.0).to(tl.float32)
+    if b is not None:
+        found += tl.load(b + (group * (R + 2) + head) * D + dim, there, 0.0).to(tl.float32)
+    return found
+
+
+@triton.jit
+def _scale(wq, wk, r, head, dim, R, D):
+    """What query and key are multiplied by; the value is not normed."""
+    weight = tl.where(head < R, tl.load(wq + dim, dim < D, 0.0), tl.load(wk + dim, dim < D, 0.0))
+    return tl.where(head <= R, r * weight.to(tl.float32), 1.0)
+
+
+@triton.jit
+def _joined(q, k, v, at, head, dim, R, D):
+    found = tl.load(q + (at * R + head) * D + dim, (dim < D) & (head < R), 0.0).to(tl.float32)
+    found += tl.load(k + (at + head - R) * D + dim, (dim < D) & (head == R), 0.0).to(tl.float32)
+    return found + tl.load(v + (at + head - R - 1) * D + dim, (dim < D) & (head == R + 1), 0.0).to(tl.float32)
+
+
+class SwiGLU(Function):
+    """As `local_layers._SwiGLU`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x, U = x.contiguous(), x.shape[-1] // 2
+        ctx.save_for_backward(x)
+        out = x.new_empty(*x.shape[:-1], U)
+        _swiglu[(out.numel() // U, triton.cdiv(U, BLOCK))](x, out, U, BLOCK)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        U, grad_x = grad.shape[-1], torch.empty_like(x)
+        _swiglu_gradient[(grad.numel() // U, triton.cdiv(U, BLOCK))](grad.contiguous(), x, grad_x, U, BLOCK)
+        return grad_x
+
+
+@triton.jit
+def _swiglu(x, out, U, BLOCK: constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = column < U
@@ -43,7 +255,7 @@ def _swiglu(x, out, U, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_gradient(grad, x, grad_x, U, BLOCK: tl.constexpr):
+def _swiglu_gradient(grad, x, grad_x, U, BLOCK: constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = column < U
@@ -54,92 +266,3 @@ def _swiglu_gradient(grad, x, grad_x, U, BLOCK: tl.constexpr):
     sigmoid = tl.sigmoid(gate)
     tl.store(grad_x + gate_at, upstream * up * sigmoid * (1 + gate * (1 - sigmoid)), there)
     tl.store(grad_x + gate_at + U, upstream * gate * sigmoid, there)
-
-
-def rotated(query_THD: Tensor, key_TGD: Tensor, cos: Tensor, sin: Tensor, sign: int) -> tuple[Tensor, Tensor]:
-    """Both by the angle, or with `sign` -1 by minus the angle; cosines and sines are [T, 1, F]. Heads may lie anywhere,
-    the dims of a head one after another."""
-    pair = tuple(x if x.stride(2) == 1 else x.contiguous() for x in (query_THD, key_TGD))
-    turned = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in pair)
-    (T, H, D), G, F = query_THD.shape, key_TGD.shape[1], cos.shape[-1]
-    if T:
-        _rotate[(T,)](
-            *pair,
-            *turned,
-            cos,
-            sin,
-            *pair[0].stride()[:2],
-            *pair[1].stride()[:2],
-            H,
-            G,
-            D,
-            F,
-            sign,
-            triton.next_power_of_2(H),
-            triton.next_power_of_2(G),
-            triton.next_power_of_2(F),
-            triton.next_power_of_2(D - 2 * F) if D > 2 * F else 0,
-        )
-    return turned
-
-
-@triton.jit
-def _rotate(
-    query,
-    key,
-    query_out,
-    key_out,
-    cos,
-    sin,
-    query_token,
-    query_head,
-    key_token,
-    key_head,
-    H,
-    G,
-    D,
-    F,
-    sign,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    FREQUENCIES: tl.constexpr,
-    REST: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    frequency = tl.arange(0, FREQUENCIES)
-    there = frequency < F
-    cosine = tl.load(cos + token * F + frequency, there, 0.0)[None, :]
-    sine = tl.load(sin + token * F + frequency, there, 0.0)[None, :] * sign
-    query += token * query_token
-    key += token * key_token
-    _rotate_heads(
-        query, query_out + token * H * D, query_head, H, cosine, sine, D, F, HEADS, FREQUENCIES, REST
-    )
-    _rotate_heads(key, key_out + token * G * D, key_head, G, cosine, sine, D, F, KEY_HEADS, FREQUENCIES, REST)
-
-
-@triton.jit
-def _rotate_heads(
-    x,
-    out,
-    stride,
-    heads,
-    cosine,
-    sine,
-    D,
-    F,
-    HEADS: tl.constexpr,
-    FREQUENCIES: tl.constexpr,
-    REST: tl.constexpr,
-):
-    head = tl.arange(0, HEADS)[:, None]
-    frequency = tl.arange(0, FREQUENCIES)[None, :]
-    there = (head < heads) & (frequency < F)
-    a = tl.load(x + head * stride + frequency, there, 0.0).to(tl.float32)
-    b = tl.load(x + head * stride + F + frequency, there, 0.0).to(tl.float32)
-    tl.store(out + head * D + frequency, a * cosine - b * sine, there)
-    tl.store(out + head * D + F + frequency, b * cosine + a * sine, there)
-    if REST:
-        dim = 2 * F + tl.arange(0, REST)[None, :]
-        there = (head < heads) & (dim < D)
-        tl.store(out + head * D + dim, tl.load(x + head * stride + dim, there, 0.0), there)

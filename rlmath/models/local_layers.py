@@ -1,30 +1,44 @@
-"""Norm, activation and rotation of Megatron's local layers, each one autograd function of few passes over memory.
+"""Norm, activation, rotation and residuals of Megatron's local layers, in few passes over memory.
 
 Composed of torch's operations they read and write a hidden state some 30 times a layer, which on a CPU takes as long as
 a third of the matrix products. These keep little for the backward pass beside their inputs, and reuse what they
-allocated. On a GPU they are one kernel each way: the norm is torch's, the others are in `layer_kernels`.
+allocated. On a GPU they are one kernel each way (`layer_kernels`), and one more for each weight's gradient.
 """
 
-# Shape legend: T packed tokens, H hidden size, U feed-forward units of this rank, D head dim; of the rotation H heads
-# and G key heads.
+# Shape legend: T packed tokens, H hidden size, U feed-forward units of this rank, D head dim; of attention H heads,
+# G key heads, S = H/G + 2 heads of a group: the queries that share a key, the key and the value.
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlmath.distributed.device_kind import triton_kernels
+
 EXACT = (torch.float32, torch.float64)
 """Number formats in which sums over a hidden state may be taken as they are."""
-KERNEL_DEVICES = {"cuda"}
-"""Kinds of device with kernels for these, where Triton is installed: it comes with torch's CUDA builds."""
+
+
+def _kernels(x: Tensor) -> ModuleType | None:
+    return triton_kernels("layer_kernels", x.device.type)
+
+
+class LocalLayer(TransformerLayer):
+    """Megatron's parts of a layer, whose residuals are added by the norms."""
+
+    def forward(self, hidden_states: Tensor, packed_seq_params: Any, **unused: Any) -> tuple[Tensor, None]:
+        """Hidden states behind the layer, [T, 1, H]; there is no second stream."""
+        x, normed = self.input_layernorm.behind(hidden_states)
+        x, normed = self.pre_mlp_layernorm.behind(x, self.self_attention(normed, packed_seq_params)[0])
+        return x + self.mlp(normed)[0], None
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -37,9 +51,14 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """The norm over the last dimension, [..., H]; of the same shape."""
-        if x.dtype not in EXACT:
-            return super().forward(x)
-        return _RMSNorm.apply(x, self.weight, self.eps)
+        return self.behind(x)[1]
+
+    def behind(self, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x, with what is added to it, and the norm of that."""
+        if kernels := _kernels(x):
+            return kernels.AddNorm.apply(x, added, self.weight, self.eps)
+        x = x if added is None else x + added
+        return x, _RMSNorm.apply(x, self.weight, self.eps) if x.dtype in EXACT else super().forward(x)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -66,27 +85,16 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.addcmul_(x, through_r), grad_weight_H, None
 
 
-@cache
-def _kernels(kind: str) -> ModuleType | None:
-    """The kernels for tensors on this kind of device; None: torch's operations."""
-    if kind not in KERNEL_DEVICES or find_spec("triton") is None:
-        return None
-    from rlmath.models import layer_kernels
-
-    return layer_kernels
-
-
 def swiglu(x: Tensor) -> Tensor:
     """silu(gate) up of [..., 2U], the gate being the first half; [..., U]."""
-    return _SwiGLU.apply(x)
+    kernels = _kernels(x)
+    return (kernels.SwiGLU if kernels else _SwiGLU).apply(x)
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        if kernels := _kernels(x.device.type):
-            return kernels.swiglu(x)
         gate, up = x.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
@@ -94,8 +102,6 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        if kernels := _kernels(x.device.type):
-            return kernels.swiglu_gradient(grad, x)
         gate, up = x.chunk(2, -1)
         grad_x = torch.empty_like(x)
         grad_gate, grad_up = grad_x.chunk(2, -1)
@@ -106,39 +112,46 @@ class _SwiGLU(torch.autograd.Function):
         return grad_x
 
 
-def rotate(query_THD: Tensor, key_TGD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Query and key with each pair (d, d + R/2) of every head's first R dims turned by its token's angle; cosines and
-    sines are [T, 1, R/2]."""
-    return _Rotate.apply(query_THD, key_TGD, cos, sin)
+def split_heads(
+    x_TGSD: Tensor, bias: Tensor | None, norms: Sequence[torch.nn.Module | None], angles: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query [T, H, D], key and value [T, G, D] of their common projection: its bias added, query and key normed (by
+    `RMSNorm`s; none, or Megatron's `IdentityOp`), and each pair (d, d + R/2) of their first R dims turned by the
+    token's angle, whose cosines and sines are [T, 1, R/2]."""
+    T, _, S, D = x_TGSD.shape
+    if kernels := _kernels(x_TGSD):
+        weights = (getattr(norm, "weight", None) for norm in norms)
+        return kernels.SplitHeads.apply(x_TGSD, getattr(norms[0], "eps", 0.0), bias, *weights, *angles)
+    if bias is not None:
+        x_TGSD = x_TGSD + bias.view(x_TGSD.shape[1:])
+    *pair, value = x_TGSD.split((S - 2, 1, 1), 2)
+    query, key = (x if norm is None else norm(x) for norm, x in zip(norms, pair, strict=True))
+    query, key = Rotate.apply(query, key, *(x[:, None] for x in angles))
+    return query.view(T, -1, D), key.squeeze(2), value.squeeze(2)
 
 
-class _Rotate(torch.autograd.Function):
+class Rotate(torch.autograd.Function):
+    """Query and key, [T, ..., D], with each pair (d, d + R/2) of their first R dims turned; cosines and sines are
+    [T, ..., R/2], or 1 in place of the heads."""
+
     @staticmethod
-    def forward(ctx: Any, query_THD: Tensor, key_TGD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        return _both_rotated(query_THD, key_TGD, cos, sin, 1)
+        return _rotated(query, cos, sin, 1), _rotated(key, cos, sin, 1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_THD: Tensor, grad_TGD: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return *_both_rotated(grad_THD, grad_TGD, cos, sin, -1), None, None
+        return _rotated(grad_query, cos, sin, -1), _rotated(grad_key, cos, sin, -1), None, None
 
 
-def _both_rotated(
-    query_THD: Tensor, key_TGD: Tensor, cos: Tensor, sin: Tensor, sign: int
-) -> tuple[Tensor, Tensor]:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     """By the angle, or by minus the angle."""
-    if kernels := _kernels(query_THD.device.type):
-        return kernels.rotated(query_THD, key_TGD, cos, sin, sign)
-    return _rotated(query_THD, cos, sin, sign), _rotated(key_TGD, cos, sin, sign)
-
-
-def _rotated(x_THD: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    out = torch.empty_like(x_THD, memory_format=torch.contiguous_format)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     half = cos.shape[-1]
-    out[..., 2 * half :] = x_THD[..., 2 * half :]
-    (a, b), (out_a, out_b) = (x[..., : 2 * half].split(half, -1) for x in (x_THD, out))
+    out[..., 2 * half :] = x[..., 2 * half :]
+    (a, b), (out_a, out_b) = (part[..., : 2 * half].chunk(2, -1) for part in (x, out))
     torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-sign)
     torch.mul(b, cos, out=out_b).addcmul_(a, sin, value=sign)
     return out

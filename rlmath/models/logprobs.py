@@ -23,8 +23,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,15 +30,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlmath.distributed.device_kind import triton_kernels
 from rlmath.models.scratch_sizes import CHUNK_BYTES, TEACHER_BLOCK_BYTES
 
 MASKED_LOGIT = -1e30
 """Scaled logit (bits) of a token that cannot be sampled: finite, so that 0 times it is 0."""
 
 LN2 = math.log(2)
-
-KERNEL_DEVICES = {"cuda"}
-"""Kinds of device whose logits go through the kernels, where Triton is installed: it comes with torch's CUDA builds."""
 
 
 @dataclass(frozen=True)
@@ -271,21 +267,12 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         return grad_TV, None, None, None
 
 
-def _kernels(logits_TV: Tensor) -> ModuleType | None:
-    """The module of kernels, if these logits go through them."""
-    if logits_TV.device.type not in KERNEL_DEVICES or find_spec("triton") is None:
-        return None
-    from rlmath.models import logprob_kernels
-
-    return logprob_kernels
-
-
 def _row_sums(logits_TV: Tensor, targets_T: Tensor, shard: _Shard, group: dist.ProcessGroup) -> _RowSums:
     """The sums over all shards. A collective."""
     local_T = targets_T - shard.start
     mine_T = (local_T >= 0) & (local_T < shard.columns)
     column_T1 = local_T.clamp(0, max(shard.columns - 1, 0))[:, None]
-    if kernels := _kernels(logits_TV):
+    if kernels := triton_kernels("logprob_kernels", logits_TV.device.type):
         given = (shard.columns, shard.temperature, column_T1, shard.masked_T, shard.masked_columns)
         own_neg_max_T, sums_3T = kernels.shard_sums(logits_TV, *given)
         unit_bits = shard.bits
@@ -320,17 +307,9 @@ def _overwrite_with_gradient(
     d H / d logit_j = -p_j (log p_j + H) / temperature. A row whose incoming gradients are all 0 gets exactly 0,
     whatever its logits hold.
     """
-    if kernels := _kernels(grad_TV):
-        kernels.overwrite_with_gradient(
-            grad_TV,
-            shard.columns,
-            shard.temperature,
-            row_sums=sums.tensors,
-            grad_logprobs_T=grad_logprobs_T,
-            grad_entropy_T=grad_entropy_T,
-            masked_T=shard.masked_T,
-            masked_columns=shard.masked_columns,
-        )
+    if kernels := triton_kernels("logprob_kernels", grad_TV.device.type):
+        given = sums.tensors, grad_logprobs_T, grad_entropy_T, shard.masked_T, shard.masked_columns
+        kernels.overwrite_with_gradient(grad_TV, shard.columns, shard.temperature, *given)
         return
     logprobs_T, entropy_T, mass_T = sums.logprobs_T, sums.entropy_T, sums.mass_T
     zero_T = torch.zeros_like(mass_T)

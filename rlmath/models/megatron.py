@@ -22,6 +22,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -35,9 +36,9 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import ParallelConfig
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
-from rlmath.models.attention import PackedAttention, Rotary, rotary_frequencies
+from rlmath.models.attention import Rotary, SelfAttention, rotary_frequencies
 from rlmath.models.critic import ValueHead
-from rlmath.models.local_layers import RMSNorm, swiglu
+from rlmath.models.local_layers import LocalLayer, RMSNorm, swiglu
 from rlmath.models.output_layer import float32_logits
 
 
@@ -54,10 +55,11 @@ def layer_spec(
         )
         return _with_separate_norms(layer) if separate_norms else layer
     layer = get_gpt_layer_local_spec(config.num_moe_experts, normalization="RMSNorm")
+    layer.module, layer.submodules.self_attention.module = LocalLayer, SelfAttention
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
+    attention.core_attention = IdentityOp  # a part of ours
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return TransformerBlockSubmodules(

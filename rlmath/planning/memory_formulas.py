@@ -166,30 +166,25 @@ def _sent_elements(shape: ModelShape, work: StageWork) -> int:
 def _attention_elements(shape: ModelShape, work: StageWork, selective: bool) -> int:
     """Query Q, key and value K elements of a token.
 
-    On a GPU, Transformer Engine's and ours with torch's flash kernel: the projection (Q + 2 K), of which value is a
-    part, query and key turned (Q + K), the output (Q). Ours else: query, key and value laid out by segment, the latter
-    two repeated to Q, and the output in both layouts; recomputed ("selective"), the projection and the output.
-
-    Without repetition value stays a part of the projection, where segments are equally long, and keeps it (2 Q more).
-
+    Transformer Engine's: the projection (Q + 2 K), of which value is a part, query and key turned (Q + K), the output
+    (Q), the inputs of norms (Q + K). Ours, recomputed ("selective"): projection and output; with torch's flash kernel:
+    query, key, value (Q + 2 K) and output; else, on CPU: query, key and value laid out by segment, the latter two
+    repeated to Q, and the output in both layouts (without repetition, where segments are equally long, value stays a
+    part of the projection: 2 Q more). Our norms of query and key keep the projection.
     Without LoRA's adapter of the projection behind it, the output stays in one layout, and not if it is recomputed.
-
-    Norms of query and key keep their inputs: of the query a copy (Q), of the key a part of the projection (Q + 2 K),
-    which so is there in any case, in Transformer Engine a copy (K). Their outputs stay where attention is recomputed.
     """
     query = shape.num_heads * shape.head_dim // work.tensor
     key = shape.num_kv_heads * shape.head_dim // work.tensor
     projection = query + 2 * key
-    flash = work.device_kind == "cuda" and flash_takes(shape.head_dim, work.itemsize)
-    if not work.local_layers or (flash and not selective):
-        normed = query if work.local_layers else query + key
-        return projection + 2 * query + key + (normed if shape.qk_norm else 0)
-    kept = projection + query if selective else (5 + 2 * (query == key and not shape.qk_norm)) * query
-    if not work.keeps_inputs("attention"):
+    if not work.local_layers:
+        return projection + 2 * query + key + (query + key if shape.qk_norm else 0)
+    flash = work.device_kind == "cuda" and flash_takes(shape.head_dim, work.itemsize) and not selective
+    kept = (5 + 2 * (query == key and not shape.qk_norm)) * query
+    if selective or flash:
+        kept = projection + query
+    if not flash and not work.keeps_inputs("attention"):
         kept -= query
-    if shape.qk_norm:
-        kept += query + (query + key if selective else projection)
-    return kept
+    return kept + (projection if shape.qk_norm and not selective else 0)
 
 
 def backward_bytes(shape: ModelShape, work: StageWork, policy: PolicyConfig, in_loss: int = 0) -> PassBytes:

@@ -18,7 +18,7 @@ from rlmath.config.schema import RolloutConfig
 from rlmath.data.tokenizer import stop_token_ids
 from rlmath.distributed import process
 from rlmath.distributed.collectives import broadcast_from_rank_zero
-from rlmath.distributed.device import Device, prepare_imports, ranks_share_gpus
+from rlmath.distributed.device import SHARED_GPU, Device, prepare_imports, ranks_share_gpus
 from rlmath.distributed.device_kind import DeviceKind
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.ranks import environment_rank
@@ -70,13 +70,12 @@ def _cpu_arguments(settings: RolloutConfig) -> dict[str, Any]:
     }
 
 
-def _device_arguments(settings: RolloutConfig, device: Device, shares_gpu: bool = False) -> dict[str, Any]:
+def _device_arguments(settings: RolloutConfig, device: Device) -> dict[str, Any]:
     if device.kind == "cpu":
         return _cpu_arguments(settings) | _number_formats(device)
     return {
         **_gpu_arguments(settings),
         **_number_formats(device),
-        **(_shared_gpu_arguments(settings) if shares_gpu else {}),
         "enable_chunked_prefill": settings.chunked_prefill,
         "enable_sleep_mode": True,
         # Other kernels keep experts in layouts of their own, into which new weights cannot be written.
@@ -91,25 +90,24 @@ def _number_formats(device: Device) -> dict[str, Any]:
     return {"dtype": str(device.params_dtype).removeprefix("torch."), **head}
 
 
-def _mesh_arguments(mesh: Mesh, device_kind: DeviceKind) -> dict[str, Any]:
-    """How the engine is spread over ranks. A collective of all ranks: our CPU worker needs a name that the ranks of one
-    engine share, unique on this machine. On a GPU vLLM's cache of compiled code would begin anew with every name."""
+def _mesh_arguments(settings: RolloutConfig, mesh: Mesh, device_kind: DeviceKind) -> dict[str, Any]:
+    """How the engine is spread over ranks, and where they share a GPU. A collective of all ranks: our CPU worker needs
+    a name that the ranks of one engine share, unique on this machine. On a GPU vLLM's cache of compiled code would
+    begin anew with every name."""
     name = f"rlmath-{broadcast_from_rank_zero(uuid.uuid4().hex)}-{mesh.engine_index}"
     return {
         "tensor_parallel_size": mesh.engine_size,
         "distributed_executor_backend": "external_launcher",
         "seed": mesh.engine_index,
         **({"additional_config": {"engine_name": name}} if device_kind == "cpu" else {}),
+        **(_shared_gpu_arguments(settings) if device_kind == "cuda" and ranks_share_gpus() else {}),
     }
 
 
 def _shared_gpu_arguments(settings: RolloutConfig) -> dict[str, Any]:
     """Of ranks on one GPU, as docs/gpu.md starts them. ValueError where the engine would measure free memory."""
     if settings.kv_cache_gib is None:
-        raise ValueError(
-            "ranks share a GPU, and rollout.kv_cache_gib is null: vLLM would measure the memory that is free while the "
-            "other ranks take theirs. Set it to the size of one rank's KV cache (GiB)"
-        )
+        raise ValueError(SHARED_GPU)
     # Both would ask for a GPU behind each rank: the reduction by symmetric memory, and the custom one.
     os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
     return {"disable_custom_all_reduce": True}
@@ -202,9 +200,8 @@ class Engine:
         prepare_environment(device.kind)
         self._settings = settings
         self._device_kind: DeviceKind = device.kind
-        shares_gpu = device.kind == "cuda" and ranks_share_gpus(device)
-        arguments = _device_arguments(settings, device, shares_gpu) | {
-            **_mesh_arguments(mesh, device.kind),
+        arguments = _device_arguments(settings, device) | {
+            **_mesh_arguments(settings, mesh, device.kind),
             "load_format": "auto" if load_weights else "dummy",
         }
         self._llm = _open_llm(model_path, settings, max_sequence, device.kind, arguments, stop_token_ids)
@@ -301,5 +298,5 @@ def open_standalone(
     else:
         arguments = _gpu_arguments(settings) | {"dtype": "auto"}
     if mesh is not None:
-        arguments |= _mesh_arguments(mesh, device_kind)
+        arguments |= _mesh_arguments(settings, mesh, device_kind)
     return _open_llm(model_path, settings, max_sequence, device_kind, arguments, stop_token_ids)

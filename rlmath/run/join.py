@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from rlmath.config.schema import Config
 from rlmath.data.loader import write_report
 from rlmath.distributed.bridge import Bridge, open_worlds
 from rlmath.distributed.collectives import all_gather_objects, broadcast_from_rank_zero
-from rlmath.distributed.device import Device, init_process_group
+from rlmath.distributed.device import SHARED_GPU, Device, gpu_name, init_process_group
 from rlmath.distributed.fault_tolerance.failure import may_be_caused_by_peer
 from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
 from rlmath.distributed.fault_tolerance.preemption import StopRequest, launcher_advice
@@ -52,7 +52,7 @@ def join_run(
 ) -> tuple[Bridge | None, Heartbeat]:
     """Join the process group, or, where engines have ranks of their own, this rank's of the two; and the heartbeat of
     all ranks, which `stack` ends. A collective of all ranks of the run."""
-    store, timeout = group_store(rendezvous, config), config.run.distributed_timeout_seconds
+    store, timeout = group_store(rendezvous, config, device), config.run.distributed_timeout_seconds
     bridge = None
     if config.rollout.ranks:
         assert store is not None, "a run with engines on ranks of their own has several ranks"
@@ -73,15 +73,21 @@ def join_run(
     return bridge, heartbeat
 
 
-def group_store(rendezvous: Rendezvous | None, config: Config) -> dist.Store | None:
+def group_store(rendezvous: Rendezvous | None, config: Config, device: Device) -> dist.Store | None:
     """The store of the process group. All ranks meet once more before: ranks that are missing are named, where a
-    process group would wait for them in silence."""
+    process group would wait for them in silence. ValueError where an engine of its own rank measures a shared GPU."""
     if rendezvous is None:
         return None
-    run, place = config.run, rendezvous.rank_info
-    report = RankReport(place.host, place.node)
-    rendezvous.sync("group", report, run.start_timeout_seconds, lambda reports: RendezvousResult())
+    run, rollout, place = config.run, config.rollout, rendezvous.rank_info
+    measures = device.kind == "cuda" and rollout.ranks and rollout.kv_cache_gib is None
+    report = RankReport(place.host, place.node, gpu=gpu_name() if measures else "")
+    rendezvous.sync("group", report, run.start_timeout_seconds, refuse_shared_gpus)
     return rendezvous.group_store(run.distributed_timeout_seconds)
+
+
+def refuse_shared_gpus(reports: Mapping[int, RankReport]) -> RendezvousResult:
+    gpus = [report.gpu for report in reports.values() if report.gpu]
+    return RendezvousResult(SHARED_GPU if len(set(gpus)) < len(gpus) else None, is_mistake=True)
 
 
 class OnError:

@@ -22,30 +22,22 @@ def gathered_attention() -> Iterator[None]:
     from megatron.core import parallel_state
     from torch.distributed.nn.functional import all_reduce
 
-    from rlmath.models.attention import PackedAttention
+    from rlmath.models import attention
     from rlmath.models.context_parallel import split_pack
 
-    attend, bounds = PackedAttention.attend, []
+    attend = attention.attend
 
-    def forward(self: Any, *qkv: Tensor, packed_seq_params: Any, **unused: Any) -> Tensor:
-        bounds[:] = [packed_seq_params.cu_seqlens_q]
-        return rotate_and_attend(self, *qkv, packed_seq_params=packed_seq_params)
-
-    def attend_gathered(self: Any, *qkv_packing: Any) -> Tensor:
+    def attend_gathered(*given: Any) -> Tensor:
         """Queries and keys are rotated by the angles of this rank's tokens."""
-        *qkv, packing = qkv_packing
+        *qkv, packing, window = given
         group = parallel_state.get_context_parallel_group()
-        source_CN = split_pack(bounds[0], group.size()).source_CN
+        source_CN = split_pack(packing.cu_seqlens_q, group.size()).source_CN
         mine_N = source_CN[group.rank()]
         whole = [x.new_zeros(source_CN.numel(), *x.shape[1:]).index_copy(0, mine_N, x) for x in qkv]
         gathered = [all_reduce(x, group=group) for x in whole]
-        return attend(self, *gathered, packing)[mine_N]
+        return attend(*gathered, packing, window)[mine_N]
 
-    rotate_and_attend = PackedAttention.forward
-    with (
-        mock.patch.object(PackedAttention, "forward", forward),
-        mock.patch.object(PackedAttention, "attend", attend_gathered),
-    ):
+    with mock.patch.object(attention, "attend", attend_gathered):
         yield
 
 

@@ -71,6 +71,7 @@ def test_every_option_reaches_the_plan_and_the_engines(tmp_path: Path) -> None:
         "tensor-parallel": 2,
         "cpu-kv-cache-gib": 0.3,
         "memory-share": 0.45,
+        "kv-cache-gib": 1.5,
         "max-num-seqs": 137,
     }
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
@@ -93,7 +94,7 @@ def test_every_option_reaches_the_plan_and_the_engines(tmp_path: Path) -> None:
             limit=126,
         )
     engines = rollout_of(arguments)
-    assert (engines.tensor_parallel, engines.cpu_kv_cache_gib) == (2, 0.3)
+    assert (engines.tensor_parallel, engines.cpu_kv_cache_gib, engines.kv_cache_gib) == (2, 0.3, 1.5)
     assert (engines.memory_share, engines.max_num_seqs) == (0.45, 137)
 
 

@@ -19,11 +19,12 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
-from rlmath.models import logprob_kernels, logprobs
+from rlmath.distributed.device_kind import KERNEL_DEVICES
+from rlmath.models import logprob_kernels
 from rlmath.models.logprobs import vocab_parallel_logprobs
 from tests.models.test_logprobs import check_shards, dense, loss, ours, random_logits, shard_of
 
-logprobs.KERNEL_DEVICES.add("cpu")
+KERNEL_DEVICES.add("cpu")
 
 BLOCKS = logprob_kernels.SUMS_BLOCK + logprob_kernels.GRADIENT_BLOCK
 GRADIENT_ERROR = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}

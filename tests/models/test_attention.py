@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from transformers import LlamaConfig, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -15,7 +14,6 @@ from rlmath.config.model_shape import LinearScaling, Llama3Scaling, LongRopeScal
 from rlmath.models import attention
 from rlmath.models.attention import (
     BUCKET_FILL,
-    PackedAttention,
     PackedSequences,
     Rotary,
     composed_attention,
@@ -41,11 +39,8 @@ def inputs(lengths: list[int], heads: int, groups: int) -> list[Tensor]:
     return [torch.randn(shape, dtype=torch.float64, generator=draw).requires_grad_() for shape in shapes]
 
 
-def attend(lengths: list[int], qkv: list[Tensor], window: int | None = None, layer: int = 1) -> Tensor:
-    size = None if window is None else (window - 1, 0)
-    config = TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1, window_size=size)
-    config.window_attn_skip_freq = [1, 0]
-    return PackedAttention(config, layer).attend(*qkv, packing(lengths))
+def attend(lengths: list[int], qkv: list[Tensor], window: int | None = None) -> Tensor:
+    return attention.attend(*qkv, packing(lengths), window)
 
 
 def dense_attention(lengths: list[int], qkv: list[Tensor], window: int | None = None) -> Tensor:
@@ -76,18 +71,6 @@ def test_values_and_gradients_equal_dense_attention(
     ours, theirs = (torch.autograd.grad(out, qkv, upstream) for out in (got, wanted))
     for gradient, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_a_layer_may_have_no_window():
-    qkv = inputs([9, 4], heads=2, groups=1)
-    assert torch.equal(attend([9, 4], qkv, window=3, layer=2), attend([9, 4], qkv))
-
-
-def test_a_layer_may_not_rotate():
-    qkv, packed = inputs([9, 4], heads=2, groups=1), packing([9, 4])
-    config = TransformerConfig(num_layers=2, hidden_size=1, num_attention_heads=1, no_rope_freq=[0, 1])
-    turned, plain = (PackedAttention(config, n)(*qkv, packed_seq_params=packed) for n in (1, 2))
-    assert torch.equal(plain, attend([9, 4], qkv)) and not torch.equal(turned, plain)
 
 
 @pytest.mark.parametrize("window", [None, 3])

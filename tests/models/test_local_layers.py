@@ -55,7 +55,7 @@ def test_the_norm_of_short_numbers_is_torchs_own():
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """As a query, and as a key of one head."""
-    query, key = local_layers.rotate(x, x[:, -1:], cos, sin)
+    query, key = local_layers.Rotate.apply(x, x[:, -1:], cos, sin)
     assert torch.equal(key, query[:, -1:]) and key.is_contiguous()
     return query
 

@@ -50,7 +50,7 @@ from rlmath.rewards.reward_manager import (
     scorer_settings,
 )
 from rlmath.rewards.several_rewards import NamedReward, compared_rewards, named_rewards
-from rlmath.rollout.engine import _device_arguments
+from rlmath.rollout.engine import _device_arguments, _shared_gpu_arguments
 from rlmath.rollout.sampling import SamplingSettings, training_sampling
 from rlmath.rollout.unfinished_rules import slice_tokens, unfinished_rules
 from rlmath.run.recovery.resume import origin_of
@@ -408,10 +408,9 @@ def test_what_an_engine_is_given_for_the_device() -> None:
         "kv_cache_memory_bytes": None,
     }
     assert "worker_cls" not in as_found
-    shared = _device_arguments(DISTINCT.rollout, GPU, shares_gpu=True)
-    assert shared == on_gpu | {"disable_custom_all_reduce": True}
+    assert _shared_gpu_arguments(DISTINCT.rollout) == {"disable_custom_all_reduce": True}
     with pytest.raises(ValueError, match="Set it to the size of one rank's KV cache"):
-        _device_arguments(measured, GPU, shares_gpu=True)
+        _shared_gpu_arguments(measured)
     split = _device_arguments(replace(DISTINCT.rollout, chunked_prefill=True), GPU)
     assert split == on_gpu | {"enable_chunked_prefill": True}
 
