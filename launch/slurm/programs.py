@@ -64,7 +64,7 @@ def training(kind: Kind, config_files: Sequence[Path], overrides: Sequence[str],
     data = config.data
     reads = [*config_files, config.model.path, data.train_path, *data.more_train_paths]
     more = (config.sft.held_out_path, data.history_path, config.critic.path, config.teacher.path)
-    reads += [*config.validation.paths, *filter(None, more)]
+    reads += [*config.validation.paths, *filter(None, (*more, config.model.adapter_path))]
     # Rank 0 uploads the model when the others have ended.
     upload = 0.0 if config.save.push_to_hub is None else config.run.hub_timeout_seconds
     return Program(

@@ -129,7 +129,7 @@ def _whole_numbers(reals: RealSet) -> Interpretations:
     """The whole numbers of a bounded set."""
     low, high = whole_numbers(reals)
     if low is None or high is None or high - low >= MAX_ITEMS:
-        raise NotMathematics(f"more than {MAX_ITEMS} whole numbers")
+        raise Unsupported(f"more than {MAX_ITEMS} whole numbers")
     numbers = [Scalar(Num(Fraction(number))) for number in range(low, high + 1)]
     return Interpretations(members=tuple(map(interpret, numbers)), is_set=True, real_set=_points(numbers))
 
@@ -328,11 +328,11 @@ def _interpret_inequality(relation: Relation) -> Interpretations:
     for left, op, right in zip(relation.sides, relation.ops, relation.sides[1:], strict=False):
         solved = half_line(left, op, right)
         if solved is None:
-            raise NotMathematics("an inequality that is not solved")
+            raise Unsupported("an inequality that is not solved")
         names.add(solved[0])
         reals.append(solved[1])
     if len(names) != 1:
-        raise NotMathematics("inequalities in several variables")
+        raise Unsupported("inequalities in several variables")
     return Interpretations(
         real_set=RealSet.intersection(reals), sign=f"solved {names.pop()}", unsolved=has_shift(relation)
     )

@@ -104,6 +104,16 @@ def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
             f"optimizer.lr={config.optimizer.lr:g} is a learning rate of full training, and with lora.rank="
             f"{config.lora.rank} teaches little: adapters want some ten times as much, 1e-5 to 1e-4."
         )
+    if config.lora.rank and config.algorithm.advantage == "gae" and config.critic.lr is None:
+        found.append(
+            f"critic.lr is twice optimizer.lr={config.optimizer.lr:g}, a learning rate of adapters, and all weights of "
+            "the critic learn. Give it one of full training, such as critic.lr=2e-6."
+        )
+    if config.model.adapter_path is not None and config.algorithm.kl_coef > 0:
+        found.append(
+            "the reference is model.path without the adapters of model.adapter_path: KL is not 0 at the start. To stay "
+            "near that start, merge them into model.path."
+        )
     for find in (_rollout_warnings, _algorithm_warnings, _selection_warnings):
         found += find(config)
     return found

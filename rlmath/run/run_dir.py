@@ -200,7 +200,7 @@ def _input_problems(folder: Path, config: Config, resumes: bool) -> Iterator[str
     paths += [("data.more_train_paths", path) for path in config.data.more_train_paths]
     paths += [("validation.paths", path) for path in config.validation.paths]
     more = {"sft.held_out_path": config.sft.held_out_path, "critic.path": config.critic.path}
-    more["teacher.path"] = config.teacher.path
+    more |= {"teacher.path": config.teacher.path, "model.adapter_path": config.model.adapter_path}
     if (config.data.chat_template or "").endswith(".jinja") and not resumes:
         more["data.chat_template"] = config.data.chat_template
     paths += [(key, path) for key, path in more.items() if path]

@@ -62,7 +62,9 @@ def test_a_checkpoint_says_where_the_run_stands() -> None:
     divergence = SimpleNamespace(discarded_steps=37, learned_step=38, good_step=39, rewards=[0.4, 0.5])
     checkpointer = object.__new__(Checkpointer)
     vars(checkpointer).update(
-        _trainer=trainer, _divergence=divergence, _origin=Origin("model", "data", "reward", "hooks")
+        _trainer=trainer,
+        _divergence=divergence,
+        _origin=Origin("model", "data", "reward", "hooks", adapter="adapter"),
     )
     found = checkpointer._progress(13)
     assert (found.step, found.epoch, found.position, found.updates, found.syncs) == (13, 2, 12, 31, 13)
@@ -72,7 +74,7 @@ def test_a_checkpoint_says_where_the_run_stands() -> None:
     assert (found.rollback_steps, found.rollback_draw_steps) == ((33, 35), (34, 36))
     assert (found.layout, found.world_size) == ("TP2 x PP2 x DP2", 8)
     of = found.model_fingerprint, found.data_fingerprint, found.reward_fingerprint, found.hooks_fingerprint
-    assert of == ("model", "data", "reward", "hooks")
+    assert (*of, found.adapter_fingerprint) == ("model", "data", "reward", "hooks", "adapter")
 
 
 def test_models_of_stages_and_the_best_one_count_until_they_are_there(

@@ -36,7 +36,7 @@ def base_model(reader: StateReader, run: Config, shape: ModelShape, given: Path 
     not there, or is another."""
     needed = read_progress(reader.folder.parent).model_fingerprint
     folder = given or local_folder(run.model.path, "model.path")
-    change = "Name it by --base." if given is None else "Name another by --base."
+    change = "Name it by rlmath convert to-hf --base." if given is None else "Name another by --base."
     if not (folder / "config.json").is_file():
         raise ValueError(
             f'{reader.folder} has adapters (LoRA) for a model that is not in "{folder}". {change}'

@@ -290,6 +290,7 @@ class Checkpointer:
             data_fingerprint=self._origin.data,
             reward_fingerprint=self._origin.reward,
             hooks_fingerprint=self._origin.hooks,
+            adapter_fingerprint=self._origin.adapter,
             versions=library_versions(),
             discarded_steps=self._divergence.discarded_steps,
             learned_step=self._divergence.learned_step,
