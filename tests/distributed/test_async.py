@@ -15,6 +15,7 @@ from rlmath.config.schema import (
     LoraConfig,
     RewardConfig,
     RunConfig,
+    SelectionConfig,
     StagesConfig,
     ValidationConfig,
 )
@@ -136,6 +137,18 @@ def test_no_engine_begins_more_sequences_than_it_is_told(
     name = "rollout/sequences_running"
     running = [metrics[name] for metrics in found.metrics[1:] if name in metrics]
     assert running and 1 < max(running) <= 2
+
+
+@pytest.mark.full
+def test_dropped_groups_are_replaced(ranks: RankPool, model: Path, tmp_path: Path) -> None:
+    """Half of the groups have no contrast: a hash rewards, rounded to right and wrong."""
+    selection = SelectionConfig(dynamic_sampling="accuracy", max_extra_prompts=4)
+    (found,) = train(ranks, 2, model, tmp_path, 8, with_engines(), selection=selection)
+    for metrics in found.metrics:
+        kept, sampled = metrics["selection/groups_learned"], metrics["selection/groups_sampled"]
+        assert kept == PER_STEP or sampled == PER_STEP + 4
+    assert sum(metrics["selection/extra_prompts"] for metrics in found.metrics) > 0
+    assert set(Counter(prompts_of(found)).values()) == {1}
 
 
 PLUGIN = """
