@@ -49,7 +49,7 @@ def _ones(number: int, device: torch.device) -> Tensor:
 
 
 class AddNorm(Function):
-    """As `local_layers._AddNorm`."""
+    """As `local_layers.RMSNorm.behind`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, added: Tensor | None, w_H: Tensor, eps: float) -> tuple[Tensor, ...]:

@@ -29,13 +29,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rlmath.checkpoint.hf.weight_map import adapter_rules, canonical_shape, placed_tensors, shard_shape
-from rlmath.checkpoint.hf.weights import held_layers, local_parameter, shard
+from rlmath.checkpoint.hf.weights import held_layers, local_parameter, merged_weight, shard
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import LoraConfig
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.forward_backward import ForwardBackward
-from rlmath.models.scratch_sizes import MERGED_BLOCK_BYTES
 
 
 class Adapter(torch.nn.Module):
@@ -85,14 +84,8 @@ class Adapter(torch.nn.Module):
 
     @torch.no_grad()
     def merged(self, weight_MK: Tensor) -> Tensor:
-        """W + scale B A of this rank's shard, in W's number format. Summed in float64 and rounded once, so that it does
-        not depend on the layout or the device."""
-        wide_B, A = self._wide_B().double(), self.A.flatten(0, 1).double()
-        merged = torch.empty_like(weight_MK)
-        rows = max(1, MERGED_BLOCK_BYTES // (8 * weight_MK.shape[1]))
-        for out, weight, b in zip(merged.split(rows), weight_MK.split(rows), wide_B.split(rows), strict=True):
-            out.copy_(torch.addmm(weight.double(), b, A, alpha=self.scale))
-        return merged
+        """W + scale B A of this rank's shard (`merged_weight`)."""
+        return merged_weight(weight_MK, self._wide_B(), self.A.flatten(0, 1), self.scale)
 
 
 def _rows_of(parts: int, shape_B: tuple[int, ...], like: Tensor) -> Tensor | None:

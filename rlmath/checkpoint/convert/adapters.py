@@ -12,7 +12,7 @@ from rlmath.checkpoint.convert.torch_dist_io import StateReader
 from rlmath.checkpoint.directory import SETTINGS, read_progress
 from rlmath.checkpoint.hf.headers import model_fingerprint, weight_problems
 from rlmath.checkpoint.hf.weight_map import adapter_name, hf_tensors
-from rlmath.checkpoint.hf.weights import HFReader
+from rlmath.checkpoint.hf.weights import HFReader, merged_weight
 from rlmath.config.help import raise_problems
 from rlmath.config.hub import local_folder
 from rlmath.config.load import load_config
@@ -53,11 +53,10 @@ def base_model(reader: StateReader, run: Config, shape: ModelShape, given: Path 
 def merged_tensors(
     adapters: Mapping[str, Tensor], run: Config, shape: ModelShape, base: Path, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every Hugging Face tensor of the trained model, as `models.lora.Adapter.merged` makes them in `dtype`."""
+    """Every Hugging Face tensor of the trained model, in `dtype` (`merged_weight`)."""
     reader, scale = HFReader(base), run.lora.alpha / run.lora.rank
     for name in hf_tensors(shape):
         weight = reader.tensor(name).to(dtype)
         if (a := adapters.get(adapter_name(name, "A"))) is not None:
-            b = adapters[adapter_name(name, "B")]
-            weight = torch.addmm(weight.double(), b.double(), a.double(), alpha=scale).to(dtype)
+            weight = merged_weight(weight, adapters[adapter_name(name, "B")], a, scale)
         yield name, weight

@@ -35,6 +35,7 @@ from rlmath.config.files import read_regular, require_regular
 from rlmath.config.model_shape import ModelShape
 from rlmath.distributed.collectives import all_gather_objects
 from rlmath.distributed.mesh import Mesh
+from rlmath.models.scratch_sizes import MERGED_BLOCK_BYTES
 
 SHARD_BYTES = 4 * 2**30
 """Most bytes of one exported safetensors file."""
@@ -308,6 +309,16 @@ def sharing_ranks(placed: Placed, mesh: Mesh) -> tuple[int, int]:
     if placed.expert is None:
         return mesh.tensor_rank, mesh.tensor
     return mesh.expert_tensor_rank, mesh.expert_tensor
+
+
+def merged_weight(weight_MK: Tensor, b_MR: Tensor, a_RK: Tensor, scale: float) -> Tensor:
+    """W + scale B A of a LoRA adapter, in W's number format. Summed in float64 and rounded once, so that it does not
+    depend on the layout or the device; some rows at a time."""
+    b, a, merged = b_MR.double(), a_RK.double(), torch.empty_like(weight_MK)
+    rows = max(1, MERGED_BLOCK_BYTES // (8 * weight_MK.shape[1]))
+    for out, weight, block in zip(merged.split(rows), weight_MK.split(rows), b.split(rows), strict=True):
+        out.copy_(torch.addmm(weight.double(), block, a, alpha=scale))
+    return merged
 
 
 # ---------------------------------------------------------------- streaming a sharded model
