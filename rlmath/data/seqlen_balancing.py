@@ -53,12 +53,13 @@ TOKENS = Cost(1.0, 0.0)
 """Every token costs the same: accurate where attention is a small part of the work."""
 
 
-def training_cost(shape: ModelShape) -> Cost:
-    """FLOPs of forward and backward pass, without recomputation of activations. A third of it is the forward pass.
+def training_cost(shape: ModelShape, frozen: bool = False) -> Cost:
+    """FLOPs of forward and backward pass, without recomputation of activations.
 
     A matrix parameter that a token passes through takes part in one multiplication and one addition of the forward
-    pass, and in twice as many of the backward pass: 6 per parameter and token. In a mixture of experts these are the
-    router's parameters and those of the `experts_per_token` experts it picks. The output layer counts, the look-up of
+    pass, and in twice as many of the backward pass: 6 per parameter and token. Of `frozen` ones (LoRA) it is 4, since
+    only the input has a gradient; adapters' own products do not count. In a mixture of experts these are the router's
+    parameters and those of the `experts_per_token` experts it picks. The output layer counts, the look-up of
     embeddings does not. The two products of attention (scores, values) take 4 * n^2 * num_heads * head_dim per layer
     forwards, 12 with the backward pass, and half of that where no token attends to later ones. A sliding window is not
     taken off: of a model that has one this is an upper bound.
@@ -74,7 +75,13 @@ def training_cost(shape: ModelShape) -> Cost:
         mlp = shape.experts_per_token * mlp + shape.hidden_size * shape.num_experts
     output = shape.hidden_size * shape.outputs
     parameters = shape.num_layers * (attention + mlp) + output
-    return Cost(linear=6.0 * parameters, quadratic=12.0 * shape.num_layers * query_size / 2)
+    return Cost((4.0 if frozen else 6.0) * parameters, quadratic=12.0 * shape.num_layers * query_size / 2)
+
+
+def forward_cost(shape: ModelShape) -> Cost:
+    """FLOPs of a forward pass: a third of those of forward and backward."""
+    cost = training_cost(shape)
+    return Cost(cost.linear / 3, cost.quadratic / 3)
 
 
 # ---------------------------------------------------------------- minibatches, ranks, micro-batches

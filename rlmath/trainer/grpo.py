@@ -29,6 +29,7 @@ from rlmath.config.run_files import write_whole
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs
 from rlmath.data.prompt_curriculum import HISTORY
+from rlmath.data.seqlen_balancing import forward_cost
 from rlmath.distributed.mesh import Mesh
 from rlmath.replay.recorder import StepRecorder
 from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers, raise_if_every_call_failed
@@ -168,8 +169,8 @@ class GrpoTrainer(PolicyTrainer):
         sampled = rollout.sampled_tokens, selection.sampled, learned
         metrics |= pace_metrics(seconds, *sampled, update.passes)
         if self.peak_flops is not None:
-            cost = self.updaters[stage.number].cost
-            metrics |= mfu_metrics(seconds, *sampled, update.passes, cost, self.peak_flops)
+            costs = forward_cost(self.shape), self.updaters[stage.number].cost
+            metrics |= mfu_metrics(seconds, *sampled, update.passes, *costs, self.peak_flops)
         if length_curriculum.has_length_stages(self.config):
             metrics["stage"] = stage.number + 1.0
             metrics["rollout/max_new_tokens"] = float(stage.config.rollout.max_new_tokens)

@@ -298,33 +298,34 @@ def mfu_metrics(
     sampled: Sequence[ScoredGroup],
     learned: Sequence[ScoredGroup],
     passes: float,
-    cost: Cost,
+    forward: Cost,
+    trained: Cost,
     peak_flops: float,
 ) -> dict[str, float]:
     """Model FLOP utilisation of rollout and update (0 to 1): what the model's own arithmetic takes, over what all ranks
-    could compute (`peak_flops`, FLOP/s). `cost` is that of forward and backward pass (`training_cost`); padding and
-    recomputation do not count. A token of the step's rollout counts as one of `sampled` on average."""
+    could compute (`peak_flops`, FLOP/s), without padding and recomputation. `forward` is the cost of a forward pass,
+    `trained` that of forward and backward pass. A token of the step's rollout counts as one of `sampled` on average."""
     metrics = {}
     if seconds.get("rollout", 0.0) > 0:
         all_tokens = sum(len(c.token_ids) for group in sampled for c in group.completions)
-        flops = _sampling_flops(sampled, cost) * sampled_tokens / max(1, all_tokens)
+        flops = _sampling_flops(sampled, forward) * sampled_tokens / max(1, all_tokens)
         metrics["rollout/mfu"] = flops / (seconds["rollout"] * peak_flops)
     if seconds.get("update", 0.0) > 0:
         lengths = [
             len(group.prompt.token_ids) + len(c.token_ids) for group in learned for c in group.completions
         ]
-        trained = passes * sum(map(cost.of, lengths))
-        metrics["train/mfu"] = trained / (seconds["update"] * peak_flops)
+        flops = passes * sum(map(trained.of, lengths))
+        metrics["train/mfu"] = flops / (seconds["update"] * peak_flops)
     return metrics
 
 
-def _sampling_flops(groups: Sequence[ScoredGroup], cost: Cost) -> float:
+def _sampling_flops(groups: Sequence[ScoredGroup], forward: Cost) -> float:
     """FLOPs of the forward passes for all completions; a prompt is read once for its group."""
     flops = 0.0
     for group in groups:
         prompt = len(group.prompt.token_ids)
-        whole = sum(cost.of(prompt + len(c.token_ids)) for c in group.completions)
-        flops += (whole - (len(group.completions) - 1) * cost.of(prompt)) / 3
+        whole = sum(forward.of(prompt + len(c.token_ids)) for c in group.completions)
+        flops += whole - (len(group.completions) - 1) * forward.of(prompt)
     return flops
 
 

@@ -250,7 +250,7 @@ class PolicyUpdater:
 
     def __post_init__(self) -> None:
         algorithm, max_new_tokens = self.config.algorithm, self.config.rollout.max_new_tokens
-        self.cost = training_cost(self.shape)
+        self.cost = training_cost(self.shape, frozen=self.config.lora.rank > 0)
         self.normalisation = Normalisation(algorithm.loss_normalisation, max_new_tokens)
         self.rules = token_rules(algorithm)
         self.kl_in_reward = self.reference is not None and algorithm.kl_in == "reward"

@@ -35,7 +35,7 @@ class SftTrainer(Trainer):
         context.on_phase("build model")
         self.actor = build_sft_actor(self.config, self.shape, self.mesh, self.device, self.total_steps)
         self.actor.forward_backward.on_microbatch = context.on_progress
-        self.cost = training_cost(self.shape)
+        self.cost = training_cost(self.shape, frozen=self.config.lora.rank > 0)
         self.held_out = self.pack(self.inputs.held_out) if self.inputs.held_out else []
 
     @property

@@ -22,17 +22,21 @@ def test_a_token_of_a_mixture_of_experts_passes_through_its_experts_and_the_rout
     assert cost.linear / 6 == pytest.approx(3.0e9, rel=0.02)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"])
-def test_training_cost_is_what_torch_counts_on_the_same_pass(tmp_path: Path, architecture: str) -> None:
+def test_training_cost_is_what_torch_counts_on_the_same_pass(
+    tmp_path: Path, architecture: str, frozen: bool
+) -> None:
     """Matrix products within 2%; of attention torch counts all pairs of tokens, we those of causal attention."""
     folder = make_model_folder(tmp_path / "model", architecture=architecture)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    model.requires_grad_(not frozen).enable_input_require_grads()
     ids = torch.randint(3, model.config.vocab_size, (1, 96), generator=torch.Generator().manual_seed(1))
     with FlopCounterMode(display=False) as counter:
         model(ids, labels=ids).loss.backward()
     counts = {str(operation): count for operation, count in counter.get_flop_counts()["Global"].items()}
     products = sum(count for name, count in counts.items() if name in ("aten.mm", "aten.addmm"))
-    cost = training_cost(shape_of(folder))
+    cost = training_cost(shape_of(folder), frozen)
     assert cost.linear * 96 == pytest.approx(products, rel=0.02)
     assert 2 * cost.quadratic * 96**2 == pytest.approx(counts["aten.bmm"], rel=0.02)
     assert set(counts) <= {"aten.mm", "aten.addmm", "aten.bmm"}

@@ -265,18 +265,17 @@ def test_phases_are_paced_by_the_tokens_they_work_on():
 
 
 def test_mfu_counts_the_models_own_arithmetic() -> None:
-    seconds, cost = {"rollout": 2.0, "update": 4.0}, Cost(linear=3.0, quadratic=1.0)
-    found = mfu_metrics(seconds, 6, GROUPS[:1], GROUPS[:1], passes=2, cost=cost, peak_flops=1_000.0)
+    seconds, costs = {"rollout": 2.0, "update": 4.0}, (Cost(linear=3.0, quadratic=1.0), Cost(8.0, 2.0))
+    found = mfu_metrics(seconds, 6, GROUPS[:1], GROUPS[:1], 2, *costs, peak_flops=1_000.0)
     prompt, answers = len(GROUPS[0].prompt.token_ids), [len(one.token_ids) for one in GROUPS[0].completions]
     whole = [3.0 * (prompt + n) + (prompt + n) ** 2 for n in answers]
     read_again = (len(answers) - 1) * (3.0 * prompt + prompt**2)
-    assert found["train/mfu"] == pytest.approx(2 * sum(whole) / 4_000.0)
-    assert found["rollout/mfu"] == pytest.approx((sum(whole) - read_again) / 3 / 2_000.0)
-    assert "train/mfu" not in mfu_metrics(
-        {"rollout": 2.0}, 40, GROUPS, [], passes=0, cost=cost, peak_flops=1.0
-    )
+    trained = sum(8.0 * (prompt + n) + 2 * (prompt + n) ** 2 for n in answers)
+    assert found["train/mfu"] == pytest.approx(2 * trained / 4_000.0)
+    assert found["rollout/mfu"] == pytest.approx((sum(whole) - read_again) / 2_000.0)
+    assert "train/mfu" not in mfu_metrics({"rollout": 2.0}, 40, GROUPS, [], 0, *costs, peak_flops=1.0)
     # Of a step that sampled half as many tokens as the groups that it learns from have.
-    half = mfu_metrics(seconds, 3, GROUPS[:1], GROUPS[:1], passes=2, cost=cost, peak_flops=1_000.0)
+    half = mfu_metrics(seconds, 3, GROUPS[:1], GROUPS[:1], 2, *costs, peak_flops=1_000.0)
     assert half["rollout/mfu"] == pytest.approx(found["rollout/mfu"] / 2)
     assert half["train/mfu"] == found["train/mfu"]
 

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from rlmath.data.seqlen_balancing import forward_cost
 from rlmath.planning.memory_formulas import (
     BLOCK_TOKENS,
     FLOAT32_BYTES,
@@ -26,7 +27,7 @@ from rlmath.planning.memory_formulas import (
     kv_bytes_per_token,
 )
 from rlmath.planning.planner.lengths import Lengths
-from rlmath.planning.planner.training import StepInputs, forward_cost
+from rlmath.planning.planner.training import StepInputs
 from rlmath.planning.planner.work import Work
 
 LOGIT_PASSES = 4

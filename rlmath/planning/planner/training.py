@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from rlmath.checkpoint.hf.weight_map import adapter_rules, padded_vocab
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
-from rlmath.data.seqlen_balancing import Cost, training_cost
+from rlmath.data.seqlen_balancing import forward_cost
 from rlmath.distributed.mesh import Mesh
 from rlmath.planning.memory_estimate import Target, adapter_sizes, expert_sizes, parameter_sizes, stage_work
 from rlmath.planning.memory_formulas import FLOAT32_BYTES, layer_elements
@@ -79,12 +79,6 @@ def mlp_share(shape: ModelShape) -> float:
     mlp = 3 * shape.ffn_size * max(1, shape.experts_per_token)
     attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     return mlp / (mlp + attention)
-
-
-def forward_cost(shape: ModelShape) -> Cost:
-    """FLOPs of a forward pass: a third of those of forward and backward."""
-    cost = training_cost(shape)
-    return Cost(cost.linear / 3, cost.quadratic / 3)
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 
 from rlmath.config.schema import PolicyConfig
-from rlmath.data.seqlen_balancing import training_cost
+from rlmath.data.seqlen_balancing import forward_cost, training_cost
 from rlmath.models.hf_config import critic_shape
 from rlmath.planning.planner.training import (
     LOGPROBS,
     Held,
     critic_work,
-    forward_cost,
     gradient_exchanges,
     held_parameters,
     logprobs_work,
