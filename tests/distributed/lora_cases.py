@@ -14,6 +14,8 @@ from rlmath.checkpoint.hf.weights import read_metadata_files
 from tests.distributed.policy_cases import LORA_ALPHA, LORA_RANK, Case, build, whole_tensors
 from tests.distributed.store_cases import learn, open_store, progress
 
+TOKENS = tuple(range(3, 19))
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -59,7 +61,7 @@ def begin(model: Path, case: Case, adapter: Path) -> dict[str, Tensor] | str:
 
 
 def logits(model: Path, adapter: Path | None = None) -> Tensor:
-    """Of some tokens, by transformers, and by PEFT with an adapter."""
+    """Of TOKENS, by transformers, and by PEFT with an adapter."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -67,4 +69,4 @@ def logits(model: Path, adapter: Path | None = None) -> Tensor:
     if adapter is not None:
         found = PeftModel.from_pretrained(found, str(adapter))
     with torch.no_grad():
-        return found(torch.arange(3, 19)[None]).logits
+        return found(torch.tensor([TOKENS])).logits

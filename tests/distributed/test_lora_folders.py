@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -15,9 +18,10 @@ from rlmath.checkpoint.hf.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_prob
 from rlmath.cli import convert
 from rlmath.config.schema import LoraConfig
 from tests.distributed import lora_cases
-from tests.distributed.lora_cases import Trained, logits
+from tests.distributed.lora_cases import TOKENS, Trained, logits
 from tests.distributed.policy_cases import LORA_ALPHA, LORA_RANK, Case
 from tests.distributed.rank_pool import RankPool
+from tests.selection import matrix
 from tests.tiny_models import make_model_folder, make_samples, shape_of
 
 pytestmark = pytest.mark.distributed
@@ -66,6 +70,35 @@ def test_peft_reads_the_adapter_and_computes_what_the_merged_model_does(
     merged = logits(place / "merged")
     torch.testing.assert_close(logits(untied_model, place / "adapter"), merged, atol=1e-5, rtol=1e-5)
     assert (logits(untied_model) - merged).abs().max() > 1e-2
+
+
+def vllm_logprobs(model: str, adapter: str) -> list[float]:
+    """Of TOKENS but the first, by vLLM's LoRA; for a process of its own."""
+    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    small = {"max_model_len": 64, "kv_cache_memory_bytes": 2**26, "enforce_eager": True, "dtype": "float32"}
+    llm = LLM(model, enable_lora=True, max_lora_rank=8, skip_tokenizer_init=True, **small)
+    asked = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    lora = LoRARequest("adapter", 1, adapter)
+    (found,) = llm.generate([{"prompt_token_ids": list(TOKENS)}], asked, lora_request=lora)
+    return [one[token].logprob for one, token in zip(found.prompt_logprobs[1:], TOKENS[1:], strict=True)]
+
+
+@matrix
+def test_vllm_s_own_lora_has_the_log_probs_of_the_merged_model(
+    trained: tuple[Path, Trained], untied_model: Path
+) -> None:
+    place, _ = trained
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        found = process.submit(vllm_logprobs, str(untied_model), str(place / "adapter")).result()
+    merged, base = (
+        logits(model)[0, :-1].log_softmax(-1).gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
+        for model in (place / "merged", untied_model)
+    )
+    torch.testing.assert_close(torch.tensor(found), merged, atol=1e-5, rtol=0)
+    assert (base - merged).abs().max() > 1e-2
 
 
 def test_a_run_begins_with_peft_s_folder_on_any_layout(
