@@ -96,20 +96,9 @@ class Trainer(ABC):
         """Inside, these are on the device, though they may be offloaded between steps. Not to be nested."""
         return nullcontext()
 
-    @property
-    def critic_updates(self) -> int:
-        """Optimizer steps of the critic, 0 without one."""
-        return 0
-
-    @property
-    def critic_loss_scale(self) -> tuple[float, ...]:
-        """As `Learner.loss_scale_state`, of the critic; () without one."""
-        return ()
-
-    @property
-    def entropy_control(self) -> tuple[float, ...]:
-        """Where a coefficient that follows the entropy stands, for a checkpoint; empty without one."""
-        return ()
+    def own_progress(self) -> dict[str, Any]:
+        """The fields of a checkpoint's `Progress` that not every program has."""
+        return {}
 
     def checkpoint_files(self) -> dict[str, bytes]:
         """What a checkpoint keeps of this run beside tensors and `Progress`, by file name; rank 0 writes it."""

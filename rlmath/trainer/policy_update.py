@@ -186,18 +186,14 @@ class PolicyTrainer(Trainer):
         sets: tuple[SetName, ...] = ("critic", "reference")
         return self.offload.on_device(*(name for name in sets if name in names))
 
-    @property
-    def critic_updates(self) -> int:
-        return 0 if self.critic is None else self.critic.learner.updates
-
-    @property
-    def critic_loss_scale(self) -> tuple[float, ...]:
-        return () if self.critic is None else self.critic.learner.loss_scale_state
-
-    @property
-    def entropy_control(self) -> tuple[float, ...]:
-        has_target = self.config.algorithm.entropy_target is not None
-        return (self.entropy.coef, self.entropy.weight) if has_target else ()
+    def own_progress(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self.critic is not None:
+            learner = self.critic.learner
+            found |= {"critic_updates": learner.updates, "critic_loss_scale": learner.loss_scale_state}
+        if self.config.algorithm.entropy_target is not None:
+            found["entropy"] = self.entropy.coef, self.entropy.weight
+        return found
 
     def resume(self, folder: Path, progress: Progress) -> None:
         if self.critic is not None:

@@ -54,9 +54,7 @@ def test_a_checkpoint_says_where_the_run_stands() -> None:
         actor=SimpleNamespace(learner=SimpleNamespace(updates=31, loss_scale_state=(8.0, 40))),
         weight_syncs_per_step=1,
         mesh=Mesh(3, 8, 2, 2, 1),
-        critic_updates=32,
-        critic_loss_scale=(16.0, 41),
-        entropy_control=(0.42, 43.0),
+        own_progress=lambda: {"critic_updates": 32, "critic_loss_scale": (16.0, 41), "entropy": (0.42, 43.0)},
         rollbacks=(Rollback(1, 33, 34), Rollback(2, 35, 36)),
     )
     divergence = SimpleNamespace(discarded_steps=37, learned_step=38, good_step=39, rewards=[0.4, 0.5])
