@@ -28,10 +28,7 @@ from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
 from rlmath.distributed.fault_tolerance.stragglers import StragglerDetector
-from rlmath.distributed.ranks import (
-    environment_rank,
-    environment_world_size,
-)
+from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.distributed.rendezvous import Rendezvous
 from rlmath.planning.memory_estimate import mesh_of
 from rlmath.planning.memory_fit import measured_line

@@ -17,12 +17,7 @@ from rlmath.config.help import as_yaml_word, setting_values
 from rlmath.config.load import shown_values
 from rlmath.config.schema import Config
 from rlmath.distributed.process import code_hash, library_versions
-from rlmath.distributed.ranks import (
-    RankReport,
-    RendezvousResult,
-    hosts_text,
-    ranks_text,
-)
+from rlmath.distributed.ranks import RankReport, RendezvousResult, hosts_text, ranks_text
 from rlmath.distributed.rendezvous import (
     GLOO_INTERFACE,
     MissingRanksError,

@@ -27,13 +27,7 @@ from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.models.critic import Critic, TokenValues, ValueTargets
 from rlmath.models.learner import MinibatchResult
 from rlmath.models.offload import OffloadSets
-from rlmath.trainer.token_advantages import (
-    Advantages,
-    PackedStep,
-    RewardKL,
-    StepLogprobs,
-    token_kl,
-)
+from rlmath.trainer.token_advantages import Advantages, PackedStep, RewardKL, StepLogprobs, token_kl
 
 logger = logging.getLogger(__name__)
 

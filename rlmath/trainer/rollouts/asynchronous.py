@@ -46,11 +46,7 @@ from rlmath.rollout.engine_loop import (
     TakeSnapshot,
     WeightsTaken,
 )
-from rlmath.trainer.rollouts.synchronous import (
-    RolloutsWithUnfinished,
-    StepRollout,
-    staleness_metrics,
-)
+from rlmath.trainer.rollouts.synchronous import RolloutsWithUnfinished, StepRollout, staleness_metrics
 
 logger = logging.getLogger(__name__)
 

@@ -30,17 +30,8 @@ from rlmath.algorithms.partial_rollouts import (
     too_old,
 )
 from rlmath.algorithms.types import PartialCompletion, Prompt, Score, ScoredGroup
-from rlmath.checkpoint.unfinished_groups import (
-    UNFINISHED,
-    read_unfinished,
-    write_unfinished,
-)
-from rlmath.config.length_curriculum import (
-    LengthStage,
-    length_stage_at,
-    length_stages,
-    unfinished_problem,
-)
+from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished, write_unfinished
+from rlmath.config.length_curriculum import LengthStage, length_stage_at, length_stages, unfinished_problem
 from rlmath.config.schema import Config, RewardConfig, RolloutConfig, SelectionConfig
 from rlmath.data.dataset import Inputs
 from rlmath.data.prompt_curriculum import HISTORY, PromptCurriculum, rules_of
