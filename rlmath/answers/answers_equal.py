@@ -11,17 +11,10 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from rlmath.answers.compare_values import mentions, symbols, value_of
-from rlmath.answers.equivalence import (
-    Equivalence,
-    names_agree,
-)
+from rlmath.answers.equivalence import Equivalence, names_agree
 from rlmath.answers.evaluate import FINITE, INFINITE
 from rlmath.answers.extraction import DECLARED, NAMED_BEFORE
-from rlmath.answers.families import (
-    same_antiderivative,
-    same_up_to_constants,
-    same_up_to_renaming,
-)
+from rlmath.answers.families import same_antiderivative, same_up_to_constants, same_up_to_renaming
 from rlmath.answers.integer_sets import same_integers
 from rlmath.answers.interpret import interpret
 from rlmath.answers.lexer import Reading
@@ -35,13 +28,7 @@ from rlmath.answers.normalize import (
 )
 from rlmath.answers.parser import parse_answer
 from rlmath.answers.sentences import plain_sentences, says_order
-from rlmath.answers.special_forms import (
-    bare_parts,
-    same_objects,
-    same_special,
-    split_list,
-    split_parts,
-)
+from rlmath.answers.special_forms import bare_parts, same_objects, same_special, split_list, split_parts
 from rlmath.answers.string_match import Rules, plain_answer
 from rlmath.answers.syntax_tree import Answer, Call, Expr, Num, Sym
 

@@ -11,13 +11,7 @@ from itertools import chain, combinations, permutations
 from operator import eq
 from typing import Any
 
-from rlmath.answers.compare_values import (
-    are_proportional,
-    same_expression,
-    same_number,
-    symbols,
-    value_of,
-)
+from rlmath.answers.compare_values import are_proportional, same_expression, same_number, symbols, value_of
 from rlmath.answers.evaluate import to_mp
 from rlmath.answers.families import (
     MAX_CONSTANTS,
@@ -107,13 +101,11 @@ class Equivalence:
             pairs = zip(gold.pairs, answer.pairs, strict=True) if names == others else ()
             same = bool(pairs) and all(self.same(one, two) for (_, one), (_, two) in pairs)
             return same or (names == others and _same_line(gold, answer))
-        if self._same_scalar(gold.scalar, answer.scalar):
+        if self._same_scalar(gold.scalar, answer.scalar) or self._same_row(gold, answer):
             return True
-        if self._same_row(gold, answer) or self._same_members(gold, answer):
+        if self._same_members(gold, answer) or self._same_angles(gold, answer):
             return True
         if _same_vector(gold, answer) or _same_vector(answer, gold):
-            return True
-        if self._same_angles(gold, answer):
             return True
         for family, open_one in ((gold.family, answer), (answer.family, gold)):
             if family is None or open_one.family is not None or (open_one is gold and family[0] != "Z"):
@@ -215,17 +207,13 @@ class Equivalence:
         return _same_line(gold, answer)
 
     def _same_ratio(self, gold: Sequence[Interpretations], answer: Sequence[Interpretations]) -> bool:
-        """Whether all sides are in proportion, with zeros in the same places and at least one nonzero side."""
-        pairs = [(one.scalar, other.scalar) for one, other in zip(gold, answer, strict=True)]
-        sides = [(one.expr, other.expr) for one, other in pairs if one is not None and other is not None]
-        zero = Num(Fraction(0))
-        empty = [(same_expression(one, zero), same_expression(other, zero)) for one, other in sides]
-        misplaced = any(one != other for one, other in empty)
-        if len(sides) < len(pairs) or misplaced or all(one for one, _ in empty):
+        """Whether all sides are in proportion, and of neither all are zero."""
+        ours, theirs = plain_exprs(gold), plain_exprs(answer)
+        if len(ours) != len(theirs) or any(all(map(_is_zero, sides)) for sides in (ours, theirs)):
             return False
-        pivot, base = next(side for side, (is_zero, _) in zip(sides, empty, strict=True) if not is_zero)
         return all(
-            same_expression(Call("mul", (one, base)), Call("mul", (other, pivot))) for one, other in sides
+            same_expression(Call("mul", (a, d)), Call("mul", (b, c)))
+            for (a, c), (b, d) in combinations(zip(ours, theirs, strict=True), 2)
         )
 
     def _same_members(self, gold: Interpretations, answer: Interpretations) -> bool:
@@ -261,14 +249,8 @@ class Equivalence:
 
 def _same_line(gold: Interpretations, answer: Interpretations) -> bool:
     """Whether two points with one parameter each are the same points together."""
-    rows = [one.row or () for one in (gold, answer)]
-    exprs = [
-        [item.scalar.expr for item in row if item.scalar is not None and item.scalar.unit is None]
-        for row in rows
-    ]
-    if not len(exprs[0]) == len(exprs[1]) == len(rows[0]) == len(rows[1]) > 1:
-        return False
-    return same_line(*exprs, of_reals=gold.line)
+    exprs = [plain_exprs(one.row or ()) for one in (gold, answer)]
+    return len(exprs[0]) == len(exprs[1]) > 1 and same_line(*exprs, of_reals=gold.line)
 
 
 def _solved_to_zero(difference: Expr) -> tuple[str, Expr] | None:
@@ -290,14 +272,24 @@ def _same_vector(row: Interpretations, sum_: Interpretations) -> bool:
         return False
     if not symbols(sum_.scalar.expr) & {"vector i", "j"}:
         return False
-    exprs = [item.scalar.expr for item in row.row if item.scalar is not None and item.scalar.unit is None]
-    if len(exprs) < len(row.row):
+    exprs = plain_exprs(row.row)
+    if not exprs:
         return False
     terms = [Call("mul", pair) for pair in zip(exprs, _UNIT_VECTORS[: len(exprs)], strict=True)]
     return same_expression(
         reduce(lambda total, term: Call("add", (total, term)), terms),
         with_letter_i(sum_.scalar.expr, _UNIT_VECTORS[0]),
     )
+
+
+def _is_zero(expr: Expr) -> bool:
+    return same_expression(expr, Num(Fraction(0)))
+
+
+def plain_exprs(values: Sequence[Interpretations]) -> tuple[Expr, ...]:
+    """The expressions of values without units; none where one of the values is something else."""
+    exprs = [one.scalar.expr for one in values if one.scalar is not None and one.scalar.unit is None]
+    return tuple(exprs) if len(exprs) == len(values) else ()
 
 
 def single_member(value: Interpretations) -> tuple[Interpretations, ...] | None:
@@ -318,16 +310,13 @@ def _can_be_paired(ours: Sequence[Any], theirs: Sequence[Any], same: Callable[[A
     return True
 
 
-def _angles(value: Interpretations) -> tuple[list[Expr], str] | None:
+def _angles(value: Interpretations) -> tuple[Sequence[Expr], str] | None:
     """(expressions, their letter) of a family over all integers, or of angles with an index; None for other values."""
     if value.family is not None:
         named_set, letters, rows = value.family
         plain = named_set == "Z" and len(letters) == 1 and all(len(row) == 1 for row in rows)
         return ([row[0] for row in rows], letters[0]) if plain else None
-    values = value.members if value.members is not None else (value,)
-    exprs = [one.scalar.expr for one in values if one.scalar is not None and one.scalar.unit is None]
-    if not exprs or len(exprs) < len(values):
-        return None
+    exprs = plain_exprs(value.members if value.members is not None else (value,))
     letter = open_index(exprs)
     return (exprs, letter) if letter is not None and letter != value.name else None
 
@@ -373,12 +362,11 @@ def _same_family(gold: Family, answer: Family) -> bool:
 def _fits_family(gold: Family, answer: Interpretations) -> bool:
     """Whether an answer is the family of the reference with another letter, whose set it leaves out. A letter alone is
     no family, but a function may be one, and a point of letters."""
-    row = answer.row if answer.row is not None and answer.scalar is None else (answer,)
-    exprs = [item.scalar.expr for item in row if item.scalar is not None and item.scalar.unit is None]
+    exprs = plain_exprs(answer.row if answer.row is not None and answer.scalar is None else (answer,))
     letters = frozenset().union(*(symbols(expr) for expr in exprs))
     known = frozenset().union(*(symbols(expr) for one in gold[2] for expr in one)) - set(gold[1])
     known |= set((answer.name or "").partition("(")[2])  # the x of f(x)
-    if len(exprs) != len(row) or len(letters - known) != len(gold[1]) or not gold[1]:
+    if not exprs or len(letters - known) != len(gold[1]) or not gold[1]:
         return False
     if len(exprs) == 1 and isinstance(exprs[0], Sym) and "(" not in (answer.name or ""):
         return False
@@ -401,16 +389,9 @@ def _same_renamed(gold: Family, answer: Family) -> bool:
 
 def _open_classes(answer: Interpretations, residue: Residue) -> Residue | None:
     """Congruence classes of `n = 5k + 2` whose k has no set, None for anything else."""
-    values = answer.members if answer.members is not None else (answer,)
-    exprs = [value.scalar.expr for value in values if value.scalar is not None and value.scalar.unit is None]
-    if any(isinstance(expr, Sym) for expr in exprs):
-        return None
-    letters = frozenset().union(*(symbols(expr) for expr in exprs))
-    if (
-        len(exprs) < len(values)
-        or len(letters) != 1
-        or (residue[0] is not None and letters & symbols(residue[0]))
-    ):
+    exprs = plain_exprs(answer.members if answer.members is not None else (answer,))
+    letters = frozenset().union(*map(symbols, exprs))
+    if len(letters) != 1 or Sym(*letters) in exprs or (residue[0] and letters & symbols(residue[0])):
         return None
     return classes_of(("Z", tuple(letters), tuple((expr,) for expr in exprs)), answer.name)
 

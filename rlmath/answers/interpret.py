@@ -13,12 +13,7 @@ from functools import lru_cache
 from itertools import chain
 
 from rlmath.answers.compare_values import mentions, symbols
-from rlmath.answers.equivalence import (
-    Equivalence,
-    Interpretations,
-    classes_of,
-    single_member,
-)
+from rlmath.answers.equivalence import Equivalence, Interpretations, classes_of, plain_exprs, single_member
 from rlmath.answers.evaluate import is_finite, mpf
 from rlmath.answers.normalize import NotMathematics, Unsupported
 from rlmath.answers.real_sets import EMPTY, LINE, RealSet, interval, point
@@ -44,7 +39,6 @@ from rlmath.answers.syntax_tree import (
     DOTS,
     Answer,
     Call,
-    Expr,
     Group,
     Listing,
     MatrixOf,
@@ -386,13 +380,14 @@ def _parametrised(listing: Listing, memberships: Sequence[Relation]) -> Interpre
     if len(letters) < len(memberships) or inner.residue is not None:
         return inner
     members = inner.members if inner.members is not None else single_member(inner)
-    rows = [_row_of_exprs(member) for member in members or ()]
-    if not rows or None in rows:
+    rows = tuple(
+        plain_exprs((one,) if one.scalar is not None else one.row or (one,)) for one in members or ()
+    )
+    if not rows or not all(rows):
         if named_set.name in ("R", "C"):
             return inner
         raise Unsupported("a parameter in other than values")
-    values = tuple(row for row in rows if row is not None)
-    family = (named_set.name, letters, values)
+    family = (named_set.name, letters, rows)
     if named_set.name in ("R", "C") or _is_index(letters[0], inner.name):
         return replace(inner, family=family)
     if len(letters) > 1:
@@ -407,9 +402,7 @@ def _with_counted_letter(listing: Listing) -> Listing | None:
         return None
     letter, op, low = name_of(last.sides[0]), last.ops[0], last.sides[1]
     start = low.expr if isinstance(low, Scalar) else None
-    if letter is None or start not in (Num(Fraction(0)), Num(Fraction(1))):
-        return None
-    if op not in (">", ">="):
+    if letter is None or op not in (">", ">=") or start not in (Num(Fraction(0)), Num(Fraction(1))):
         return None
     least = int(start.value) + (op == ">")
     one = first[-1]
@@ -418,13 +411,6 @@ def _with_counted_letter(listing: Listing) -> Listing | None:
         return None
     membership = Relation((Scalar(Sym(letter)), NamedSet("Z+" if least else "Z0")), ("in",))
     return Listing((*first, membership), listing.joiner)
-
-
-def _row_of_exprs(value: Interpretations) -> tuple[Expr, ...] | None:
-    """The expressions of a value or point, None for anything else."""
-    items = (value,) if value.scalar is not None else value.row or (value,)
-    exprs = [item.scalar.expr for item in items if item.scalar is not None and item.scalar.unit is None]
-    return tuple(exprs) if len(exprs) == len(items) else None
 
 
 def _is_index(letter: str, name: str | None) -> bool:

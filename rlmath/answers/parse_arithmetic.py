@@ -10,30 +10,14 @@ from rlmath.answers.compare_values import symbols
 from rlmath.answers.families import PARAMETERS, explained, operands
 from rlmath.answers.lexer import Token
 from rlmath.answers.normalize import GREEK, NotMathematics, Unsupported
-from rlmath.answers.syntax_tree import (
-    Answer,
-    Call,
-    Expr,
-    Group,
-    MatrixOf,
-    NamedSet,
-    Num,
-    Scalar,
-    Sym,
-)
+from rlmath.answers.syntax_tree import Answer, Call, Expr, Group, MatrixOf, NamedSet, Num, Scalar, Sym
 
 MAX_DEPTH = 40
 """Deepest nesting of brackets, fractions and powers."""
-MAX_CHAIN = 100
-"""Most terms of one sum, factors of one product and postfix operators of one base."""
 MAX_OPERATIONS = 250
-"""Most operations of all chains together, which bounds the depth of the syntax tree."""
+"""Most operations in all, which bounds the depth of the syntax tree."""
 MAX_STEPS = 20_000
 """Most tokens that are consumed for one answer, some more than once."""
-MAX_MARKS = 10
-"""Most postfix operators (powers, factorials, ...) of one base."""
-
-
 AFTER_INTERVAL = frozenset(
     ("", ",", ";", ".", "and", "or", "\\cup", "\\cap", "\\setminus", "\\backslash", "}", "\\}")
 )
@@ -72,12 +56,10 @@ class Arithmetic(ABC):
             raise NotMathematics(f"more than {MAX_STEPS} steps to parse it")
         return token
 
-    def count_operation(self, length: int) -> int:
-        """Counts an operation in a chain of `length` operations; returns its new length."""
+    def count_operation(self) -> None:
         self._operations_left[0] -= 1
-        if length > MAX_CHAIN or self._operations_left[0] < 0:
-            raise NotMathematics("too many operations in one chain")
-        return length + 1
+        if self._operations_left[0] < 0:
+            raise NotMathematics(f"more than {MAX_OPERATIONS} operations")
 
     def expect(self, *texts: str) -> None:
         for text in texts:
@@ -130,9 +112,8 @@ class Arithmetic(ABC):
     def sum(self) -> Answer:
         with self:
             first = self._signed_term()
-            length = 0
             while self.peek() in ("+", "-", "\\pm", "\\mp") and not isinstance(first, NamedSet):
-                length = self.count_operation(length)
+                self.count_operation()
                 sign = self.take().text
                 if self.peek() == "\\ldots":
                     first = self._dotted(as_expr(first), "add")
@@ -157,7 +138,7 @@ class Arithmetic(ABC):
                 self.skip(*lexer.MULTIPLY)
             if not sign and (operation == "add" or (after and not self._begins_factor())):
                 break
-            self.count_operation(len(after))
+            self.count_operation()
             expr = as_expr(self.term() if operation == "add" else self.factor())
             after.append(Call("neg", (expr,)) if sign == "-" else expr)
         return Scalar(explained(operands(before, operation), after, operation))
@@ -182,9 +163,8 @@ class Arithmetic(ABC):
 
     def term(self) -> Answer:
         first = self.factor()
-        length = 0
         while (product := self._next_factor(first)) is not None:
-            length = self.count_operation(length)
+            self.count_operation()
             first = product
         return first
 
@@ -275,9 +255,8 @@ class Arithmetic(ABC):
     def factor(self) -> Answer:
         with self:
             base = self.base()
-            length = MAX_CHAIN - MAX_MARKS
             while (postfixed := self._with_postfix(base)) is not None:
-                length = self.count_operation(length)
+                self.count_operation()
                 base = postfixed
             return base
 

@@ -33,13 +33,7 @@ from rlmath.answers.lexer import (
 from rlmath.answers.normalize import GREEK, NotMathematics, Unsupported
 from rlmath.answers.parse_arithmetic import AFTER_INTERVAL, as_expr
 from rlmath.answers.parse_commands import Commands
-from rlmath.answers.phrases import (
-    has_number_word,
-    is_remark,
-    split_qualifiers,
-    split_set,
-    with_numbers,
-)
+from rlmath.answers.phrases import has_number_word, is_remark, split_qualifiers, split_set, with_numbers
 from rlmath.answers.syntax_tree import (
     DOTS,
     Answer,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -43,173 +43,115 @@ Dimensions = tuple[tuple[str, int], ...]
 Known = tuple[Dimensions, Fraction]
 """(base, exponent) of a known unit, and its size in base units."""
 
-_PREFIXES = {
-    "p": -12,
-    "n": -9,
-    "\\mu ": -6,
-    "m": -3,
-    "c": -2,
-    "d": -1,
-    "h": 2,
-    "k": 3,
-    "M": 6,
-    "G": 9,
-    "T": 12,
-}
-_LONG_PREFIXES = {"pico": -12, "nano": -9, "micro": -6, "milli": -3, "centi": -2, "deci": -1, "hecto": 2}
-_LONG_PREFIXES |= {"kilo": 3, "mega": 6, "giga": 9, "tera": 12}
-_SI = (  # symbol, names, dimensions in metres, seconds, grams, ..., size
-    ("m", "meter metre", "length", 1),
-    ("s", "second", "time", 1),
-    ("g", "gram gramme", "mass", 1),
-    ("A", "ampere amp", "current", 1),
-    ("mol", "mole", "mole", 1),
-    ("K", "kelvin", "kelvin", 1),
-    ("N", "newton", "mass length time-2", 1000),
-    ("J", "joule", "mass length2 time-2", 1000),
-    ("W", "watt", "mass length2 time-3", 1000),
-    ("Pa", "pascal", "mass length-1 time-2", 1000),
-    ("C", "coulomb", "current time", 1),
-    ("V", "volt", "mass length2 time-3 current-1", 1000),
-    ("\\Omega", "ohm", "mass length2 time-3 current-2", 1000),
-    ("S", "siemens", "mass-1 length-2 time3 current2", Fraction(1, 1000)),
-    ("F", "farad", "mass-1 length-2 time4 current2", Fraction(1, 1000)),
-    ("H", "henry", "mass length2 time-2 current-2", 1000),
-    ("Wb", "weber", "mass length2 time-2 current-1", 1000),
-    ("T", "tesla", "mass time-2 current-1", 1000),
-    ("Hz", "hertz", "time-1", 1),
-    ("L", "liter litre", "length3", Fraction(1, 1000)),
-    ("M", "molar", "mole length-3", 1000),
-    ("eV", "electronvolt", "electronvolt", 1),
-    ("cal", "calorie", "calorie", 1),
-    ("Wh", "watt-hour", "mass length2 time-2", 3_600_000),
-    ("bar", "bar", "mass length-1 time-2", 10**8),
-    ("dB", "decibel", "decibel", 1),
-    ("B", "byte", "byte", 1),
-    ("lm", "lumen", "lumen", 1),
-    ("Bq", "becquerel", "becquerel", 1),
+_PREFIXES = dict(
+    zip(
+        ("p", "n", "\\mu ", "m", "c", "d", "", *"hkMGT"),
+        (-12, -9, -6, -3, -2, -1, 0, 2, 3, 6, 9, 12),
+        strict=True,
+    )
 )
+_LONG_PREFIXES = {
+    "pico": -12,
+    "nano": -9,
+    "micro": -6,
+    "milli": -3,
+    "centi": -2,
+    "deci": -1,
+    "": 0,
+    "hecto": 2,
+}
+_LONG_PREFIXES |= {"kilo": 3, "mega": 6, "giga": 9, "tera": 12}
+_WITH_PREFIXES = r"""
+length: m meter metre 1
+time: s second 1
+mass: g gram gramme 1
+current: A ampere amp 1
+mole: mol mole 1
+kelvin: K kelvin 1
+mass length time-2: N newton 1000
+mass length2 time-2: J joule 1000; Wh watt-hour 3600000
+mass length2 time-3: W watt 1000
+mass length-1 time-2: Pa pascal 1000; bar bar 1e8
+current time: C coulomb 1
+mass length2 time-3 current-1: V volt 1000
+mass length2 time-3 current-2: \Omega ohm 1000
+mass-1 length-2 time3 current2: S siemens 0.001
+mass-1 length-2 time4 current2: F farad 0.001
+mass length2 time-2 current-2: H henry 1000
+mass length2 time-2 current-1: Wb weber 1000
+mass time-2 current-1: T tesla 1000
+time-1: Hz hertz 1
+length3: L liter litre 0.001
+mole length-3: M molar 1000
+electronvolt: eV electronvolt 1
+calorie: cal calorie 1
+decibel: dB decibel 1
+byte: B byte 1
+lumen: lm lumen 1
+becquerel: Bq becquerel 1
+"""
+"""Dimensions in metres, seconds, grams and others, then symbol, names and size of each unit."""
+_OTHERS = r"""
+length: kms 1000; cms 0.01; micron 1e-6; inch inches in 0.0254; ft foot feet 0.3048; yd yds yard 0.9144
+length: mi mile 1609.344; angstrom ångström å \aa \angstrom 1e-10
+time: sec secs 1; min minute mins 60; h hr hrs hour 3600; day 86400; week wk wks 604800; fortnight 1209600
+month: month mo mos mth mths 1; year yr yrs 12; decade 120; century centuries 1200
+mass: gm gms 1; kgs kilogramme 1000; tonne 1e6
+pound: lb pound lbs 1; oz ounce 0.0625
+length2: hectare ha 10000; acre 4046.8564224
+length3: cc 1e-6; gallon gal 0.003785411784; quart qt qts 0.000946352946; pint pts 0.000473176473
+dollar: dollar \dollar usd buck 1; cent \cent ¢ 0.01
+euro: \euro euro eur 1
+sterling: \pound gbp 1
+rupee: \rupee rupee inr 1; paise paisa 0.01
+yen: \yen yen 1
+degree: degree deg degs \degree 1
+radian: radian rad rads 1
+revolution: revolution rev revs 1
+beat: beat 1
+percent: percent % \% pct percentage 1
+mass length2 time-3: hp horsepower 745699.872
+mass length-1 time-2: atm atmosphere 101325000
+mass length2 time-2 current-2: henries 1000
+celsius: celsius 1
+fahrenheit: fahrenheit 1
+length time-1: mph 0.44704; kph kmh kmph 5/18; mps 1
+revolution time-1: rpm 1/60
+beat time-1: bpm 1/60
+length-2: mpg 1609344000000000/3785411784
+"""
+"""Dimensions, then names and size of each unit."""
 _SPELLED = re.compile(r"([a-z]+)(-?[0-9])?")
 
 
-def _dimensions(text: str) -> Dimensions:
-    """`mass length2 time-2` as dimensions."""
-    matches = (_SPELLED.fullmatch(word) for word in text.split())
-    return tuple(sorted((match[1], int(match[2] or 1)) for match in matches if match))
+def _rows(table: str) -> Iterator[tuple[Dimensions, list[str], Fraction]]:
+    """(dimensions, names, size) of every unit of a table."""
+    for line in table.strip().splitlines():
+        spelled, _, units = line.partition(": ")
+        matches = (_SPELLED.fullmatch(word) for word in spelled.split())
+        dimensions = tuple(sorted((match[1], int(match[2] or 1)) for match in matches if match))
+        for unit in units.split("; "):
+            *names, size = unit.split()
+            yield dimensions, names, Fraction(size)
 
 
-def _si_units() -> tuple[dict[str, Known], dict[str, Known]]:
-    """SI units with their prefixes: (by symbol, whose case matters, by name)."""
-    symbols: dict[str, Known] = {}
-    names: dict[str, Known] = {}
-    for symbol, words, spelled, size in _SI:
-        base = _dimensions(spelled)
-        for prefix, power in ({"": 0} | _PREFIXES).items():
-            symbols.setdefault(prefix + symbol, (base, Fraction(size) * Fraction(10) ** power))
-        for prefix, power in ({"": 0} | _LONG_PREFIXES).items():
-            for word in words.split():
-                names[prefix + word] = (base, Fraction(size) * Fraction(10) ** power)
-    return symbols, names
-
-
-def _scaled(base: str, names: dict[str, Fraction | int]) -> dict[str, Known]:
-    dimensions = _dimensions(base) if base[-1:].isdigit() else ((base, 1),)
-    return {
-        name: (dimensions, Fraction(factor)) for names_, factor in names.items() for name in names_.split()
-    }
-
-
-_SYMBOLS, _NAMES = _si_units()
+_SYMBOLS: dict[str, Known] = {}
+"""By symbol, whose case matters; the first unit of a symbol counts."""
+_KNOWN: dict[str, Known] = {}
+"""By name, in lower case."""
+for _base, (_symbol, *_words), _size in _rows(_WITH_PREFIXES):
+    for _prefix, _power in _PREFIXES.items():
+        _SYMBOLS.setdefault(_prefix + _symbol, (_base, _size * Fraction(10) ** _power))
+    for _prefix, _power in _LONG_PREFIXES.items():
+        _KNOWN |= {_prefix + _word: (_base, _size * Fraction(10) ** _power) for _word in _words}
 _ANY_CASE = "m km dm cm mm nm s ms g kg mg L mL J kJ kWh eV keV MeV GeV mol N W kW V Hz kHz MHz GHz Pa kPa K"
 """Symbols that are read in any case."""
-_LOWER = {symbol.lower(): _SYMBOLS[symbol] for symbol in _ANY_CASE.split()}
+_KNOWN |= {symbol.lower(): _SYMBOLS[symbol] for symbol in _ANY_CASE.split()}
+_KNOWN |= {name: (base, size) for base, names, size in _rows(_OTHERS) for name in names}
 for _misread in word_list("cd pm ha hA dA min hL cal Mm dm dT dS dC dF dH MM pt"):
     _SYMBOLS.pop(_misread, None)
-_INCH = Fraction(254, 10000)
-_KNOWN: dict[str, Known] = (
-    _NAMES
-    | _LOWER
-    | {
-        **_scaled(
-            "length",
-            {
-                "kms": 1000,
-                "cms": Fraction(1, 100),
-                "micron": Fraction(1, 10**6),
-                "inch inches in": _INCH,
-                "ft foot feet": 12 * _INCH,
-                "yd yds yard": 36 * _INCH,
-                "mi mile": 63360 * _INCH,
-                "angstrom ångström å \\aa \\angstrom": Fraction(1, 10**10),
-            },
-        ),
-        **_scaled(
-            "time",
-            {
-                "sec secs": 1,
-                "min minute mins": 60,
-                "h hr hrs hour": 3600,
-                "day": 86400,
-                "week wk wks": 604800,
-                "fortnight": 1209600,
-            },
-        ),
-        **_scaled(
-            "month", {"month mo mos mth mths": 1, "year yr yrs": 12, "decade": 120, "century centuries": 1200}
-        ),
-        **_scaled("mass", {"gm gms": 1, "kgs": 1000, "tonne": 10**6}),
-        **_scaled("pound", {"lb pound lbs": 1, "oz ounce": Fraction(1, 16)}),
-        **_scaled("length2", {"hectare ha": 10_000, "acre": 4840 * (36 * _INCH) ** 2}),
-        **_scaled(
-            "length3",
-            {
-                "cc": Fraction(1, 10**6),
-                "gallon gal": 231 * _INCH**3,
-                "quart qt qts": 231 * _INCH**3 / 4,
-                "pint pts": 231 * _INCH**3 / 8,
-            },
-        ),
-        **_scaled("dollar", {"dollar \\dollar usd buck": 1, "cent \\cent ¢": Fraction(1, 100)}),
-        **_scaled("euro", {"\\euro euro eur": 1}),
-        **_scaled("pound sterling", {"\\pound gbp": 1}),
-        **_scaled("rupee", {"\\rupee rupee inr": 1, "paise paisa": Fraction(1, 100)}),
-        **_scaled("yen", {"\\yen yen": 1}),
-        **_scaled("degree", {"degree deg degs \\degree": 1}),
-        **_scaled("radian", {"radian rad rads": 1}),
-        **_scaled("revolution", {"revolution rev revs": 1}),
-        **_scaled("beat", {"beat": 1}),
-        **_scaled("percent", {"percent % \\% pct percentage": 1}),
-        **_scaled("mass length2 time-3", {"hp horsepower": Fraction(745_699_872, 1000)}),
-        **_scaled("mass length-1 time-2", {"atm atmosphere": 101_325_000}),
-        **_scaled("celsius", {"celsius": 1}),
-        **_scaled("fahrenheit", {"fahrenheit": 1}),
-        # several in one word
-        "mph": (_dimensions("length time-1"), 63360 * _INCH / 3600),
-        "kph": (_dimensions("length time-1"), Fraction(1000, 3600)),
-        "mps": (_dimensions("length time-1"), Fraction(1)),
-        "rpm": (_dimensions("revolution time-1"), Fraction(1, 60)),
-        "bpm": (_dimensions("beat time-1"), Fraction(1, 60)),
-        "mpg": (_dimensions("length-2"), 63360 * _INCH / (231 * _INCH**3)),
-    }
-)
-_KNOWN |= {
-    "kmh": _KNOWN["kph"],
-    "kmph": _KNOWN["kph"],
-    "kilogramme": _KNOWN["kilogram"],
-    "henries": _NAMES["henry"],
-}
-_MULTIPLIERS = {
-    "hundred": 100,
-    "thousand": 1000,
-    "million": 10**6,
-    "billion": 10**9,
-    "trillion": 10**12,
-    "dozen": 12,
-    "gross": 144,
-    "score": 20,
-    "lakh": 10**5,
-    "crore": 10**7,
-}
+_MULTIPLIERS = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_MULTIPLIERS |= {"dozen": 12, "gross": 144, "score": 20, "lakh": 10**5, "crore": 10**7}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
 _SINGLE_LETTERS = word_set("m s g h L J N V W K")
 _UNMISTAKABLE = word_set(
@@ -382,7 +324,7 @@ def _multiply(dimensions: dict[str, int], more: Dimensions, times: int) -> None:
         dimensions[base] = dimensions.get(base, 0) + exponent * times
 
 
-_POUNDS = {(("pound", 1),), (("pound sterling", 1),)}
+_POUNDS = {(("pound", 1),), (("sterling", 1),)}
 
 
 def compatible(one: Unit, other: Unit) -> bool:
