@@ -8,7 +8,6 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -91,38 +90,6 @@ class Failure:
     message: str
     reporter: int
     """The rank that detected it."""
-
-
-def rank_failed(own: RankStatus, reason: str, silent: Iterable[RankStatus] = ()) -> Failure:
-    """`silent`: the ranks whose heartbeat has stopped, where it was a collective that failed."""
-    names = "; ".join(str(one) for one in silent)
-    more = f". No sign of life any more from: {names}" if names else ""
-    return Failure("failed", f"{own} failed: {reason}{more}", own.rank)
-
-
-def rank_died(other: RankStatus, reporter: int) -> Failure:
-    why = "killed by a signal, by the kernel for want of memory (see dmesg), or by the launcher"
-    text = f"{other} at its last beat, has died: its process ended without reporting an error ({why})"
-    return Failure("gone", text, reporter)
-
-
-def rank_silent(rank: int, other: RankStatus | None, seconds: float, reporter: int) -> Failure:
-    last = f"its last heartbeat: {other}" if other else "it never sent one"
-    text = f"rank {rank} has given no sign of life for {seconds:.0f} s (run.heartbeat_timeout_seconds)"
-    return Failure("silent", f"{text}; {last}", reporter)
-
-
-def no_progress(seconds: float, reporter: int) -> Failure:
-    text = f"no rank has made progress for {seconds:.0f} s (run.hang_timeout_seconds)"
-    return Failure("hang", text, reporter)
-
-
-def store_lost(where: str, reason: str, reporter: int) -> Failure:
-    text = (
-        f"the key-value store of the run at {where} is lost ({reason}); it lives in the launcher of the first node: "
-        "that launcher or its node has ended, or the network to it is cut"
-    )
-    return Failure("store", text, reporter)
 
 
 def first_line(error: BaseException) -> str:

@@ -153,7 +153,7 @@ class Heartbeat:
             self._failure = error
             self._wake.set()
             if not self._reported.wait(REPORT_SECONDS):  # the store is lost, too: write the file at least
-                self._shutdown.write_exit_status(failures.rank_failed(self._status(), first_line(error)))
+                self._shutdown.write_exit_status(self._own_failure(first_line(error)))
 
     # ------------------------------------------------------------ the beat thread
 
@@ -220,11 +220,17 @@ class Heartbeat:
             if now.left:
                 return
             if self._has_died(now):
-                self._report(failures.rank_died(now, self._rank))
+                why = "killed by a signal, by the kernel for want of memory (see dmesg), or by the launcher"
+                died = f"has died: its process ended without reporting an error ({why})"
+                self._report(Failure("gone", f"{now} at its last beat, {died}", self._rank))
         has_beaten = now is not None and (before is None or now.beats > before.beats)
         self._silence[rank] = 0.0 if has_beaten else self._silence[rank] + passed
-        if self._silence[rank] > self._settings.heartbeat_timeout_seconds:
-            self._report(failures.rank_silent(rank, now, self._silence[rank], self._rank))
+        if (seconds := self._silence[rank]) > self._settings.heartbeat_timeout_seconds:
+            text = (
+                f"rank {rank} has given no sign of life for {seconds:.0f} s (run.heartbeat_timeout_seconds)"
+            )
+            last = f"its last heartbeat: {now}" if now else "it never sent one"
+            self._report(Failure("silent", f"{text}; {last}", self._rank))
 
     def _has_died(self, status: RankStatus) -> bool:
         """Whether the rank's process is gone and has not said that it leaves. It says so before it ends, and may have
@@ -243,7 +249,8 @@ class Heartbeat:
         self._seen_progress = last
         limit = self._settings.hang_timeout_seconds
         if limit is not None and self._still > limit:
-            self._report(failures.no_progress(self._still, self._rank))
+            text = f"no rank has made progress for {self._still:.0f} s (run.hang_timeout_seconds)"
+            self._report(Failure("hang", text, self._rank))
 
     def _report(self, failure: Failure) -> None:
         """Write the failure, unless there is one already; exit with the one that is in the store."""
@@ -264,7 +271,7 @@ class Heartbeat:
         """Write this rank's failure; if another rank may have caused it, name that one or let others do so."""
         reason = first_line(error)
         if not failures.may_be_caused_by_peer(error):
-            self._report(failures.rank_failed(self._status(), reason))
+            self._report(self._own_failure(reason))
         before = self._shutdown.statuses(self._store)
         deadline = time.monotonic() + PEER_SECONDS
         while time.monotonic() < deadline:
@@ -272,11 +279,15 @@ class Heartbeat:
             time.sleep(BEAT_SECONDS / 4)
         after = self._shutdown.statuses(self._store)
         silent = [
-            after[rank]
+            str(after[rank])
             for rank in sorted(before.keys() & after.keys())
             if after[rank].beats <= before[rank].beats and not after[rank].left
         ]
-        self._report(failures.rank_failed(self._status(), reason, silent))
+        more = f". No sign of life any more from: {'; '.join(silent)}" if silent else ""
+        self._report(self._own_failure(reason + more))
+
+    def _own_failure(self, reason: str) -> Failure:
+        return Failure("failed", f"{self._status()} failed: {reason}", self._rank)
 
     def _status(self) -> RankStatus:
         return RankStatus(
@@ -314,7 +325,11 @@ class Heartbeat:
         self._check_launcher()
         if self._left or (self._stop.requested and self._failure is None):
             return
-        self._end(failures.store_lost("{}:{}".format(*self._address), reason, self._rank))
+        text = (
+            "the key-value store of the run at {}:{} is lost ({}); it lives in the launcher of the first node: that "
+            "launcher or its node has ended, or the network to it is cut"
+        )
+        self._end(Failure("store", text.format(*self._address, reason), self._rank))
 
     def _check_launcher(self) -> None:
         """Where torchrun was killed the ranks save and stop: on a single node they need nothing of it. Of several nodes
