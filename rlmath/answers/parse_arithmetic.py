@@ -275,17 +275,15 @@ class Arithmetic(ABC):
         if self.skip("^"):
             return Scalar(Call("pow", (as_expr(base), self._exponent())))
         of_number = isinstance(base, Scalar) and isinstance(base.expr, Num)  # 8!=40320, not x!=1
-        if (self.peek(1) != "=" or (of_number and not self._spaced())) and self.skip("!"):
+        token = self.token()
+        is_sign = self.peek(1) != "=" or (of_number and token is not None and not token.space)
+        if is_sign and self.skip("!"):
             if self.peek() == "!":
                 raise NotMathematics("a double factorial")
             return Scalar(Call("factorial", (as_expr(base),)))
         if self.skip("%", "\\%"):
             return Scalar(Call("percent", (as_expr(base),)))
         return None
-
-    def _spaced(self) -> bool:
-        token = self.token()
-        return token is not None and token.space
 
     def _skip_power(self, mark: str) -> bool:
         """Steps over `^mark` or `^{mark}`, if it follows."""

@@ -304,15 +304,12 @@ def _reason(solution: str, rules: Rules) -> str:
         return SENTENCE
     # Without a tag a box of the reference's own is where the answer is looked for.
     is_boxed = gold != solution and "<" not in solution
-    answer = gold if is_boxed else extract_answer(_as_completion(solution), rules.answer_from)
+    completion = f"\\boxed{{{solution}}}" if gold == solution else solution
+    answer = gold if is_boxed else extract_answer(completion, rules.answer_from)
     verdict = verify_by_string(answer, [gold], rules)
     if verdict is None or verdict.correct:
         return ""
     return f"is not accepted as its own answer ({verdict.verdict})"
-
-
-def _as_completion(solution: str) -> str:
-    return f"\\boxed{{{solution}}}" if gold_answer(solution) == solution else solution
 
 
 # ---------------------------------------------------------------- supervised training: sequences

@@ -219,7 +219,8 @@ def conversation(messages: Messages, tokenizer: PreTrainedTokenizerFast, name: s
     An earlier turn is learned where the template leaves it as the model wrote it; Qwen3's takes the thinking out of it,
     and then it is context. ValueError where the whole text does not begin with the prompt of the last turn.
     """
-    end = _mark_of(chat_end(tokenizer), tokenizer)
+    token = chat_end(tokenizer)
+    end = "" if token is None else str(tokenizer.convert_ids_to_tokens(token))
     ends = tuple(filter(None, (end, str(tokenizer.eos_token or ""))))
     messages = [(role, _without(ends, text) if role == "assistant" else text) for role, text in messages]
     whole = render(messages, tokenizer, name, prompt=False)
@@ -266,10 +267,6 @@ def _chat_end(tokenizer: PreTrainedTokenizerFast, template: str) -> int | None:
     _, shown, rest = text.rpartition(answer)
     behind = tokenizer(rest.lstrip(), add_special_tokens=False)["input_ids"] if shown else []
     return behind[0] if behind and behind[0] in added.values() else None
-
-
-def _mark_of(token: int | None, tokenizer: PreTrainedTokenizerFast) -> str:
-    return "" if token is None else str(tokenizer.convert_ids_to_tokens(token))
 
 
 def _without(ends: tuple[str, ...], text: str) -> str:

@@ -50,7 +50,9 @@ def run_engine_rank(prepared: PreparedRun[Any], rendezvous: Rendezvous | None) -
         bridge, heartbeat = join_run(stack, config, device, rendezvous, stop)
         heartbeat.enter_phase("build engine")
         progress = heartbeat.report_progress
-        rank_of_engine = EngineRank(prepared.on_rank(mesh, device, workers, bridge, on_progress=progress))
+        rank_of_engine = EngineRank(
+            prepared.on_rank(mesh, device, workers=workers, bridge=bridge, on_progress=progress)
+        )
         heartbeat.enter_phase("generate")
         stop.in_steps = True
 

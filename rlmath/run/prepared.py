@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic
 
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.dataset import ValidationFile
-from rlmath.distributed.bridge import Bridge
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.run.recovery.resume import Origin, Recovery, data_fingerprint
@@ -38,26 +36,7 @@ class PreparedRun(Generic[InputsT]):
         prompts = [prompt for file in self.validation for prompt in file.prompts]
         return f"{self.origin.data} {data_fingerprint(prompts)}"
 
-    def on_rank(
-        self,
-        mesh: Mesh,
-        device: Device,
-        workers: Any = None,
-        bridge: Bridge | None = None,
-        on_phase: Callable[[str], None] = lambda name: None,
-        on_progress: Callable[[], None] = lambda: None,
-    ) -> RankContext[InputsT]:
-        """What this rank's part of the run is made of."""
-        return RankContext(
-            self.config,
-            self.shape,
-            inputs=self.inputs,
-            mesh=mesh,
-            device=device,
-            validation=self.validation,
-            reward_fingerprint=self.origin.reward,
-            workers=workers,
-            bridge=bridge,
-            on_phase=on_phase,
-            on_progress=on_progress,
-        )
+    def on_rank(self, mesh: Mesh, device: Device, **more: Any) -> RankContext[InputsT]:
+        """What this rank's part of the run is made of; `more` are further fields of the record."""
+        given = self.config, self.shape, self.inputs, mesh, device, self.validation, self.origin.reward
+        return RankContext(*given, **more)

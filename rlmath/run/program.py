@@ -48,20 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return start(
         lambda: load_config(given.config, given.overrides),
         prepare_sft if is_sft else prepare_grpo,
-        load_sft if is_sft else load_grpo,
+        partial(load_program, is_sft),
     )
 
 
-def load_grpo() -> Program:
+def load_program(is_sft: bool) -> Program:
     # Imported only now: a mistake is reported before Megatron and vLLM are loaded.
     from rlmath.run.loop import run_training
-    from rlmath.trainer.grpo import GrpoTrainer
 
-    return partial(run_training, GrpoTrainer)
-
-
-def load_sft() -> Program:
-    from rlmath.run.loop import run_training
-    from rlmath.trainer.sft import SftTrainer
-
-    return partial(run_training, SftTrainer)
+    if is_sft:
+        from rlmath.trainer.sft import SftTrainer as ItsTrainer
+    else:
+        from rlmath.trainer.grpo import GrpoTrainer as ItsTrainer
+    return partial(run_training, ItsTrainer)

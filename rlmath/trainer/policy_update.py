@@ -304,7 +304,9 @@ class PolicyUpdater:
                     )
                     results.append(result)
                     if result.discarded is not None:
-                        log_discarded(number, len(results), result.discarded)
+                        what = number + 1, len(results), result.discarded
+                        extra = event("discarded", number + 1)
+                        logger.info("step %d: minibatch %d discarded: %s", *what, extra=extra)
                         if algorithm.early_stop_action == "end" and not result.overflowed:
                             break
         return UpdateRecord(
@@ -449,12 +451,6 @@ class PolicyUpdater:
             ]
             for minibatch in schedule
         ]
-
-
-def log_discarded(number: int, minibatch: int, reason: str) -> None:
-    """Minibatch `minibatch`, counted from 1, of step `number`, counted from 0, was not learned from."""
-    what = number + 1, minibatch, reason
-    logger.info("step %d: minibatch %d discarded: %s", *what, extra=event("discarded", number + 1))
 
 
 def make_samples(

@@ -110,7 +110,7 @@ def _sample(prepared: PreparedRun[Any], world: int, rank: int, device: Any, pace
     mesh = engine_mesh_of(config, world, rank)
     with open_scorers(config, mesh) as workers:
         bridge = open_worlds(device, 120.0, _store(), config.rollout.ranks)
-        one = EngineRank(prepared.on_rank(mesh, device, workers, bridge))
+        one = EngineRank(prepared.on_rank(mesh, device, workers=workers, bridge=bridge))
         if paced:
             one._loop.__class__ = Paced
         steps: list[int] = []

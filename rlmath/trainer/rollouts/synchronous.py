@@ -29,7 +29,7 @@ from rlmath.algorithms.partial_rollouts import (
     advance_defer,
     too_old,
 )
-from rlmath.algorithms.types import PartialCompletion, Prompt, Score, ScoredGroup
+from rlmath.algorithms.types import PartialCompletion, Score, ScoredGroup
 from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished, write_unfinished
 from rlmath.config.length_curriculum import LengthStage, length_stage_at, length_stages, unfinished_problem
 from rlmath.config.schema import Config, RewardConfig, RolloutConfig, SelectionConfig
@@ -255,10 +255,7 @@ class RolloutsWithUnfinished(StepRollouts):
         return unfinished
 
     def _scored(self, group: UnfinishedGroup) -> ScoredGroup:
-        return group.scored(self._prompt(group))
-
-    def _prompt(self, group: UnfinishedGroup) -> Prompt:
-        return self._inputs.prompts[self.curriculum.drawn(group.draw)[1]]
+        return group.scored(self._inputs.prompts[self.curriculum.drawn(group.draw).prompt])
 
     def _choose(self, group: UnfinishedGroup) -> Chosen:
         if group.draw not in self._choices:
