@@ -43,24 +43,10 @@ Dimensions = tuple[tuple[str, int], ...]
 Known = tuple[Dimensions, Fraction]
 """(base, exponent) of a known unit, and its size in base units."""
 
-_PREFIXES = dict(
-    zip(
-        ("p", "n", "\\mu ", "m", "c", "d", "", *"hkMGT"),
-        (-12, -9, -6, -3, -2, -1, 0, 2, 3, 6, 9, 12),
-        strict=True,
-    )
-)
-_LONG_PREFIXES = {
-    "pico": -12,
-    "nano": -9,
-    "micro": -6,
-    "milli": -3,
-    "centi": -2,
-    "deci": -1,
-    "": 0,
-    "hecto": 2,
-}
-_LONG_PREFIXES |= {"kilo": 3, "mega": 6, "giga": 9, "tera": 12}
+_PREFIXES = {"p": -12, "n": -9, "\\mu ": -6, "m": -3, "c": -2, "d": -1, "": 0, "h": 2, "k": 3}
+_PREFIXES |= {"M": 6, "G": 9, "T": 12}
+_LONG_PREFIXES = {"pico": -12, "nano": -9, "micro": -6, "milli": -3, "centi": -2, "deci": -1, "": 0}
+_LONG_PREFIXES |= {"hecto": 2, "kilo": 3, "mega": 6, "giga": 9, "tera": 12}
 _WITH_PREFIXES = r"""
 length: m meter metre 1
 time: s second 1

@@ -38,5 +38,13 @@ class PreparedRun(Generic[InputsT]):
 
     def on_rank(self, mesh: Mesh, device: Device, **more: Any) -> RankContext[InputsT]:
         """What this rank's part of the run is made of; `more` are further fields of the record."""
-        given = self.config, self.shape, self.inputs, mesh, device, self.validation, self.origin.reward
-        return RankContext(*given, **more)
+        return RankContext(
+            self.config,
+            self.shape,
+            inputs=self.inputs,
+            mesh=mesh,
+            device=device,
+            validation=self.validation,
+            reward_fingerprint=self.origin.reward,
+            **more,
+        )

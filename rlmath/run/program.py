@@ -57,7 +57,9 @@ def load_program(is_sft: bool) -> Program:
     from rlmath.run.loop import run_training
 
     if is_sft:
-        from rlmath.trainer.sft import SftTrainer as ItsTrainer
-    else:
-        from rlmath.trainer.grpo import GrpoTrainer as ItsTrainer
-    return partial(run_training, ItsTrainer)
+        from rlmath.trainer.sft import SftTrainer
+
+        return partial(run_training, SftTrainer)
+    from rlmath.trainer.grpo import GrpoTrainer
+
+    return partial(run_training, GrpoTrainer)
