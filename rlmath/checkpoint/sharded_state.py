@@ -99,7 +99,7 @@ def _adapter_pieces(model: SavedModel) -> Iterator[Piece]:
         if parameter is None:
             continue
         shards = () if axis is None else ((axis, tensor_rank, tensor_ranks),)
-        key = model.prefix + placed.rule.megatron[0].format(m=placed.layer)
+        key = model.prefix + placed.adapter_key
         replica = (0, tensor_rank if axis is None else 0, copy)
         yield _piece(
             parameter, ShardedTensor.from_rank_offsets(key, parameter.data, *shards, replica_id=replica)

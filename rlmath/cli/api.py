@@ -28,7 +28,7 @@ from rlmath.answers.verifier import TASKS, Rules, Verdict
 from rlmath.config.help import as_yaml_word
 from rlmath.config.load import config_as_yaml
 from rlmath.config.load import load_config as load_files
-from rlmath.config.run_files import EXPORT_FOLDER, SUMMARY_FILE
+from rlmath.config.run_files import EXPORT_FOLDER, SUMMARY_FILE, adapter_alone
 from rlmath.config.schema import Config
 from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, MISTAKE, read_exit_status
 from rlmath.distributed.process import end_with_parent
@@ -120,8 +120,15 @@ class Run:
 
     @property
     def model(self) -> Path:
-        """The Hugging Face folder of the trained model, which is there when the run has finished."""
-        return self.folder / EXPORT_FOLDER
+        """The Hugging Face folder of the trained model, which is there when the run has finished. ValueError of a run
+        with save.merged=false, whose folder has adapters alone."""
+        model = self.folder / EXPORT_FOLDER
+        if (adapter := adapter_alone(model)) is not None:
+            raise ValueError(
+                f"{model} has no model, only its adapters (save.merged=false). Give PEFT {adapter}, or make the model: "
+                f"rlmath convert to-hf --checkpoint {self.folder} --output DIR"
+            )
+        return model
 
 
 def train(config: Config, ranks: int | None = None, program: str = "grpo") -> Run:

@@ -1,7 +1,7 @@
 """Convert models between Hugging Face's form and Megatron-Core's checkpoints.
 
 rlmath convert to-megatron --hf DIR --output DIR [--tensor-parallel 2] [--pipeline-parallel 2]
-rlmath convert to-hf --checkpoint DIR --output DIR [--config HF_DIR] [--critic | --adapter]
+rlmath convert to-hf --checkpoint DIR --output DIR [--config HF_DIR] [--critic | --adapter | --base HF_DIR]
 
 No GPU, no torchrun; memory for the largest tensor, not for the model. It exits with 2 for a mistake or a damaged
 source, and with 1 where the disk fails; nothing half-written stays.
@@ -175,7 +175,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     what.add_argument(
         "--adapter", action="store_true", help="write the LoRA adapters alone, as PEFT has them"
     )
-    add("--base", help="folder, or hf:// id, of the model that LoRA adapters are merged into")
+    what.add_argument("--base", help="folder, or hf:// id, of the model that LoRA adapters are merged into")
     add("--dtype", choices=FORMATS, default="auto", help="default auto: as in the checkpoint")
     add("--shard-gib", type=float, default=4.0, help="most GiB of one file (default 4)")
     return parser.parse_args(argv)

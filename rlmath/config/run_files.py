@@ -50,9 +50,17 @@ MODELS_FOLDER = "models"
 """Models of kept checkpoints, and of stages, in the same form."""
 ADAPTER_FOLDER = "adapter"
 """In each of these, with LoRA: the adapters alone, as PEFT has them."""
+ADAPTER_CONFIG = "adapter_config.json"
 
 TEMPORARY_FILE = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 """The name of a file that `write_whole` has not finished."""
+
+
+def adapter_alone(folder: Path) -> Path | None:
+    """The adapters in a folder, or in an export with `save.merged=false`; None where it has the model, or none."""
+    if (folder / "config.json").is_file():
+        return None
+    return next((one for one in (folder, folder / ADAPTER_FOLDER) if (one / ADAPTER_CONFIG).is_file()), None)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -100,7 +100,8 @@ class ModelConfig:
     the hub, hf://org/name or hf://org/name@revision, see docs/running.md."""
     adapter_path: str | None = None
     """Folder of LoRA adapters to begin with, as PEFT writes it (adapter_config.json, adapter_model.safetensors), for
-    the model of `path`; `lora` has its rank, alpha and target. null: new adapters, which change nothing at first."""
+    the model of `path`; `lora` has its rank, alpha and target; no id on the hub. null: new adapters, which change
+    nothing at first."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from rlmath.checkpoint.directory import MANIFEST
 from rlmath.checkpoint.hf.headers import model_fingerprint
 from rlmath.checkpoint.hf.weights import read_metadata_files
 from rlmath.config.files import read_json_object
-from rlmath.config.run_files import CHECKPOINTS_FOLDER, EXPORT_FOLDER, SUMMARY_FILE
+from rlmath.config.run_files import CHECKPOINTS_FOLDER, EXPORT_FOLDER, SUMMARY_FILE, adapter_alone
 from rlmath.models.hf_config import check_loadable, missing_folder_problem, read_model_shape
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,11 @@ def resolve_model(path: Path, output: Path) -> EvaluatedModel:
     ValueError if it is none of these, or has weights or a tokenizer that cannot be loaded."""
     if not path.is_dir():
         raise ValueError(missing_folder_problem(path, "--model"))
+    if (adapter := adapter_alone(path)) is not None:
+        raise ValueError(
+            f'--model: "{adapter}" has adapters (LoRA) without their model; needed: a whole model. Give the folder of '
+            "their run or a checkpoint of it, which is merged at once, or merge them (PEFT: merge_and_unload)."
+        )
     folder = _hugging_face(path) or _convert(path, output)
     check_loadable(folder)
     digest = hashlib.sha256(model_fingerprint(folder).encode())

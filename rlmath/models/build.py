@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 CRITIC_LR_FACTOR = 2.0
 """Learning rate of a critic, in that of its policy, where it is not given: VAPO's. With 5, values of the demo's tokens
 stayed alike over 1500 updates (docs/benchmarks.md)."""
-NO_LORA, NO_TEACHER = LoraConfig(), TeacherConfig()
+NO_TEACHER = TeacherConfig()
 
 
 def build_actor(
@@ -124,7 +124,7 @@ def build_critic(config: Config, shape: ModelShape, mesh: Mesh, device: Device, 
     settings, path = critic_optimizer(config), config.critic.path
     start = ("model.path", config.model.path) if path is None else ("critic.path", path)
     chunks, wrapped, optimizer = _trained_chunks(
-        config, shape, mesh, device=device, optimizer=settings, start=start
+        config, shape, mesh, device=device, optimizer=settings, lora=LoraConfig(), start=start
     )
     learner = CriticLearner(
         ForwardBackward(wrapped, mesh, device, shape.vocab_size),
@@ -191,7 +191,7 @@ def _trained_chunks(
     mesh: Mesh,
     device: Device,
     optimizer: OptimizerConfig,
-    lora: LoraConfig = NO_LORA,
+    lora: LoraConfig,
     start: tuple[str, str] | None = None,
 ) -> tuple[list[GPTModel], list[DistributedDataParallel], Any]:
     """The chunks of a model that is trained, wrapped and bare, and their optimizer; `start` is the setting that names

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from rlmath.checkpoint.hf.headers import weight_problems
-from rlmath.checkpoint.hf.peft import ADAPTER_CONFIG
 from rlmath.checkpoint.hf.weight_map import (
     TABLES,
     VALUE_TABLES,
@@ -33,7 +32,7 @@ from rlmath.config.files import read_json_object
 from rlmath.config.help import nearest_path, nearest_word, raise_problems
 from rlmath.config.hub import PREFIX
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.run_files import EXPORT_FOLDER
+from rlmath.config.run_files import EXPORT_FOLDER, adapter_alone
 from rlmath.config.schema import Config
 from rlmath.config.shipped_files import shipped
 from rlmath.models.hf_fields import Fields, shown
@@ -74,10 +73,8 @@ def read_shape(
         inside = folder / EXPORT_FOLDER
         if (inside / "config.json").is_file():
             text += f' It is the folder of a run: give "{inside}".'
-        if (folder / ADAPTER_CONFIG).is_file():
-            text += (
-                " It has adapters (LoRA): give it as model.adapter_path, with the model that they belong to."
-            )
+        if (adapter := adapter_alone(folder)) is not None:
+            text += f' Give the adapters (LoRA) in "{adapter}" as model.adapter_path, beside their model.'
         return None, [text]
     return read_shape_file(path, known)
 

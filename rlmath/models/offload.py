@@ -103,8 +103,9 @@ def training_sets(
     teacher: Teacher | None = None,
     teacher_in_update: bool = False,
 ) -> OffloadSets:
-    """The sets that the settings offload, still on the device. `reference` is None where KL is not used, `critic` and
-    `teacher` where there is none; `teacher_in_update` tells whether the update needs the teacher's output layer."""
+    """The sets that the settings offload, still on the device. `reference` is None where KL is not used, and is
+    left where it is the policy without its adapters; `critic` and `teacher` are None where there is none;
+    `teacher_in_update` tells whether the update needs the teacher's output layer."""
 
     def parameters(model: Actor | ForwardBackward | Critic | Teacher = actor) -> list[Tensor]:
         return [parameter for chunk in model.chunks for parameter in chunk.parameters()]

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rlmath.algorithms.types import ScoredGroup
-from rlmath.checkpoint.convert.convert import megatron_to_hf
+from rlmath.checkpoint.convert.convert import begun_model_to_hf, megatron_to_hf
 from rlmath.checkpoint.hf.weights import read_metadata_files
 from rlmath.config import length_curriculum
 from rlmath.config.run_files import write_whole
@@ -278,7 +278,7 @@ def replay_rollout(
             workers = stack.enter_context(open_reward_workers(config.reward, config.run.plugins))
         mesh, device, heartbeat = begin(stack, prepared, rendezvous)
         heartbeat.enter_phase("load checkpoint")
-        model = _model_folder(prepared, _whole(state, heartbeat), mesh)
+        model = _model_folder(prepared, _whole(state, heartbeat), mesh, device)
         heartbeat.enter_phase("build engine")
         engine = Engine(
             str(model),
@@ -297,32 +297,37 @@ def replay_rollout(
         if mesh.rank == 0:
             found = compare_groups(capture.groups, groups)
             status = _end(prepared, found["same"], {"part": "rollout", **found}, [rollout_line(found)])
-            if state is not None:
-                shutil.rmtree(model, ignore_errors=True)
+            shutil.rmtree(Path(config.run.output_dir) / MODEL_FOLDER, ignore_errors=True)
         status = broadcast_from_rank_zero(status)
         engine.close()
     return status
 
 
-def _model_folder(prepared: PreparedRun[Inputs], state: CheckpointToResume | None, mesh: Mesh) -> Path:
-    """The policy that the step began with, as a Hugging Face folder; rank 0 converts a checkpoint. A collective."""
-    if state is None:
-        return Path(prepared.config.model.path)
-    folder = Path(prepared.config.run.output_dir) / MODEL_FOLDER
+def _model_folder(
+    prepared: PreparedRun[Inputs], state: CheckpointToResume | None, mesh: Mesh, device: Device
+) -> Path:
+    """The policy that the step began with, as a Hugging Face folder; rank 0 converts a checkpoint, or merges the
+    adapters that the run began with. A collective."""
+    config, shape = prepared.config, prepared.shape
+    base, folder = Path(config.model.path), Path(config.run.output_dir) / MODEL_FOLDER
+    if state is None and config.model.adapter_path is None:
+        return base
     mistake = None
     if mesh.rank == 0:
         try:
             shutil.rmtree(folder, ignore_errors=True)
-            metadata = read_metadata_files(prepared.config.model.path)
-            megatron_to_hf(
-                state[0].state,
-                prepared.shape,
-                metadata_files=metadata,
-                output=folder,
-                dtype=None,
-                shard_bytes=SHARD_BYTES,
-                base=Path(prepared.config.model.path),
-            )
+            if state is None:
+                begun_model_to_hf(config, shape, folder, device.params_dtype, SHARD_BYTES)
+            else:
+                megatron_to_hf(
+                    state[0].state,
+                    shape,
+                    metadata_files=read_metadata_files(base),
+                    output=folder,
+                    dtype=None,
+                    shard_bytes=SHARD_BYTES,
+                    base=base if config.lora.rank else None,
+                )
         except (OSError, ValueError) as error:
             mistake = str(error)
     mistake = broadcast_from_rank_zero(mistake)

@@ -77,6 +77,8 @@ def test_a_given_config_counts_before_that_beside_the_checkpoint(
     status = to_hf(tmp_path / "megatron", tmp_path / "out", "--config", str(tmp_path / "config.json"))
     assert status == convert.MISTAKE
     assert "config.json makes it (3, 256, 128)" in capsys.readouterr().err
+    assert to_hf(tmp_path / "megatron", tmp_path / "out", "--base", str(source)) == convert.MISTAKE
+    assert "has no adapters (LoRA) to merge into" in capsys.readouterr().err
 
 
 def test_formats_and_sizes_are_those_asked_for(source: Path, tmp_path: Path):

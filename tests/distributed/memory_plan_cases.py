@@ -144,7 +144,7 @@ def measure_training(folder: Path, layout: Layout) -> dict[str, Any]:
     parameters = [p for chunk in stage.actor.chunks for p in chunk.parameters()]
     measured = {
         "parameters": storage_bytes(parameters),
-        "gradients": storage_bytes(p.main_grad for p in parameters),
+        "gradients": storage_bytes(p.main_grad for p in parameters if p.requires_grad),
         "optimizer": _optimizer_bytes(learner.optimizer, parameters),
         "gather_buffer": _gather_buffer_bytes(),
     }

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlmath.cli.api import Run
 from rlmath.evals.benchmarks import check_head_dim, find_benchmark, model_positions
 from rlmath.evals.model_source import resolve_model
 from tests.checkpoint.conversions import assert_same, to_megatron, weights
@@ -70,6 +71,19 @@ def test_what_is_no_model_is_reported(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="is no checkpoint"):
         resolve_model(tmp_path / "empty", tmp_path)
+
+
+def test_adapters_without_their_model_are_refused(tmp_path: Path) -> None:
+    adapter = tmp_path / "hf_model" / "adapter"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text("{}")
+    for given in (adapter, adapter.parent):
+        with pytest.raises(
+            ValueError, match=r'adapter" has adapters .* without their model; .* folder of their run'
+        ):
+            resolve_model(given, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"only its adapters \(save.merged=false\)"):
+        _ = Run(tmp_path).model
 
 
 def test_a_model_that_cannot_be_loaded_is_refused(untied_model: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from rlmath.checkpoint.convert.names import (
 from rlmath.checkpoint.convert.sources import RELEASE, TRACKER, check_output
 from rlmath.checkpoint.convert.torch_dist_io import StateReader, StateWriter
 from rlmath.checkpoint.directory import METADATA_FILES
-from rlmath.checkpoint.hf.headers import tensor_headers, tensor_problems
+from rlmath.checkpoint.hf.headers import ADAPTER_FILE, tensor_headers, tensor_problems
 from rlmath.checkpoint.hf.peft import adapter_files
 from rlmath.checkpoint.hf.weight_map import adapter_rules, hf_tensors, is_value_head
 from rlmath.checkpoint.hf.weights import (
@@ -129,6 +129,8 @@ def megatron_to_hf(
             f"{state} has no {model}: the run had none, or made this checkpoint before it had one."
         )
     run = lora_run(reader)
+    if run is None and base is not None:
+        raise ValueError(f"{state} has no adapters (LoRA) to merge into {base}. Leave --base out.")
     if run is not None:
         base = base_model(reader, run, shape, base)
     found, stored_dtype, dtype = _found_in(reader, shape, run, dtype)
@@ -136,11 +138,34 @@ def megatron_to_hf(
     if run is not None:
         assert base is not None
         tensors = merged_tensors(dict(tensors), run, shape, base, stored_dtype)
+    finite = ((name, _finite(name, weight, dtype, state)) for name, weight in tensors)
+    return _write_hf(finite, shape, metadata_files, output=output, dtype=dtype, shard_bytes=shard_bytes)
+
+
+def begun_model_to_hf(
+    run: Config, shape: ModelShape, output: Path, dtype: torch.dtype, shard_bytes: int
+) -> Converted:
+    """Write the model that a run with `model.adapter_path` begins with in `dtype`. ValueError for a mistake."""
+    base, reader = Path(run.model.path), HFReader(run.model.adapter_path or "", ADAPTER_FILE)
+    rules = adapter_rules(shape.architecture, run.lora.rank, run.lora.target)
+    adapters = {name: reader.tensor(name).to(dtype) for name in hf_tensors(shape, rules)}
+    tensors, metadata = merged_tensors(adapters, run, shape, base, dtype), read_metadata_files(base)
+    return _write_hf(tensors, shape, metadata, output=output, dtype=dtype, shard_bytes=shard_bytes)
+
+
+def _write_hf(
+    tensors: Iterable[tuple[str, Tensor]],
+    shape: ModelShape,
+    metadata_files: Mapping[str, bytes],
+    *,
+    output: Path,
+    dtype: torch.dtype,
+    shard_bytes: int,
+) -> Converted:
     names = hf_tensors(shape)
     with _fresh_folder(output, _elements(names.values()) * dtype.itemsize) as folder:
         with SafetensorsWriter(folder, shard_bytes) as writer:
             for name, weight in tensors:
-                _require_finite(name, weight, dtype, state)
                 writer.add(name, weight, dtype)
         write_metadata_files(folder, metadata_files, dtype)
     return Converted(len(names), writer.bytes, dtype)
@@ -153,9 +178,10 @@ def adapters_to_hf(state: Path, shape: ModelShape, output: Path, dtype: torch.dt
     if run is None:
         raise ValueError(f"{state} has no adapters: it is not of a run with lora.rank. Leave --adapter out.")
     found, _, dtype = _found_in(reader, shape, run, dtype)
-    tensors = {name: weight.to(dtype).contiguous() for name, weight in _tensors(reader, found, shape)}
-    for name, weight in tensors.items():
-        _require_finite(name, weight, dtype, state)
+    tensors = {
+        name: _finite(name, weight, dtype, state).to(dtype).contiguous()
+        for name, weight in _tensors(reader, found, shape)
+    }
     size = sum(weight.nbytes for weight in tensors.values())
     with _fresh_folder(output, size) as folder:
         write_files(folder, adapter_files(tensors, run.lora, shape, run.model.path))
@@ -186,10 +212,11 @@ def _found_in(
     return found, stored, dtype or stored
 
 
-def _require_finite(name: str, weight: Tensor, dtype: torch.dtype, state: Path) -> None:
+def _finite(name: str, weight: Tensor, dtype: torch.dtype, state: Path) -> Tensor:
     if not all_finite(weight, dtype):
         what = "NaN or infinite numbers" if not all_finite(weight) else f"numbers too large for {dtype}"
         raise ValueError(f"{state} has {what} in {name}. Convert an earlier checkpoint of that run.")
+    return weight
 
 
 # ---------------------------------------------------------------- from Hugging Face

@@ -86,8 +86,8 @@ def stored_adapters(shape: ModelShape, rules: tuple[Rule, ...]) -> Iterator[Stor
     """The adapters of a model, in streaming order: in their canonical form, each layer's by itself."""
     for placed in placed_tensors(shape, rules):
         canonical = weight_map.canonical_shape(placed.rule, shape, 1)
-        key = _key(placed.rule.megatron[0], placed.layer)
-        yield Stored(placed, (key,), (), lead=(), lead_shape=(), shape=canonical, canonical=canonical)
+        keys = (placed.adapter_key,)
+        yield Stored(placed, keys, (), lead=(), lead_shape=(), shape=canonical, canonical=canonical)
 
 
 def stored_tensors(shape: ModelShape, tensor: int = 1) -> Iterator[Stored]:

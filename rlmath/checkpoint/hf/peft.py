@@ -14,12 +14,12 @@ from rlmath.config.files import read_json_object
 from rlmath.config.help import nearest_path
 from rlmath.config.hub import as_hub_ids, is_hub_id, parse_hub_id
 from rlmath.config.model_shape import ModelShape
+from rlmath.config.run_files import ADAPTER_CONFIG
 from rlmath.config.schema import LoraConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ADAPTER_CONFIG = "adapter_config.json"
 _SAME_MODEL = [
     "auto_mapping",
     "base_model_name_or_path",

@@ -290,6 +290,11 @@ class Placed:
     hf_names: tuple[str, ...]
     expert: int | None = None
 
+    @property
+    def adapter_key(self) -> str:
+        """The name of an adapter's tensor in checkpoints, by its layer's number in the model."""
+        return self.rule.megatron[0].format(m=self.layer)
+
 
 def placed_tensors(shape: ModelShape, rules: tuple[Rule, ...] | None = None) -> Iterator[Placed]:
     """Every tensor of the model, or of other `rules` (its adapters), in streaming order: the embedding, layer by layer,

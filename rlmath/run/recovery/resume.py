@@ -20,12 +20,11 @@ from rlmath.algorithms.types import Prompt
 from rlmath.checkpoint import directory
 from rlmath.checkpoint.directory import Checkpoint, Progress
 from rlmath.checkpoint.hf.headers import model_fingerprint
-from rlmath.checkpoint.hf.peft import ADAPTER_CONFIG
 from rlmath.config.help import as_yaml_word, is_among, setting_values
 from rlmath.config.hub import is_same
 from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stages, stage_list_problems
 from rlmath.config.load import load_config, shown_values
-from rlmath.config.run_files import CHECKPOINTS_FOLDER
+from rlmath.config.run_files import ADAPTER_CONFIG, CHECKPOINTS_FOLDER
 from rlmath.config.schema import Config, RewardConfig
 from rlmath.data.dataset import PromptFiles, SftInputs
 from rlmath.data.sft_sequences import sequences_fingerprint
