@@ -45,7 +45,8 @@ def spoiled_program() -> Program:
             record = super().step(number)
             if number + 1 == SPOILED_STEP and self.spoiled < times:
                 self.spoiled += 1
-                parameters = [one for chunk in self.actor.chunks for one in chunk.parameters()]
+                chunks = self.actor.chunks
+                parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
                 if self.mesh.rank == 1:
                     with torch.no_grad():
                         if spoil == "nan":

@@ -23,6 +23,7 @@ from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished
 from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, read_exit_status
 from rlmath.replay.capture import read_capture
 from tests.programs import TRAIN, rows, run, small_run, torchrun_command
+from tests.selection import matrix
 from tests.spoiled_run import SPOILED_STEP
 from tests.test_end_to_end import replay
 
@@ -99,7 +100,6 @@ SETTINGS = (
     f"algorithm.n_minibatches={MINIBATCHES}",
     "algorithm.kl_coef=0.05",
     "algorithm.kl_in=reward",
-    "algorithm.reference_every_steps=4",
     "algorithm.recompute_logprobs=true",
     "algorithm.importance_correction=token",
     "algorithm.importance_mask_high=5",
@@ -129,6 +129,7 @@ SETTINGS = (
     "save.ckpt_freq_secs=null",
     f"save.keep_last={STEPS + 1}",
 )
+KINDS = {"full": ("algorithm.reference_every_steps=4",), "lora": ("lora.rank=4",)}
 SPOILED = (
     "tests/spoiled_run.py",
     "--config",
@@ -138,9 +139,11 @@ SPOILED = (
 HELD = 3
 
 
-def train(place: Path, folder: Path, *program: str) -> str:
+def train(place: Path, folder: Path, kind: str, *program: str) -> str:
     """What the console said."""
-    everything = [*small_run(place, folder), *(one.format(place=place) for one in SETTINGS)]
+    for name in ("templates", "scored"):
+        (place / name).unlink(missing_ok=True)
+    everything = [*small_run(place, folder), *(one.format(place=place) for one in (*SETTINGS, *KINDS[kind]))]
     return run(*torchrun_command(2, *program, *everything), timeout=1800).stderr
 
 
@@ -158,11 +161,11 @@ def place(arithmetic: Path) -> Path:
     return arithmetic
 
 
-@pytest.fixture(scope="module")
-def whole(place: Path) -> Path:
-    """The folder of the run, which was never killed."""
-    folder = place / "whole"
-    (folder.with_suffix(".txt")).write_text(train(place, folder, *SPOILED))
+@pytest.fixture(scope="module", params=["full", pytest.param("lora", marks=matrix)])
+def whole(place: Path, request: pytest.FixtureRequest) -> Path:
+    """The folder of the run, which was never killed; of one in which all weights learn, or adapters, by its name."""
+    folder = place / request.param
+    (folder.with_suffix(".txt")).write_text(train(place, folder, folder.name, *SPOILED))
     return folder
 
 
@@ -266,7 +269,7 @@ def test_policy_and_critic_have_rates_and_epochs_of_their_own_and_both_are_lower
         assert progress.updates == updates_before(step + 1)
         assert (progress.critic_updates, progress.syncs) == (step * of_critic, step)
         assert progress.learned_step == step, "the first one, in which the critic learns alone, too"
-        assert progress.has_model("reference") == (step >= 4)
+        assert progress.has_model("reference") == (step >= 4 and whole.name == "full")
         assert list(progress.rewards) == [one["task_reward"] for one in found[:step]]
     assert abs(found[1]["critic/value"]) > 0, "the model of critic.path has a head of its own, or has learned"
 
@@ -347,7 +350,7 @@ def test_killed_later_it_goes_on_with_all_of_it(place: Path, whole: Path, tmp_pa
     for name in ("metrics.jsonl", "validation.jsonl"):
         lines = [line for line in (folder / name).read_text().splitlines() if f'"step": {STEPS}' not in line]
         (folder / name).write_text("".join(f"{line}\n" for line in lines) + '{"step": 5, "lo')
-    console = train(place, folder, *TRAIN)
+    console = train(place, folder, whole.name, *TRAIN)
     assert f"step-{SAVED:06d}, made on TP1 x PP1 x DP2" in console
     assert rows(folder) == rows(whole) and len(rows(folder)) == STEPS
     assert rows(folder, "validation.jsonl") == rows(whole, "validation.jsonl")

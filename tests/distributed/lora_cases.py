@@ -46,20 +46,6 @@ def save(model: Path, case: Case, samples: list[Sample], root: Path) -> Trained:
     return Trained(whole_tensors(stage), whole_tensors(stage, adapters_alone=True))
 
 
-def begin(model: Path, case: Case, adapter: Path) -> dict[str, Tensor] | str:
-    """The adapters of a policy that begins with a folder of PEFT's; what is said where they cannot be loaded."""
-    from rlmath.checkpoint.hf.weight_map import adapter_rules
-    from rlmath.checkpoint.hf.weights import load_hf_weights
-
-    stage = build(model, case)
-    rules = adapter_rules(stage.shape.architecture, LORA_RANK, stage.config.lora.target)
-    try:
-        load_hf_weights(stage.actor.chunks, adapter, stage.shape, stage.mesh, "model.adapter_path", rules)
-    except ValueError as error:
-        return str(error)
-    return whole_tensors(stage, adapters_alone=True)
-
-
 def logits(model: Path, adapter: Path | None = None) -> Tensor:
     """Of TOKENS, by transformers, and by PEFT with an adapter."""
     from peft import PeftModel

@@ -86,22 +86,3 @@ def set_adapters(stage: Stage, adapters: dict[str, Tensor]) -> None:
             canonical = to_canonical(placed.rule, whole, stage.shape, mesh.tensor)
             parameter.copy_(shard(placed.rule, canonical, mesh.tensor_rank, mesh.tensor))
     stage.actor.learner.optimizer.reload_model_params()
-
-
-def layers_that_keep_their_input(folder: Path, case: Case, samples: list[Sample]) -> set[str]:
-    """Megatron's names of the linear layers whose input is kept for the backward pass of an update."""
-    stage, inputs, saved = build(folder, case), {}, {}
-
-    def meet(name: str, module: Any, given: tuple[Tensor, ...]) -> None:
-        inputs.setdefault(name, []).append(given[0])  # stays alive, and so its storage is no other's
-
-    def save(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    for path, module in stage.actor.chunks[0].named_modules():
-        if (name := path.rpartition(".")[2]).startswith(("linear_", "output_layer")):
-            module.register_forward_pre_hook(partial(meet, name))
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        stage.actor.learner.learn(microbatches(stage, samples), None, None)
-    return {name for name, given in inputs.items() if any(x.untyped_storage()._cdata in saved for x in given)}

@@ -29,12 +29,11 @@ def adam(**layout: Any) -> Case:
 FULL = pytest.mark.full
 LAYOUTS = [
     Layout(adam(tensor=2, sequence=True, kl_coef=0.1)),
-    Layout(adam(tensor=2, sequence=True, lora="attention")),
+    Layout(adam(lora="attention")),
     Layout(adam(pipeline=2, first_stage_layers=1), microbatches=2),
     pytest.param(Layout(Case(data=2, optimizer="sgd", max_tokens=2048)), marks=FULL),
     pytest.param(Layout(adam(data=2)), marks=FULL),
     pytest.param(Layout(adam(lora="all")), marks=FULL),
-    pytest.param(Layout(adam(lora="mlp"), "full", "uniform", 2), marks=FULL),
     pytest.param(Layout(adam(pipeline=2, virtual_pipeline=2), microbatches=4), marks=FULL),
     pytest.param(Layout(adam(), sequence_tokens=2048), marks=FULL),
     pytest.param(Layout(adam(), "selective"), marks=FULL),
