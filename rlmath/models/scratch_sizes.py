@@ -20,9 +20,10 @@ MERGED_BLOCK_BYTES = 64 * 2**20
 
 def merging_bytes(rows: int, columns: int, low: int, itemsize: int) -> int:
     """What is held beside a matrix of a rank's shard while it is merged with an adapter whose A has `low` rows: the
-    merged matrix, and in float64 A, B, and two blocks of its rows. A weight sync holds one such matrix at a time."""
+    merged matrix, B among zeros, and in float64 A, that B, and two blocks of rows. A weight sync holds one such matrix
+    at a time."""
     block = 8 * columns * min(rows, max(1, MERGED_BLOCK_BYTES // (8 * columns)))
-    return itemsize * rows * columns + 8 * low * (rows + columns) + 2 * block
+    return itemsize * rows * (columns + low) + 8 * low * (rows + columns) + 2 * block
 
 
 def flash_takes(head_dim: int, itemsize: int) -> bool:
