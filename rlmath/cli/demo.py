@@ -11,24 +11,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from rlmath.config.run_files import EXPORT_FOLDER, REPORT_FILE, SUMMARY_FILE, VALIDATION_FILE
+from rlmath.config.run_files import EXPORT_FOLDER, REPORT_FILE, VALIDATION_FILE
 from rlmath.config.shipped_files import PACKAGE, shipped
 from rlmath.config.terminal import escape_terminal
 from rlmath.telemetry.metrics_writer import read_metrics
 
 ALGORITHMS = shipped("configs/algorithms")
 RLMATH = (sys.executable, "-P", "-m", "rlmath.cli.main")
-GOOD_ACCURACY = 0.9
 LORA_RATES = ("optimizer.lr=2e-3", "optimizer.min_lr=1e-4")
 """Of the demo's adapters: ten times those of configs/demo.yaml."""
 SFT_RANKS = 2
@@ -36,33 +34,11 @@ INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells give it."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How the demo trains; the engines have one rank each."""
-
-    ranks: int
-    tensor: int
-    pipeline: int
-
-    def check(self) -> None:
-        """ValueError for what cannot be laid out."""
-        if min(self.ranks, self.tensor, self.pipeline) < 1:
-            raise ValueError(f"ranks and parallel sizes must be at least 1, got {self}")
-        if self.ranks % (self.tensor * self.pipeline):
-            raise ValueError(
-                f"{self.ranks} ranks cannot be split into tensor {self.tensor} x pipeline {self.pipeline} = "
-                f"{self.tensor * self.pipeline}; choose RANKS as a multiple of TP x PP"
-            )
-
-
 def child_environment() -> dict[str, str]:
     """The programs find this package; threads that wait do not spin."""
     path = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]))
-    return os.environ | {
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "PYTHONPATH": path,
-    }
+    quiet = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    return os.environ | quiet | {"PYTHONPATH": path}
 
 
 def run(title: str, command: list[str], environment: dict[str, str]) -> None:
@@ -144,106 +120,61 @@ def make_base(folder: Path, seed: int) -> None:
     teach(folder, seed)
 
 
-def train(folder: Path, output: Path, seed: int, layout: Layout, algorithm: str) -> dict:
-    """The training run of `folder`'s base model, in `output`; returns its own summary. Before and after,
-    every held-out problem is answered once at temperature 1."""
-    command = [*RLMATH, "train", "--ranks", str(layout.ranks)]
+def train(folder: Path, given: argparse.Namespace) -> Path:
+    """The training run of `folder`'s base model, and its folder. Before and after, every held-out problem is answered
+    once at temperature 1."""
+    output, data = folder / "run", folder / "data"
+    command = [*RLMATH, "train", "--ranks", str(given.ranks)]
     command += ["--config", str(shipped("configs/demo.yaml"))]
-    command += ["--config", str(ALGORITHMS / f"{algorithm}.yaml")]
-    command += [f"run.output_dir={output}", f"run.seed={seed}", f"model.path={folder / 'base'}"]
-    command += [f"data.train_path={folder / 'data' / 'train.jsonl'}"]
-    command += [f"parallel.tensor={layout.tensor}", f"parallel.pipeline={layout.pipeline}"]
-    command += [f"validation.paths=[{json.dumps(str(folder / 'data' / 'heldout.jsonl'))}]"]
-    if algorithm == "lora":  # its file leaves the learning rate to the model's size
+    command += ["--config", str(ALGORITHMS / f"{given.algorithm}.yaml")]
+    command += [f"run.output_dir={output}", f"run.seed={given.seed}", f"model.path={folder / 'base'}"]
+    command += [f"data.train_path={data / 'train.jsonl'}"]
+    command += [f"parallel.tensor={given.tensor_parallel}", f"parallel.pipeline={given.pipeline_parallel}"]
+    command += [f"validation.paths=[{json.dumps(str(data / 'heldout.jsonl'))}]"]
+    if given.algorithm == "lora":  # its file leaves the learning rate to the model's size
         command += LORA_RATES
     command += ["validation.every_steps=1000", "validation.temperature=1", "validation.top_p=1"]
-    title = f"Training ({algorithm}) on {layout.ranks} ranks, TP{layout.tensor} x PP{layout.pipeline}"
-    run(title, command, one_thread())
-    return json.loads((output / SUMMARY_FILE).read_text(encoding="utf-8"))
+    layout = f"TP{given.tensor_parallel} x PP{given.pipeline_parallel}"
+    run(f"Training ({given.algorithm}) on {given.ranks} ranks, {layout}", command, one_thread())
+    return output
 
 
-def steps_to_good_accuracy(run_dir: Path) -> int | None:
-    """The first step that sampled at least GOOD_ACCURACY right answers, None if there is none."""
-    rows = read_metrics(str(run_dir))
-    return next((row["step"] for row in rows if row["rollout/accuracy"] >= GOOD_ACCURACY), None)
-
-
-def median_of(run_dir: Path, metric: str) -> float | None:
-    """Of all steps of a run that have it, None where none has."""
-    found = [row[metric] for row in read_metrics(str(run_dir)) if metric in row]
-    return statistics.median(found) if found else None
-
-
-def train_base(folder: Path, seed: int, layout: Layout, algorithm: str) -> dict:
-    """Train `folder`'s base model in `run`; what came of it."""
-    run_dir = folder / "run"
-    trained = train(folder, run_dir, seed, layout, algorithm)
-    validated = [row["validation/accuracy"] for row in read_metrics(str(run_dir), VALIDATION_FILE)]
-    return {
-        "accuracy_before": validated[0],
-        "accuracy_after": validated[-1],
-        "seconds_training": trained["seconds_training"],
-        "steps": trained["steps"],
-        "steps_to_90_percent": steps_to_good_accuracy(run_dir),
-        "train_mfu": median_of(run_dir, "train/mfu"),
-        "tokens_per_second": trained["tokens_per_second"],
-        "layout": trained["layout"],
-        "ranks": layout.ranks,
-        "seed": seed,
-        "algorithm": algorithm,
-    }
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Train a tiny model with GRPO on this machine's CPU.")
+    add, names = parser.add_argument, sorted(path.stem for path in ALGORITHMS.glob("*.yaml"))
+    add("--seed", type=int, default=1, help="of data, model and training (default: 1)")
+    add("--ranks", type=int, default=2, help="processes (default: 2)")
+    add("--tensor-parallel", type=int, default=2, help="of the training layout (default: 2)")
+    add("--pipeline-parallel", type=int, default=1, help="of the training layout (default: 1)")
+    which = f"one of {', '.join(names)} (default: grpo)"
+    add("--algorithm", choices=names, default="grpo", metavar="NAME", help=which)
+    add("--output", type=Path, default=Path("outputs/demo"), help="folder (default: outputs/demo)")
+    given = parser.parse_args(argv)
+    sizes = given.tensor_parallel, given.pipeline_parallel
+    if min(given.ranks, *sizes) < 1 or given.ranks % math.prod(sizes):
+        parser.error(
+            f"--ranks is {given.ranks}; needed: a multiple of TP x PP = {' x '.join(map(str, sizes))}"
+        )
+    return given
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0, 2 on a mistake of the user's, or that of the stage that failed."""
     escape_terminal()
-    parser = argparse.ArgumentParser(description="Train a tiny model with GRPO on this machine's CPU.")
-    parser.add_argument("--seed", type=int, default=1, help="of data, model and training (default: 1)")
-    parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
-    parser.add_argument("--tensor-parallel", type=int, default=2, help="of the training layout (default: 2)")
-    parser.add_argument(
-        "--pipeline-parallel", type=int, default=1, help="of the training layout (default: 1)"
-    )
-    names = sorted(path.stem for path in ALGORITHMS.glob("*.yaml"))
-    parser.add_argument(
-        "--algorithm",
-        choices=names,
-        default="grpo",
-        metavar="NAME",
-        help=f"one of {', '.join(names)} (default: grpo)",
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("outputs/demo"), help="folder (default: outputs/demo)"
-    )
-    parser.add_argument(
-        "--started-at",
-        type=float,
-        default=time.time(),
-        help="when the user began, installation included (seconds since 1970; default: now)",
-    )
-    started = time.time()
-    arguments = parser.parse_args(argv)
-    layout = Layout(arguments.ranks, arguments.tensor_parallel, arguments.pipeline_parallel)
-    try:
-        layout.check()
-    except ValueError as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return 2
-    folder = arguments.output.resolve()
+    started, given = time.perf_counter(), parse(argv)
+    folder = given.output.resolve()
     set_aside(folder)
     folder.mkdir(parents=True)
-    make_base(folder, arguments.seed)
-    summary = train_base(folder, arguments.seed, layout, arguments.algorithm)
-    summary["seconds_total"] = round(time.time() - arguments.started_at, 1)
-    summary["seconds_install_excluded"] = round(time.time() - started, 1)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    place = shown_path(folder / "run")
+    make_base(folder, given.seed)
+    run_dir = train(folder, given)
+    before, *_, after = read_metrics(str(run_dir), VALIDATION_FILE)
+    name, place = "validation/accuracy", shown_path(run_dir)
     print(
         f"\nThe trained model: {place / EXPORT_FOLDER}\n"
         f"Read samples:      {command_name()} samples {place}\n\n"
-        f"Held-out accuracy, sampled at temperature 1, went from {summary['accuracy_before']:.1%} to "
-        f"{summary['accuracy_after']:.1%} in {summary['steps']} steps "
-        f"({summary['seconds_install_excluded']:.0f} s without installation).\n"
+        f"Held-out accuracy, sampled at temperature 1, went from {before[name]:.1%} to {after[name]:.1%} in "
+        f"{after['step']:.0f} steps ({time.perf_counter() - started:.0f} s without installation).\n"
         f"Open {place / REPORT_FILE}"
     )
     return 0

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import runpy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import rlmath
 from rlmath.config.help import nearest_word
+from rlmath.config.shipped_files import shipped
 from rlmath.config.terminal import escape_terminal
 
 MISTAKE = 2
@@ -28,46 +30,25 @@ class Command:
     name: str
     what: str
     function: str
-    """`module:function`, which takes the rest of the command line and returns the exit status."""
+    """`module:function` of `rlmath.cli`, which takes the rest of the command line and returns the exit status."""
     needs: tuple[str, ...] = ()
 
 
 COMMANDS = (
-    Command(
-        "demo",
-        "train a tiny model on this machine's CPU and show what it learned",
-        "rlmath.cli.demo:main",
-        RUN,
-    ),
-    Command("train", "train a model with GRPO on this machine", "rlmath.cli.train:train", RUN),
-    Command("sft", "train a model on written solutions on this machine", "rlmath.cli.train:sft", RUN),
-    Command(
-        "eval", "evaluate a model on benchmarks, or compare evaluations", "rlmath.cli.train:evaluate", RUN
-    ),
-    Command(
-        "replay",
-        "make a captured step of a run again, and compare",
-        "rlmath.cli.train:replay",
-        RUN,
-    ),
-    Command(
-        "convert",
-        "Hugging Face models to Megatron-Core checkpoints, and back",
-        "rlmath.cli.convert:main",
-        RUN,
-    ),
-    Command("plan", "predict the seconds of a step on a cluster", "rlmath.cli.plan:main"),
-    Command("plan-memory", "plan the memory of a run, part by part", "rlmath.cli.plan_memory:main"),
-    Command("submit", "submit a run or an evaluation to Slurm", "rlmath.cli.submit:main", TORCH),
-    Command(
-        "report", "one HTML page of runs: curves, settings, warnings, samples", "rlmath.report.command:main"
-    ),
-    Command("samples", "show the sampled groups of a run", "rlmath.cli.samples:main"),
-    Command("verify", "verify the answers of a file", "rlmath.cli.verify_answers:main"),
-    Command("doctor", "what is installed, what is missing, on which machine", "rlmath.cli.doctor:main"),
-    Command(
-        "install", "install the versions that are proven together: cpu or gpu", "rlmath.cli.install:command"
-    ),
+    Command("demo", "train a tiny model on this machine's CPU and show what it learned", "demo:main", RUN),
+    Command("train", "train a model with GRPO on this machine", "train:train", RUN),
+    Command("sft", "train a model on written solutions on this machine", "train:sft", RUN),
+    Command("eval", "evaluate a model on benchmarks, or compare evaluations", "train:evaluate", RUN),
+    Command("replay", "make a captured step of a run again, and compare", "train:replay", RUN),
+    Command("convert", "Hugging Face models to Megatron-Core checkpoints, and back", "convert:main", RUN),
+    Command("plan", "predict the seconds of a step on a cluster", "plan:main"),
+    Command("plan-memory", "plan the memory of a run, part by part", "plan_memory:main"),
+    Command("submit", "submit a run or an evaluation to Slurm", "main:submit", TORCH),
+    Command("report", "one HTML page of runs: curves, settings, warnings, samples", "report:main"),
+    Command("samples", "show the sampled groups of a run", "samples:main"),
+    Command("verify", "verify the answers of a file", "verify_answers:main"),
+    Command("doctor", "what is installed, what is missing, on which machine", "doctor:main"),
+    Command("install", "install the versions that are proven together: cpu or gpu", "install:command"),
 )
 
 
@@ -93,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return MISTAKE
     module, function = command.function.split(":")
     sys.argv = [f"rlmath {command.name}", *words[1:]]  # argparse's usage has its first word
-    run = getattr(importlib.import_module(module), function)
+    run = getattr(importlib.import_module(f"rlmath.cli.{module}"), function)
     try:
         return run(words[1:])
     except KeyboardInterrupt:
@@ -101,20 +82,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def submit(argv: Sequence[str]) -> int:
+    """Exit status of launch/slurm/submit.py, which is also a program of its own."""
+    sys.argv[1:] = argv
+    try:
+        runpy.run_path(str(shipped("launch/slurm/submit.py")), run_name="__main__")
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0
+
+
+USAGE = """usage: rlmath COMMAND ...
+
+Reinforcement learning of mathematical reasoning.
+
+{commands}
+
+rlmath COMMAND --help describes one.
+On a cluster: torchrun ... -m rlmath.trainer, or rlmath submit"""
+
+
 def usage() -> str:
-    lines = [f"  {one.name:<11} {one.what}" for one in COMMANDS]
-    return "\n".join(
-        [
-            "usage: rlmath COMMAND ...",
-            "",
-            "Reinforcement learning of mathematical reasoning.",
-            "",
-            *lines,
-            "",
-            "rlmath COMMAND --help describes one.",
-            "On a cluster: torchrun ... -m rlmath.trainer, or rlmath submit",
-        ]
-    )
+    return USAGE.format(commands="\n".join(f"  {one.name:<11} {one.what}" for one in COMMANDS))
 
 
 def is_installed(module: str) -> bool:

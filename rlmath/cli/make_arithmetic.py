@@ -37,6 +37,8 @@ from rlmath.checkpoint.convert.sources import check_output
 MAX_DIGITS = 6
 """More columns than this do not fit the demo's model."""
 
+SLIP = 0.20154
+"""It leaves 40% of the worked solutions of two digits right: of two columns and three digits 0.81^2 x 0.82^3."""
 _COLUMN_SUMS = 20
 """A slip in a column writes one of 0..19: two digits and a carry make at most 19."""
 
@@ -115,28 +117,6 @@ def worked_solution(problem: Addition, slip: float = 0.0, rng: random.Random | N
     return " ".join(steps) + f" \\boxed{{{answer}}}"
 
 
-def accuracy_under_slip(problems: list[Addition], slip: float) -> float:
-    """Share of right answers when every result written slips with probability `slip`.
-
-    Exact but for slips that cancel out: 47+85 has two columns (a slip misses 19 times in 20) and three answer
-    digits (9 times in 10), so with slip 0.2 it comes out right with probability 0.81**2 * 0.82**3 = 0.362.
-    """
-    column, digit = 1 - slip * (1 - 1 / _COLUMN_SUMS), 1 - slip * 9 / 10
-    right = (column ** len(_columns(p)) * digit ** len(str(p.left + p.right)) for p in problems)
-    return sum(right) / len(problems)
-
-
-def slip_for_accuracy(problems: list[Addition], accuracy: float) -> float:
-    """The slip probability that leaves this share of answers right, to 1e-4; the inverse of the above."""
-    if not 0.0 < accuracy <= 1.0:
-        raise ValueError(f"accuracy is {accuracy}; it must be above 0 and at most 1")
-    low, high = 0.0, 1.0
-    while high - low > 1e-4:
-        middle = (low + high) / 2
-        low, high = (middle, high) if accuracy_under_slip(problems, middle) > accuracy else (low, middle)
-    return low
-
-
 def _columns(problem: Addition) -> list[list[int]]:
     """The digits to add, lowest column first: 347+85 gives [[7, 5], [4, 8], [3]]."""
     left, right = str(problem.left)[::-1], str(problem.right)[::-1]
@@ -144,9 +124,9 @@ def _columns(problem: Addition) -> list[list[int]]:
     return [[int(number[i]) for number in (left, right) if i < len(number)] for i in range(length)]
 
 
-def worked_rows(problems: list[Addition], count: int, accuracy: float, seed: int) -> list[dict[str, object]]:
-    """So many worked solutions of problems that are drawn at random; about this share of them is right."""
-    slip, rng = slip_for_accuracy(problems, accuracy), random.Random(f"{seed}:worked")
+def worked_rows(problems: list[Addition], count: int, slip: float, seed: int) -> list[dict[str, object]]:
+    """So many worked solutions of problems that are drawn at random, with slips (`worked_solution`)."""
+    rng = random.Random(f"{seed}:worked")
     return [
         {"prompt": problem.prompt, "completion": worked_solution(problem, slip, rng)}
         for problem in rng.choices(problems, k=count)
@@ -168,15 +148,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--heldout", type=int, default=500, help="rows of heldout.jsonl (default 500)")
     parser.add_argument("--digits", type=int, default=2, help="most digits of a number (default 2)")
     parser.add_argument("--worked", type=int, default=20000, help="rows of worked.jsonl (default 20000)")
-    parser.add_argument(
-        "--accuracy", type=float, default=0.4, help="share of worked solutions that are right (default 0.4)"
-    )
+    slip_help = f"probability that a number of a worked solution is a random one (default {SLIP})"
+    parser.add_argument("--slip", type=float, default=SLIP, help=slip_help)
     args = parser.parse_args(argv)
     if args.worked < 0:
         raise ValueError(f"--worked is {args.worked}; it must be at least 0")
     train, heldout = make_problems(args.seed, args.train, args.heldout, args.digits)
-    worked = worked_rows(train, args.worked, args.accuracy, args.seed)
-    worked_heldout = worked_rows(heldout, min(args.worked, len(heldout)), args.accuracy, args.seed)
+    worked = worked_rows(train, args.worked, args.slip, args.seed)
+    worked_heldout = worked_rows(heldout, min(args.worked, len(heldout)), args.slip, args.seed)
     check_output(args.output)
     args.output.mkdir(parents=True, exist_ok=True)
     for name, rows in (

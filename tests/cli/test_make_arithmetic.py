@@ -1,14 +1,15 @@
-"""The demo's problems: disjoint, repeatable, worked right, and slipping as often as the closed form says."""
+"""The demo's problems: disjoint, repeatable, worked right, and slipping as often as they are said to."""
 
 import hashlib
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from rlmath.cli.make_arithmetic import Addition, main, make_problems, worked_rows, worked_solution
+from rlmath.cli.make_arithmetic import SLIP, Addition, main, make_problems, worked_rows, worked_solution
 
 TOOL = Path(__file__).resolve().parents[2] / "rlmath" / "cli" / "make_arithmetic.py"
 FILES = ("train", "heldout", "worked")
@@ -23,17 +24,21 @@ def test_worked_solutions_written_by_hand():
     assert worked_solution(Addition(5, 20)) == r"5+0=5 2=2 \boxed{25}"
 
 
-def test_worked_rows_are_right_as_often_as_asked():
+def test_worked_rows_are_right_as_often_as_their_slips_leave():
+    """Of 47+85 a slip misses in 2 columns 19 times in 20, and in 3 digits of the answer 9 times in 10."""
+    two = [worked_solution(Addition(47, 85), 0.2, random.Random(seed)) for seed in range(4000)]
+    right = sum(text.endswith(r"\boxed{132}") for text in two) / 4000
+    assert right == pytest.approx(0.81**2 * 0.82**3, abs=0.025)
     problems, heldout = make_problems(seed=1, train=2000, heldout=100)
-    rows = worked_rows(problems, 10000, accuracy=0.35, seed=1)
+    rows = worked_rows(problems, 10000, SLIP, seed=1)
     right = sum(
         row["completion"].endswith(Addition(*map(int, row["prompt"][:-1].split("+"))).solution)
         for row in rows
     )
-    assert right / 10000 == pytest.approx(0.35, abs=0.02)
+    assert right / 10000 == pytest.approx(0.4, abs=0.02)
     assert not {row["prompt"] for row in rows} & {problem.prompt for problem in heldout}
-    assert rows == worked_rows(problems, 10000, 0.35, seed=1) != worked_rows(problems, 10000, 0.35, seed=2)
-    assert all(row["completion"].endswith("}") for row in worked_rows(problems, 5, accuracy=1.0, seed=1))
+    assert rows == worked_rows(problems, 10000, SLIP, seed=1) != worked_rows(problems, 10000, SLIP, seed=2)
+    assert all(row["completion"].endswith("}") for row in worked_rows(problems, 5, 0.0, seed=1))
 
 
 def test_mistakes_are_named():

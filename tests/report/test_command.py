@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import rlmath.report.write
+from rlmath.cli.report import main
 from rlmath.config.load import load_config
-from rlmath.report.command import main
 from rlmath.report.write import write_run_report
 from tests.report.folders import make_run
 
@@ -22,7 +22,7 @@ def test_it_writes_the_page_without_torch_and_without_rests(tmp_path: Path) -> N
     folder = make_run(tmp_path / "a")
     before = {path.name for path in folder.iterdir()}
     program = (
-        "import sys; from rlmath.report.command import main; status = main(sys.argv[1:]); "
+        "import sys; from rlmath.cli.report import main; status = main(sys.argv[1:]); "
         "print(sorted({'torch', 'vllm', 'megatron', 'numpy', 'pandas'} & set(sys.modules))); sys.exit(status)"
     )
     done = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True, cwd=ROOT)

@@ -1,4 +1,4 @@
-"""The command that writes a report."""
+"""`rlmath report`: one HTML page of runs."""
 
 from __future__ import annotations
 
