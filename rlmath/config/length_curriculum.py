@@ -174,11 +174,6 @@ def stage_list_problems(config: Config) -> Iterator[str]:
     if len(set(given.values())) > 1:
         listed = ", ".join(f"stages.{name} has {count}" for name, count in given.items())
         yield f"{listed}; each needs one number for every stage. Make them equally long."
-    if config.run.total_steps is not None:
-        yield (
-            f"run.total_steps is {config.run.total_steps} beside stages.steps, which give the length of the run. "
-            "Set run.total_steps=null."
-        )
 
 
 def unfinished_problem(config: Config, total_steps: int, steps_done: int, wanted: int) -> str | None:

@@ -28,9 +28,7 @@ from rlmath.config.length_curriculum import stage_list_problems, validates
 from rlmath.config.load import preset_settings
 from rlmath.config.model_shape import ModelShape, cpu_head_dim_problem
 from rlmath.config.schema import (
-    AlgorithmConfig,
     Config,
-    PolicyConfig,
 )
 from rlmath.data.chat import chat_settings
 from rlmath.distributed.device_kind import FORMAT_BYTES, cuda_is_available, number_format, set_cuda_defaults
@@ -43,6 +41,7 @@ from rlmath.planning.memory_estimate import Kind
 from rlmath.planning.memory_fit import GIB, fit_problems
 from rlmath.planning.memory_formulas import longest_sequence_bytes
 from rlmath.planning.reward_checks import hook_problems, reward_problems
+from rlmath.planning.setting_tables import conflicts
 from rlmath.rewards.several_rewards import reward_hooks
 from rlmath.telemetry.wandb import wandb_problems
 from rlmath.workers.hooks import function_problem
@@ -122,11 +121,9 @@ def run_problems(config: Config, world_size: int, shape: ModelShape | None, kind
     if kind == "grpo":
         for check in (
             algorithm_problems,
-            model_checks.teacher_problems,
             reward_problems,
             rollouts.curriculum_problems,
             rollouts.partial_rollout_problems,
-            rollouts.asynchronous_problems,
         ):
             problems += rollouts.in_every_stage(config, check)
     # Once for all stages: an import may take long.
@@ -150,7 +147,7 @@ def setting_problems(config: Config, world_size: int, kind: Kind = "grpo") -> li
         *stage_list_problems(config),
         *rollouts.in_every_stage(config, _length_problems),
         *rollouts.of_longest_stage(config, _engine_problems),
-        *rollouts.validation_problems(config),
+        *rollouts.validation_name_problems(config),
     ]
 
 
@@ -277,30 +274,8 @@ def file_problems(config: Config, kind: Kind = "grpo") -> Iterator[str]:
 
 
 def value_problems(config: Config) -> list[str]:
-    """What is wrong with single values, and with those of optimizer and recomputation together."""
-    return [*schema_problems(config), *_learning_problems(config), *_recompute_problems(config.policy)]
-
-
-def _learning_problems(config: Config) -> Iterator[str]:
-    optimizer = config.optimizer
-    if optimizer.min_lr > optimizer.lr:
-        yield f"optimizer.min_lr is {optimizer.min_lr}, above optimizer.lr {optimizer.lr}. Lower it."
-    if optimizer.kind == "sgd" and optimizer.distributed:
-        yield 'optimizer.distributed: Megatron shares only Adam\'s state. With kind "sgd" set it to false.'
-
-
-def _recompute_problems(policy: PolicyConfig) -> Iterator[str]:
-    """Megatron's rules: "full" needs a method and a number of layers, anything else takes neither."""
-    details = {
-        "policy.recompute_method": policy.recompute_method,
-        "policy.recompute_num_layers": policy.recompute_num_layers,
-    }
-    for key, value in details.items():
-        if policy.recompute_granularity == "full" and value is None:
-            example = "uniform" if key.endswith("method") else 1
-            yield f'{key} is null; policy.recompute_granularity="full" needs it. Set, say, {key}={example}.'
-        if policy.recompute_granularity in (None, "selective") and value is not None:
-            yield f'{key} is {value}; only policy.recompute_granularity="full" has it. Set {key}=null.'
+    """What is wrong with single values, and with those that do not go together."""
+    return [*schema_problems(config), *conflicts(config)]
 
 
 def _chat_problems(config: Config, kind: Kind) -> Iterator[str]:
@@ -394,16 +369,10 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f'rollout.group_size is {config.rollout.group_size}; algorithm.advantage="{algorithm.advantage}" compares '
             'the completions of a group and needs at least 2. Raise it, or set algorithm.advantage to "ppo" or "gae".'
         )
-    yield from _success_problems(config)
     if (hook := advantage_hook(config)) is not None and algorithm.kl_in == "reward" and algorithm.kl_coef:
         yield (
             f'algorithm.kl_in is "reward", which is part of the advantages, and these are of {hook}. Set '
             "algorithm.kl_in=loss, or algorithm.advantage to a word."
-        )
-    if algorithm.importance_correction is not None and not algorithm.recompute_logprobs:
-        yield (
-            f'algorithm.importance_correction is "{algorithm.importance_correction}"; it weighs recomputed log-probs '
-            "against the engine's. Set algorithm.recompute_logprobs=true, or the former to null."
         )
     if algorithm.masks_alone and not algorithm.recompute_logprobs:
         keys = ", ".join(f"algorithm.{name}" for name in algorithm.masks_alone)
@@ -411,13 +380,12 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"{keys}: compared are recomputed log-probs with the engine's, and "
             "algorithm.recompute_logprobs is false. Set it to true, or the masks to null."
         )
-    if config.lora.rank and algorithm.kl_coef and algorithm.reference_every_steps is not None:
+    if algorithm.selects_tokens and algorithm.recompute_logprobs and not algorithm.recomputes:
         yield (
-            f"algorithm.reference_every_steps is {algorithm.reference_every_steps}, and with lora.rank "
-            f"{config.lora.rank} the reference is the policy without its adapters, which stays what it is. Set the "
-            "former to null, or lora.rank=0."
+            'algorithm.proximal_logprobs is "interpolate", which saves the pass for the policy\'s log-probs, and '
+            "algorithm.top_entropy_share, clip_cov_ratio and kl_cov_ratio make that pass. Set "
+            "algorithm.proximal_logprobs=recompute."
         )
-    yield from _loss_problems(algorithm)
     samples, minibatches = config.data.prompts_per_step * config.rollout.group_size, algorithm.n_minibatches
     if samples < minibatches:
         yield (
@@ -427,65 +395,8 @@ def algorithm_problems(config: Config) -> Iterator[str]:
     yield from _selection_problems(config)
 
 
-def _success_problems(config: Config) -> Iterator[str]:
-    """Of advantages that count successes."""
-    algorithm = config.algorithm
-    if algorithm.advantage == "pass@k" and algorithm.pass_k > config.rollout.group_size:
-        yield (
-            f"algorithm.pass_k is {algorithm.pass_k}, above rollout.group_size {config.rollout.group_size}: a group "
-            "has no so many completions. Lower the former."
-        )
-    if algorithm.advantage in ("maxrl", "pass@k") and algorithm.kl_in == "reward" and algorithm.kl_coef:
-        yield (
-            f'algorithm.advantage is "{algorithm.advantage}", which counts successes, and algorithm.kl_in="reward" '
-            "takes every completion's KL from what is counted. Set algorithm.kl_in=loss."
-        )
-    for name in ("length_penalty", "overlong_buffer") if algorithm.advantage == "maxrl" else ():
-        if getattr(config.reward, name):
-            yield (
-                f'algorithm.advantage is "maxrl", which counts rewards above 0, whatever their size: reward.{name} '
-                "would change nothing, or make a right answer a wrong one. Set it to 0."
-            )
-
-
-def _loss_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Of the weight of the KL, and of tokens that are chosen."""
-    if algorithm.kl_ratio is not None and algorithm.kl_coef:
-        if algorithm.kl_in == "reward":
-            yield (
-                f'algorithm.kl_ratio is "{algorithm.kl_ratio}", a weight of the KL in the loss, and algorithm.kl_in is '
-                '"reward", whose gradient the surrogate weighs. Set algorithm.kl_ratio=null, or algorithm.kl_in=loss.'
-            )
-        elif algorithm.kl_estimator not in ("k1", "k3"):
-            yield (
-                f'algorithm.kl_estimator is "{algorithm.kl_estimator}", whose mean is no KL: with algorithm.kl_ratio '
-                "its gradient is none of the KL's. Set algorithm.kl_estimator=k3, or algorithm.kl_ratio=null."
-            )
-    if algorithm.selects_tokens and algorithm.recompute_logprobs and not algorithm.recomputes:
-        yield (
-            'algorithm.proximal_logprobs is "interpolate", which saves the pass for the policy\'s log-probs, and '
-            "algorithm.top_entropy_share, clip_cov_ratio and kl_cov_ratio make that pass. Set "
-            "algorithm.proximal_logprobs=recompute."
-        )
-    if algorithm.clip_cov_ratio is not None and algorithm.kl_cov_ratio is not None:
-        yield (
-            "algorithm.clip_cov_ratio and algorithm.kl_cov_ratio are two ways to hold the same tokens. Set one of them "
-            "to null."
-        )
-    if algorithm.clip_cov_ratio is not None and algorithm.clip_cov_low >= algorithm.clip_cov_high:
-        yield (
-            f"algorithm.clip_cov_low is {algorithm.clip_cov_low:g}, not below algorithm.clip_cov_high "
-            f"{algorithm.clip_cov_high:g}: no token lies between. Lower the former."
-        )
-
-
 def _selection_problems(config: Config) -> Iterator[str]:
     selection, limit = config.selection, config.rollout.max_new_tokens
-    if selection.dynamic_sampling is not None and config.rollout.group_size < 2:
-        yield (
-            f"rollout.group_size is {config.rollout.group_size}; selection.dynamic_sampling drops groups without "
-            "contrast, and a completion alone has none. Raise it, or set selection.dynamic_sampling=null."
-        )
     least, most = selection.min_completion_tokens, selection.max_completion_tokens
     if least > limit:
         yield (

@@ -54,11 +54,6 @@ def critic_layout_problems(config: Config, shape: ModelShape) -> Iterator[str]:
         # No engine has the critic.
         for problem in parallelism.layout_problems(config.parallel, 1, config.policy, critic):
             yield f"critic.path, which has the layout of the policy: {problem}"
-    if config.critic.bootstrap_truncated and config.parallel.context > 1:
-        yield (
-            f"critic.bootstrap_truncated is true and parallel.context {config.parallel.context}: the value after a "
-            "completion's last token is not gathered over context ranks. Set it to false, or parallel.context to 1."
-        )
 
 
 def lora_problems(config: Config, shape: ModelShape) -> Iterator[str]:
@@ -120,21 +115,6 @@ def teacher_layout_problems(config: Config) -> Iterator[str]:
     # No engine has the teacher, and nothing of it is recomputed.
     for problem in parallelism.layout_problems(config.parallel, 1, PolicyConfig(), shape):
         yield f"teacher.path, which has the layout of the policy: {problem}"
-
-
-def teacher_problems(config: Config) -> Iterator[str]:
-    """Settings that do not go with a teacher."""
-    algorithm = config.algorithm
-    if teaches_alone(config) and algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
-        yield (
-            'algorithm.kl_in is "reward" and teacher.with_rewards false: no reward is learned from that the KL could '
-            "be taken off. Set algorithm.kl_in=loss, or teacher.with_rewards=true."
-        )
-    if teaches_alone(config) and algorithm.advantage == "gae":
-        yield (
-            'algorithm.advantage is "gae" and teacher.with_rewards false: no reward is learned from, and the critic '
-            "would be trained for nothing. Set another algorithm.advantage, or teacher.with_rewards=true."
-        )
 
 
 def check_teacher_tokenizer(config: Config, tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:

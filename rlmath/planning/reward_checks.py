@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 from rlmath.config.help import nearest_word
 from rlmath.config.length_curriculum import validates
-from rlmath.config.schema import AlgorithmConfig, Config, RewardConfig
+from rlmath.config.schema import Config, RewardConfig
 from rlmath.planning.memory_estimate import Kind
 from rlmath.rewards.reward_manager import try_reward_function, try_scorer
 from rlmath.rewards.several_rewards import (
@@ -54,22 +54,12 @@ def reward_problems(config: Config) -> Iterator[str]:
             f"reward.format_penalty is {reward.format_penalty}; a right answer in a box gets 1 in scheme "
             f'"{reward.scheme}", and one without a box should get less. Lower it.'
         )
-    yield from _list_problems(reward, config.algorithm, config.run.plugins)
+    yield from _list_problems(reward, config.run.plugins)
 
 
-def _list_problems(
-    reward: RewardConfig, algorithm: AlgorithmConfig, plugins: Collection[str]
-) -> Iterator[str]:
+def _list_problems(reward: RewardConfig, plugins: Collection[str]) -> Iterator[str]:
     if not reward.rewards:
-        given = "weights" if reward.weights else "combine" if reward.combine == "gdpo" else None
-        if given:
-            yield f"reward.{given} is for the rewards of reward.rewards, which is empty. List them, or leave it out."
         return
-    if reward.function is not None:
-        yield (
-            "reward.function and reward.rewards are both set. Take the function into the list, as "
-            f'"mine={reward.function}", and set reward.function=null.'
-        )
     names = [entry.partition("=")[0] for entry in reward.rewards]
     for entry in reward.rewards:
         yield from _entry_problems(entry, plugins)
@@ -91,7 +81,7 @@ def _list_problems(
     if reward.weights and not any(reward.weights):
         yield "reward.weights are all 0: nothing would be learned. Give a reward a weight."
     if reward.combine == "gdpo":
-        yield from _gdpo_problems(reward, algorithm)
+        yield from _gdpo_problems(reward)
 
 
 def _entry_problems(entry: str, plugins: Collection[str]) -> Iterator[str]:
@@ -111,17 +101,7 @@ def _entry_problems(entry: str, plugins: Collection[str]) -> Iterator[str]:
         )
 
 
-def _gdpo_problems(reward: RewardConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
-    if algorithm.advantage != "grpo":
-        yield (
-            f'algorithm.advantage is "{algorithm.advantage}", and reward.combine=gdpo normalises every reward as '
-            '"grpo" does. Set algorithm.advantage="grpo", or reward.combine=sum.'
-        )
-    if algorithm.kl_in == "reward" and algorithm.kl_coef:
-        yield (
-            'algorithm.kl_in is "reward", and with reward.combine=gdpo there is no one reward to take it from. Set '
-            'algorithm.kl_in="loss", or reward.combine=sum.'
-        )
+def _gdpo_problems(reward: RewardConfig) -> Iterator[str]:
     of_sums = ("mask_no_eos_with_zero", "overlong_buffer", "length_penalty")
     if name := next((one for one in of_sums if getattr(reward, one)), None):
         yield (

@@ -20,7 +20,10 @@ from rlmath.run.recovery.save_schedule import kept_frequency, recovery_frequency
 def partial_rollout_problems(config: Config) -> Iterator[str]:
     """What does not go with completions that several versions of the policy sample."""
     rollout, algorithm, per_step = config.rollout, config.algorithm, config.data.prompts_per_step
-    if rollout.tail != "carry":
+    if rollout.ranks and rollout.max_staleness > 0:
+        got = f"rollout.ranks is {rollout.ranks} and rollout.max_staleness {rollout.max_staleness}"
+        yield from _old_token_problems(algorithm, got)
+    if rollout.tail != "carry" or rollout.ranks:
         return
     in_flight, oldest = rollout.max_groups_in_flight, rollout.max_staleness
     if in_flight is not None and not per_step <= in_flight <= per_step * (oldest + 1):
@@ -48,33 +51,6 @@ def _old_token_problems(algorithm: AlgorithmConfig, got: str) -> Iterator[str]:
         )
 
 
-def asynchronous_problems(config: Config) -> Iterator[str]:
-    """What does not go with engines on ranks of their own."""
-    rollout = config.rollout
-    if rollout.ranks < 1:
-        return
-    if rollout.tail != "wait":
-        yield (
-            f'rollout.tail is "{rollout.tail}" and rollout.ranks {rollout.ranks}: engines on ranks of their own sample '
-            "on while the others train, so that no step waits for its longest completions. Set rollout.tail=wait, "
-            "or rollout.ranks=0."
-        )
-    elif rollout.max_staleness > 0:
-        got = f"rollout.ranks is {rollout.ranks} and rollout.max_staleness {rollout.max_staleness}"
-        yield from _old_token_problems(config.algorithm, got)
-    if rollout.max_concurrent_sequences is not None and rollout.max_concurrent_sequences < rollout.group_size:
-        yield (
-            f"rollout.max_concurrent_sequences is {rollout.max_concurrent_sequences} and rollout.group_size "
-            f"{rollout.group_size}: an engine begins whole groups. Set it to {rollout.group_size} or more."
-        )
-    if config.sync.checksum_every > 0:
-        yield (
-            f"sync.checksum_every is {config.sync.checksum_every} and rollout.ranks {rollout.ranks}: when an engine on "
-            "ranks of its own has taken a version, the policy may be ahead of it already, and there is nothing to "
-            "compare with. Set sync.checksum_every=0; sync.probe_every compares log-probs of a version."
-        )
-
-
 # ---------------------------------------------------------------- curriculum and rollback
 
 
@@ -83,12 +59,6 @@ def rollback_problems(config: Config) -> Iterator[str]:
     algorithm, save = config.algorithm, config.save
     if algorithm.rollback == 0:
         return
-    if config.rollout.ranks > 0:
-        yield (
-            f"algorithm.rollback is {algorithm.rollback} and rollout.ranks {config.rollout.ranks}: engines on ranks of "
-            "their own have begun prompts ahead of the steps, with weights that would be discarded, and cannot go "
-            "back. Set algorithm.rollback=0, or rollout.ranks=0."
-        )
     if recovery_frequency(save).never and kept_frequency(save).never:
         yield (
             f"algorithm.rollback is {algorithm.rollback}, and the run makes no checkpoint to go back to. Set "
@@ -99,17 +69,6 @@ def rollback_problems(config: Config) -> Iterator[str]:
 def curriculum_problems(config: Config) -> Iterator[str]:
     """What does not go with draws by pass rate."""
     data, group_size = config.data, config.rollout.group_size
-    if data.curriculum != "none" and config.rollout.ranks > 0:
-        yield (
-            f'data.curriculum is "{data.curriculum}" and rollout.ranks {config.rollout.ranks}: engines on ranks of '
-            "their own begin prompts when they have a free place, so that which pass rates a draw would see depends on "
-            "the clock, and no resumed run could draw the same. Set data.curriculum=none, or rollout.ranks=0."
-        )
-    if data.curriculum == "band" and data.band_low > data.band_high:
-        yield (
-            f"data.band_low is {data.band_low:g}, above data.band_high {data.band_high:g}: no pass rate lies between "
-            "them. Lower the former, or raise the latter."
-        )
     most = data.history_groups * group_size
     if data.curriculum == "skip_solved" and data.solved_samples > most:
         yield (
@@ -183,16 +142,8 @@ def _renamed(problem: str, names: dict[str, str]) -> str:
     return problem
 
 
-def validation_problems(config: Config) -> Iterator[str]:
-    """Settings of `validation` that do not go together."""
-    settings = config.validation
-    if settings.keep_best and settings.every_steps is None:
-        yield "validation.keep_best needs accuracies to compare. Set validation.every_steps, or keep_best=false."
-    if length_curriculum.validates(config) and not settings.paths:
-        yield (
-            f"validation.every_steps is {settings.every_steps}, and validation.paths is empty. Name files of problems, "
-            "or set validation.every_steps=null."
-        )
-    names = Counter(length_curriculum.validation_names(settings.paths))
+def validation_name_problems(config: Config) -> Iterator[str]:
+    """Files of `validation.paths` whose metrics would have one name."""
+    names = Counter(length_curriculum.validation_names(config.validation.paths))
     for name in (name for name, count in names.items() if count > 1):
         yield f'validation.paths: {names[name]} files are named "{name}", and so would be their metrics. Rename one.'

@@ -25,6 +25,7 @@ from rlmath.planning.checks import (
 from rlmath.planning.dry_run import preset_lines
 from rlmath.planning.memory_fit import GIB
 from rlmath.planning.reward_checks import reward_problems
+from rlmath.planning.setting_tables import conflicts
 from rlmath.planning.warnings import config_warnings
 from rlmath.rollout.unfinished_rules import unfinished_rules
 
@@ -35,7 +36,8 @@ ABS = ["algorithm.kl_estimator=abs", "algorithm.advantage=ppo"]
 
 
 def problems(*overrides: str) -> list[str]:
-    return list(algorithm_problems(load_config([], [*PATHS, *overrides])))
+    config = load_config([], [*PATHS, *overrides])
+    return [*algorithm_problems(config), *conflicts(config)]
 
 
 def notes(*overrides: str) -> list[str]:
@@ -179,7 +181,7 @@ def test_settings_that_do_not_fit_together(overrides: list[str], told: str):
                 "algorithm.importance_cap=5",
                 "algorithm.importance_mask_high=2",
             ],
-            "algorithm.importance_cap: no effect with an algorithm.importance_mask_high",
+            "algorithm.importance_cap: no effect with algorithm.importance_mask_high",
         ),
         (["algorithm.kl_in=reward", "algorithm.kl_coef=0.1", K1], 'algorithm.advantage="grpo" divides by'),
         (
@@ -461,7 +463,8 @@ LIST = ["reward.rewards=[correctness,length]", "reward.combine=gdpo"]
 
 
 def reward_told(*overrides: str) -> list[str]:
-    return list(reward_problems(load_config([], [*PATHS, *overrides])))
+    config = load_config([], [*PATHS, *overrides])
+    return [*reward_problems(config), *conflicts(config)]
 
 
 @pytest.mark.parametrize(

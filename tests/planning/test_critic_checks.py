@@ -12,6 +12,7 @@ from rlmath.config.schema import Config
 from rlmath.data.dataset import check_critic
 from rlmath.models.hf_config import critic_config_file, critic_shape_of, read_critic_shape
 from rlmath.planning.model_checks import critic_folder_problems, critic_layout_problems, length_problems
+from rlmath.planning.setting_tables import conflicts
 from rlmath.planning.warnings import config_warnings
 from rlmath.run.recovery.save_schedule import checkpoint_bytes
 from tests.tiny_models import VOCAB, make_model_folder, shape_of
@@ -30,6 +31,7 @@ def problems(policy: Path, *overrides: str) -> list[str]:
         *critic_folder_problems(config, shape),
         *critic_layout_problems(config, shape),
         *length_problems(config, shape),
+        *conflicts(config),
     ]
     return list(dict.fromkeys(found))
 
