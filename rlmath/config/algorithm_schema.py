@@ -15,8 +15,11 @@ from rlmath.config.setting_types import (
     PositiveInt,
     Range,
     TakesFunction,
+    Words,
 )
+from rlmath.config.shipped_files import shipped
 
+PRESETS = tuple(sorted(file.stem for file in shipped("configs/algorithms").glob("*.yaml")))
 _FIRST_RATIO = "Before the first update the ratio is 1."
 _EQUAL_RATIO = "Where engine and trainer agree the weight is 1."
 RatioAboveOne = Annotated[float, Range(1, open_low=True, why=_FIRST_RATIO)]
@@ -97,39 +100,7 @@ class AlgorithmConfig:
     """Advantages, loss and early stop; the formulas are in docs/algorithm.md. The defaults are GRPO (arXiv:2402.03300)
     with a token-level loss."""
 
-    preset: (
-        Literal[
-            "areal_ppo",
-            "cispo",
-            "clip_cov",
-            "critic",
-            "curriculum",
-            "dapo",
-            "decoupled",
-            "deepseek_v32",
-            "distill",
-            "dppo",
-            "dr_grpo",
-            "gdpo",
-            "gmpo",
-            "grpo",
-            "gspo",
-            "kl_cov",
-            "kpop",
-            "lite_ppo",
-            "lora",
-            "maxrl",
-            "opo",
-            "pass_at_k",
-            "reinforce_pp",
-            "rloo",
-            "sapo",
-            "simplerl",
-            "skywork_or1",
-            "top_entropy",
-        ]
-        | None
-    ) = None
+    preset: Annotated[str, Words(PRESETS)] | None = None
     """Settings of configs/algorithms/NAME.yaml, each unless your files or the command line set it; --dry-run prints
     them. null: none."""
     advantage: (

@@ -23,7 +23,7 @@ from typing import Any
 
 from rlmath.config import algorithm_schema, schema
 from rlmath.config.schema import MISSING, Config
-from rlmath.config.setting_types import Range, TakesFunction
+from rlmath.config.setting_types import Range, TakesFunction, Words
 
 MAX_NAME_BYTES = 255
 """The longest name of a file or folder that Linux file systems take."""
@@ -139,8 +139,8 @@ def all_settings() -> Mapping[str, Setting]:
 
 
 def _parts(hint: Any) -> Iterator[Any]:
-    """A type and what it is made of: the Range of an Annotated and the words of a Literal among it."""
-    yield hint
+    """A type and what it is made of: the Range of an Annotated and the words of a Literal or of Words among it."""
+    yield from hint.words if isinstance(hint, Words) else [hint]
     for part in typing.get_args(hint):
         yield from _parts(part)
 
@@ -175,18 +175,13 @@ def text_problems(config: Config) -> Iterator[str]:
         for text in value if isinstance(value, list) else [value]:
             if not isinstance(text, str):
                 continue
-            longest = max(len(part.encode("utf-8", "surrogatepass")) for part in text.split("/"))
-            if longest > MAX_NAME_BYTES:
-                yield (
-                    f"{key} has a name of {longest} bytes (counted between slashes); needed: at most {MAX_NAME_BYTES}. "
-                    "Shorten it."
-                )
-            elif len(text.encode("utf-8", "surrogatepass")) > MAX_PATH_BYTES:
-                yield f"{key} has {len(text)} characters; needed: at most {MAX_PATH_BYTES} bytes. Shorten it."
-            elif text != text.encode("utf-8", "ignore").decode("utf-8"):
-                yield f"{key} has bytes or characters that are not UTF-8: {text!r:.80}. Rename it."
-            elif "\0" in text:
-                yield f"{key} has a NUL character, at character {text.index(chr(0))}. Remove it."
+            encoded = text.encode("utf-8", "surrogatepass")
+            longest = max(map(len, encoded.split(b"/")))
+            if len(encoded) > MAX_PATH_BYTES or longest > MAX_NAME_BYTES:
+                most = f"{MAX_PATH_BYTES} bytes, {MAX_NAME_BYTES} of them between slashes"
+                yield f"{key} has {len(encoded)} bytes; needed: at most {most}. Shorten it."
+            elif "\0" in text or text != text.encode("utf-8", "ignore").decode():
+                yield f"{key} has a NUL character, or bytes that are not UTF-8: {text!r:.80}. Rename it."
 
 
 def help_text(word: str = "", width: int | None = None, keys: Collection[str] | None = None) -> str:

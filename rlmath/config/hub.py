@@ -43,8 +43,10 @@ LOG_SECONDS = 30.0
 
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_-])?"
 _REPO = re.compile(rf"{_NAME}/{_NAME}")
-_REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/+-]{0,199}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_AT = r"(?:@(?P<revision>[A-Za-z0-9][A-Za-z0-9._+%/-]{0,199}?))?(?:#(?P<commit>[0-9a-f]{40}))?"
+_MODEL_ID = re.compile(rf"hf://(?!datasets/)(?P<repo>{_NAME}/{_NAME}){_AT}")
+_DATA_ID = re.compile(rf"hf://datasets/(?P<repo>{_NAME}/{_NAME}){_AT.replace('%/', '%')}/(?P<file>.+)")
 _ids: dict[str, str] = {}
 """The place of a file or folder in the cache, to the id, with its commit, by which this process had it fetched."""
 
@@ -103,28 +105,19 @@ def parse_hub_id(text: str, setting: str) -> HubId:
     HubId(repo='org/name', revision='main', commit='', file='a/b.jsonl')
     """
     is_data = setting in DATA_SETTINGS
-    got = f'{setting}: got "{text}"; needed: {DATA_FORM if is_data else MODEL_FORM}'
-    rest = text.removeprefix(PREFIX)
-    if rest == text or rest.startswith(_DATASETS) != is_data:
-        raise ValueError(f"{got}.")
-    words = rest.removeprefix(_DATASETS).split("/")
-    last, file = words[1:2], "/".join(words[2:])
-    if not is_data:
-        last, file = ["/".join(words[1:])], ""  # a model's revision may have slashes
-    if not last or (is_data and not file):
-        raise ValueError(f"{got}.")
-    named, _, commit = last[0].partition("#")
-    name, at, revision = named.partition("@")
-    repo, revision = f"{words[0]}/{name}", revision.replace("%2F", "/")
-    if not _REPO.fullmatch(repo) or ".." in repo or "--" in repo:
-        raise ValueError(f'{got}. "{repo}" is no name of a repository.')
-    if at and (not _REVISION.fullmatch(revision) or not is_plain_name(revision)):
-        raise ValueError(f'{got}. "{revision}" is no revision.')
-    if "#" in last[0] and not _COMMIT.fullmatch(commit):
-        raise ValueError(f'{got}. "{commit}" is no commit of 40 hexadecimal digits.')
-    if is_data and not (is_plain_name(file) and file.endswith(DATA_SUFFIXES)):
-        raise ValueError(f'{got}. "{file}" is no file of rows; needed: {", ".join(DATA_SUFFIXES)}.')
-    return HubId(repo, revision, commit or (revision if _COMMIT.fullmatch(revision) else ""), file)
+    found = (_DATA_ID if is_data else _MODEL_ID).fullmatch(text)
+    parts = {name: part or "" for name, part in found.groupdict().items()} if found else {"repo": ""}
+    revision, file = parts.get("revision", "").replace("%2F", "/"), parts.get("file", "")
+    is_plain = all(is_plain_name(name) for name in (revision, file) if name)
+    if not (is_plain and _is_repo(parts["repo"]) and (file.endswith(DATA_SUFFIXES) or not is_data)):
+        form = f"{DATA_FORM}, a file of {', '.join(DATA_SUFFIXES)}" if is_data else MODEL_FORM
+        raise ValueError(f'{setting}: got "{text}"; needed: {form}.')
+    commit = parts["commit"] or (revision if _COMMIT.fullmatch(revision) else "")
+    return HubId(parts["repo"], revision, commit, file)
+
+
+def _is_repo(name: str) -> bool:
+    return bool(_REPO.fullmatch(name)) and ".." not in name and "--" not in name
 
 
 # ---------------------------------------------------------------- ids in the settings
@@ -332,7 +325,7 @@ def push_problems(save: SaveConfig, pushes: bool) -> Iterator[str]:
     name = save.push_to_hub
     if name is None:
         return
-    if not _REPO.fullmatch(name) or ".." in name or "--" in name:
+    if not _is_repo(name):
         yield f'save.push_to_hub is "{name}"; needed: the id of a repository, org/name.'
     if not save.export_hf:
         yield "save.push_to_hub needs the exported model. Set save.export_hf=true, or save.push_to_hub=null."

@@ -42,6 +42,13 @@ class TakesFunction:
     kind: str
 
 
+@dataclass(frozen=True)
+class Words:
+    """Of a text setting: what it may be, where that is not a Literal."""
+
+    words: tuple[str, ...]
+
+
 PositiveInt = Annotated[int, Range(1)]
 NonNegativeInt = Annotated[int, Range(0)]
 PositiveFloat = Annotated[float, Range(0, open_low=True)]
