@@ -11,32 +11,40 @@ GpuName = Literal[
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """One GPU; how much of its speed is reached is for `rlmath.planning.planner` to say."""
+class Machine:
+    """One device and its links at their best, in bytes and FLOPs per second, one direction; how much of that is reached
+    is for `rlmath.planning.planner` to say."""
 
-    gib: float
+    name: str
+    kind: Literal["cpu", "cuda"]
+    flops: float
+    """Dense matrix multiplication in bfloat16; of a CPU in float32."""
+    memory: float
+    """Its own memory."""
+    node: float
+    """To the other devices of its server: NVLink, or PCIe where there is none."""
+    network: float
+    """To other servers, where every device has a network card of its own."""
+    host: float
+    """To the host's memory: PCIe."""
+    gib: float = 0.0
     """Memory that CUDA reports for the whole device, to about 1% (GiB); a process may allocate a little less."""
-    bf16_tflops: float
-    """Dense matrix multiplication in bfloat16 (10^12 FLOP/s)."""
-    memory_gb_s: float
-    """Bandwidth of its own memory (10^9 bytes/s)."""
-    node_gb_s: float
-    """To the other GPUs of a server, one direction, of one GPU (10^9 bytes/s): NVLink, or PCIe where there is none."""
-    network_gbit_s: float
-    """To other servers, one direction, of one GPU (10^9 bits/s), where every GPU has a network card of its own."""
-    host_gb_s: float
-    """To the host's memory, one direction (10^9 bytes/s): PCIe."""
 
 
-GPUS: dict[GpuName, Gpu] = {
-    "A100-40GB": Gpu(39.4, 312, memory_gb_s=1555, node_gb_s=300, network_gbit_s=200, host_gb_s=32),
-    "A100-80GB": Gpu(79.1, 312, memory_gb_s=2039, node_gb_s=300, network_gbit_s=200, host_gb_s=32),
-    "L40S-48GB": Gpu(44.4, 362, memory_gb_s=864, node_gb_s=32, network_gbit_s=100, host_gb_s=32),
-    "H100-80GB": Gpu(79.1, 989, memory_gb_s=3350, node_gb_s=450, network_gbit_s=400, host_gb_s=64),
-    "H800-80GB": Gpu(79.1, 989, memory_gb_s=3350, node_gb_s=200, network_gbit_s=400, host_gb_s=64),
-    "H20-96GB": Gpu(95.1, 148, memory_gb_s=4000, node_gb_s=450, network_gbit_s=400, host_gb_s=64),
-    "H200-141GB": Gpu(139.8, 989, memory_gb_s=4800, node_gb_s=450, network_gbit_s=400, host_gb_s=64),
-    "B200-180GB": Gpu(178.3, 2250, memory_gb_s=8000, node_gb_s=900, network_gbit_s=400, host_gb_s=64),
+_FIGURES = {
+    "A100-40GB": (312, 1555, 300, 25, 32, 39.4),
+    "A100-80GB": (312, 2039, 300, 25, 32, 79.1),
+    "L40S-48GB": (362, 864, 32, 12.5, 32, 44.4),
+    "H100-80GB": (989, 3350, 450, 50, 64, 79.1),
+    "H800-80GB": (989, 3350, 200, 50, 64, 79.1),
+    "H20-96GB": (148, 4000, 450, 50, 64, 95.1),
+    "H200-141GB": (989, 4800, 450, 50, 64, 139.8),
+    "B200-180GB": (2250, 8000, 900, 50, 64, 178.3),
+}
+"""10^12 FLOP/s; memory, node, network and host in 10^9 bytes/s; GiB."""
+GPUS = {
+    name: Machine(name, "cuda", 1e12 * one[0], 1e9 * one[1], 1e9 * one[2], 1e9 * one[3], 1e9 * one[4], one[5])
+    for name, one in _FIGURES.items()
 }
 """SXM boards, but for the L40S. Memory: torch's `total_memory`, compared with public logs ("GPU 0 has a total capacity
 of ..."), which vary by driver and board: A100-40GB 39.25 to 39.56, A100-80GB and H100-80GB 79.1 to 79.3, L40S 44.3 to

@@ -53,7 +53,7 @@ def gpu_peak(name: str) -> float | None:
     words = name.replace("-", " ").split()
     if {"PCIe", "PCIE", "NVL", "MIG"} & set(words):
         return None
-    known = (gpu.bf16_tflops * 1e12 for kind, gpu in GPUS.items() if kind.partition("-")[0] in words)
+    known = (gpu.flops for kind, gpu in GPUS.items() if kind.partition("-")[0] in words)
     return next(known, None)
 
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlmath.checkpoint.hf.weight_map import parameter_count
-from rlmath.checkpoint.unfinished_groups import TOKEN_BYTES
 from rlmath.config import length_curriculum
-from rlmath.config.help import as_yaml_word, raise_problems, setting_values
+from rlmath.config.help import as_yaml_word, counted, raise_problems, setting_values
 from rlmath.config.hub import HubFailedError
 from rlmath.config.load import load_config, preset_settings
 from rlmath.config.model_shape import ModelShape
@@ -45,7 +44,7 @@ from rlmath.planning.parallelism import planned_ranks, roles
 from rlmath.planning.prepare import RunData, dropped_warning, read_inputs, tokenizer_problem, try_data
 from rlmath.planning.reward_checks import hook_lines
 from rlmath.planning.warnings import config_warnings
-from rlmath.rollout.unfinished_rules import slice_tokens, unfinished_rules, unfinished_size
+from rlmath.rollout.unfinished_rules import slice_tokens, unfinished_bytes, unfinished_rules
 from rlmath.run.recovery import save_schedule
 from rlmath.run.recovery.hub_inputs import plan_inputs
 from rlmath.run.recovery.resume import Recovery, find_recovery
@@ -119,21 +118,16 @@ def plan_run(given: Config, ranks: int | None = None, kind: Kind = "grpo") -> Ru
     if size < 1:
         raise_problems("this run", [f"--ranks is {size}; needed: at least 1."])
     shape, target, data = found.shape, None, None
-    of_settings, of_files = (
-        checks.run_problems(config, size, shape, kind),
-        list(checks.file_problems(config, kind)),
-    )
+    of_settings = checks.run_problems(config, size, shape, kind)
+    of_files = list(checks.file_problems(config, kind))
     of_model, missing = model_problems(config.model.path, found)
     problems = [*of_settings, *of_model, *of_files]
     of_data = [one for one in checks.value_problems(config) if one.startswith(("data.", "sft."))]
     of_data += [one for one in of_settings if one.startswith(DATA_FUNCTIONS)]
     try:
         is_readable = not (of_files or of_data or any(length_curriculum.stage_list_problems(config)))
-        if (
-            shape is not None
-            and is_readable
-            and (kind == "grpo" or tokenizer_problem(config) is None or not of_model)
-        ):
+        has_tokenizer = kind == "grpo" or tokenizer_problem(config) is None or not of_model
+        if shape is not None and is_readable and has_tokenizer:
             # Where a function cannot be imported, that is found already.
             read = read_inputs(config, shape, kind)
             data = try_data(config, shape, read, calls_functions=not of_settings, examples=EXAMPLES)
@@ -223,13 +217,9 @@ def plan_lines(plan: RunPlan) -> list[str]:
         *start_up_lines(length_curriculum.with_longest_lengths(config), shape, plan.ranks, plan.kind),
         *_disk_lines(plan),
         *_resume_lines(plan),
-        *(
-            ["Worth knowing:", *(f"  - {warning}".replace("\n", "\n    ") for warning in warnings)]
-            if warnings
-            else ()
-        ),
-        "No problem was found."
-        + (" A start needs the whole model, which is not here." if is_elsewhere else ""),
+        *(["Worth knowing:"] if warnings else ()),
+        *(f"  - {warning}".replace("\n", "\n    ") for warning in warnings),
+        "No problem was found." + " A start needs the whole model, which is not here." * bool(is_elsewhere),
     ]
 
 
@@ -250,18 +240,16 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
     prompts, group = config.data.prompts_per_step, config.rollout.group_size
     yield f"Step: {prompts} prompts x {group} completions = {prompts * group:,} sequences"
     minibatches, epochs = config.algorithm.n_minibatches, config.algorithm.epochs
-    updates = minibatches * epochs
     yield (
-        f"  {minibatches} minibatch{'es' * (minibatches != 1)} x {epochs} epoch{'s' * (epochs != 1)} over them: "
-        f"{updates} update{'s' * (updates != 1)} a step, {most_updates(config, plan.total_steps):,} in all at most"
+        f"  {minibatches} minibatch{'es' * (minibatches != 1)} x {counted(epochs, 'epoch')} over them: "
+        f"{counted(minibatches * epochs, 'update')} a step, {most_updates(config, plan.total_steps):,} in all at most"
     )
     critic = critic_shape_of(config, plan.shape)
     if critic is not None:
-        alone = config.critic.pretrain_steps
-        yield (
-            f"  a critic of {parameter_count(critic) / 1e9:.3g} B parameters learns from the same minibatches"
-            + (f", in the first {alone} step{'s' * (alone != 1)} alone" if alone else "")
-        )
+        pretrain = config.critic.pretrain_steps
+        alone = f", in the first {counted(pretrain, 'step')} alone" if pretrain else ""
+        size = f"{parameter_count(critic) / 1e9:.3g} B parameters"
+        yield f"  a critic of {size} learns from the same minibatches{alone}"
     if config.selection.dynamic_sampling is not None:
         yield f"  dynamic sampling may ask for up to {config.selection.max_extra_prompts} prompts more a step"
     stages = length_curriculum.length_stages(config, data.inputs.total_steps)
@@ -271,10 +259,8 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
             f"  partial rollouts: slices of {slices} tokens, at most {unfinished_rules(config).max_groups:,} "
             f"groups in flight, learned from within {config.rollout.max_staleness} steps of their first token"
         )
-        yield _unfinished_size_line(config)
     if config.rollout.ranks:
         yield from _asynchronous_lines(config)
-        yield _unfinished_size_line(config)
     if config.rollout.tail == "defer":
         yield (
             f"  tail batching: groups with a completion of more than {slices} tokens are sampled anew, with the same "
@@ -288,37 +274,17 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
             yield f"  {stage.line(len(stages))}"
             yield f"    {_tokens(stage.config)}"
     if length_curriculum.validates(config):
-        every, samples = config.validation.every_steps, config.validation.samples
-        yield (
-            f"Validation: every {every} steps, {samples} completion{'s' * (samples != 1)} of each problem, of at most "
-            f"{length_curriculum.validation_tokens(config)} tokens"
-        )
-
-
-def _unfinished_size_line(config: Config) -> str:
-    size = unfinished_size(config)
-    return (
-        f"    groups in flight take at most {_gib(size.during_step)} GiB of host memory on every rank that trains, and "
-        f"{_gib(size.after_step)} between steps: {TOKEN_BYTES} bytes a token, if every completion were as long as any "
-        "may be"
-    )
+        every, samples = config.validation.every_steps, counted(config.validation.samples, "completion")
+        longest = length_curriculum.validation_tokens(config)
+        yield f"Validation: every {every} steps, {samples} of each problem, of at most {longest} tokens"
 
 
 def _asynchronous_lines(config: Config) -> Iterator[str]:
-    rollout, prompts, staleness = config.rollout, config.data.prompts_per_step, config.rollout.max_staleness
+    prompts, staleness = config.data.prompts_per_step, config.rollout.max_staleness
     begun = (staleness + 1) * prompts
     yield (
         f"  asynchronous: {begun:,} groups at most are begun before the first step, {prompts:,} more after each; a "
         f"step learns from groups whose first token is at most {staleness} steps old"
-    )
-    most, engines = (
-        rollout.max_concurrent_sequences or rollout.max_num_seqs,
-        rollout.ranks // rollout.tensor_parallel,
-    )
-    yield (
-        f"    sequences: at most {most:,} at a time in each of {engines} engine{'s' * (engines != 1)}, "
-        f"{most * engines:,} in all; the groups that are begun and not learned from have at most "
-        f"{begun * rollout.group_size:,}"
     )
 
 
@@ -336,9 +302,9 @@ def _sft_step_lines(plan: RunPlan) -> Iterator[str]:
 
 def _steps(data: RunData) -> str:
     per_epoch = data.inputs.order.steps_per_epoch
-    epochs_in_all = f"{data.inputs.total_steps / per_epoch:,.1f}".removesuffix(".0")
-    epochs = "1 epoch" if epochs_in_all == "1" else f"{epochs_in_all} epochs"
-    return f"Steps: {data.inputs.total_steps:,} in all, {per_epoch:,} an epoch ({epochs})"
+    epochs = f"{data.inputs.total_steps / per_epoch:,.1f}".removesuffix(".0")
+    in_all = f"({epochs} epoch{'s' * (epochs != '1')})"
+    return f"Steps: {data.inputs.total_steps:,} in all, {per_epoch:,} an epoch {in_all}"
 
 
 def _tokens(config: Config) -> str:
@@ -375,7 +341,7 @@ def kept_checkpoints(config: Config, total_steps: int, steps_per_epoch: int) -> 
 def needed_disk(plan: RunPlan) -> int:
     """What the run leaves at most, with the checkpoint that is being written (bytes)."""
     config, save = plan.config, plan.config.save
-    checkpoint = save_schedule.checkpoint_bytes(config, plan.shape) + unfinished_size(config).after_step
+    checkpoint = save_schedule.checkpoint_bytes(config, plan.shape) + unfinished_bytes(config)
     model = save_schedule.export_bytes(config, plan.shape)
     kept = kept_checkpoints(config, plan.total_steps, plan.data.inputs.order.steps_per_epoch)
     never = save_schedule.recovery_frequency(save).never and save_schedule.kept_frequency(save).never
@@ -391,7 +357,7 @@ def _disk_lines(plan: RunPlan) -> Iterator[str]:
         f"Disk: a checkpoint is {_gib(save_schedule.checkpoint_bytes(config, plan.shape))} GiB, the exported model "
         f"{_gib(save_schedule.export_bytes(config, plan.shape))}"
     )
-    if in_flight := unfinished_size(config).after_step:
+    if in_flight := unfinished_bytes(config):
         yield f"  with the groups in flight a checkpoint has at most {_gib(in_flight)} GiB more"
     what = []
     if not save_schedule.recovery_frequency(save).never:

@@ -4,7 +4,6 @@ size, and how many tokens a step samples of one."""
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 
 from rlmath.algorithms.partial_rollouts import UnfinishedRules
 from rlmath.checkpoint.unfinished_groups import TOKEN_BYTES
@@ -25,27 +24,15 @@ def unfinished_rules(config: Config) -> UnfinishedRules:
     return UnfinishedRules(per_step, in_flight, rollout.max_staleness, dropped)
 
 
-@dataclass(frozen=True)
-class UnfinishedSize:
-    """What the groups in flight take at most: if every completion were as long as any may be (bytes)."""
-
-    during_step: int
-    """In the memory of every rank, which has them all."""
-    after_step: int
-    """In the memory of every rank between two steps, and in a checkpoint."""
-
-
-def unfinished_size(config: Config) -> UnfinishedSize:
-    """The size with "carry", and with engines on ranks of their own: groups in flight x `rollout.group_size` x the
-    greatest number of new tokens x 8 bytes, and between steps data.prompts_per_step groups fewer. The others leave no
-    token unfinished."""
+def unfinished_bytes(config: Config) -> int:
+    """The most that the groups in flight take between two steps, in the memory of every rank and in a checkpoint, with
+    "carry", and with engines on ranks of their own: those that no step has learned from yet x `rollout.group_size` x
+    the greatest number of new tokens x 8 bytes."""
     if config.rollout.tail != "carry" and config.rollout.ranks == 0:
-        return UnfinishedSize(0, 0)
-    training = with_longest_lengths(without_validation(config)).rollout
-    group, rules = training.group_size * training.max_new_tokens * TOKEN_BYTES, unfinished_rules(config)
-    return UnfinishedSize(
-        (rules.max_groups + rules.max_dropped) * group, (rules.max_groups - rules.groups_per_step) * group
-    )
+        return 0
+    training, rules = with_longest_lengths(without_validation(config)).rollout, unfinished_rules(config)
+    completions = (rules.max_groups - rules.groups_per_step) * training.group_size
+    return completions * training.max_new_tokens * TOKEN_BYTES
 
 
 def slice_tokens(rollout: RolloutConfig) -> int:

@@ -382,7 +382,7 @@ def test_texts_that_are_no_path_on_any_disk_are_told_together() -> None:
         error.value
     )
     assert "validation.paths has a NUL character, or bytes that are not UTF-8: 'v\\x00w'" in str(error.value)
-    with pytest.raises(ValueError, match=r"data.train_path has 4002 characters; needed: at most 3500 bytes"):
+    with pytest.raises(ValueError, match=r"data.train_path has 4002 bytes; needed: at most 3500 bytes"):
         load_config([], [*fits, "data.train_path=" + "a/" * 2001])
     with pytest.raises(
         ValueError,

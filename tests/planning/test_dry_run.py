@@ -266,9 +266,7 @@ def test_partial_rollouts_are_told(dry):
     assert status == 0, err
     told = "partial rollouts: slices of 6,912 tokens, at most 2,048 groups in flight, learned from within 3 steps"
     assert told in " ".join(out.split())
-    # 2,048 groups x 16 completions x 27,648 tokens x 8 bytes: 6.75 GiB; 512 groups fewer between steps.
-    size = "at most 6.8 GiB of host memory on every rank that trains, and 5.1 between steps: 8 bytes a token"
-    assert size in " ".join(out.split())
+    # 2,048 - 512 groups x 16 completions x 27,648 tokens x 8 bytes
     assert "with the groups in flight a checkpoint has at most 5.1 GiB more" in out
     assert "partial rollouts" not in dry(SMALL_R1)[1] and "groups in flight" not in dry(SMALL_R1)[1]
 
@@ -299,9 +297,8 @@ def test_asynchronous_runs_are_told(dry):
         SMALL_R1, *ASYNC, "rollout.max_staleness=2", "rollout.max_concurrent_sequences=100"
     )
     assert status == 0, err
-    # 3 x 512 groups x 16 completions x 27,648 tokens x 8 bytes: 5.0625 GiB.
-    size = "at most 5.1 GiB of host memory on every rank that trains, and 3.4 between steps"
-    assert size in " ".join(out.split())
+    # 2 x 512 groups x 16 completions x 27,648 tokens x 8 bytes: 3.375 GiB.
+    assert "with the groups in flight a checkpoint has at most 3.4 GiB more" in out
     told = " ".join(out.split())
     assert (
         "Layout: 8 ranks, TP1 x PP1 x DP4, 2 engines of TP2 on ranks of their own ranks 0-3 train, ranks 4-7"
@@ -309,9 +306,6 @@ def test_asynchronous_runs_are_told(dry):
     )
     assert "1,536 groups at most are begun before the first step, 512 more after each" in told
     assert "whose first token is at most 2 steps old" in told
-    assert (
-        "at most 100 at a time in each of 2 engines, 200 in all; the groups" in told and "most 24,576" in told
-    )
     assert (
         "Planned memory of rank 0 (pipeline stage 0)" in out and "Planned memory of engine rank 4 on" in out
     )

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from rlmath.config.files import read_json_object
-from rlmath.config.gpu_specs import GPUS
+from rlmath.config.gpu_specs import GPUS, Machine
 from rlmath.config.help import nearest_word
 from rlmath.config.schema import Config
 from rlmath.planning.memory_estimate import Target
@@ -18,23 +18,6 @@ from rlmath.planning.memory_estimate import Target
 CPU = "CPU"
 RANKS_PER_NODE = 8
 """GPUs of a server, where nothing else is given."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """One device and its links; bytes and FLOPs per second, one direction."""
-
-    name: str
-    kind: str
-    """"cpu" or "cuda"."""
-    flops: float
-    memory: float
-    node: float
-    """To the other devices of its node."""
-    network: float
-    """To other nodes."""
-    host: float
-    """To the host's memory."""
 
 
 CPU_CORE = Machine(CPU, "cpu", flops=50e9, memory=10e9, node=2e9, network=1e9, host=10e9)
@@ -111,16 +94,7 @@ def _gpu(name: str) -> Machine:
             f"the speed {which} is not known; name it by --gpu or memory.gpu, one of {known}."
             f"{nearest_word(name, GPUS)}"
         )
-    gpu = GPUS[name]
-    return Machine(
-        name,
-        "cuda",
-        flops=gpu.bf16_tflops * 1e12,
-        memory=gpu.memory_gb_s * 1e9,
-        node=gpu.node_gb_s * 1e9,
-        network=gpu.network_gbit_s * 1e9 / 8,
-        host=gpu.host_gb_s * 1e9,
-    )
+    return GPUS[name]
 
 
 def cluster_of(

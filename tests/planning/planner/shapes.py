@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rlmath.config.gpu_specs import Machine
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, DataConfig, ModelConfig, PolicyConfig, RolloutConfig, RunConfig
 from rlmath.planning.memory_estimate import Target
 from rlmath.planning.planner.lengths import Batch, Lengths
 from rlmath.planning.planner.step import step_inputs
 from rlmath.planning.planner.training import StepInputs
-from rlmath.planning.planner.work import Cluster, Machine
+from rlmath.planning.planner.work import Cluster
 
 TINY = ModelShape(
     architecture="Qwen2ForCausalLM",
