@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator
 
+from rlmath.config.help import counted
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, ParallelConfig, PolicyConfig
 from rlmath.distributed.ranks import environment_world_size, ranks_text
@@ -92,18 +93,6 @@ def rank_problems(
             f"rollout.tensor_parallel is {engine}, which does not divide {which}; possible: "
             f"{_divisors(own or world_size)}.{change}"
         )
-    if parallel.pipeline > 1:
-        return
-    if parallel.virtual_pipeline > 1:
-        yield (
-            f"parallel.virtual_pipeline is {parallel.virtual_pipeline}; with parallel.pipeline=1 there are no stages "
-            "to take turns. Set it to 1, or raise parallel.pipeline."
-        )
-    for key, layers in _given_stages(parallel).items():
-        yield (
-            f"{key} is {layers}; with parallel.pipeline=1 the one stage has all layers. Set it to null, or raise "
-            "parallel.pipeline."
-        )
 
 
 def _training_rank_problems(parallel: ParallelConfig, trainers: int, own: int) -> Iterator[str]:
@@ -112,24 +101,18 @@ def _training_rank_problems(parallel: ParallelConfig, trainers: int, own: int) -
     if parallel.context > 1:
         sizes["parallel.context"] = parallel.context
     replica = math.prod(sizes.values())
-    who = "1 rank that trains" if trainers == 1 else f"{trainers} ranks that train"
-    are = f"{who}, beside rollout.ranks {own}" if own else f"{trainers} ranks of this run"
-    more = f" and {own} for rollout.ranks" if own else ""
+    beside, more = (f", beside rollout.ranks {own}", f" and {own} for rollout.ranks") if own else ("", "")
     if trainers % replica:
         yield (
             f"{' x '.join(sizes)} is {' x '.join(map(str, sizes.values()))} = {replica}, which does not divide the "
-            f"{are}. Start a multiple of {replica}{more}, or change them."
+            f"{counted(trainers, 'rank')} that train{'s' * (trainers == 1)}{beside}. Start a multiple of "
+            f"{replica}{more}, or change them."
         )
     elif parallel.data is not None and parallel.data * replica != trainers:
         wanted = parallel.data * replica
-        has = (
-            f"to train this run has {trainers}, beside rollout.ranks {own}"
-            if own
-            else f"this run has {trainers}"
-        )
         yield (
-            f"parallel.data is {parallel.data}; with {' x '.join(sizes)} = {replica} it makes {wanted} ranks, and "
-            f"{has}. Start {wanted + own}, or set parallel.data=null."
+            f"parallel.data is {parallel.data}; with {' x '.join(sizes)} = {replica} it makes {wanted} ranks, and this "
+            f"run has {trainers} to train{beside}. Start {wanted + own}, or set parallel.data=null."
         )
     stage, pipeline = divmod(trainers, max(1, parallel.pipeline))
     wanted = max(1, parallel.expert) * max(1, parallel.expert_tensor)
@@ -304,35 +287,19 @@ def _even_problems(pipeline: int, virtual: int, layers: int) -> Iterator[str]:
 
 
 def _uneven_problems(given: dict[str, int], pipeline: int, virtual: int, layers: int) -> Iterator[str]:
-    keys, taken = " + ".join(given), sum(given.values())
-    rest, others = layers - taken, pipeline - len(given)
-    broken = {key: stage for key, stage in given.items() if stage % virtual}
-    for key, stage in broken.items():
+    keys, taken, others = " + ".join(given), sum(given.values()), pipeline - len(given)
+    rest, chunks = layers - taken, others * virtual
+    odd = {key: stage for key, stage in given.items() if stage % virtual}
+    for key, stage in odd.items():
         yield (
             f"{key} is {stage}; it must be a multiple of parallel.virtual_pipeline {virtual}: all chunks of a stage "
             "have the same number of layers."
         )
-    if broken:
-        return
-    if others == 0:
-        if rest:
-            yield (
-                f"{keys} is {taken}; the two are all stages of parallel.pipeline=2 and must have the model's "
-                f"{layers} layers together. Set one of them to null: it is then what the other leaves."
-            )
-        return
-    share = others * virtual
-    if rest < share or rest % share:
-        possible = [
-            sum_ for sum_ in range(len(given) * virtual, layers, virtual) if (layers - sum_) % share == 0
-        ]
-        remedy = "No number does: lower parallel.pipeline or parallel.virtual_pipeline."
-        if possible:
-            remedy = f"Possible for {keys}: {_listed(possible)}."
-        each = "a layer each" if virtual == 1 else f"{virtual} chunks of a layer each"
+    if not odd and (rest < chunks or rest % chunks if chunks else rest):
         yield (
             f"{keys} is {taken}, which leaves {max(0, rest)} of the model's {layers} layers to {others} other pipeline "
-            f"stages; they need the same number, at least {each}. {remedy}"
+            f"stages; needed: the same number for each, a multiple of parallel.virtual_pipeline {virtual}. Change "
+            f"{keys}, or set one to null."
         )
 
 

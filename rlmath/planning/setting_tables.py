@@ -26,6 +26,14 @@ with policy.recompute_method and without policy.recompute_granularity=full: poli
 with policy.recompute_num_layers and without policy.recompute_granularity=full: policy.recompute_num_layers is
     {policy.recompute_num_layers}; only policy.recompute_granularity="full" has it. Set
     policy.recompute_num_layers=null.
+with parallel.pipeline=1 and with parallel.virtual_pipeline>1: parallel.virtual_pipeline is {parallel.virtual_pipeline};
+    with parallel.pipeline=1 there are no stages to take turns. Set it to 1, or raise parallel.pipeline.
+with parallel.pipeline=1 and with parallel.first_stage_layers: parallel.first_stage_layers is
+    {parallel.first_stage_layers}; with parallel.pipeline=1 the one stage has all layers. Set it to null, or raise
+    parallel.pipeline.
+with parallel.pipeline=1 and with parallel.last_stage_layers: parallel.last_stage_layers is
+    {parallel.last_stage_layers}; with parallel.pipeline=1 the one stage has all layers. Set it to null, or raise
+    parallel.pipeline.
 with stages.steps and with run.total_steps: run.total_steps is {run.total_steps} beside stages.steps, which give the
     length of the run. Set run.total_steps=null.
 with algorithm.importance_correction and without algorithm.recompute_logprobs: algorithm.importance_correction is
