@@ -14,6 +14,7 @@ ALGORITHM ?= grpo
 RANKS ?= 2
 TP ?= $(if $(filter 1,$(RANKS)),1,2)
 PP ?= 1
+STARTED := $(shell date +%s)
 
 # More arguments for pytest: make test ARGS="tests/algorithms -x"
 ARGS ?=
@@ -33,7 +34,7 @@ help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
 
 demo: venv ## train a tiny model and print the result: SEED=1 ALGORITHM=grpo RANKS=2 TP=2 PP=1
-	.venv/bin/rlmath demo --seed $(SEED) --algorithm $(ALGORITHM) --ranks $(RANKS) --tensor-parallel $(TP) --pipeline-parallel $(PP)
+	.venv/bin/rlmath demo --seed $(SEED) --algorithm $(ALGORITHM) --ranks $(RANKS) --tensor-parallel $(TP) --pipeline-parallel $(PP) --started-at $(STARTED)
 
 test: venv ## run the tests: a case of every part of the program, a run that is resumed
 	.venv/bin/python -m tests $(ARGS)

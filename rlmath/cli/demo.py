@@ -26,6 +26,7 @@ from rlmath.config.terminal import escape_terminal
 from rlmath.telemetry.metrics_writer import read_metrics
 
 ALGORITHMS = shipped("configs/algorithms")
+GOOD_ACCURACY = 0.9
 RLMATH = (sys.executable, "-P", "-m", "rlmath.cli.main")
 LORA_RATES = ("optimizer.lr=2e-3", "optimizer.min_lr=1e-4")
 """Of the demo's adapters: ten times those of configs/demo.yaml."""
@@ -150,6 +151,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     which = f"one of {', '.join(names)} (default: grpo)"
     add("--algorithm", choices=names, default="grpo", metavar="NAME", help=which)
     add("--output", type=Path, default=Path("outputs/demo"), help="folder (default: outputs/demo)")
+    began = "when the user began, in seconds since 1970: the seconds with installation are told, too"
+    add("--started-at", type=float, help=began)
     given = parser.parse_args(argv)
     sizes = given.tensor_parallel, given.pipeline_parallel
     if min(given.ranks, *sizes) < 1 or given.ranks % math.prod(sizes):
@@ -162,21 +165,26 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0, 2 on a mistake of the user's, or that of the stage that failed."""
     escape_terminal()
-    started, given = time.perf_counter(), parse(argv)
+    started, given = time.time(), parse(argv)
     folder = given.output.resolve()
     set_aside(folder)
     folder.mkdir(parents=True)
     make_base(folder, given.seed)
     run_dir = train(folder, given)
     before, *_, after = read_metrics(str(run_dir), VALIDATION_FILE)
-    name, place = "validation/accuracy", shown_path(run_dir)
+    name, place, now = "validation/accuracy", shown_path(run_dir), time.time()
+    print(f"\nThe trained model: {place / EXPORT_FOLDER}")
+    print(f"Read samples:      {command_name()} samples {place}\n")
     print(
-        f"\nThe trained model: {place / EXPORT_FOLDER}\n"
-        f"Read samples:      {command_name()} samples {place}\n\n"
         f"Held-out accuracy, sampled at temperature 1, went from {before[name]:.1%} to {after[name]:.1%} in "
-        f"{after['step']:.0f} steps ({time.perf_counter() - started:.0f} s without installation).\n"
-        f"Open {place / REPORT_FILE}"
+        f"{after['step']:.0f} steps ({now - started:.0f} s without installation)."
     )
+    good = [row["step"] for row in read_metrics(str(run_dir)) if row["rollout/accuracy"] >= GOOD_ACCURACY]
+    if good:
+        print(f"Step {good[0]:.0f} was the first with {GOOD_ACCURACY:.0%} right answers.")
+    if given.started_at is not None:
+        print(f"With installation it took {now - given.started_at:.0f} s.")
+    print(f"Open {place / REPORT_FILE}")
     return 0
 
 
