@@ -27,9 +27,7 @@ from rlmath.config.hub import is_hub_id, push_problems
 from rlmath.config.length_curriculum import stage_list_problems, validates
 from rlmath.config.load import preset_settings
 from rlmath.config.model_shape import ModelShape, cpu_head_dim_problem
-from rlmath.config.schema import (
-    Config,
-)
+from rlmath.config.schema import Config
 from rlmath.data.chat import chat_settings
 from rlmath.distributed.device_kind import FORMAT_BYTES, cuda_is_available, number_format, set_cuda_defaults
 from rlmath.distributed.memory import available_bytes, total_bytes
