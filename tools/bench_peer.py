@@ -245,13 +245,7 @@ def their_arguments(model: Path, data: Path, case: Case, micro_batch: int) -> li
 
 
 def run_theirs(
-    place: Path,
-    python: Path,
-    model: Path,
-    data: Path,
-    case: Case,
-    micro_batch: int,
-    limit: float,
+    place: Path, python: Path, model: Path, data: Path, case: Case, micro_batch: int, limit: float
 ) -> Measured:
     """In TRL's environment."""
     command = [str(python), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]

@@ -80,9 +80,7 @@ ANSWER = "bench_rollout: "
 def our_side(work: Work, device: Device, seconds: collections.Counter[str]) -> tuple[Sample, dict[str, Any]]:
     """An engine of a run, and what it is; `seconds` by cause count from now on."""
     settings = RolloutConfig(
-        max_num_seqs=work.requests,
-        memory_share=work.memory_share,
-        cpu_kv_cache_gib=work.cache_bytes / 2**30,
+        max_num_seqs=work.requests, memory_share=work.memory_share, cpu_kv_cache_gib=work.cache_bytes / 2**30
     )
     shapes = engine_shapes(read_model_shape(Path(work.model)), engine_size=1)
     engine = Engine(work.model, settings, work.length, WORLD, device, shapes, load_weights=True)

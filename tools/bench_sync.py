@@ -45,13 +45,7 @@ from rlmath.distributed.device import Device, init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.models.hf_config import read_model_shape
-from rlmath.models.megatron import (
-    Recompute,
-    build_chunks,
-    start_megatron,
-    stop_megatron,
-    transformer_config,
-)
+from rlmath.models.megatron import Recompute, build_chunks, start_megatron, stop_megatron, transformer_config
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, training_layout

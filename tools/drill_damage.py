@@ -17,13 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlmath.checkpoint.directory import PARTIAL, complete_checkpoints
-from rlmath.config.run_files import (
-    CHECKPOINTS_FOLDER,
-    CONFIG_FILE,
-    LOCK_FILE,
-    SAMPLES_FOLDER,
-    SUMMARY_FILE,
-)
+from rlmath.config.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE, LOCK_FILE, SAMPLES_FOLDER, SUMMARY_FILE
 from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, write_exit_status
 from tools.drill_run import Attempt, wait_for
 

@@ -291,9 +291,7 @@ KINDS: dict[str, Kind] = {
     "segfault": Kind(any_time, signal_a_rank(signal.SIGSEGV)),
     "no-memory": Kind(any_time, take_memory),
     "stopped": Kind(
-        any_time,
-        stop_for_too_long,
-        settings=(f"run.heartbeat_timeout_seconds={SILENCE_SECONDS}",),
+        any_time, stop_for_too_long, settings=(f"run.heartbeat_timeout_seconds={SILENCE_SECONDS}",)
     ),
     "sigterm": Kind(any_time, signal_launcher(signal.SIGTERM), _STOPS),
     "sigterm-start": Kind(while_starting, signal_launcher(signal.SIGTERM), (*_STOPS, FAILURE), rows=0),

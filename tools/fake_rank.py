@@ -325,13 +325,7 @@ def patch_gpu_path(shape: ModelShape, device: Device, sent: fake_cuda.Sent) -> N
 
     import megatron_patches
     from megatron_patches import linear
-    from rlmath.models import (
-        attention,
-        build,
-        forward_backward,
-        megatron,
-        output_layer,
-    )
+    from rlmath.models import attention, build, forward_backward, megatron, output_layer
 
     fake_cuda.answer_for_values()
     linear.patch = lambda: None

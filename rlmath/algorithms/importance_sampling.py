@@ -119,10 +119,7 @@ def binary_kl(proximal_T: Float[Tensor, "T"], behaviour_T: Float[Tensor, "T"]) -
 
 @torch.no_grad()
 def interpolated_proximal(
-    logprobs_T: Float[Tensor, "T"],
-    behaviour_T: Float[Tensor, "T"],
-    lag_T: Int[Tensor, "T"],
-    updates: int,
+    logprobs_T: Float[Tensor, "T"], behaviour_T: Float[Tensor, "T"], lag_T: Int[Tensor, "T"], updates: int
 ) -> Float[Tensor, "T"]:
     """Log-probs of the policy at the step's start, between those of the engine, whose weights are `lag_T` optimizer
     steps older, and those of the policy now, `updates` steps later (nats): on the straight line over the steps

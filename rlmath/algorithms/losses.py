@@ -311,9 +311,7 @@ def _geometric_mean(
 ) -> tuple[Float[Tensor, "T"], Bool[Tensor, "T"]]:
     """ "gmpo": value and gradient are those of the paper where all tokens of a completion have one advantage."""
     cut_T = torch.where(
-        advantages_T > 0,
-        log_ratio_T.clamp(max=settings.clip_high),
-        log_ratio_T.clamp(min=-settings.clip_low),
+        advantages_T > 0, log_ratio_T.clamp(max=settings.clip_high), log_ratio_T.clamp(min=-settings.clip_low)
     )
     mean_T = sequence_log_ratio(cut_T.detach(), counted_T, tokens.segments_T, tokens.n_segments)
     ratio_T = mean_T.exp() * (cut_T - cut_T.detach()).exp()

@@ -42,9 +42,7 @@ NAMED_BEFORE = " := "
 _FUNCTION = re.compile(r"(?:^|(?<=[\s$(,;:\[]))([A-Za-z]\(([a-z])\)|[a-z]_\{?([a-z])\}?)\s{0,3}=[\s$]{0,3}$")
 _LETTERS = r"\$?[a-dkm]\$?(?:(?:, ?| and |, and )\$?[a-dkm]\$?){0,3}"
 _REAL_LETTERS = r"([a-d], ?[a-d]) ?\\in ?\\mathbb\{R\}"
-DECLARED = re.compile(
-    rf" for arbitrary constants ({_LETTERS})$|[,\s] ?(?:\\q?quad)? ?\(?{_REAL_LETTERS}\)?$",
-)
+DECLARED = re.compile(rf" for arbitrary constants ({_LETTERS})$|[,\s] ?(?:\\q?quad)? ?\(?{_REAL_LETTERS}\)?$")
 """Letters that an answer declares as arbitrary, at its end."""
 _CONSTANTS = re.compile(
     rf"\$?,? ?(?:for|where|with) (?:any |all |some )?(?:(?:arbitrary|real|arbitrary real) constants? ({_LETTERS})"

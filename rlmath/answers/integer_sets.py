@@ -258,7 +258,7 @@ _PARTS: tuple[tuple[re.Pattern[str], Callable[[_Described, re.Match[str], bool],
 
 
 _OF_THE_FORM = re.compile(
-    r"(?:(?:all|any|every) )?(?:(positive|non-?negative) )?(?:integers?|numbers?)? ?(?:[a-zA-Z] )?of the form ",
+    r"(?:(?:all|any|every) )?(?:(positive|non-?negative) )?(?:integers?|numbers?)? ?(?:[a-zA-Z] )?of the form "
 )
 _LEASTS = {"": WINDOW[0], "Z": WINDOW[0], "N": 0, "Z0": 0, "Z+": 1}
 """Where the letter of a formula begins, by the name of its set; "": none is written."""

@@ -354,9 +354,7 @@ def _interpret_listing(listing: Listing) -> Interpretations:
         if all(item.sign == "=" for item in items):
             return replace(_several_equations(items), equations=_curves(relations))
     return Interpretations(
-        members=items,
-        row=items if listing.joiner == "," else None,
-        real_set=_listed_union(items),
+        members=items, row=items if listing.joiner == "," else None, real_set=_listed_union(items)
     )
 
 

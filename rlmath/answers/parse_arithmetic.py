@@ -244,12 +244,7 @@ class Arithmetic(ABC):
         named = any(text[1:] in names for names in (lexer.CONSTANTS, GREEK, lexer.FUNCTIONS))
         return named or any(
             text in names
-            for names in (
-                lexer.FACTOR_COMMANDS,
-                lexer.DROPPED,
-                lexer.DECORATED,
-                lexer.UNEVALUATED,
-            )
+            for names in (lexer.FACTOR_COMMANDS, lexer.DROPPED, lexer.DECORATED, lexer.UNEVALUATED)
         )
 
     def factor(self) -> Answer:

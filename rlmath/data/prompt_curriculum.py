@@ -111,11 +111,7 @@ class PromptCurriculum:
     """
 
     def __init__(
-        self,
-        order: PromptOrder,
-        prompt_ids: Sequence[str],
-        rules: CurriculumRules,
-        history: PromptHistory,
+        self, order: PromptOrder, prompt_ids: Sequence[str], rules: CurriculumRules, history: PromptHistory
     ) -> None:
         """`history` is that of an earlier run; it is copied."""
         assert len(prompt_ids) == order.n_prompts

@@ -34,12 +34,7 @@ from rlmath.evals.compare import comparison_text, read_results
 from rlmath.evals.plan import DEFAULT_NEW_TOKENS, Plan, recorded_new_tokens
 from rlmath.planning.checks import cuda_problems
 from rlmath.planning.early_checks import missing_problems
-from rlmath.run.command_line import (
-    log_mistake,
-    mistakes_end_all_ranks,
-    record_exit,
-    set_up_rank_logging,
-)
+from rlmath.run.command_line import log_mistake, mistakes_end_all_ranks, record_exit, set_up_rank_logging
 from rlmath.telemetry.console import close_bars
 
 logger = logging.getLogger(__name__)

@@ -138,12 +138,7 @@ def _plan_after_rendezvous(plan: Plan) -> tuple[Plan, dist.Store | None]:
 
 # ---------------------------------------------------------------- preparation, on rank 0
 def _prepare_on_rank_zero(
-    plan: Plan,
-    rollout: RolloutConfig,
-    mesh: Mesh,
-    device: Device,
-    pool: WorkerPool | None,
-    stack: ExitStack,
+    plan: Plan, rollout: RolloutConfig, mesh: Mesh, device: Device, pool: WorkerPool | None, stack: ExitStack
 ) -> _Prepared:
     """`_prepare` on rank 0, sent to all; a ValueError of rank 0 is raised on all ranks."""
     prepared, mistake = None, None

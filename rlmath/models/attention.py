@@ -517,11 +517,7 @@ def _is_short(M: int, H: int, G: int, D: int) -> bool:
 
 
 def _dense(
-    short: ShortSegments,
-    window: int | None,
-    query_THD: Tensor,
-    key_TGD: Tensor,
-    value_TGD: Tensor,
+    short: ShortSegments, window: int | None, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
     """The attention [T, H, D] of tokens of short segments, and what `_dense_backward` needs."""
     laid_out = short.query.padded(query_THD), short.key.padded(key_TGD), short.key.padded(value_TGD)

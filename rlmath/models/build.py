@@ -33,12 +33,7 @@ from rlmath.models.forward_backward import ForwardBackward
 from rlmath.models.learner import Actor, GrpoLearner, SftLearner
 from rlmath.models.logprobs import MinTokensMask
 from rlmath.models.lora import WithoutAdapters, add_adapters
-from rlmath.models.megatron import (
-    Recompute,
-    build_chunks,
-    transformer_config,
-    wrap_for_training,
-)
+from rlmath.models.megatron import Recompute, build_chunks, transformer_config, wrap_for_training
 from rlmath.models.optimizer import LossScale, build_optimizer, build_scheduler
 from rlmath.models.teacher import Teacher
 

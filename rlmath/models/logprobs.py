@@ -88,9 +88,7 @@ def next_logprobs(
 
 
 def shift_to_tokens(
-    of_next: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
-    token_ids_T: Tensor,
-    completion_index_T: Tensor,
+    of_next: Callable[[Tensor, Tensor], tuple[Tensor, ...]], token_ids_T: Tensor, completion_index_T: Tensor
 ) -> tuple[Tensor, ...]:
     """Values per token from `of_next(tokens, completion_index)`, which has them for the token that each row predicts:
     shifted by one, so that entry t is about the token at t, which the logits at t - 1 predict. Entry 0 is 0, and that

@@ -309,9 +309,7 @@ def wrap_for_training(
     """The chunks, each with one flat gradient buffer, reduced over the data-parallel ranks once per minibatch: after
     the last backward pass, or with `overlap` bucket by bucket during it."""
     reduction = DistributedDataParallelConfig(
-        use_distributed_optimizer=distributed_optimizer,
-        overlap_grad_reduce=overlap,
-        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=overlap, grad_reduce_in_fp32=True
     )
     wrapped = [DistributedDataParallel(config, reduction, chunk) for chunk in chunks]
     for chunk in wrapped:

@@ -22,9 +22,7 @@ from rlmath.config.load import load_config, preset_settings
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.audit import EXAMPLES
-from rlmath.data.dataset import (
-    most_updates,
-)
+from rlmath.data.dataset import most_updates
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, FINISHED, MISTAKE
 from rlmath.distributed.memory import total_bytes
 from rlmath.distributed.ranks import environment_rank

@@ -48,11 +48,7 @@ class StepRecorder:
         """When the update of the last step began (seconds since 1970)."""
 
     def before_update(
-        self,
-        number: int,
-        length_stage: int,
-        selection: Selection,
-        own_advantages: list[list[float]] | None,
+        self, number: int, length_stage: int, selection: Selection, own_advantages: list[list[float]] | None
     ) -> None:
         """Step `number`, from 0, will learn from these groups, with the advantages that a function of the user's gave,
         if it did. A collective where it is to be written."""
@@ -93,10 +89,7 @@ class StepRecorder:
             return
         config = self._trainer.config
         found = replace(
-            self._last,
-            reason=reason,
-            settings_yaml=config_as_yaml(config),
-            versions=library_versions(),
+            self._last, reason=reason, settings_yaml=config_as_yaml(config), versions=library_versions()
         )
         try:
             folder = write_capture(Path(config.run.output_dir), found, self._began)

@@ -35,13 +35,7 @@ from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
 from rlmath.distributed.ranks import environment_world_size
 from rlmath.planning.checks import check_replay
 from rlmath.planning.memory_estimate import mesh_of
-from rlmath.replay.capture import (
-    CAPTURE_FILE,
-    GROUPS_FILE,
-    Capture,
-    folder_of,
-    read_capture,
-)
+from rlmath.replay.capture import CAPTURE_FILE, GROUPS_FILE, Capture, folder_of, read_capture
 from rlmath.rewards.several_rewards import functions_of
 from rlmath.run.command_line import mistakes_end_all_ranks
 from rlmath.run.recovery.resume import CheckpointToResume, Origin

@@ -337,11 +337,7 @@ def _model_folder(
 
 
 def _sample_again(
-    capture: Capture,
-    prepared: PreparedRun[Inputs],
-    engine: Engine,
-    mesh: Mesh,
-    workers: RewardWorkers | None,
+    capture: Capture, prepared: PreparedRun[Inputs], engine: Engine, mesh: Mesh, workers: RewardWorkers | None
 ) -> list[ScoredGroup]:
     stages = length_curriculum.length_stages(prepared.config, capture.total_steps)
     sampling = training_sampling(stages[capture.length_stage].config.rollout)

@@ -200,14 +200,7 @@ def _figure(
 ) -> dict[str, Any]:
     """A figure as page.js reads it."""
     note, percent = "; ".join(filter(None, notes)), unit.startswith("share")
-    return {
-        "kind": kind,
-        "title": title,
-        "unit": unit,
-        "note": note,
-        "percent": percent,
-        "traces": traces,
-    }
+    return {"kind": kind, "title": title, "unit": unit, "note": note, "percent": percent, "traces": traces}
 
 
 def drawn(curve: Curve) -> dict[str, list[Any]]:

@@ -30,11 +30,7 @@ from rlmath.distributed.fault_tolerance.failure import first_line, may_be_caused
 from rlmath.distributed.fault_tolerance.preemption import end_at_interrupt, under_torchrun
 from rlmath.distributed.process import end_with_parent
 from rlmath.distributed.ranks import environment_rank, environment_world_size
-from rlmath.distributed.rendezvous import (
-    MissingRanksError,
-    Rendezvous,
-    open_rendezvous,
-)
+from rlmath.distributed.rendezvous import MissingRanksError, Rendezvous, open_rendezvous
 from rlmath.planning.checks import check_config, only_used
 from rlmath.planning.memory_estimate import Kind, mesh_of, training_ranks
 from rlmath.planning.memory_fit import start_up_lines
@@ -46,9 +42,7 @@ from rlmath.run.command_line import log_mistake, record_exit, set_up_rank_loggin
 from rlmath.run.nodes import facts_of, meet, meet_with_mistake
 from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.hub_inputs import SharedMistakeError, fetch_inputs
-from rlmath.run.recovery.resume import (
-    find_recovery,
-)
+from rlmath.run.recovery.resume import find_recovery
 from rlmath.run.recovery.save_schedule import output_bytes
 from rlmath.run.run_dir import check_output_folder, sole_user
 from rlmath.telemetry.console import close_bars

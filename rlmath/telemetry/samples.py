@@ -71,12 +71,7 @@ class SampleWriter:
         self._groups_per_step = groups_per_step
         self._rewards = rewards
 
-    def write(
-        self,
-        step: int,
-        groups: Sequence[ScoredGroup],
-        advantages: Sequence[Sequence[float]],
-    ) -> None:
+    def write(self, step: int, groups: Sequence[ScoredGroup], advantages: Sequence[Sequence[float]]) -> None:
         """`samples/step-000001.jsonl`, one row per group.
 
         `advantages` has a list per group and a number per completion. A step written before is replaced.

@@ -148,11 +148,7 @@ class GrpoTrainer(PolicyTrainer):
         )
 
     def metrics(
-        self,
-        stage: LengthStage,
-        rollout: StepRollout,
-        update: UpdateRecord,
-        seconds: dict[str, float],
+        self, stage: LengthStage, rollout: StepRollout, update: UpdateRecord, seconds: dict[str, float]
     ) -> dict[str, float]:
         """All metrics of a step, under the names that `metrics.jsonl` has."""
         algorithm, selection = self.config.algorithm, rollout.selection

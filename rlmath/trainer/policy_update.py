@@ -265,10 +265,7 @@ class PolicyUpdater:
         return self.teacher is not None and self.config.teacher.loss == loss
 
     def update(
-        self,
-        groups: Sequence[ScoredGroup],
-        number: int,
-        own_advantages: list[list[float]] | None = None,
+        self, groups: Sequence[ScoredGroup], number: int, own_advantages: list[list[float]] | None = None
     ) -> UpdateRecord:
         """Learn from the groups of step `number`, with the advantages that a function of the user's gave, if it did.
         A minibatch whose ratio leaves its bounds is discarded. Without any completion, or where the loss would have no

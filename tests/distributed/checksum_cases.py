@@ -29,11 +29,7 @@ def lose_a_slice(matrix: Tensor) -> None:
     matrix[:2] = 0.0
 
 
-SPOIL: dict[str, Callable[[Tensor], None]] = {
-    "bit": flip_a_bit,
-    "rows": swap_rows,
-    "slice": lose_a_slice,
-}
+SPOIL: dict[str, Callable[[Tensor], None]] = {"bit": flip_a_bit, "rows": swap_rows, "slice": lose_a_slice}
 
 
 def spoiled(

@@ -27,11 +27,7 @@ pytestmark = pytest.mark.distributed
 
 SAMPLES = make_samples(24)
 EP2 = Case(data=2, expert=2)
-LAYOUTS = [
-    Case(),
-    EP2,
-    Case(tensor=2, sequence=True, expert=2),
-]
+LAYOUTS = [Case(), EP2, Case(tensor=2, sequence=True, expert=2)]
 FULL_LAYOUTS = [
     Case(data=2, expert=2, recompute=True, max_tokens=64),
     Case(pipeline=2, virtual_pipeline=2, data=2, expert=2, max_tokens=64),
@@ -85,11 +81,7 @@ def in_files(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     ids=str,
 )
 def test_experts_answer_learn_and_leave_as_in_transformers(
-    ranks: RankPool,
-    folder: Path,
-    wanted: tuple[list[Tensor], dict[str, Tensor]],
-    tmp_path: Path,
-    case: Case,
+    ranks: RankPool, folder: Path, wanted: tuple[list[Tensor], dict[str, Tensor]], tmp_path: Path, case: Case
 ) -> None:
     check_round_trip(ranks, folder, wanted, tmp_path / "out", case)
 
@@ -204,13 +196,7 @@ def saved(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactor
 
 @matrix
 @pytest.mark.parametrize(
-    "target",
-    [
-        EP2,
-        Case(),
-        pytest.param(Case(pipeline=2, data=2, expert=2), marks=pytest.mark.full),
-    ],
-    ids=str,
+    "target", [EP2, Case(), pytest.param(Case(pipeline=2, data=2, expert=2), marks=pytest.mark.full)], ids=str
 )
 def test_a_checkpoint_with_experts_loads_on_this_and_on_other_layouts(
     ranks: RankPool, folder: Path, saved: tuple[Path, Outcome], target: Case
@@ -225,10 +211,7 @@ def test_a_checkpoint_with_experts_loads_on_this_and_on_other_layouts(
 
 @pytest.mark.parametrize(
     ("cases", "engine_size"),
-    [
-        ([EP2], 1),
-        pytest.param([EP2, Case(tensor=2, sequence=True, expert=2)], 2, marks=pytest.mark.full),
-    ],
+    [([EP2], 1), pytest.param([EP2, Case(tensor=2, sequence=True, expert=2)], 2, marks=pytest.mark.full)],
     ids=lambda x: "+".join(map(str, x)) if isinstance(x, list) else x,
 )
 @matrix

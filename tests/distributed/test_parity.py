@@ -19,13 +19,7 @@ from tests.tiny_models import make_samples
 
 pytestmark = [pytest.mark.parity, pytest.mark.distributed]
 
-LAYOUTS = [
-    Case(),
-    Case(tensor=2),
-    Case(pipeline=2),
-    Case(data=2),
-    Case(tensor=2, pipeline=2),
-]
+LAYOUTS = [Case(), Case(tensor=2), Case(pipeline=2), Case(data=2), Case(tensor=2, pipeline=2)]
 TIED_LAYOUTS = [*LAYOUTS[1:4], Case(tensor=2, pipeline=2, max_tokens=64)]
 SAMPLES = make_samples(24)
 
@@ -61,11 +55,7 @@ def check_logprobs(
 
 
 def check_gradients(
-    ranks: RankPool,
-    folder: Path,
-    case: Case,
-    cases: ModuleType = policy_cases,
-    together: float | None = None,
+    ranks: RankPool, folder: Path, case: Case, cases: ModuleType = policy_cases, together: float | None = None
 ) -> None:
     got = ranks.run(case.ranks, cases.gradients, folder, case, SAMPLES)[0]
     model = oracle.load(folder)

@@ -30,10 +30,7 @@ from tests.distributed.rank_pool import RankPool
 from tests.models.test_logprobs import dense, loss, random_logits
 from tests.tiny_models import make_samples
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 BF16_NATS = 0.05
 """Most by which log-probs in bfloat16 may differ from those in float32 (nats)."""

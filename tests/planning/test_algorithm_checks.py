@@ -16,12 +16,7 @@ from rlmath.config.help import all_settings
 from rlmath.config.load import config_as_yaml, load_config
 from rlmath.config.shipped_files import shipped
 from rlmath.distributed.memory import total_bytes
-from rlmath.planning.checks import (
-    algorithm_problems,
-    host_memory_problems,
-    run_problems,
-    value_problems,
-)
+from rlmath.planning.checks import algorithm_problems, host_memory_problems, run_problems, value_problems
 from rlmath.planning.dry_run import preset_lines
 from rlmath.planning.memory_fit import GIB
 from rlmath.planning.reward_checks import reward_problems

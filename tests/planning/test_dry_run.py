@@ -93,10 +93,7 @@ TINY = (
             ["parallel.data is 8;", "makes 8 ranks, and this run has 16", "parallel.data=null"],
         ),
         (["--ranks", "0"], ["--ranks is 0; needed: at least 1."]),
-        (
-            ["data.prompts_per_step=601"],
-            ["data.prompts_per_step is 601, but only 600 prompts are left"],
-        ),
+        (["data.prompts_per_step=601"], ["data.prompts_per_step is 601, but only 600 prompts are left"]),
     ],
 )
 def test_what_could_not_start_is_refused_with_its_reason(dry, arguments: list[str], reasons: list[str]):

@@ -19,12 +19,7 @@ from rlmath.rewards.reward_manager import (
     raise_if_every_call_failed,
     try_reward_function,
 )
-from rlmath.rewards.several_rewards import (
-    RewardWorkers,
-    rewards_of,
-    score_of,
-    summed_rewards,
-)
+from rlmath.rewards.several_rewards import RewardWorkers, rewards_of, score_of, summed_rewards
 from rlmath.workers.function_calls import FunctionResult
 
 LIMIT = 100
@@ -87,9 +82,7 @@ def scores(pools: RewardWorkers, reward: RewardConfig, *completions: Completion)
 
 def test_every_reward_has_its_value_and_the_sum_is_scaled_as_the_scheme_says(pools: RewardWorkers):
     reward = RewardConfig(
-        rewards=["correctness", "format", "length", "steps=m:steps"],
-        weights=[1.0, 0.5, 0.2, 0.1],
-        workers=1,
+        rewards=["correctness", "format", "length", "steps=m:steps"], weights=[1.0, 0.5, 0.2, 0.1], workers=1
     )
     right, unboxed, wrong = scores(
         pools,

@@ -10,9 +10,7 @@ from types import MappingProxyType
 
 import pytest
 
-from rlmath.algorithms.types import (
-    Prompt,
-)
+from rlmath.algorithms.types import Prompt
 from rlmath.checkpoint.directory import Progress, finish_partial, open_partial, write_progress
 from rlmath.checkpoint.hf.headers import model_fingerprint
 from rlmath.config.help import setting_values

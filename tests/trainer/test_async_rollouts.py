@@ -30,14 +30,7 @@ from rlmath.data.order import Rollback, seed_after
 from rlmath.distributed.bridge import Bridge, Mailbox
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.collector import CollectGroups, Rollout
-from rlmath.rollout.engine_loop import (
-    Admit,
-    Continue,
-    GroupDone,
-    Snapshot,
-    TakeSnapshot,
-    WeightsTaken,
-)
+from rlmath.rollout.engine_loop import Admit, Continue, GroupDone, Snapshot, TakeSnapshot, WeightsTaken
 from rlmath.rollout.sampling import RolloutSeed, SamplingSettings, request_seed, training_sampling
 from rlmath.trainer.rollouts.asynchronous import (
     AsynchronousRollouts,

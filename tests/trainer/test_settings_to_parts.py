@@ -44,11 +44,7 @@ from rlmath.models.build import build_loss_scale, critic_optimizer, early_stop, 
 from rlmath.models.megatron import Recompute, selective_modules, transformer_config
 from rlmath.models.optimizer import LossScale
 from rlmath.planning.memory_estimate import engine_mesh_of, mesh_of
-from rlmath.rewards.reward_manager import (
-    open_reward_workers,
-    open_scorer,
-    scorer_settings,
-)
+from rlmath.rewards.reward_manager import open_reward_workers, open_scorer, scorer_settings
 from rlmath.rewards.several_rewards import NamedReward, compared_rewards, named_rewards
 from rlmath.rollout.engine import _device_arguments, _shared_gpu_arguments
 from rlmath.rollout.sampling import SamplingSettings, training_sampling

@@ -30,18 +30,8 @@ from rlmath.planning.memory_estimate import (
     without_adapters,
 )
 from rlmath.planning.planner.lengths import Batch, lengths_with_mean
-from rlmath.planning.planner.sampling import (
-    BUCKET_MESSAGES,
-    PlannedRollout,
-    engine_of,
-    rollout_of,
-)
-from rlmath.planning.planner.training import (
-    StepInputs,
-    critic_work,
-    logprobs_work,
-    update_work,
-)
+from rlmath.planning.planner.sampling import BUCKET_MESSAGES, PlannedRollout, engine_of, rollout_of
+from rlmath.planning.planner.training import StepInputs, critic_work, logprobs_work, update_work
 from rlmath.planning.planner.work import Cluster, Coefficients, Work, seconds_by_coefficient, seconds_of
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 

@@ -15,13 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from rlmath.checkpoint.hf.weight_map import (
-    Placed,
-    canonical_shape,
-    hf_shapes,
-    padded_vocab,
-    placed_tensors,
-)
+from rlmath.checkpoint.hf.weight_map import Placed, canonical_shape, hf_shapes, padded_vocab, placed_tensors
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import ParallelConfig
 from rlmath.distributed.mesh import Mesh
