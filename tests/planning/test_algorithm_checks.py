@@ -23,11 +23,11 @@ from rlmath.planning.reward_checks import reward_problems
 from rlmath.planning.setting_tables import conflicts
 from rlmath.planning.warnings import config_warnings
 from rlmath.rollout.unfinished_rules import unfinished_rules
+from tests.text_tables import rows
 
 PATHS = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
 
 K1 = "algorithm.kl_estimator=k1"
-ABS = ["algorithm.kl_estimator=abs", "algorithm.advantage=ppo"]
 
 
 def problems(*overrides: str) -> list[str]:
@@ -63,148 +63,74 @@ def test_runs_that_can_start(overrides: list[str]):
     assert problems(*overrides) == [] and notes(*overrides) == []
 
 
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (
-            ["lora.rank=8", "algorithm.kl_coef=0.1", "algorithm.reference_every_steps=5"],
-            "algorithm.reference_every_steps is 5, and with lora.rank 8 the reference is the policy without its "
-            "adapters, which stays what it is. Set the former to null, or lora.rank=0.",
-        ),
-        (
-            ["rollout.group_size=1"],
-            'rollout.group_size is 1; algorithm.advantage="grpo" compares the completions of a group and needs at '
-            'least 2. Raise it, or set algorithm.advantage to "ppo" or "gae".',
-        ),
-        (
-            ["algorithm.importance_correction=token", "algorithm.recompute_logprobs=false"],
-            "Set algorithm.recompute_logprobs=true, or the former to null.",
-        ),
-        (
-            ["algorithm.importance_mask_binary_kl=0.1", "algorithm.recompute_logprobs=false"],
-            "algorithm.importance_mask_binary_kl: compared are recomputed log-probs with the engine's",
-        ),
-        (
-            ["algorithm.kl_ratio=token", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward", K1],
-            "Set algorithm.kl_ratio=null, or algorithm.kl_in=loss.",
-        ),
-        (
-            ["algorithm.kl_ratio=token", "algorithm.kl_coef=0.1", "algorithm.kl_estimator=k2"],
-            'algorithm.kl_estimator is "k2", whose mean is no KL',
-        ),
-        (
-            ["algorithm.advantage=pass@k", "algorithm.pass_k=9", "rollout.group_size=8"],
-            "algorithm.pass_k is 9, above rollout.group_size 8",
-        ),
-        (
-            ["algorithm.advantage=maxrl", "algorithm.kl_in=reward", "algorithm.kl_coef=0.1", K1],
-            "which counts successes",
-        ),
-        (["algorithm.advantage=maxrl", "reward.length_penalty=0.1"], "which counts rewards above 0"),
-        (
-            ["algorithm.advantage=maxrl", "reward.overlong_buffer=64"],
-            "reward.overlong_buffer would change nothing",
-        ),
-        (
-            ["algorithm.proximal_logprobs=interpolate", "algorithm.kl_cov_ratio=0.1", "algorithm.epochs=2"],
-            "clip_cov_ratio and kl_cov_ratio make that pass",
-        ),
-        (
-            ["algorithm.clip_cov_ratio=2e-4", "algorithm.kl_cov_ratio=2e-4"],
-            "are two ways to hold the same tokens",
-        ),
-        (
-            ["data.prompts_per_step=2", "rollout.group_size=2", "algorithm.n_minibatches=5"],
-            "gives 4 samples a step, which cannot fill 5 minibatches",
-        ),
-        (
-            [
-                "rollout.group_size=1",
-                "algorithm.advantage=ppo",
-                "selection.dynamic_sampling=reward",
-                "data.prompts_per_step=4",
-            ],
-            "a completion alone has none",
-        ),
-        (
-            ["rollout.max_new_tokens=10", "selection.min_completion_tokens=11"],
-            "selection.min_completion_tokens is 11, above rollout.max_new_tokens 10",
-        ),
-        (
-            ["selection.min_completion_tokens=9", "selection.max_completion_tokens=8"],
-            "selection.max_completion_tokens is 8, below selection.min_completion_tokens 9",
-        ),
-        (
-            ["rollout.min_new_tokens=9", "selection.max_completion_tokens=8"],
-            "or rollout.min_new_tokens 9: every completion would be left out. Raise it.",
-        ),
-    ],
-)
+CONFLICTS = f"""
+lora.rank=8 algorithm.kl_coef=0.1 algorithm.reference_every_steps=5: algorithm.reference_every_steps is 5, and with
+    lora.rank 8 the reference is the policy without its adapters, which stays what it is. Set the former to null, or
+    lora.rank=0.
+rollout.group_size=1: rollout.group_size is 1; algorithm.advantage="grpo" compares the completions of a group and
+    needs at least 2. Raise it, or set algorithm.advantage to "ppo" or "gae".
+algorithm.importance_correction=token algorithm.recompute_logprobs=false: Set algorithm.recompute_logprobs=true, or
+    the former to null.
+algorithm.importance_mask_binary_kl=0.1 algorithm.recompute_logprobs=false: algorithm.importance_mask_binary_kl:
+    compared are recomputed log-probs with the engine's
+algorithm.kl_ratio=token algorithm.kl_coef=0.1 algorithm.kl_in=reward {K1}: Set algorithm.kl_ratio=null, or
+    algorithm.kl_in=loss.
+algorithm.kl_ratio=token algorithm.kl_coef=0.1 algorithm.kl_estimator=k2: algorithm.kl_estimator is "k2", whose mean
+    is no KL
+algorithm.advantage=pass@k algorithm.pass_k=9 rollout.group_size=8: algorithm.pass_k is 9, above rollout.group_size 8
+algorithm.advantage=maxrl algorithm.kl_in=reward algorithm.kl_coef=0.1 {K1}: which counts successes
+algorithm.advantage=maxrl reward.length_penalty=0.1: which counts rewards above 0
+algorithm.advantage=maxrl reward.overlong_buffer=64: reward.overlong_buffer would change nothing
+algorithm.proximal_logprobs=interpolate algorithm.kl_cov_ratio=0.1 algorithm.epochs=2: clip_cov_ratio and kl_cov_ratio
+    make that pass
+algorithm.clip_cov_ratio=2e-4 algorithm.kl_cov_ratio=2e-4: are two ways to hold the same tokens
+data.prompts_per_step=2 rollout.group_size=2 algorithm.n_minibatches=5: gives 4 samples a step, which cannot fill 5
+    minibatches
+rollout.group_size=1 algorithm.advantage=ppo selection.dynamic_sampling=reward data.prompts_per_step=4: a completion
+    alone has none
+rollout.max_new_tokens=10 selection.min_completion_tokens=11: selection.min_completion_tokens is 11, above
+    rollout.max_new_tokens 10
+selection.min_completion_tokens=9 selection.max_completion_tokens=8: selection.max_completion_tokens is 8, below
+    selection.min_completion_tokens 9
+rollout.min_new_tokens=9 selection.max_completion_tokens=8: or rollout.min_new_tokens 9: every completion would be
+    left out. Raise it.
+"""
+
+
+@pytest.mark.parametrize(("overrides", "told"), rows(CONFLICTS))
 def test_settings_that_do_not_fit_together(overrides: list[str], told: str):
     (problem,) = problems(*overrides)
     assert told in problem
 
 
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (["algorithm.importance_cap=2"], "importance_cap: no effect without"),
-        (["algorithm.importance_mask_low=0.5"], "importance_mask_low: no effect without"),
-        (
-            ["algorithm.loss=cispo", "algorithm.dual_clip=3", "algorithm.epochs=2"],
-            "no effect with algorithm.loss=cispo,gmpo,sapo",
-        ),
-        (
-            ["algorithm.loss=cispo", "algorithm.clip_ratio_high=0.3"],
-            "algorithm.loss, algorithm.clip_ratio_high: no effect with algorithm.n_minibatches=1",
-        ),
-        (["algorithm.kl_cov_ratio=0.1"], "algorithm.kl_cov_ratio: no effect with algorithm.n_minibatches=1"),
-        (["algorithm.proximal_logprobs=interpolate", "algorithm.epochs=2"], "the ratio is to the engine's"),
-        (["algorithm.loss=gspo", "algorithm.epochs=2"], "clip_ratio=0.2 hardly ever clips the mean ratio"),
-        (
-            [
-                "algorithm.preset=gdpo",
-                "reward.rewards=[correctness]",
-                "reward.weights=[]",
-                "reward.combine=sum",
-            ],
-            "changes nothing: a file or the command line says another reward.rewards, reward.weights",
-        ),
-        (
-            [
-                "algorithm.importance_correction=token",
-                "algorithm.importance_cap=5",
-                "algorithm.importance_mask_high=2",
-            ],
-            "algorithm.importance_cap: no effect with algorithm.importance_mask_high",
-        ),
-        (["algorithm.kl_in=reward", "algorithm.kl_coef=0.1", K1], 'algorithm.advantage="grpo" divides by'),
-        (
-            ["algorithm.kl_in=reward", "algorithm.kl_coef=0.1", *ABS],
-            'algorithm.kl_estimator="abs" in the reward has no gradient of first order',
-        ),
-        (
-            [
-                "selection.dynamic_sampling=accuracy",
-                "selection.max_extra_prompts=9",
-                "reward.function=own:reward",
-            ],
-            'return "correct", or take selection.dynamic_sampling=reward',
-        ),
-        (["selection.dynamic_sampling=reward"], "samples none in their place"),
-        (["algorithm.kl_in=reward"], "no effect with algorithm.kl_coef=0"),
-        (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "an expected gradient of 0"),
-        (
-            ["rollout.kv_cache_gib=2", "rollout.memory_share=0.3"],
-            "share: no effect with rollout.kv_cache_gib",
-        ),
-        (["selection.max_extra_prompts=4"], "no effect without selection.dynamic_sampling"),
-        (
-            ["selection.drop_truncated=true", "reward.mask_no_eos_with_zero=true"],
-            "no effect with selection.drop_truncated",
-        ),
-    ],
-)
+WITHOUT_EFFECT = f"""
+algorithm.importance_cap=2: importance_cap: no effect without
+algorithm.importance_mask_low=0.5: importance_mask_low: no effect without
+algorithm.loss=cispo algorithm.dual_clip=3 algorithm.epochs=2: no effect with algorithm.loss=cispo,gmpo,sapo
+algorithm.loss=cispo algorithm.clip_ratio_high=0.3: algorithm.loss, algorithm.clip_ratio_high: no effect with
+    algorithm.n_minibatches=1
+algorithm.kl_cov_ratio=0.1: algorithm.kl_cov_ratio: no effect with algorithm.n_minibatches=1
+algorithm.proximal_logprobs=interpolate algorithm.epochs=2: the ratio is to the engine's
+algorithm.loss=gspo algorithm.epochs=2: clip_ratio=0.2 hardly ever clips the mean ratio
+algorithm.preset=gdpo reward.rewards=[correctness] reward.weights=[] reward.combine=sum: changes nothing: a file or
+    the command line says another reward.rewards, reward.weights
+algorithm.importance_correction=token algorithm.importance_cap=5 algorithm.importance_mask_high=2:
+    algorithm.importance_cap: no effect with algorithm.importance_mask_high
+algorithm.kl_in=reward algorithm.kl_coef=0.1 {K1}: algorithm.advantage="grpo" divides by
+algorithm.kl_in=reward algorithm.kl_coef=0.1 algorithm.kl_estimator=abs algorithm.advantage=ppo:
+    algorithm.kl_estimator="abs" in the reward has no gradient of first order
+selection.dynamic_sampling=accuracy selection.max_extra_prompts=9 reward.function=own:reward: return "correct", or
+    take selection.dynamic_sampling=reward
+selection.dynamic_sampling=reward: samples none in their place
+algorithm.kl_in=reward: no effect with algorithm.kl_coef=0
+algorithm.kl_coef=0.1 {K1}: an expected gradient of 0
+rollout.kv_cache_gib=2 rollout.memory_share=0.3: share: no effect with rollout.kv_cache_gib
+selection.max_extra_prompts=4: no effect without selection.dynamic_sampling
+selection.drop_truncated=true reward.mask_no_eos_with_zero=true: no effect with selection.drop_truncated
+"""
+
+
+@pytest.mark.parametrize(("overrides", "told"), rows(WITHOUT_EFFECT))
 def test_settings_without_effect_are_named(overrides: list[str], told: str):
     (note,) = notes(*overrides)
     assert told in note
@@ -288,22 +214,18 @@ def test_partial_rollouts_that_can_start(overrides: list[str]) -> None:
     assert carry_problems(*overrides) == []
 
 
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (CARRY[:1], "algorithm.importance_mask_high=5 (or algorithm.importance_cap)"),
-        (CARRY[:2], "the ratio to recomputed log-probs leaves that uncorrected"),
-        ([CARRY[0], CARRY[2]], "algorithm.importance_correction=token"),
-        (
-            [*CARRY, "data.prompts_per_step=4", "rollout.max_groups_in_flight=9"],
-            "rollout.max_groups_in_flight is 9; needed: from data.prompts_per_step, 4,",
-        ),
-        (
-            [*CARRY, "data.prompts_per_step=4", "rollout.max_groups_in_flight=3"],
-            "4 x 2 = 8, since more could not all be learned in time",
-        ),
-    ],
-)
+WRONG_PARTIAL_ROLLOUTS = """
+rollout.tail=carry: algorithm.importance_mask_high=5 (or algorithm.importance_cap)
+rollout.tail=carry algorithm.importance_correction=token: the ratio to recomputed log-probs leaves that uncorrected
+rollout.tail=carry algorithm.importance_mask_high=5: algorithm.importance_correction=token
+rollout.tail=carry algorithm.importance_correction=token algorithm.importance_mask_high=5 data.prompts_per_step=4
+    rollout.max_groups_in_flight=9: rollout.max_groups_in_flight is 9; needed: from data.prompts_per_step, 4,
+rollout.tail=carry algorithm.importance_correction=token algorithm.importance_mask_high=5 data.prompts_per_step=4
+    rollout.max_groups_in_flight=3: 4 x 2 = 8, since more could not all be learned in time
+"""
+
+
+@pytest.mark.parametrize(("overrides", "told"), rows(WRONG_PARTIAL_ROLLOUTS))
 def test_partial_rollouts_that_would_be_wrong(overrides: list[str], told: str) -> None:
     assert any(told in problem for problem in carry_problems(*overrides))
 
@@ -373,32 +295,25 @@ def test_asynchronous_runs_that_can_start(overrides: list[str]) -> None:
     assert own_problems(*overrides) == []
 
 
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (
-            OWN_RANKS[:1],
-            "rollout.ranks is 1 and rollout.max_staleness 1: older versions of the policy sample a part",
-        ),
-        ([*OWN_RANKS[:1], "rollout.on_new_weights=finish"], "algorithm.importance_correction=token"),
-        (OWN_RANKS[:2], "algorithm.importance_mask_high=5 (or algorithm.importance_cap)"),
-        (
-            [*OWN_RANKS, "rollout.tail=carry"],
-            'rollout.tail is "carry" and rollout.ranks 1: engines on ranks of their',
-        ),
-        ([*OWN_RANKS, "rollout.tail=defer"], "Set rollout.tail=wait, or rollout.ranks=0."),
-        (
-            [*OWN_RANKS, "sync.checksum_every=5"],
-            "Set sync.checksum_every=0; sync.probe_every compares log-probs",
-        ),
-        ([*OWN_RANKS, "parallel.tensor=2"], "does not divide the 1 rank that trains"),
-        (["rollout.ranks=2"], "none is left to train"),
-        (
-            [*OWN_RANKS, "rollout.max_concurrent_sequences=7", "rollout.group_size=8"],
-            "an engine begins whole groups. Set it to 8 or more.",
-        ),
-    ],
-)
+WRONG_ASYNCHRONOUS_RUNS = """
+rollout.ranks=1: rollout.ranks is 1 and rollout.max_staleness 1: older versions of the policy sample a part
+rollout.ranks=1 rollout.on_new_weights=finish: algorithm.importance_correction=token
+rollout.ranks=1 algorithm.importance_correction=token: algorithm.importance_mask_high=5 (or algorithm.importance_cap)
+rollout.ranks=1 algorithm.importance_correction=token algorithm.importance_mask_high=5 rollout.tail=carry:
+    rollout.tail is "carry" and rollout.ranks 1: engines on ranks of their
+rollout.ranks=1 algorithm.importance_correction=token algorithm.importance_mask_high=5 rollout.tail=defer: Set
+    rollout.tail=wait, or rollout.ranks=0.
+rollout.ranks=1 algorithm.importance_correction=token algorithm.importance_mask_high=5 sync.checksum_every=5: Set
+    sync.checksum_every=0; sync.probe_every compares log-probs
+rollout.ranks=1 algorithm.importance_correction=token algorithm.importance_mask_high=5 parallel.tensor=2: does not
+    divide the 1 rank that trains
+rollout.ranks=2: none is left to train
+rollout.ranks=1 algorithm.importance_correction=token algorithm.importance_mask_high=5
+    rollout.max_concurrent_sequences=7 rollout.group_size=8: an engine begins whole groups. Set it to 8 or more.
+"""
+
+
+@pytest.mark.parametrize(("overrides", "told"), rows(WRONG_ASYNCHRONOUS_RUNS))
 def test_asynchronous_runs_that_would_be_wrong(overrides: list[str], told: str) -> None:
     assert any(told in problem for problem in own_problems(*overrides))
 
@@ -485,66 +400,50 @@ def test_rewards_that_a_run_can_have(overrides: list[str]):
     assert reward_told(*overrides) == []
 
 
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (["reward.combine=gdpo"], "reward.combine is for the rewards of reward.rewards, which is empty"),
-        (["reward.weights=[1]"], "reward.weights is for the rewards"),
-        (
-            ["reward.rewards=[correctness,lenght]"],
-            "reward.rewards has 'lenght'; needed: correctness, format, length",
-        ),
-        (["reward.rewards=[correctness,'Own=m:f']"], "before = stands a name"),
-        (["reward.rewards=[correctness,'length=m:f']"], "before = stands a name"),
-        (
-            ["reward.rewards=[correctness,'verdict=m:f']"],
-            "none of correctness, format, length, correct, boxed",
-        ),
-        (["reward.rewards=[correctness,'own=']"], "after it a function"),
-        (["reward.rewards=[correctness,correctness]"], "reward.rewards has 'correctness' more than once"),
-        (["reward.rewards=[format,length]"], "neither correctness nor a function of yours"),
-        (["reward.rewards=[correctness,length]", "reward.weights=[1]"], "has 1 numbers for the 2 rewards"),
-        (["reward.rewards=[correctness,length]", "reward.weights=[0,0]"], "reward.weights are all 0"),
-        (
-            ["reward.rewards=[correctness]", "reward.function=m:f"],
-            'as "mine=m:f", and set reward.function=null',
-        ),
-        (
-            ["reward.rewards=[" + ",".join(f"'f{n}=m:f'" for n in range(9)) + "]"],
-            "has 9 functions; at most 8",
-        ),
-        ([*LIST, "algorithm.advantage=rloo"], 'Set algorithm.advantage="grpo", or reward.combine=sum'),
-        ([*LIST, "algorithm.kl_in=reward", "algorithm.kl_coef=0.1"], 'Set algorithm.kl_in="loss"'),
-        ([*LIST, "reward.mask_no_eos_with_zero=true"], "reward.mask_no_eos_with_zero changes the sum"),
-        ([*LIST, "reward.overlong_buffer=8"], "reward.overlong_buffer changes the sum"),
-    ],
-)
+REWARD_CONFLICTS = """
+reward.combine=gdpo: reward.combine is for the rewards of reward.rewards, which is empty
+reward.weights=[1]: reward.weights is for the rewards
+reward.rewards=[correctness,lenght]: reward.rewards has 'lenght'; needed: correctness, format, length
+reward.rewards=[correctness,'Own=m:f']: before = stands a name
+reward.rewards=[correctness,'length=m:f']: before = stands a name
+reward.rewards=[correctness,'verdict=m:f']: none of correctness, format, length, correct, boxed
+reward.rewards=[correctness,'own=']: after it a function
+reward.rewards=[correctness,correctness]: reward.rewards has 'correctness' more than once
+reward.rewards=[format,length]: neither correctness nor a function of yours
+reward.rewards=[correctness,length] reward.weights=[1]: has 1 numbers for the 2 rewards
+reward.rewards=[correctness,length] reward.weights=[0,0]: reward.weights are all 0
+reward.rewards=[correctness] reward.function=m:f: as "mine=m:f", and set reward.function=null
+reward.rewards=['f0=m:f','f1=m:f','f2=m:f','f3=m:f','f4=m:f','f5=m:f','f6=m:f','f7=m:f','f8=m:f']: has 9 functions; at
+    most 8
+reward.rewards=[correctness,length] reward.combine=gdpo algorithm.advantage=rloo: Set algorithm.advantage="grpo", or
+    reward.combine=sum
+reward.rewards=[correctness,length] reward.combine=gdpo algorithm.kl_in=reward algorithm.kl_coef=0.1: Set
+    algorithm.kl_in="loss"
+reward.rewards=[correctness,length] reward.combine=gdpo reward.mask_no_eos_with_zero=true:
+    reward.mask_no_eos_with_zero changes the sum
+reward.rewards=[correctness,length] reward.combine=gdpo reward.overlong_buffer=8: reward.overlong_buffer changes the
+    sum
+"""
+
+
+@pytest.mark.parametrize(("overrides", "told"), rows(REWARD_CONFLICTS))
 def test_rewards_that_do_not_fit_together(overrides: list[str], told: str):
     (problem,) = reward_told(*overrides)
     assert told in problem
 
 
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (
-            ["reward.rewards=[correctness]", "reward.function_failure=-1"],
-            "reward.function_failure: no effect with reward.rewards",
-        ),
-        (
-            ["reward.rewards=[mine=a.b:c]", "reward.scheme=mix"],
-            "reward.scheme: no effect with reward.rewards that do not list correctness",
-        ),
-        (
-            [*LIST, "reward.output_scaling=2"],
-            "reward.output_scaling: no effect with reward.combine=gdpo: every reward",
-        ),
-        (
-            [*LIST, "reward.output_bias=0.5"],
-            "reward.output_bias: no effect with reward.combine=gdpo: every reward",
-        ),
-    ],
-)
+REWARDS_WITHOUT_EFFECT = """
+reward.rewards=[correctness] reward.function_failure=-1: reward.function_failure: no effect with reward.rewards
+reward.rewards=[mine=a.b:c] reward.scheme=mix: reward.scheme: no effect with reward.rewards that do not list
+    correctness
+reward.rewards=[correctness,length] reward.combine=gdpo reward.output_scaling=2: reward.output_scaling: no effect with
+    reward.combine=gdpo: every reward
+reward.rewards=[correctness,length] reward.combine=gdpo reward.output_bias=0.5: reward.output_bias: no effect with
+    reward.combine=gdpo: every reward
+"""
+
+
+@pytest.mark.parametrize(("overrides", "told"), rows(REWARDS_WITHOUT_EFFECT))
 def test_what_has_no_effect_beside_several_rewards_is_noted(overrides: list[str], told: str):
     (note,) = notes(*overrides)
     assert told in note
