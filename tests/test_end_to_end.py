@@ -37,42 +37,16 @@ RUN = (
     f"telemetry.sample_groups_per_step={PER_STEP}",
     "telemetry.capture_steps=[2]",
 )
-METRICS = {
-    "task_reward",
-    "final_reward",
-    "kl_reward",
-    "importance_weight",
-    "actor_clip_ratio",
-    "actor_loss",
-    "ppo_approx_kl",
-    "advantage",
-    "avg_seq_len",
-    "avg_prompt_len",
-    "n_tokens",
-    "n_valid_tokens",
-    "n_seqs",
-    "no_eos_ratio",
-    "rollout/rewards",
-    "rollout/response_length",
-    "rollout/policy_version",
-    "rollout/idle_share",
-    "rollout/idle_share_max",
-    "rollout/idle_share/engine_1",
-    "rollout/tail_share",
-    "rollout/batch_fill",
-    "train/entropy_loss",
-    "train/grad_norm",
-    "train/learning_rate",
-    "train/early_stopped_minibatches",
-    "train/behaviour_logprob_diff",
-    "seconds/rollout",
-    "seconds/update",
-    "seconds/sync",
-    "seconds/step",
-    "tokens_per_second/rollout",
-    "rollout/mfu",
-    "train/mfu",
-}
+METRICS = set(
+    """
+    task_reward final_reward kl_reward importance_weight actor_clip_ratio actor_loss ppo_approx_kl advantage avg_seq_len
+    avg_prompt_len n_tokens n_valid_tokens n_seqs no_eos_ratio rollout/rewards rollout/response_length
+    rollout/policy_version rollout/idle_share rollout/idle_share_max rollout/idle_share/engine_1 rollout/tail_share
+    rollout/batch_fill train/entropy_loss train/grad_norm train/learning_rate train/early_stopped_minibatches
+    train/behaviour_logprob_diff seconds/rollout seconds/update seconds/sync seconds/step tokens_per_second/rollout
+    rollout/mfu train/mfu
+    """.split()
+)
 
 
 def command(place: Path, output: Path) -> list[str]:

@@ -15,15 +15,10 @@ from tests.selection import matrix
 pytestmark = [pytest.mark.distributed, matrix]
 
 STAGES = ("stages.steps=[2,2,1]", "stages.max_new_tokens=[8,16,24]")
-COMMON = (
-    "reward.function=shortness:reward",
-    "optimizer.decay=constant",
-    "optimizer.min_lr=0",
-    "optimizer.lr=0.002",
-    "algorithm.loss_normalisation=constant",
-    "save.ckpt_freq_steps=1",
-    "save.keep_last=5",
-)
+COMMON = """
+reward.function=shortness:reward optimizer.decay=constant optimizer.min_lr=0 optimizer.lr=0.002
+algorithm.loss_normalisation=constant save.ckpt_freq_steps=1 save.keep_last=5
+""".split()
 FUNCTION = """
 def reward(completion, solutions, row):
     return -float(len(completion)), {"correct": len(completion) < 10}

@@ -46,26 +46,10 @@ from rlmath.rollout.weight_sync.shard_layouts import stage_layers
 
 Kind = Literal["grpo", "sft"]
 """Which program is planned."""
-PARTS = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "reference",
-    "critic_parameters",
-    "critic_gradients",
-    "critic_optimizer",
-    "teacher",
-    "teacher_head",
-    "activations",
-    "logits",
-    "working",
-    "gather_buffer",
-    "dummy_gradients",
-    "engine_weights",
-    "engine_workspace",
-    "kv_cache",
-    "sync_buffers",
-)
+PARTS = """
+parameters gradients optimizer reference critic_parameters critic_gradients critic_optimizer teacher teacher_head
+activations logits working gather_buffer dummy_gradients engine_weights engine_workspace kv_cache sync_buffers
+""".split()
 """Every part a plan may name; "working" is what a pass needs beside activations and logits, "teacher_head" the output
 layer of a teacher where the update needs it."""
 ENGINE_PARTS = ("engine_weights", "engine_workspace", "kv_cache", "sync_buffers")

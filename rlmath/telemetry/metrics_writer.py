@@ -32,24 +32,11 @@ Row = dict[str, float]
 
 MOST_WAITING = 10_000
 """Rows of a file that may wait in memory for room on the disk; of more, the oldest are lost."""
-TIMED = (
-    "seconds/",
-    "tokens_per_second/",
-    "train/mfu",
-    "rollout/mfu",
-    "memory",
-    "rollout/idle_share",
-    "rollout/tail_share",
-    "rollout/batch_fill",
-    "rollout/trainer_busy_share",
-    "rollout/engine_busy_share",
-    "rollout/sequences_running",
-    "rollout/scores_waiting",
-    "sync/latency_s",
-    "sync/transfer_s",
-    "reward/queue_wait",
-    "validation/seconds",
-)
+TIMED = """
+seconds/ tokens_per_second/ train/mfu rollout/mfu memory rollout/idle_share rollout/tail_share rollout/batch_fill
+rollout/trainer_busy_share rollout/engine_busy_share rollout/sequences_running rollout/scores_waiting sync/latency_s
+sync/transfer_s reward/queue_wait validation/seconds
+""".split()
 """How the names of metrics begin that are times and memory, or follow from them: no two runs have the same."""
 
 

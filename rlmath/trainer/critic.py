@@ -31,17 +31,9 @@ from rlmath.trainer.token_advantages import Advantages, PackedStep, RewardKL, St
 
 logger = logging.getLogger(__name__)
 
-ESTIMATE_SUMS = (
-    "count",
-    "returns",
-    "squared_returns",
-    "errors",
-    "squared_errors",
-    "values",
-    "advantages",
-    "squared_advantages",
-    "kl",
-)
+ESTIMATE_SUMS = """
+count returns squared_returns errors squared_errors values advantages squared_advantages kl
+""".split()
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,10 @@ from rlmath.planning.parallelism import least_ranks
 STAGED = Path(__file__).resolve().parents[2] / "configs" / "areal" / "v0.1_1.5b_stages.yaml"
 MODEL = "model.path=/nowhere/Qwen2.5-7B"
 """Planned with the published shape."""
-FITS = (
-    "parallel.tensor=4",
-    "parallel.sequence=true",
-    "policy.recompute_granularity=full",
-    "policy.recompute_method=uniform",
-    "policy.recompute_num_layers=1",
-    "memory.offload_optimizer=true",
-    "memory.gpu=H100-80GB",
-)
+FITS = """
+parallel.tensor=4 parallel.sequence=true policy.recompute_granularity=full policy.recompute_method=uniform
+policy.recompute_num_layers=1 memory.offload_optimizer=true memory.gpu=H100-80GB
+""".split()
 
 
 def test_a_table_of_parts_by_phases_for_every_stage(capsys: pytest.CaptureFixture[str]):

@@ -63,15 +63,10 @@ def bare_model(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-TINY = (
-    "data.prompts_per_step=100",
-    "data.max_prompt_tokens=32",
-    "rollout.max_new_tokens=64",
-    "policy.max_tokens_per_microbatch=256",
-    "parallel.data=2",
-    "memory.gpu=null",
-    "run.device=cpu",
-)
+TINY = """
+data.prompts_per_step=100 data.max_prompt_tokens=32 rollout.max_new_tokens=64 policy.max_tokens_per_microbatch=256
+parallel.data=2 memory.gpu=null run.device=cpu
+""".split()
 
 
 @pytest.mark.parametrize(

@@ -29,15 +29,8 @@ from rlmath.config.model_shape import ModelShape
 
 _MERGED = {"plain": 1, "vocab": 1, "qkv": 3, "gate_up": 2}
 """How many of a canonical form's first axes are rows here."""
-_NOT_THE_MODEL = (
-    "optimizer.",
-    "critic.",
-    "reference.",
-    "chained_",
-    "random.",
-    "rng_state",
-    "opt_param_scheduler",
-    "rerun_state",
+_NOT_THE_MODEL = tuple(
+    "optimizer. critic. reference. chained_ random. rng_state opt_param_scheduler rerun_state".split()
 )
 """How the names begin of what a training run keeps beside the model."""
 _NAMES_IN_ERRORS = 8

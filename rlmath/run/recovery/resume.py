@@ -50,67 +50,25 @@ def data_fingerprint(prompts: Sequence[Prompt], sizes: Sequence[int] = ()) -> st
     return digest.hexdigest()[:16]
 
 
-MAY_CHANGE = (
-    "run.output_dir",
-    "run.total_epochs",
-    "run.total_steps",
-    "run.device",
-    "run.recover_mode",
-    "run.distributed_timeout_seconds",
-    "run.start_timeout_seconds",
-    "run.stop_grace_seconds",
-    "run.heartbeat_timeout_seconds",
-    "run.hang_timeout_seconds",
-    "run.hub_timeout_seconds",
-    "run.max_discarded_steps",
-    "run.plugins",
-    "algorithm.rollback",
-    "data.history_path",
-    "parallel.",
-    "policy.",
-    "stages.",
-    "optimizer.distributed",
-    "optimizer.overlap_grad_reduce",
-    "algorithm.reference_every_steps",
-    "critic.path",
-    "rollout.tensor_parallel",
-    "rollout.memory_share",
-    "rollout.kv_cache_gib",
-    "rollout.cpu_kv_cache_gib",
-    "rollout.max_num_seqs",
-    "rollout.max_num_batched_tokens",
-    "rollout.chunked_prefill",
-    "rollout.cuda_graphs",
-    "rollout.progress_bar",
-    "rollout.slice_tokens",
-    "rollout.max_groups_in_flight",
-    "rollout.max_concurrent_sequences",
-    "sync.",
-    "memory.",
-    "validation.",
-    "reward.timeout_seconds",
-    "reward.workers",
-    "reward.max_failure_share",
-    "sft.eval_every_steps",
-    "telemetry.",
-    "save.",
-)
+MAY_CHANGE = """
+run.output_dir run.total_epochs run.total_steps run.device run.recover_mode run.distributed_timeout_seconds
+run.start_timeout_seconds run.stop_grace_seconds run.heartbeat_timeout_seconds run.hang_timeout_seconds
+run.hub_timeout_seconds run.max_discarded_steps run.plugins algorithm.rollback data.history_path parallel. policy.
+stages. optimizer.distributed optimizer.overlap_grad_reduce algorithm.reference_every_steps critic.path
+rollout.tensor_parallel rollout.memory_share rollout.kv_cache_gib rollout.cpu_kv_cache_gib rollout.max_num_seqs
+rollout.max_num_batched_tokens rollout.chunked_prefill rollout.cuda_graphs rollout.progress_bar rollout.slice_tokens
+rollout.max_groups_in_flight rollout.max_concurrent_sequences sync. memory. validation. reward.timeout_seconds
+reward.workers reward.max_failure_share sft.eval_every_steps telemetry. save.
+""".split()
 """Settings, or whole sections, that may differ in a resumed run: where and how it computes, what it keeps and measures,
 how long it is. Length stages only as far as they have not begun (`refused_changes`)."""
 
 
-BY_CONTENT = (
-    "model.path",
-    "model.adapter_path",
-    "data.train_path",
-    "data.more_train_paths",
-    "data.format",
-    "data.template",
-    "data.chat_template",
-    "data.chat_template_kwargs",
-    "data.system_prompt",
-    "data.max_unusable_share",
-    "sft.held_out_path",
+BY_CONTENT = tuple(
+    """
+    model.path model.adapter_path data.train_path data.more_train_paths data.format data.template data.chat_template
+    data.chat_template_kwargs data.system_prompt data.max_unusable_share sft.held_out_path
+    """.split()
 )
 """Settings that a checkpoint compares by what they hold: they may have moved."""
 
