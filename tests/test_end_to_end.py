@@ -24,19 +24,12 @@ MINIBATCHES, EPOCHS = 2, 2
 UPDATES = MINIBATCHES * EPOCHS
 """Optimizer steps of one step."""
 KL_COEF = 0.01
-RUN = (
-    f"run.total_steps={STEPS}",
-    "run.seed=3",
-    "optimizer.warmup_steps=3",
-    f"algorithm.kl_coef={KL_COEF}",
-    f"algorithm.reference_every_steps={STEPS - 1}",
-    "algorithm.recompute_logprobs=true",
-    f"algorithm.epochs={EPOCHS}",
-    "algorithm.clip_ratio=1e-4",
-    "reward.function=tests.reward_by_hash:reward",
-    f"telemetry.sample_groups_per_step={PER_STEP}",
-    "telemetry.capture_steps=[2]",
-)
+RUN = f"""
+run.total_steps={STEPS} run.seed=3 optimizer.warmup_steps=3 algorithm.kl_coef={KL_COEF}
+algorithm.reference_every_steps={STEPS - 1} algorithm.recompute_logprobs=true algorithm.epochs={EPOCHS}
+algorithm.clip_ratio=1e-4 reward.function=tests.reward_by_hash:reward telemetry.sample_groups_per_step={PER_STEP}
+telemetry.capture_steps=[2]
+""".split()
 METRICS = set(
     """
     task_reward final_reward kl_reward importance_weight actor_clip_ratio actor_loss ppo_approx_kl advantage avg_seq_len

@@ -65,70 +65,25 @@ def by_row(completion, solutions, row):
 def texts(groups):
     return {"groups": len(groups), "rewards": sum(sum(one.rewards) for one in groups)}
 """
-SETTINGS = (
-    "run.plugins=[{place}/own.py]",
-    "run.seed=3",
-    "run.total_steps=null",
-    "data.train_path={place}/few.jsonl",
-    "data.template=asked",
-    f"data.prompts_per_step={PER_STEP}",
-    "data.max_prompt_tokens=13",
-    "data.history_path={place}/rates.jsonl",
-    "data.curriculum=skip_solved",
-    "data.solved_samples=8",
-    "data.curriculum_floor=0.01",
-    f"stages.steps=[{STAGES[0]},{STAGES[1]}]",
-    "stages.max_new_tokens=[12,20]",
-    "stages.max_tokens_per_microbatch=[128,192]",
-    "parallel.tensor=1",
-    "rollout.max_new_tokens=27",
-    f"rollout.group_size={GROUP}",
-    "rollout.tail=carry",
-    "rollout.slice_tokens=4",
-    "rollout.max_staleness=2",
-    "rollout.max_groups_in_flight=11",
-    f"optimizer.lr={LR}",
-    f"optimizer.min_lr={MIN_LR}",
-    f"optimizer.warmup_steps={WARMUP}",
-    "sync.probe_every=3",
-    "memory.offload_critic=true",
-    "memory.offload_reference=true",
-    "reward.rewards=[length,digits]",
-    "reward.weights=[1,3]",
-    "reward.workers=1",
-    "algorithm.advantage=gae",
-    f"algorithm.n_minibatches={MINIBATCHES}",
-    "algorithm.kl_coef=0.05",
-    "algorithm.kl_in=reward",
-    "algorithm.recompute_logprobs=true",
-    "algorithm.importance_correction=token",
-    "algorithm.importance_mask_high=5",
-    "algorithm.early_stop_ratio=null",
-    "algorithm.rollback=2",
-    f"algorithm.rollback_lr_factor={FACTOR}",
-    "algorithm.rollback_reward_drop=50",
-    "critic.path={place}/critic",
-    f"critic.lr={CRITIC_LR}",
-    f"critic.warmup_steps={CRITIC_WARMUP}",
-    f"critic.epochs={CRITIC_EPOCHS}",
-    f"critic.pretrain_steps={PRETRAIN}",
-    "validation.every_steps=3",
-    "validation.paths=[{place}/held.jsonl]",
-    "validation.template=held_out",
-    "validation.scorer=by_row",
-    "validation.before_training=false",
-    "validation.batch_size=2",
-    "validation.samples=4",
-    "validation.temperature=0.8",
-    "validation.max_new_tokens=9",
-    "validation.keep_best=true",
-    "telemetry.sample_groups_per_step=100",
-    "telemetry.metrics=[texts]",
-    "telemetry.capture_steps=[5]",
-    "save.ckpt_freq_steps=1",
-    "save.ckpt_freq_secs=null",
-    f"save.keep_last={STEPS + 1}",
-)
+SETTINGS = f"""
+run.plugins=[{{place}}/own.py] run.seed=3 run.total_steps=null data.train_path={{place}}/few.jsonl data.template=asked
+data.prompts_per_step={PER_STEP} data.max_prompt_tokens=13 data.history_path={{place}}/rates.jsonl
+data.curriculum=skip_solved data.solved_samples=8 data.curriculum_floor=0.01 stages.steps=[{STAGES[0]},{STAGES[1]}]
+stages.max_new_tokens=[12,20] stages.max_tokens_per_microbatch=[128,192] parallel.tensor=1 rollout.max_new_tokens=27
+rollout.group_size={GROUP} rollout.tail=carry rollout.slice_tokens=4 rollout.max_staleness=2
+rollout.max_groups_in_flight=11 optimizer.lr={LR} optimizer.min_lr={MIN_LR} optimizer.warmup_steps={WARMUP}
+sync.probe_every=3 memory.offload_critic=true memory.offload_reference=true reward.rewards=[length,digits]
+reward.weights=[1,3] reward.workers=1 algorithm.advantage=gae algorithm.n_minibatches={MINIBATCHES}
+algorithm.kl_coef=0.05 algorithm.kl_in=reward algorithm.recompute_logprobs=true algorithm.importance_correction=token
+algorithm.importance_mask_high=5 algorithm.early_stop_ratio=null algorithm.rollback=2
+algorithm.rollback_lr_factor={FACTOR} algorithm.rollback_reward_drop=50 critic.path={{place}}/critic
+critic.lr={CRITIC_LR} critic.warmup_steps={CRITIC_WARMUP} critic.epochs={CRITIC_EPOCHS}
+critic.pretrain_steps={PRETRAIN} validation.every_steps=3 validation.paths=[{{place}}/held.jsonl]
+validation.template=held_out validation.scorer=by_row validation.before_training=false validation.batch_size=2
+validation.samples=4 validation.temperature=0.8 validation.max_new_tokens=9 validation.keep_best=true
+telemetry.sample_groups_per_step=100 telemetry.metrics=[texts] telemetry.capture_steps=[5] save.ckpt_freq_steps=1
+save.ckpt_freq_secs=null save.keep_last={STEPS + 1}
+""".split()
 KINDS = {"full": ("algorithm.reference_every_steps=4",), "lora": ("lora.rank=4",)}
 SPOILED = (
     "tests/spoiled_run.py",
