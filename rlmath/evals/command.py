@@ -134,29 +134,20 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     if isinstance(arguments.model, str):
         parse_hub_id(arguments.model, "--model")
     run, given_prompt = run_config(arguments.model, logging.WARNING), arguments.system_prompt
+    as_given = """
+    model data_dir output samples temperature top_p max_new_tokens max_prompt_tokens chat_template scorer seed limit
+    """.split()
+    kwargs = arguments.chat_template_kwarg or (run.data.chat_template_kwargs if run else ())
     return Plan(
-        model=arguments.model,
+        **{name: getattr(arguments, name) for name in as_given},
         benchmarks=tuple(dict.fromkeys(name for name in arguments.benchmarks.split(",") if name)),
-        data_dir=arguments.data_dir,
-        output=arguments.output,
         greedy=not arguments.no_greedy,
-        samples=arguments.samples,
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        max_new_tokens=arguments.max_new_tokens,
         default_new_tokens=_default_new_tokens(run, arguments),
-        max_prompt_tokens=arguments.max_prompt_tokens,
         template=arguments.template or run_template(run, arguments.model),
-        chat_template=arguments.chat_template,
-        chat_template_kwargs=tuple(
-            arguments.chat_template_kwarg or (run.data.chat_template_kwargs if run else ())
-        ),
+        chat_template_kwargs=tuple(kwargs),
         system_prompt=run.data.system_prompt if run and given_prompt is None else given_prompt,
         answer_from=arguments.answer_from or (run.reward.answer_from if run else "boxed"),
-        scorer=arguments.scorer,
         plugins=tuple(arguments.plugin),
-        seed=arguments.seed,
-        limit=arguments.limit,
     )
 
 
