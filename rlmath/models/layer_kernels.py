@@ -18,8 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import Function, once_differentiable
 from triton.language import constexpr
 
 BLOCK = 1024

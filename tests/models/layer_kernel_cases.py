@@ -32,7 +32,7 @@ from triton.runtime.interpreter import InterpretedFunction
 import megatron_patches
 from rlmath.algorithms.types import Sample
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import AlgorithmConfig, Config, ModelConfig
+from rlmath.config.schema import AlgorithmConfig, Config, LoraConfig, ModelConfig, PolicyConfig
 from rlmath.data.packing import pack
 from rlmath.distributed import device_kind
 from rlmath.distributed.device import Device
@@ -272,17 +272,22 @@ def draw_weights(chunks: Any, *unused: Any) -> None:
 def learn(
     device: Device,
     layers: int,
-    tied: bool = False,
-    window: int | None = None,
+    rank: int = 0,
+    recompute: Any = None,
     count: Operations | None = None,
+    **changes: Any,
 ) -> list[float]:
     """Loss and gradient norm of two minibatches of two micro-batches; the second is counted."""
     shape = ModelShape(
-        "Qwen2ForCausalLM", layers, 32, 4, 2, 8, 48, 64, tied, 64, 10000.0, 1e-6, True, torch_dtype="float32"
+        "Qwen2ForCausalLM", layers, 32, 4, 2, 8, 48, 64, False, 64, 10000.0, 1e-6, True, torch_dtype="float32"
     )
-    if window is not None:
-        shape = replace(shape, sliding_window=window)
-    config = Config(model=ModelConfig(path="none"), algorithm=AlgorithmConfig(kl_coef=0.0))
+    shape = replace(shape, **changes)
+    config = Config(
+        model=ModelConfig(path="none"),
+        algorithm=AlgorithmConfig(kl_coef=0.0),
+        policy=PolicyConfig(recompute_granularity=recompute),
+        lora=LoraConfig(rank=rank),
+    )
     mesh = Mesh(0, 1, 1, 1, engine_size=1)
     start_megatron(mesh, device, 1, 60.0)
     learner = build_actor(config, shape, mesh, device, 10, (0,)).learner
@@ -314,7 +319,14 @@ def learn(
 
 CPU = Device("cpu", torch.device("cpu"), "gloo", torch.float32)
 GPU = Device("cuda", torch.device("cpu"), "gloo", torch.float32)
-MODELS = [{"layers": 2}, {"layers": 1, "tied": True}, {"layers": 2, "window": 3}]
+QWEN3 = {"architecture": "Qwen3ForCausalLM", "qk_norm": True, "attention_bias": False}
+MODELS = [
+    {"layers": 2},
+    {"layers": 1, "tied_embeddings": True, "rotary_dim": 4},
+    {"layers": 2, "sliding_window": 3, "full_attention_layers": (1,), "no_rope_layers": (0,)},
+    {"layers": 2, "recompute": "selective"} | QWEN3,
+    {"layers": 2, "rank": 2},
+]
 
 
 @pytest.fixture(scope="module")

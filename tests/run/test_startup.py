@@ -17,6 +17,7 @@ from rlmath.distributed.ranks import RankReport
 from rlmath.distributed.rendezvous import Route, prefer_for_gloo, route_to
 from rlmath.run import command_line
 from rlmath.run.command_line import record_exit
+from rlmath.run.join import refuse_shared_gpus
 from rlmath.run.nodes import _compare_nodes, differences, labelled, node_lines
 from rlmath.run.startup import prepare_grpo, prepare_sft
 from tests.programs import run
@@ -238,3 +239,11 @@ def test_a_supervised_start_shows_what_is_learned(tied_model: Path, tmp_path: Pa
         in told
     )
     assert "8 of the 8 held-out sequences have a prompt that is trained on, too" in told
+
+
+def test_a_gpu_whose_memory_an_engine_measures_has_one_rank() -> None:
+    ranks = [RankReport("host", 0, gpu=gpu) for gpu in ("GPU-1", "GPU-2", "", "", "GPU-1")]
+    assert refuse_shared_gpus(dict(enumerate(ranks[:4]))).error is None
+    shared = refuse_shared_gpus(dict(enumerate(ranks)))
+    assert "rollout.kv_cache_gib (of an evaluation --kv-cache-gib) is null" in str(shared.error)
+    assert shared.is_mistake
