@@ -32,7 +32,7 @@ from torch import Tensor
 
 from rlmath.distributed.device_kind import KERNEL_DEVICES
 from rlmath.models.logprobs import MinTokensMask, next_logprobs, shift_to_tokens
-from tools.figures import print_figure
+from tools.figures import existing_device, print_figure
 
 VOCABULARY = 151_936
 TEMPERATURE = 0.8
@@ -183,7 +183,7 @@ def bench(device: str, gradients: str, tokens: int) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few tokens, within a minute")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", type=existing_device, choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.measure:

@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rlmath.cli import demo
 from rlmath.config.run_files import METRICS_FILE
 from rlmath.config.terminal import escape_terminal
-from tools.figures import print_figure
+from tools.figures import existing_device, print_figure
 from tools.gpu_stages import has_transformer_engine, random_model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -318,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--cases", nargs="+", choices=CASES, help="default: P1 and P3; on CUDA G1, the only one"
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", type=existing_device, choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", type=Path, help="of G1: a folder")
     parser.add_argument("--data", type=Path, help="of G1: JSONL of question and answer")
     parser.add_argument(

@@ -34,7 +34,7 @@ from rlmath.models.hf_config import read_model_shape
 from rlmath.rollout.engine import Engine, samples_in_one_kernel
 from rlmath.rollout.sampling import Request, request_seed
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
-from tools.figures import print_figure
+from tools.figures import existing_device, print_figure
 from tools.gpu_stages import WORLD, one_rank, random_model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -249,7 +249,7 @@ def report(case: str, tokens: int, found: dict[str, list[dict[str, float]]]) -> 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", type=existing_device, choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", type=Path, help="folder (default: random weights)")
     parser.add_argument("--requests", type=int, default=256, help="at once (default 256)")
     parser.add_argument("--tokens", type=int, default=256, help="of every completion (default 256)")

@@ -26,9 +26,9 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
@@ -290,11 +290,13 @@ def fused_kernels() -> SimpleNamespace:
 
 def triton_without_kernels() -> None:
     """What imports Triton from here on, for fake tensors, allocates as it does, and its kernels do nothing."""
-    triton = MagicMock(__spec__=SimpleNamespace())
+    triton, language = ModuleType("triton"), ModuleType("triton.language")
+    triton.__spec__ = ModuleSpec("triton", None)
     triton.jit = lambda kernel: defaultdict(lambda: lambda *given, **named: None)
     triton.cdiv = lambda number, size: -(-number // size)
     triton.next_power_of_2 = lambda number: 1 << (number - 1).bit_length()
-    sys.modules |= {"triton": triton, "triton.language": triton.language}
+    triton.language, language.constexpr = language, lambda value: value
+    sys.modules |= {"triton": triton, "triton.language": language}
     KERNEL_DEVICES.add("cpu")
 
 

@@ -1,9 +1,12 @@
-"""What every benchmark prints: a JSON object on a line for each figure."""
+"""What every benchmark prints, a JSON object on a line for each figure, and the device that it takes."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+
+from rlmath.planning.checks import cuda_problems
 
 
 def print_figure(
@@ -36,3 +39,10 @@ def rounded(value: float, digits: int) -> float:
     (1230.0, 0.0123, 7)
     """
     return value if isinstance(value, int) or math.isnan(value) else float(f"{value:.{digits}g}")
+
+
+def existing_device(name: str) -> str:
+    """Of --device: "cuda" needs a GPU."""
+    for problem in cuda_problems(name, "--device"):
+        raise argparse.ArgumentTypeError(problem)
+    return name

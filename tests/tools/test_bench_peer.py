@@ -8,7 +8,8 @@ import pytest
 
 from rlmath.config.load import load_config
 from rlmath.data.loader import load_prompts
-from tools.bench_peer import CASES, case_of, our_settings, prepare, their_arguments
+from rlmath.distributed.device_kind import cuda_is_available
+from tools.bench_peer import CASES, case_of, main, our_settings, prepare, their_arguments
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -40,3 +41,10 @@ def test_questions_are_asked_alike_and_answers_boxed(tmp_path: Path) -> None:
     _, file = prepare(tmp_path, "G1", tmp_path, data)
     (prompt,), _ = load_prompts(str(file), None, 100)
     assert prompt.text.startswith("2 + 3?\n") and prompt.solutions == ("\\boxed{5}",)
+
+
+@pytest.mark.skipif(cuda_is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--device", "cuda"])
+    assert "torch finds no CUDA device. Use --device=cpu, or a GPU machine" in capsys.readouterr().err
