@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import megatron.core.tensor_parallel.layers as megatron_layers
 import pytest
@@ -25,8 +23,6 @@ import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime.interpreter import InterpretedFunction
 
 import megatron_patches
@@ -375,41 +371,68 @@ def test_few_operations_and_none_to_wait_for(on_cpu: list[list[float]], operatio
 # ---------------------------------------------------------------- compiled for a GPU
 
 
-TYPES = {"eps": "fp32"} | dict.fromkeys(("U", "H", "R", "D", "F", "T", "rows"), "i32")
-TYPES |= dict.fromkeys(("cos", "sin", "parts", "db", "dwq", "dwk"), "*fp32")
-BIASED, NORMED = {"wq": None, "wk": None, "dwq": None, "dwk": None}, {"b": None, "db": None}
-COMPILED = [
-    (layer_kernels._swiglu, {"BLOCK": layer_kernels.BLOCK}, 4),
-    (layer_kernels._swiglu_gradient, {"BLOCK": layer_kernels.BLOCK}, 4),
-    (layer_kernels._add_norm, {"BLOCK": 8192}, 16),
-    (layer_kernels._add_norm_gradient, {"BLOCK": 8192}, 16),
+class Layer(NamedTuple):
+    """What is launched for one: of T tokens, hidden size, query heads of a group, head dim, feed-forward units."""
+
+    T: int
+    H: int
+    R: int
+    D: int
+    U: int
+    normed: bool = False
+    """Whether heads are normed, and have no bias."""
+    frozen: bool = False
+
+
+LAYERS = [
+    Layer(64, 896, 7, 64, 4864),  # Qwen2.5-0.5B
+    Layer(64, 1536, 6, 128, 8960),
+    Layer(64, 8192, 16, 128, 28672, normed=True),
+    Layer(
+        1, 1024, 1, 32, 64, normed=True, frozen=True
+    ),  # Triton makes another program for a number that is 1
 ]
-for kernel in (layer_kernels._split_heads, layer_kernels._split_heads_gradient):
-    COMPILED.append((kernel, {"HEADS": 16, "BLOCK": 64} | BIASED, 4))
-    COMPILED.append((kernel, {"HEADS": 32, "BLOCK": 128} | NORMED, 16))
 
 
-def resources(kernel: Any, constants: dict[str, int | None], warps: int, arch: int) -> dict[str, int]:
-    """Stack of a thread, and loads of 16 bytes, of the machine code for a GPU of that architecture; and uses of a row's
-    number in the 32 bits that it comes in."""
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    types = {name: TYPES.get(name, "*bf16") for name in kernel.arg_names} | dict.fromkeys(
-        constants, "constexpr"
-    )
-    divisible = [name for name in kernel.arg_names if name not in ("eps", "R", *constants)]
-    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in divisible}
-    source = ASTSource(kernel, types, constants, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
-    Path("kernel.cubin").write_bytes(compiled.asm["cubin"])
-    dump = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "kernel.cubin"]
-    told = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
-    found = {name.lower(): int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
-    row = re.search(r"(%\w+) = tt\.get_program_id x", compiled.asm["ttir"])[1]
-    uses = re.findall(rf".* = (?!arith\.extsi).*{row}\b.*", compiled.asm["ttir"])
-    return found | {"wide_loads": compiled.asm["ptx"].count("ld.global.v4"), "narrow_rows": len(uses)}
+def launch_all(layer: Layer) -> None:
+    """All kernels, both ways."""
+    T, H, R, D, U, normed, frozen = layer
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
+
+    def weight(size: int) -> Tensor:
+        made = torch.nn.Parameter(empty(size), requires_grad=not frozen)
+        made.main_grad = torch.empty(size)
+        return made
+
+    norms = [norm_of(weight(D)) if normed else None for _ in range(2)]
+    angles = [torch.empty(T, 1, D // 2) for _ in range(2)]
+    heads = split_heads(empty(T, 2, R + 2, D), None if normed else weight(2 * (R + 2) * D), norms, angles)
+    out = *norm_of(weight(H)).behind(empty(T, 1, H), empty(T, 1, H)), *heads, swiglu(empty(T, 1, 2 * U))
+    torch.autograd.backward(out, [torch.empty_like(one) for one in out])
+
+
+def main() -> None:
+    """Of each kernel of each layer, on each architecture: what the machine code takes, and uses of a row's number in
+    the 32 bits that it comes in."""
+    from tests.models.logprob_kernel_cases import NoGPU, resources  # which sends tensors on a CPU to kernels
+
+    run = triton.JITFunction.run
+
+    def only_compile(kernel: triton.JITFunction, *given: Any, **more: Any) -> None:
+        compiled = run(kernel, *given, **more | {"warmup": True})
+        row = re.search(r"(%\w+) = tt\.get_program_id x", compiled.asm["ttir"])[1]
+        narrow = re.findall(rf".* = (?!arith\.extsi).*{row}\b.*", compiled.asm["ttir"])
+        found = resources(compiled) | {"narrow_rows": len(narrow)}
+        print(json.dumps([arch, layer, compiled.metadata.num_warps, kernel.__name__, found]))
+
+    triton.JITFunction.run = only_compile
+    for arch in (80, 90):
+        triton.runtime.driver.set_active(NoGPU(arch))
+        for layer in LAYERS:
+            launch_all(layer)
 
 
 if __name__ == "__main__":
-    for kernel, *given in COMPILED:
-        for arch in (80, 90):
-            print(json.dumps([kernel.__name__, *given, arch, resources(kernel, *given, arch)]))
+    main()
