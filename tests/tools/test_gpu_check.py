@@ -146,6 +146,7 @@ def test_ranks_in_sessions_of_their_own_are_killed_with_their_stage(tmp_path: Pa
             process.wait()
 
 
+@matrix
 def test_a_package_that_breaks_at_its_import_hides_no_other(tmp_path: Path) -> None:
     """It is no missing one: the check fails. One that needs torch's libraries, as apex's kernel does, finds them."""
     for name, text in {
