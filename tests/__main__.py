@@ -26,7 +26,11 @@ SESSIONS = {
         f"not distributed and not matrix and {NEVER}",
         f"distributed and not matrix and {NEVER}",
     ),
-    "matrix": ("Whole programs", f"matrix and not pooled and {NEVER}", f"matrix and pooled and {NEVER}"),
+    "matrix": (
+        "Whole programs",
+        f"matrix and distributed and not pooled and {NEVER}",
+        f"matrix and (pooled or not distributed) and {NEVER}",
+    ),
 }
 """By what is run: the marks of both sessions, and the title of the first one's output, which is shown last."""
 NO_TESTS = 5

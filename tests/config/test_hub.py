@@ -15,6 +15,7 @@ from rlmath.config import hub
 from rlmath.config.hub import HubId, parse_hub_id
 from rlmath.config.load import config_as_yaml, load_config
 from tests.hub_server import TOKEN, Hub, hub_server
+from tests.selection import matrix
 
 MODEL = {
     "config.json": b'{"model_type": "qwen2"}',
@@ -299,7 +300,7 @@ def test_the_cache_is_enough_without_the_hub(there: Hub, monkeypatch: pytest.Mon
     assert there.asked == []
 
 
-@pytest.mark.parametrize("how", ["offline", "no network"])
+@pytest.mark.parametrize("how", ["offline", pytest.param("no network", marks=matrix)])
 def test_without_hub_and_cache_the_command_is_told(
     there: Hub, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:

@@ -14,6 +14,7 @@ import torch
 from rlmath.cli import make_tiny_model
 from rlmath.rollout.engine import prepare_environment
 from tests.programs import ENVIRONMENT, REPOSITORY
+from tests.selection import matrix
 
 prepare_environment("cpu")
 from rlmath.rollout.cpu_worker import noise_seeds  # noqa: E402 - vLLM reads the environment when it is imported
@@ -64,6 +65,7 @@ def test_the_test_sees_a_distribution_that_is_a_little_off() -> None:
     assert p_value(torch.bincount(tokens.flatten(), minlength=len(other_V)), tokens.numel() * other_V) < 1e-4
 
 
+@matrix
 def test_all_tokens_of_an_engine_are_drawn_with_the_noise_of_their_seed_and_position(tmp_path: Path) -> None:
     """Also those of requests that were preempted; checked with transformers' logits, in a process of its own."""
     make_tiny_model.main(["--output", str(tmp_path / "model")])
