@@ -1,0 +1,80 @@
+"""Steps and memory with low-rank adapters beside those of full training: the same model, lengths and batch, in turns.
+
+    python tools/bench_lora.py [--sizes 9.5M 100M] [--rank 8] [--rounds 2] [--quick]
+
+One rank and one thread on CPU, random weights, 64 new tokens of every completion, one optimizer step of
+micro-batches of 2,048 tokens. Prints figures (tools/figures.py), medians of the measured steps of all rounds, and the
+most resident memory of a whole run's rank, engine included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rlmath.cli import demo
+from rlmath.config.run_files import METRICS_FILE
+from tools.bench_peer import REPOSITORY, Case, our_settings, prepare
+from tools.figures import print_figure
+from tools.gpu_stages import random_model
+
+CASES = {
+    size: Case(f"{size}, {prompts} x 8 x 64 tokens", prompts, (64, 64), 1, 1, 2, {}, (), ranks=1)
+    for size, prompts in {"9.5M": 16, "100M": 4}.items()
+}
+PARTS = ("step", "rollout", "update", "sync")
+
+
+def run(place: Path, model: Path, data: Path, case: Case, rank: int) -> list[dict[str, float]]:
+    """Seconds of PARTS of every measured step, and "memory" of the run (GiB). SystemExit where it failed."""
+    output = Path(tempfile.mkdtemp(dir=place))
+    reward = f"reward.function={REPOSITORY / 'tools' / 'peer_reward.py'}:early_letters"  # alike rewards teach nothing
+    overrides = f"lora.rank={rank}", "policy.max_tokens_per_microbatch=2048", reward
+    settings = our_settings(output, model, data, case, overrides)
+    command = [*demo.torchrun(case.ranks), "launch/train_grpo.py", *settings]
+    with (place / "console.txt").open("w", encoding="utf-8") as console:
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, env=demo.one_thread(), stdout=console, stderr=console
+        )
+        _, status, used = os.wait4(process.pid, 0)  # of the largest of its processes
+    if status:
+        raise SystemExit((place / "console.txt").read_text(encoding="utf-8")[-4000:])
+    rows = map(json.loads, (output / METRICS_FILE).read_text(encoding="utf-8").splitlines()[case.warm_up :])
+    memory = used.ru_maxrss / 2**20
+    return [{part: row[f"seconds/{part}"] for part in PARTS} | {"memory": memory} for row in rows]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each side (default 2)")
+    parser.add_argument("--quick", action="store_true", help="9.5M only, one round")
+    given = parser.parse_args(arguments)
+    for size in ["9.5M"] if given.quick else given.sizes:
+        sides: dict[int, list[dict[str, float]]] = {0: [], given.rank: []}
+        with tempfile.TemporaryDirectory() as folder:
+            place = Path(folder)
+            model, (_, data) = random_model(place, size), prepare(place, "P1")
+            for _ in range(1 if given.quick else given.rounds):
+                for rank, steps in sides.items():
+                    steps += run(place, model, data, CASES[size], rank)
+        for name in (*PARTS, "memory"):
+            full, ours = (statistics.median(step[name] for step in steps) for steps in sides.values())
+            unit = "GiB" if name == "memory" else "s"
+            title = f"{CASES[size].title}, lora.rank={given.rank}"
+            told = f"full training: {full:.3g} {unit}"
+            print_figure("lora", title, name, ours, unit, baseline=told, ratio=full / ours)
+
+
+if __name__ == "__main__":
+    main()
