@@ -431,22 +431,20 @@ data.template data.chat_template data.chat_template_kwargs data.system_prompt da
 data.max_unusable_share data.shuffle algorithm.rollback algorithm.rollback_lr_factor memory.gpu memory.gpu_gib
 telemetry.tensorboard telemetry.profile_steps telemetry.report telemetry.wandb telemetry.wandb_project
 telemetry.wandb_name
-"""
+""".split()
 """Settings, or whole sections, that a supervised run has."""
 
 
 def used_keys() -> list[str]:
     """Settings that have an effect in supervised training."""
-    return [key for key in all_settings() if is_among(key, _SFT_SETTINGS.split())]
+    return [key for key in all_settings() if is_among(key, _SFT_SETTINGS)]
 
 
 def only_used(config: Config) -> tuple[Config, list[str]]:
     """The settings with the defaults of those that have no effect, and the keys that were not at them."""
     defaults, values = all_settings(), setting_values(config)
     changed = [
-        key
-        for key in values
-        if not is_among(key, _SFT_SETTINGS.split()) and values[key] != defaults[key].default
+        key for key in values if not is_among(key, _SFT_SETTINGS) and values[key] != defaults[key].default
     ]
     sections: dict[str, dict[str, Any]] = {}
     for key in changed:
