@@ -6,8 +6,6 @@ rows are counted in a note.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -15,15 +13,11 @@ from typing import NamedTuple
 from rlmath.config.terminal import excerpt
 from rlmath.telemetry.metrics_writer import parsed_lines
 
-MOST_BYTES = 2**26
-"""Of a file that are read: of a longer one every second, third, ... row, and the last."""
 MOST_VALUE = 1e30
 """Larger values are left out as those that are not finite: no axis could show the others beside them."""
 
 DRAWN_POINTS = 1500
 """Points of a curve in the page."""
-STACKED_POINTS = 400
-"""Steps of a stacked area in the page."""
 
 
 class Curve(NamedTuple):
@@ -56,7 +50,7 @@ def read_curves(path: Path, notes: list[str]) -> Metrics:
     """
     rows: dict[int, dict[str, float]] = {}
     damaged, odd = [], 0
-    for number, row in parsed_lines(path, MOST_BYTES):
+    for number, row in parsed_lines(path):
         if isinstance(row, Exception):
             damaged.append(f"line {number} ({type(row).__name__}: {excerpt(str(row), 80)})")
         else:
@@ -70,8 +64,6 @@ def read_curves(path: Path, notes: list[str]) -> Metrics:
                 values.append(value)
             else:
                 odd += 1
-    if (size := path.stat().st_size) > MOST_BYTES:
-        notes.append(f"{path.name}: of {size / 2**20:.0f} MiB {len(rows)} rows, spread evenly, were read.")
     if damaged:
         notes.append(
             f"{path.name}: {len(damaged)} lines are no rows of metrics and were left out; the first is {damaged[0]}."
@@ -105,22 +97,3 @@ def thinned(curve: Curve, most: int = DRAWN_POINTS) -> Curve:
         kept += sorted({low, high})
     kept.append(count - 1)
     return Curve([curve.steps[place] for place in kept], [curve.values[place] for place in kept])
-
-
-def means_on_common_steps(
-    curves: Sequence[Curve], most: int = STACKED_POINTS
-) -> tuple[list[int], list[list[float]], int]:
-    """The curves over the same steps, to be stacked: (steps, values by curve, steps that a point is the mean of). Where
-    a curve has no value it counts as 0; with more than `most` steps a point is the mean of neighbours.
-
-    >>> means_on_common_steps([Curve([1, 2, 3, 4], [1.0, 3.0, 5.0, 7.0]), Curve([2], [4.0])], 2)
-    ([2, 4], [[2.0, 6.0], [2.0, 0.0]], 2)
-    """
-    steps = sorted({step for curve in curves for step in curve.steps})
-    width = max(1, math.ceil(len(steps) / most))
-    groups = [steps[start : start + width] for start in range(0, len(steps), width)]
-    lookups = [dict(zip(curve.steps, curve.values, strict=True)) for curve in curves]
-    values = [
-        [sum(lookup.get(step, 0.0) for step in group) / len(group) for group in groups] for lookup in lookups
-    ]
-    return [group[-1] for group in groups], values, width

@@ -4,8 +4,6 @@
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const LIGHT = ["#0072b2", "#d55e00", "#009e73", "#b5508f", "#c28800", "#3f9fd6", "#6a4fb3", "#666666", "#7a9a01", "#8c5a2b"];
   const DARK = ["#5cb8f0", "#ff8f4a", "#3fd0a4", "#ea9cca", "#f2c14e", "#9fd8ff", "#b39df5", "#bbbbbb", "#b5d33d", "#c9986a"];
-  /* From all right to none right, and what is not known. */
-  const RAMP = ["#1a7f37", "#5aae61", "#a6dba0", "#f2d479", "#f4a582", "#d6604d"];
   const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
 
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -17,21 +15,19 @@
   // ------------------------------------------------------------ figures
 
   function traces(figure) {
-    const unknown = dark.matches ? "#3a4553" : "#d3d9e0";
     const value = figure.percent ? "%{y:.2%}" : "%{y:.5~g}";
     return figure.traces.map((one) => {
       const dash = Math.floor(one.color / palette().length) + (one.dash || 0);
       const trace = {
-        type: "scatter", name: plain(one.name), x: data.x[one.x], y: one.y,
+        type: "scatter", name: plain(one.name), x: one.x, y: one.y,
         mode: one.y.length === 1 ? "markers" : one.y.length < 40 ? "lines+markers" : "lines",
         marker: { size: one.y.length === 1 ? 8 : 4 },
         line: { color: color(one.color), width: 1.7, dash: DASHES[dash % DASHES.length] },
         hovertemplate: value + (figure.traces.length > 1 ? "" : "<extra></extra>"),
       };
-      if (figure.kind === "stack") {
-        const fill = figure.ramp ? RAMP[one.color] || unknown : color(one.color);
-        Object.assign(trace, { stackgroup: "all", mode: one.y.length === 1 ? "markers" : "lines", fillcolor: fill });
-        trace.line = { width: 0.5, color: fill };
+      if (figure.stack) { /* thinned curves have different steps */
+        const mode = one.y.length === 1 ? "markers" : "lines";
+        Object.assign(trace, { stackgroup: "all", stackgaps: "interpolate", mode });
       }
       return trace;
     });
@@ -43,7 +39,7 @@
     const format = figure.percent ? ".3~%" : figure.log ? ".1e" : high >= 1000 ? ",.6~g" : undefined;
     return {
       type: figure.log ? "log" : "linear", tickformat: format, exponentformat: "power", nticks: figure.log ? 6 : 8,
-      rangemode: figure.kind === "stack" ? "tozero" : "normal",
+      rangemode: figure.stack ? "tozero" : "normal",
       ...(low === high && low > 0 && !figure.log ? { range: [0, 1.5 * high] } : {}),
     };
   }

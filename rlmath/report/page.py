@@ -18,13 +18,14 @@ from typing import Any
 
 from rlmath.config.terminal import visible
 from rlmath.report.overview import Fact, facts_of
-from rlmath.report.panels import MOST_SINGLE, Section, markers, sections
+from rlmath.report.panels import Section, markers, sections
 from rlmath.report.run_events import Message
 from rlmath.report.run_folder import ShownRun
 from rlmath.report.settings import changed, differing, doc
 
 SHOWN_WARNINGS = 3
 """Warnings that are no alerts and are not folded away."""
+COMPARED = "The same colour is the same run in all figures; several metrics of a run differ by their dashes."
 
 
 def build_page(runs: Sequence[ShownRun], plotly_js: str, made: datetime) -> str:
@@ -68,7 +69,7 @@ def build_page(runs: Sequence[ShownRun], plotly_js: str, made: datetime) -> str:
 </head>
 <body>
 <header><h1>{escape(title)}</h1>
-<p class="soft">{_subtitle(runs)}</p></header>
+<p class="soft">{COMPARED if len(runs) > 1 else ""}</p></header>
 <nav><ul>{menu}</ul></nav>
 <main>
 <noscript><p class="message alert">The figures and samples need JavaScript.</p></noscript>
@@ -112,17 +113,10 @@ def _source_hash(script: str) -> str:
 
 
 def _data(runs: Sequence[ShownRun], figures: Sequence[dict[str, Any]]) -> str:
-    """What page.js reads. Curves over the same steps share one list of them."""
-    lists: dict[tuple[int, ...], int] = {}
-    shared = []
-    for figure in figures:
-        places = (lists.setdefault(tuple(trace["x"]), len(lists)) for trace in figure["traces"])
-        traces = [trace | {"x": place} for trace, place in zip(figure["traces"], places, strict=True)]
-        shared.append(figure | {"traces": traces})
+    """What page.js reads."""
     return json_for_html(
         {
-            "x": list(lists),
-            "figures": shared,
+            "figures": figures,
             "markers": markers(runs[0]) if len(runs) == 1 else [],
             "samples": [{"label": run.label, "groups": run.samples} for run in runs],
         }
@@ -130,15 +124,6 @@ def _data(runs: Sequence[ShownRun], figures: Sequence[dict[str, Any]]) -> str:
 
 
 # ---------------------------------------------------------------- parts of the page
-
-
-def _subtitle(runs: Sequence[ShownRun]) -> str:
-    if len(runs) == 1:
-        return html_text(str(runs[0].folder))
-    text = "The same colour is the same run in all figures; several metrics of a run differ by their dashes."
-    if len(runs) > MOST_SINGLE:
-        text += f" Areas are those of the first {MOST_SINGLE} runs."
-    return text
 
 
 def _overview(runs: Sequence[ShownRun]) -> str:
@@ -149,11 +134,10 @@ def _overview(runs: Sequence[ShownRun]) -> str:
     by_run = [{one.name: one for one in facts_of(run)} for run in runs]
     names = dict.fromkeys(name for facts in by_run for name in facts)
     head = ["Run", *map(escape, names)]
-    rows = []
-    for number, (run, facts) in enumerate(zip(runs, by_run, strict=True)):
-        folder = f'<br><span class="soft small">{html_text(str(run.folder))}</span>'
-        values = (_fact(facts[name]) if name in facts else "" for name in names)
-        rows.append([_named(number, run) + folder, *values])
+    rows = [
+        [_named(number, run), *(_fact(facts[name]) if name in facts else "" for name in names)]
+        for number, (run, facts) in enumerate(zip(runs, by_run, strict=True))
+    ]
     return _table(head, rows)
 
 

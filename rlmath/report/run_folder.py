@@ -20,7 +20,7 @@ from rlmath.config.run_files import (
 from rlmath.config.terminal import visible
 from rlmath.report.metrics import Metrics, read_curves
 from rlmath.report.run_events import Events, events_of
-from rlmath.report.samples import SHOWN_CHARS, number_of, samples_of, text_of
+from rlmath.report.samples import SHOWN_STEPS, number_of, samples_of, text_of
 from rlmath.report.settings import Settings, read_settings
 
 MOST_LABEL = 60
@@ -44,7 +44,6 @@ class ShownRollback:
 
 @dataclass
 class ShownRun:
-    folder: Path
     label: str
     metrics: Metrics
     validation: Metrics
@@ -70,38 +69,31 @@ class ShownRun:
 
 def read_runs(folders: Sequence[str | Path]) -> list[ShownRun]:
     """The runs in these folders; a folder given twice counts once. Errors: NoRunError."""
-    found: dict[Path, Path] = {}
-    for path in map(Path, folders):
-        found.setdefault(path.resolve(), path)
-    paths = list(found.values())
+    paths = list({path.resolve(): path for path in map(Path, folders)}.values())
     for path in paths:
         require_run(path)
-    labels = labels_of([path.resolve() for path in paths])
-    chars = SHOWN_CHARS // len(paths)
-    return [_read_run(path, label, chars) for path, label in zip(paths, labels, strict=True)]
+    return [_read_run(path, max(1, SHOWN_STEPS // len(paths))) for path in paths]
 
 
 def require_run(folder: Path) -> None:
     """NoRunError where a run has not left its metrics in the folder."""
-    shown = visible(str(folder)).replace("\n", "\\n")
-    needed = "needed: the folder of a run (run.output_dir)"
     try:
-        if not folder.is_dir():
-            what = "which is no folder" if folder.exists() else "which does not exist"
-            raise NoRunError(f'got RUN "{shown}", {what}; {needed}')
         open_regular(folder / METRICS_FILE).close()
-    except FileNotFoundError as error:
-        raise NoRunError(
-            f'got RUN "{shown}", which has no {METRICS_FILE}; {needed}, whose first step writes it'
-        ) from error
     except (OSError, ValueError) as error:
-        if isinstance(error, NoRunError):
-            raise
-        text = visible(str(error)).replace("\n", "\\n")
-        raise NoRunError(f'got RUN "{shown}", which cannot be read: {text}; {needed}') from error
+        text = (
+            f'got RUN "{folder}", which has no {METRICS_FILE} that can be read ({error}); needed: the folder of a run '
+            "(run.output_dir), whose first step writes it"
+        )
+        raise NoRunError(visible(text).replace("\n", "\\n")) from error
 
 
-def _read_run(folder: Path, label: str, most_chars: int) -> ShownRun:
+def label_of(folder: Path) -> str:
+    """The folder as it was given, or the end of its path, on one line."""
+    shown = visible(str(folder)).replace("\n", "\\n").replace("\t", "\\t")
+    return shown if len(shown) <= MOST_LABEL else f"…{shown[1 - MOST_LABEL :]}"
+
+
+def _read_run(folder: Path, most_steps: int) -> ShownRun:
     notes: list[str] = []
 
     def read(name: str, read_part: Callable[[Path], Part], missing: Part) -> Part:
@@ -119,15 +111,14 @@ def _read_run(folder: Path, label: str, most_chars: int) -> ShownRun:
     except (OSError, ValueError) as error:
         raise NoRunError(f"{folder / METRICS_FILE} cannot be read: {error}") from error
     return ShownRun(
-        folder,
-        label,
+        label_of(folder),
         metrics=metrics,
         validation=read(VALIDATION_FILE, lambda path: read_curves(path, notes), Metrics()),
         settings=read(CONFIG_FILE, read_settings, {}),
         summary=read(SUMMARY_FILE, _read_object, {}),
         exit_status=read(EXIT_STATUS_FILE, _read_object, {}),
         events=read(EVENTS_FILE, lambda path: events_of(path, metrics.last_step, notes), Events()),
-        samples=samples_of(folder, notes, most_chars),
+        samples=samples_of(folder, notes, most_steps),
         rollbacks=read(ROLLBACKS_FILE, _rollbacks, []),
         notes=notes,
     )
@@ -146,22 +137,4 @@ def _rollbacks(path: Path) -> list[ShownRollback]:
             text_of(row["reason"], 500),
         )
         for row in _read_object(path)["rollbacks"]
-    ]
-
-
-def labels_of(folders: Sequence[Path]) -> list[str]:
-    """What the runs are called: the ends of their paths that tell them apart, and more than "run".
-
-    >>> labels_of([Path("/a/first"), Path("/b/second")]), labels_of([Path("/a/demo/run"), Path("/b/demo/run")])
-    (['first', 'second'], ['a/demo/run', 'b/demo/run'])
-    """
-    depth, deepest = 1, max(len(folder.parts) for folder in folders)
-    ends = [folder.name for folder in folders]
-    while (len(set(ends)) < len(ends) or "run" in ends) and depth < deepest:
-        depth += 1
-        ends = ["/".join(folder.parts[-depth:]) for folder in folders]
-    shown = [visible(end).replace("\n", "\\n").replace("\t", "\\t") or "/" for end in ends]
-    cut = [end if len(end) <= MOST_LABEL else f"…{end[1 - MOST_LABEL :]}" for end in shown]
-    return [
-        label if cut.index(label) == place else f"{label} ({place + 1})" for place, label in enumerate(cut)
     ]

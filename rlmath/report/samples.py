@@ -16,39 +16,34 @@ from rlmath.config.terminal import visible
 from rlmath.telemetry.samples import read_samples, sample_files
 
 MOST_FAILURE_FILES = 5
-
-SHOWN_STEPS, SHOWN_GROUPS, SHOWN_COMPLETIONS = 40, 4, 16
-"""In the page: steps of a run, groups of a step, completions of a group."""
-SHOWN_CHARS = 3 * 2**20
-"""Of all texts of all runs in the page."""
-HEAD_CHARS, TAIL_CHARS = 2500, 1500
+SHOWN_STEPS, SHOWN_GROUPS, SHOWN_COMPLETIONS = 30, 3, 16
+"""In the page: steps of all runs, groups of a step, completions of a group."""
+HEAD_CHARS, TAIL_CHARS = 2000, 1000
 """Of a longer completion, whose answer is at its end."""
 SHORT_CHARS = 300
 
 
-def samples_of(folder: Path, notes: list[str], most_chars: int = SHOWN_CHARS) -> list[dict[str, Any]]:
-    """Groups of the run in a folder, by rising step, as page.js reads them; none where it has none. `most_chars` bounds
-    their texts. What was left out is added to `notes`."""
+def samples_of(folder: Path, notes: list[str], most_steps: int = SHOWN_STEPS) -> list[dict[str, Any]]:
+    """Groups of the run in a folder, by rising step, as page.js reads them; none where it has none. What was left out
+    is added to `notes`."""
     found, failures = sample_files(folder), sample_files(folder, "failure")
     damaged = 0
-    by_step: dict[int, list[dict[str, Any]]] = {}
-    for step in _spread(list(found), SHOWN_STEPS):
-        by_step[step], broken = _read_groups(found[step], step, "step")
-        damaged += broken
-    failed: list[dict[str, Any]] = []
-    for step in _spread(list(failures), MOST_FAILURE_FILES):
-        groups, broken = _read_groups(failures[step], step, "failure")
-        damaged += broken
-        failed += groups[:1]
+    shown: list[dict[str, Any]] = []
+    for kind, files, most, most_groups in (
+        ("step", found, most_steps, SHOWN_GROUPS),
+        ("failure", failures, MOST_FAILURE_FILES, 1),
+    ):
+        for step in _spread(list(files), most):
+            groups, broken = _read_groups(files[step], step, kind)
+            shown += groups[:most_groups]
+            damaged += broken
     if damaged:
         notes.append(f"{SAMPLES_FOLDER}/: {damaged} lines or files are no samples and were left out.")
-    shown = _shown(by_step, failed, most_chars)
-    in_page = len({group["step"] for group in shown if group["kind"] == "step"})
-    if 0 < in_page < len(found):
+    if len(found) > most_steps:
         notes.append(
-            f"The page has samples of {in_page} of the {len(found)} steps that have some, spread evenly."
+            f"The page has samples of {most_steps} of the {len(found)} steps that have some, spread evenly."
         )
-    return shown
+    return sorted(shown, key=lambda group: group["step"])
 
 
 def _spread(items: Sequence[int], most: int) -> list[int]:
@@ -92,7 +87,7 @@ def _group(row: Any, step: int, kind: str) -> dict[str, Any]:
         "solutions": [text_of(one, SHORT_CHARS) for one in solutions[:8]],
         "right": sum(one["correct"] for one in completions),
         "sampled": len(completions),
-        "completions": completions,
+        "completions": completions[:SHOWN_COMPLETIONS],
     }
 
 
@@ -141,26 +136,3 @@ def number_of(value: Any) -> float | None:
     except (ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
-
-
-def _shown(
-    by_step: dict[int, list[dict[str, Any]]], failed: list[dict[str, Any]], most_chars: int
-) -> list[dict[str, Any]]:
-    """Of as many steps, spread evenly, as the bounds take."""
-    bounded = {step: [_bounded(group) for group in groups[:SHOWN_GROUPS]] for step, groups in by_step.items()}
-    extra = [_bounded(group) for group in failed]
-    steps, count = sorted(step for step, groups in bounded.items() if groups), SHOWN_STEPS
-    while count:
-        chosen = [group for step in _spread(steps, count) for group in bounded[step]]
-        if sum(map(_chars, (*chosen, *extra))) <= most_chars:
-            return sorted([*chosen, *extra], key=lambda group: group["step"])
-        count = min(count, len(steps)) * 3 // 4
-    return []
-
-
-def _bounded(group: dict[str, Any]) -> dict[str, Any]:
-    return {**group, "completions": group["completions"][:SHOWN_COMPLETIONS]}
-
-
-def _chars(group: dict[str, Any]) -> int:
-    return len(group["prompt"]) + sum(len(one["text"]) + 300 for one in group["completions"])

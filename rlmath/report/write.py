@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from datetime import datetime
 from importlib.util import find_spec
@@ -43,7 +42,6 @@ def write_run_report(config: Config) -> None:
     run has done its work by then."""
     if not config.telemetry.report:
         return
-    started = time.perf_counter()
     try:
         path = write_report([config.run.output_dir])
     except NoPlotlyError as error:
@@ -52,7 +50,6 @@ def write_run_report(config: Config) -> None:
         logger.warning("The report could not be written: %s: %s", type(error).__name__, error)
     else:
         logger.info("The report is in %s", path)
-        logger.debug("The report took %.2f s", time.perf_counter() - started)
 
 
 def read_plotly() -> str:

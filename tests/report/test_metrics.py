@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 from pathlib import Path
 
 import pytest
 
-from rlmath.report.metrics import Curve, means_on_common_steps, read_curves, thinned
+from rlmath.report.metrics import Curve, read_curves, thinned
 
 
 def written(tmp_path: Path, content: str | bytes) -> Path:
@@ -48,22 +47,6 @@ def test_values_that_are_not_finite_are_not_drawn_and_told(tmp_path: Path) -> No
     assert "3 values are NaN, infinite or above" in notes[0]
 
 
-@pytest.mark.parametrize("steps", [1, 2, 100, 997])
-def test_a_long_file_is_thinned_evenly_and_keeps_its_newest_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
-) -> None:
-    lines = [f'{{"step": {step:6d}, "a": {step:6d}.5}}\n' for step in range(1, steps + 1)]
-    path, notes = written(tmp_path, "".join(lines) + '{"step": 9999, "a'), []
-    monkeypatch.setattr("rlmath.report.metrics.MOST_BYTES", 50 * len(lines[0]))
-    metrics = read_curves(path, notes)
-    found = metrics.curve("a")
-    assert (metrics.last_step, found.steps[-1], found.values[-1]) == (steps, steps, steps + 0.5)
-    gaps = {later - earlier for earlier, later in itertools.pairwise(found.steps)}
-    assert len(found.steps) <= 50 or steps <= 50
-    assert len(gaps) <= 1 and found.steps[0] <= max(gaps, default=1)
-    assert bool(notes) == (steps > 50)
-
-
 def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(ValueError, match="FIFO"):
@@ -80,11 +63,3 @@ def test_a_thinned_curve_keeps_its_extremes_and_ends(count: int) -> None:
     assert (small.steps[0], small.steps[-1]) == (0, count - 1)
     assert small.steps == sorted(set(small.steps))
     assert all(curve.values[step] == value for step, value in zip(*small, strict=True))
-
-
-def test_stacked_means_keep_the_sum() -> None:
-    count = 1000
-    curves = [Curve(list(range(count)), [1.0] * count), Curve(list(range(0, count, 2)), [4.0] * (count // 2))]
-    steps, values, width = means_on_common_steps(curves)
-    assert width == 3 and len(steps) == 334
-    assert values[0] == [1.0] * 334 and sum(values[1]) / 334 == pytest.approx(2.0, rel=0.02)

@@ -9,7 +9,7 @@ import pytest
 
 from rlmath.report.panels import markers
 from rlmath.report.run_events import events_of
-from rlmath.report.run_folder import NoRunError, ShownRollback, labels_of, read_runs, require_run
+from rlmath.report.run_folder import NoRunError, ShownRollback, label_of, read_runs, require_run
 from rlmath.report.settings import changed, differing, read_settings
 from tests.report.folders import make_run, write_event, write_json
 
@@ -86,8 +86,8 @@ def test_a_number_without_a_point_is_a_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("missing", "which does not exist"),
-        ("file", "which is no folder"),
+        ("missing", "No such file"),
+        ("file", "Not a directory"),
         ("empty", "which has no metrics.jsonl"),
         ("fifo", "is a FIFO"),
         ("a\nb", r"a\nb"),
@@ -104,23 +104,11 @@ def test_what_is_no_run_is_named_in_one_line(tmp_path: Path, name: str, says: st
     assert says in text and "needed: the folder of a run (run.output_dir)" in text and "\n" not in text
 
 
-def test_labels_tell_runs_apart() -> None:
-    assert labels_of([Path("/x/a"), Path("/y/b")]) == ["a", "b"]
-    assert labels_of([Path("/x/demo/run")]) == ["demo/run"]
-    assert labels_of([Path("/x/a/run"), Path("/y/a/run"), Path("/y/b/run")]) == [
-        "x/a/run",
-        "y/a/run",
-        "y/b/run",
-    ]
-    long = ["/" + "x" * 100 + end for end in ("a", "b")]
-    labels = labels_of([Path(one) for one in long])
-    assert len(set(labels)) == 2 and max(map(len, labels)) <= 60
-    same = labels_of([Path("/" + start + "x" * 100) for start in "ab"])
-    assert len(set(same)) == 2
+def test_a_label_is_one_line_and_not_long() -> None:
+    assert label_of(Path("outputs/a\nb")) == r"outputs/a\nb"
+    assert label_of(Path("x" * 100 + "/run")) == "…" + "x" * 55 + "/run"
 
 
 def test_a_run_given_twice_counts_once(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
-    assert [(run.label, run.folder) for run in read_runs([tmp_path / "a", tmp_path / "a" / ".." / "a"])] == [
-        ("a", tmp_path / "a")
-    ]
+    assert len(read_runs([tmp_path / "a", tmp_path / "a" / ".." / "a"])) == 1
