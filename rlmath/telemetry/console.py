@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
-import statistics
 import sys
-import textwrap
 import warnings
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -29,7 +26,7 @@ from rlmath.telemetry.events import EventFile
 logger = logging.getLogger(__name__)
 
 COLUMNS = 80
-"""Of the lines for steps; what is longer is wrapped on a terminal, to its width."""
+"""Of the lines for steps."""
 RECENT_STEPS = 100
 """Whose mean gives the time that is left."""
 EARLY_LINES = 1000
@@ -148,24 +145,15 @@ def open_log_file(output_dir: str | Path) -> None:
 
 
 class ConsoleFormatter(logging.Formatter):
-    """ "18:43:01 WARNING: text", of ranks but the first with their number. On a terminal, lines that are too long are
-    wrapped between words, but for tracebacks; else a message stays on its line, for programs that search it. Lines of
-    other ranks replace the bar of the first on a terminal; it draws the bar again."""
+    """ "18:43:01 WARNING: text", of ranks but the first with their number."""
 
     def __init__(self, rank: int) -> None:
         name = "" if rank == 0 else f" rank {rank}"
         super().__init__(f"%(asctime)s{name} %(levelname)s: %(message)s", "%H:%M:%S")
-        self._over_bar = rank != 0
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
-        if record.levelno == logging.INFO:
-            text = text.replace(" INFO: ", " ", 1)
-        width = terminal_width()
-        if width is None:
-            return text
-        text = text if record.exc_info else wrapped(text, width)
-        return over_bar(text, width) if self._over_bar else text
+        return text.replace(" INFO: ", " ", 1) if record.levelno == logging.INFO else text
 
 
 class _LogFileFormatter(logging.Formatter):
@@ -216,97 +204,39 @@ class _LogFile(logging.FileHandler):
             logger.warning("%s cannot be written: %s. The run continues without it", self.baseFilename, error)
 
 
-def terminal_width(stream: TextIO | None = None) -> int | None:
-    """Columns of the terminal that a stream is, stderr where none is given; None where it is none, or its size is not
-    known."""
-    stream = sys.stderr if stream is None else stream
-    try:
-        return max(os.get_terminal_size(stream.fileno()).columns, 40) if stream.isatty() else None
-    except (OSError, ValueError):
-        return None
-
-
-def over_bar(text: str, width: int) -> str:
-    """The text in the place of a progress bar of another process that may stand on the terminal's line."""
-    first, newline, rest = text.partition("\n")
-    return f"\r{first.ljust(width - 1)}{newline}{rest}"
-
-
-def wrapped(text: str, width: int) -> str:
-    """The text with lines of at most so many columns, but for words that are longer, such as paths, and for commands,
-    whose lines begin with "$ ".
-
-    >>> print(wrapped("12:00:00 a line that is too long", 24))
-    12:00:00 a line that is
-      too long
-    """
-    lines = []
-    for line in text.split("\n"):
-        indent = " " * (len(line) - len(line.lstrip()) + 2)
-        fits = len(line) <= width or line.lstrip().startswith("$ ")
-        lines += (
-            [line]
-            if fits
-            else textwrap.wrap(
-                line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-            )
-        )
-    return "\n".join(lines)
-
-
 # ---------------------------------------------------------------- a step's line
 
 
-class RemainingTime:
-    """The seconds that a run still takes: by the mean of this start's recent steps, with the validations and saves
-    between them, without the first, which warms up."""
+def remaining_seconds(step_ends: Sequence[float], steps_left: int) -> float | None:
+    """The seconds that a run still takes, by the ends of this start's last steps (seconds), between which validations
+    and saves lie. None where only the first step is known, which warms up.
 
-    def __init__(self, total_steps: int) -> None:
-        self._total_steps = total_steps
-        self._is_first = True
-        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
-
-    def add(self, seconds: float) -> None:
-        """A step of this start with all that belongs to it."""
-        if not self._is_first:
-            self._recent.append(seconds)
-        self._is_first = False
-
-    def seconds(self, steps_done: int) -> float | None:
-        """None where only the first step is known.
-
-        >>> left = RemainingTime(10)
-        >>> left.add(20.0), left.add(9.0), left.add(2.0), left.seconds(3)
-        (None, None, None, 38.5)
-        """
-        return (self._total_steps - steps_done) * statistics.fmean(self._recent) if self._recent else None
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands after a step."""
-
-    step: int
-    """Counted from 1."""
-    total_steps: int
-    step_seconds: float
-    remaining_seconds: float | None
-    """Until the last step and validation are made; None: not known yet."""
+    >>> remaining_seconds([20.0, 29.0, 31.0], 7)
+    38.5
+    """
+    if len(step_ends) < 2:
+        return None
+    return steps_left * (step_ends[-1] - step_ends[0]) / (len(step_ends) - 1)
 
 
 def step_line(
-    progress: Progress, metrics: Mapping[str, float], columns: int = COLUMNS - len("00:00:00 ")
+    step: int,
+    total_steps: int,
+    seconds: float,
+    remaining: float | None,
+    metrics: Mapping[str, float],
+    columns: int = COLUMNS - len("00:00:00 "),
 ) -> str:
-    """One line of at most so many columns; of `metrics` those of STEP_LINE_METRICS for which there is room.
+    """One line of at most so many columns for a step, counted from 1, that took so many seconds; of `metrics` those of
+    STEP_LINE_METRICS for which there is room.
 
-    >>> step_line(Progress(3, 38, 1.234, 66.2), {"task_reward": -0.25, "other": 1.0})
+    >>> step_line(3, 38, 1.234, 66.2, {"task_reward": -0.25, "other": 1.0})
     'step  3/38 reward -0.250 1.23s left 1:06'
     """
-    digits = len(str(progress.total_steps))
-    start = f"step {progress.step:>{digits}}/{progress.total_steps}"
-    end = f" {seconds_text(progress.step_seconds)}s"
-    if progress.remaining_seconds is not None:
-        end += f" left {duration(progress.remaining_seconds)}"
+    start = f"step {step:>{len(str(total_steps))}}/{total_steps}"
+    end = f" {seconds_text(seconds)}s"
+    if remaining is not None:
+        end += f" left {duration(remaining)}"
     shown = STEP_LINE_METRICS | {name: (name.removeprefix("reward/"), ".2f") for name in _parts(metrics)}
     for name, (short, form) in shown.items():
         part = f" {short} {metrics[name]:{form}}" if name in metrics else ""

@@ -9,11 +9,9 @@ import json
 import logging
 import math
 import os
-import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 Row = dict[str, float]
 
-MOST_WAITING = 10_000
-"""Rows of a file that may wait in memory for room on the disk; of more, the oldest are lost."""
 TIMED = """
 seconds/ tokens_per_second/ train/mfu rollout/mfu memory rollout/idle_share rollout/tail_share rollout/batch_fill
 rollout/trainer_busy_share rollout/engine_busy_share rollout/sequences_running rollout/scores_waiting sync/latency_s
@@ -89,17 +85,12 @@ class _RowFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.dropped = 0
-        """Rows that were too many to wait."""
-        self.waiting: deque[bytes] = deque()
+        self.waiting: list[bytes] = []
         self._is_new = True
 
     def append(self, line: str) -> None:
         """OSError where it cannot be written now; then it waits."""
         self.waiting.append(line.encode())
-        if len(self.waiting) > MOST_WAITING:
-            self.waiting.popleft()
-            self.dropped += 1
         self.flush()
 
     def flush(self) -> None:
@@ -166,21 +157,18 @@ class MetricsWriter:
         line = json.dumps(row, allow_nan=False) + "\n"
         self.unwritten.attempt(name, lambda: self._rows[name].append(line), lost=0)
         if self._events is not None:
-            self._write_events(lambda writer: _add_scalars(writer, step, values))
+            self._write_events(step, values)
         if self._wandb is not None:
             self._wandb.write(step, values)
 
-    def _write_events(self, write: Callable[[SummaryWriter], None]) -> None:
+    def _write_events(self, step: int, values: Mapping[str, float]) -> None:
         """TensorBoard's writer cannot be used after an error: there are no more events then."""
-        assert self._events is not None
         try:
-            if not self._events.is_broken:
-                write(self._events.writer())
+            self._events.add(step, values)
         except OSError as error:
             self._events.close()
-            self._events.is_broken = True
+            self._events = None
             self.unwritten.log_refused("TensorBoard is off from here: %s. The run continues", error)
-        self.unwritten.lost["TensorBoard"] += self._events.is_broken
 
     def flush(self) -> None:
         """Try once more to write the rows that wait."""
@@ -189,9 +177,9 @@ class MetricsWriter:
                 self.unwritten.attempt(name, rows.flush, lost=0)
 
     def lost(self) -> dict[str, int]:
-        """By kind, how much is not written: rows of a file, samples, values of TensorBoard."""
+        """By kind, how much is not written: rows of a file, samples."""
         counts = dict(self.unwritten.lost)
-        counts |= {name: rows.dropped + len(rows.waiting) for name, rows in self._rows.items()}
+        counts |= {name: len(rows.waiting) for name, rows in self._rows.items()}
         return {name: count for name, count in counts.items() if count}
 
     def close(self) -> None:
@@ -202,12 +190,6 @@ class MetricsWriter:
             self._wandb.close()
 
 
-def _add_scalars(writer: SummaryWriter, step: int, values: Mapping[str, float]) -> None:
-    for name, value in values.items():
-        writer.add_scalar(tensorboard_tag(name), value, step)
-    writer.flush()
-
-
 class _Events:
     """TensorBoard's events."""
 
@@ -215,31 +197,21 @@ class _Events:
         self._folder = folder
         self._purge_step = first_step if first_step > 1 else None
         self._writer: SummaryWriter | None = None
-        self.is_broken = False
-        """The disk has refused them."""
-        threading.excepthook = partial(_hook_of_threads, threading.excepthook)
 
-    def writer(self) -> SummaryWriter:
-        """OSError where the disk refuses its file."""
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """OSError where the disk refuses them."""
         from torch.utils.tensorboard import SummaryWriter  # here, because it takes seconds
 
         if self._writer is None:
             self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
-        return self._writer
+        for name, value in values.items():
+            self._writer.add_scalar(tensorboard_tag(name), value, step)
+        self._writer.flush()
 
     def close(self) -> None:
-        writer, self._writer = self._writer, None
-        for file in (writer.all_writers or {}).values() if writer is not None else ():
+        for file in (self._writer.all_writers or {}).values() if self._writer is not None else ():
             with suppress(OSError):  # it is closed, with or without its last events
                 file.close()
-
-
-def _hook_of_threads(
-    before: Callable[[threading.ExceptHookArgs], object], args: threading.ExceptHookArgs
-) -> None:
-    """What the disk refuses to TensorBoard's thread is raised again at the next write: no traceback of the thread."""
-    if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
-        before(args)
 
 
 def open_metrics(config: Config, first_step: int = 1, unwritten: Unwritten | None = None) -> MetricsWriter:
@@ -309,15 +281,14 @@ def keep_metrics(output_dir: str | Path, last_step: int, name: str = METRICS_FIL
     if not path.exists():
         return 0
     rows: dict[int, dict[str, float]] = {}
-    damaged: list[int] = []
-    for number, row in parsed_lines(path):
+    damaged = 0
+    for _, row in parsed_lines(path):
         if isinstance(row, Exception):
-            damaged.append(number)
+            damaged += 1
         else:
             rows[int(row["step"])] = row
     if damaged:
-        text = "%s: %d lines cannot be read and are dropped (numbers %s)"
-        logger.warning(text, path, len(damaged), ", ".join(map(str, damaged[:10])))
+        logger.warning("%s: %d lines cannot be read and are dropped", path, damaged)
     later = [step for step in rows if step > last_step]
     if later:
         text = "%s: the rows of %d steps after step %d are dropped; the run makes these steps again"

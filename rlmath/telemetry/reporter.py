@@ -9,7 +9,7 @@ import json
 import logging
 import statistics
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from rlmath.planning.memory_estimate import Kind
 from rlmath.rewards.reward_manager import first_function_failure
 from rlmath.rewards.several_rewards import functions_of, named_rewards
 from rlmath.telemetry.alerts import Alerts, dropped_alert
-from rlmath.telemetry.console import Progress, RemainingTime, step_line
+from rlmath.telemetry.console import RECENT_STEPS, remaining_seconds, step_line
 from rlmath.telemetry.events import event
 from rlmath.telemetry.metrics_writer import Unwritten, open_metrics, read_metrics
 from rlmath.telemetry.samples import SampleWriter, samples_file
@@ -87,8 +87,7 @@ class Reporter:
         self._last: dict[str, float] = {}
         self._held_out: dict[str, float] | None = {} if kind == "sft" else None
         self._unwritten = Unwritten()
-        self._remaining = RemainingTime(inputs.total_steps)
-        self._step_ended: float | None = None
+        self._step_ends: deque[float] = deque(maxlen=RECENT_STEPS + 1)
         self._metrics = open_metrics(config, steps_done + 1, self._unwritten)
         names = [one.name for one in named_rewards(config.reward)]
         self._samples = SampleWriter(config.run.output_dir, config.telemetry.sample_groups_per_step, names)
@@ -137,15 +136,10 @@ class Reporter:
         for text in self._look_for_alerts(number, metrics):
             extra = event("alert", number + 1, text=text)
             logger.warning("step %d: %s", number + 1, text, extra=extra)
-        progress = self._progress(number, metrics["seconds/step"])
-        logger.info("%s", step_line(progress, metrics), extra=event("step", number + 1))
-
-    def _progress(self, number: int, seconds: float) -> Progress:
-        """Where the run stands after step `number`; call it once a step."""
-        now, started = time.perf_counter(), self._step_ended
-        self._step_ended = now
-        self._remaining.add(seconds if started is None else now - started)
-        return Progress(number + 1, self._total_steps, seconds, self._remaining.seconds(number + 1))
+        self._step_ends.append(time.perf_counter())
+        left = remaining_seconds(self._step_ends, self._total_steps - number - 1)
+        line = step_line(number + 1, self._total_steps, metrics["seconds/step"], left, metrics)
+        logger.info("%s", line, extra=event("step", number + 1))
 
     def _write_samples(self, step: int, record: StepRecord, failures: float) -> None:
         """`failures`: share of the answers that could not be judged (0 to 1). Too many are warned of every
