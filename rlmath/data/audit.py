@@ -10,21 +10,23 @@ as strings, without the parser: 100,000 take some two seconds.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, TypeVar
 
 from rlmath.algorithms.types import Prompt
 from rlmath.answers.extraction import extract_answer
 from rlmath.answers.string_match import gold_answer
 from rlmath.answers.verifier import Rules, usable_solutions, verify_by_string
+from rlmath.config.help import counted
 from rlmath.config.schema import DataConfig, RewardConfig
-from rlmath.config.terminal import excerpt
+from rlmath.config.terminal import excerpt, visible
 from rlmath.data.chat import ChatSettings
 from rlmath.data.loader import FilterReport
-from rlmath.data.picture import prompt_picture, sequence_picture
 from rlmath.data.rows import grouped
 from rlmath.data.sft_sequences import SequenceReport, WrittenSequence
 from rlmath.data.tokenizer import characters_without_token, unknown_token_ids, without_template
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = 3
 """Prompts named with a finding."""
+LINE_CHARACTERS, MOST_LINES = 72, 16
+"""Of a prompt or a sequence that is drawn."""
 PROSE_WORDS = 12
 """A reference with so many words is a sentence, not an answer."""
 SENTENCE = "is a sentence, not an answer"
@@ -90,14 +94,13 @@ def prompt_lines(
     prompt: Prompt, report: FilterReport, data: DataConfig, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[str, ...]:
     """The first prompt of a file for the console."""
-    assert report.first_row is not None
     template = report.template
     used = "as it stands in the file" if template == "raw" else f'in the template "{template}"'
     return (
         f"A prompt as the model reads it: {excerpt(prompt.prompt_id, 40)!r} of {report.path},",
         f"  {used} (data.template={data.template}),",
-        f"  {_tokens(prompt.text, prompt.token_ids, tokenizer)}; │ ends a token:",
-        *prompt_picture(prompt.text, report.first_row, template, tokenizer, data.system_prompt),
+        f"  {_counted_tokens(prompt.token_ids, tokenizer)}; │ ends a token:",
+        *_drawn(prompt.token_ids, [False] * len(prompt.token_ids), tokenizer),
     )
 
 
@@ -105,24 +108,39 @@ def sequence_lines(
     report: SequenceReport, data: DataConfig, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[str, ...]:
     """The first sequence of a file for the console."""
-    if report.example is None:
+    one = report.example
+    if one is None:
         return ()
-    text, one = report.example
-    last = one.completion_ids[-1]
+    tokens = one.prompt_ids + one.completion_ids
+    learned = (False,) * len(one.prompt_ids) + (one.learned or (True,) * len(one.completion_ids))
     return (
         f"A sequence as it is learned, of {report.path} (data.template={data.template}),",
-        f"  {_tokens(text.prompt, one.prompt_ids + one.completion_ids, tokenizer)}; │ ends a token;",
+        f"  {_counted_tokens(tokens, tokenizer)}; │ ends a token;",
         f"  the {one.n_learned} of lines with * are learned:",
-        *sequence_picture(text.pieces, text.row, text.template, tokenizer, data.system_prompt, last),
+        *_drawn(tokens, learned, tokenizer),
     )
 
 
-def _tokens(text: str, token_ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> str:
-    unknown, lost = unknown_token_ids(tokenizer), characters_without_token(text, tokenizer)
-    left_out = f", no token for {_characters(lost)}" if lost else ""
-    return (
-        f"{len(token_ids)} tokens, {sum(token in unknown for token in token_ids)} of them unknown{left_out}"
-    )
+def _counted_tokens(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> str:
+    unknown = unknown_token_ids(tokenizer)
+    return f"{len(token_ids)} tokens, {sum(token in unknown for token in token_ids)} of them unknown"
+
+
+def _drawn(
+    token_ids: Sequence[int], learned: Sequence[bool], tokenizer: PreTrainedTokenizerFast
+) -> Iterator[str]:
+    """Tokens in lines, without control characters, those that are learned in lines with a star; many are cut in the
+    middle."""
+    lines = []
+    for is_learned, part in itertools.groupby(zip(token_ids, learned, strict=True), key=itemgetter(1)):
+        texts = [visible(tokenizer.decode([token])).replace("\n", "↵") for token, _ in part]
+        text = "".join(f"{one}│" for one in texts)
+        starts = range(0, len(text), LINE_CHARACTERS)
+        lines += [f"  {'*' if is_learned else ' '} {text[at : at + LINE_CHARACTERS]}" for at in starts]
+    half, hidden = MOST_LINES // 2, len(lines) - MOST_LINES
+    if hidden > 0:
+        lines[half:-half] = [f"    [... {counted(hidden, 'line')} ...]"]
+    yield from lines
 
 
 def _characters(characters: Iterable[str]) -> str:

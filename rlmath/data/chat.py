@@ -195,16 +195,6 @@ def render(messages: Messages, tokenizer: PreTrainedTokenizerFast, name: str, pr
     return text
 
 
-def generation_prompt(messages: Messages, text: str, tokenizer: PreTrainedTokenizerFast) -> str:
-    """What the template writes behind the messages for an answer to begin, in the `text` of the prompt; "" where that
-    does not begin as the messages without it."""
-    try:
-        without = render(messages, tokenizer, "the prompt", prompt=False)
-    except ValueError:
-        return ""
-    return text[len(without) :] if text.startswith(without) else ""
-
-
 def _require(content: str, text: str, name: str) -> None:
     if "".join(content.split()) not in "".join(text.split()):
         raise ValueError(

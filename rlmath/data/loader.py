@@ -78,8 +78,6 @@ class FilterReport:
     examples: tuple[DroppedPrompt, ...] = ()
     template: str = ""
     """What is around the first prompt that is kept (`tokenizer.template_of`)."""
-    first_row: PromptRow | None = None
-    """The row of that prompt."""
     setting: str = "data.max_prompt_tokens"
     """What bounds the tokens."""
 
@@ -200,12 +198,12 @@ def load_prompts(
         )
     prompts: list[Prompt] = []
     dropped: list[DroppedPrompt] = []
-    first_template, first_row = "", None
+    first_template = ""
     for row, text, ids in _tokenized(file.rows, template, tokenizer):
         if tokenizer is None or 0 < len(ids) <= max_prompt_tokens:
             prompts.append(as_prompt(row, text, ids))
             if len(prompts) == 1 and tokenizer is not None:
-                first_template, first_row = template_of(row, template, tokenizer), row
+                first_template = template_of(row, template, tokenizer)
         else:
             reason = "too long" if ids else "empty"
             dropped.append(DroppedPrompt(row.query_id, len(ids), reason, row.prompt[:_START_CHARS]))
@@ -224,7 +222,6 @@ def load_prompts(
         unusable=tuple(file.unusable),
         examples=tuple(dropped[:EXAMPLES]),
         template=first_template,
-        first_row=first_row,
     )
     if not prompts:
         raise ValueError(

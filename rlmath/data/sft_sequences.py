@@ -85,8 +85,8 @@ class WrittenSequence:
 class SequenceReport(FilterReport):
     """What became of a file's rows, and what the data audit shows and looks at."""
 
-    example: tuple[_Texts, WrittenSequence] | None = None
-    """The first that is kept, as text and as tokens. None where nothing is kept."""
+    example: WrittenSequence | None = None
+    """The first that is kept; None where nothing is."""
     characters: frozenset[str] = frozenset()
     """Characters of all texts that are kept."""
 
@@ -103,7 +103,7 @@ def load_sequences(
     ValueError for a file that cannot be read, where too many rows are unusable, and where nothing is left.
     """
     kept: list[WrittenSequence] = []
-    example: tuple[_Texts, WrittenSequence] | None = None
+    first_template = ""
     characters: set[str] = set()
     unusable: list[UnusableRow] = []
     too_long = longest = 0
@@ -117,7 +117,7 @@ def load_sequences(
                 too_long, longest = too_long + 1, max(longest, one.length)
             else:
                 kept.append(one)
-                example = example or (row, one)
+                first_template = first_template or row.template
                 characters.update(*(piece.text for piece in row.pieces))
     report = SequenceReport(
         read=len(kept) + too_long,
@@ -129,8 +129,8 @@ def load_sequences(
         files=folder_line(path),
         unusable=tuple(unusable),
         setting="sft.max_sequence_tokens",
-        template=example[0].template if example else "",
-        example=example,
+        template=first_template,
+        example=kept[0] if kept else None,
         characters=frozenset(characters),
     )
     _check(report, max_unusable_share)
