@@ -467,27 +467,27 @@ def read_prompts(
 
 def _checked_form(path: str, form: str, first: list[RawRow]) -> Form:
     """The form that the first rows have; ValueError where it is none, or not the one that `form` names."""
-    known = "Forms there are:" + "".join(f'\n    "{one.name}": {one.columns}' for one in FORMS.values())
-    if not first:
-        raise ValueError(f"{path}: no rows; one problem per row is needed. {known}")
-    row = next((row for row in first if row.columns is not None), first[0])
-    if row.columns is None:
-        shown = f"{row.reason}; it begins {row.start!r}"
-    else:
-        shown = f"it has the columns {', '.join(map(repr, list(row.columns)[:20])) or 'none'}"
-    example = f"{row.where}: {shown}"
-    found = next((one for row in first if row.columns is not None and (one := form_of(row.columns))), None)
-    if form != "auto" and found is not FORMS[form] and (found is not None or row.columns is None):
-        is_what = f'is of the form "{found.name}"' if found else "has no rows of any form"
-        raise ValueError(f'{path} {is_what}, data.format says "{form}". {example}. {known}')
-    if form != "auto":
+    forms = [form_of(row.columns) for row in first if row.columns is not None]
+    found = next(filter(None, forms), None)
+    if form != "auto" and (found is FORMS[form] or (found is None and forms)):
         return FORMS[form]
-    if found is None:
-        change = (
-            "Rename its columns, or give data.format=my_rows.py:function, a function of yours that reads them"
-        )
-        raise ValueError(f"{path}: rows of an unknown form. {example}. {change} (docs/data.md). {known}")
-    return found
+    if form == "auto" and found is not None:
+        return found
+    known = "".join(f'\n    "{one.name}": {one.columns}' for one in FORMS.values())
+    needed = (
+        "Needed: JSON lines, parquet or Arrow with one problem a row. Rename its columns, or give "
+        "data.format=my_rows.py:function, a function of yours that reads them (docs/data.md). Forms there are:"
+    )
+    if not first:
+        raise ValueError(f"{path}: no rows. {needed}{known}")
+    row = next((row for row in first if row.columns is not None), first[0])
+    shown = f"{row.reason}; it begins {row.start!r}"
+    if row.columns is not None:
+        shown = f"it has the columns {', '.join(map(repr, list(row.columns)[:20])) or 'none'}"
+    what = f'of the form "{found.name}"' if found else "of an unknown form"
+    raise ValueError(
+        f'{path} has rows {what}; data.format is "{form}". {row.where}: {shown}. {needed}{known}'
+    )
 
 
 def _rows_of(read: Reader, raw: Iterable[RawRow]) -> Iterator[tuple[RawRow, PromptRow | RowError]]:

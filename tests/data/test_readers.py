@@ -1,10 +1,6 @@
 import gzip
 import json
 import os
-import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -92,7 +88,7 @@ def test_a_line_of_exactly_the_limit_is_read(tmp_path, monkeypatch):
 
 
 def test_a_file_without_rows_is_refused(tmp_path):
-    assert "no rows; one problem per row is needed" in refused(write(tmp_path, b"\n  \n"))
+    assert "no rows. Needed: JSON lines, parquet or Arrow" in refused(write(tmp_path, b"\n  \n"))
 
 
 def test_a_file_of_unknown_form_is_refused_with_what_it_has_and_the_forms_there_are(tmp_path):
@@ -106,18 +102,17 @@ def test_a_file_of_unknown_form_is_refused_with_what_it_has_and_the_forms_there_
 @pytest.mark.parametrize(
     ("beginning", "what"),
     [
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a pointer of Git LFS"),
-        (gzip.compress(json.dumps(GOOD).encode()), "unpack it with gunzip"),
-        (b"PK\x03\x04zipped\n", "is a zip archive"),
-        (json.dumps(GOOD).encode("utf-16"), "is text in UTF-16; save it as UTF-8"),
-        (json.dumps([GOOD], indent=1).encode(), "the beginning of a JSON array; jq -c '.[]' writes"),
-        (json.dumps([GOOD]).encode(), "a JSON list, where a JSON object is needed; jq -c '.[]' writes"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "it begins 'version https://git-lfs"),
+        (gzip.compress(json.dumps(GOOD).encode()), "not UTF-8 (byte 1 is 0x8b), or compressed"),
+        (json.dumps(GOOD).encode("utf-16"), "not UTF-8 (byte 0 is 0xff)"),
+        (json.dumps([GOOD], indent=1).encode(), "it begins '['"),
+        (json.dumps([GOOD]).encode(), "a JSON list, where a JSON object is needed"),
+        (b"question,answer\n1+1,2\n", "it begins 'question,answer'"),
     ],
 )
-def test_a_file_of_another_kind_is_refused_with_what_it_is(tmp_path, beginning, what):
-    assert what in refused(write(tmp_path, beginning))
-    if what.startswith("is a pointer"):
-        assert what in refused(write(tmp_path, beginning, name="train.parquet"))
+def test_a_file_of_another_kind_is_refused_with_how_it_begins(tmp_path, beginning, what):
+    message = refused(write(tmp_path, beginning))
+    assert what in message and "Needed: JSON lines, parquet or Arrow" in message
 
 
 def test_a_byte_order_mark_costs_no_row(tmp_path):
@@ -129,7 +124,9 @@ def test_another_form_than_the_one_asked_for_is_refused(tmp_path):
     path = write(tmp_path, GOOD)
     assert len(read_prompts(path, "boba").rows) == 1
     message = refused(path, "question_answer")
-    assert 'is of the form "boba", data.format says "question_answer"' in message and "'query_id'" in message
+    assert (
+        'has rows of the form "boba"; data.format is "question_answer"' in message and "'query_id'" in message
+    )
 
 
 def test_a_file_none_of_whose_rows_can_be_used_is_refused(tmp_path):
@@ -142,44 +139,10 @@ def test_the_form_is_found_behind_rows_that_cannot_be_read(tmp_path):
     assert read_prompts(write(tmp_path, b"# a comment\n", GOOD)).form == "boba"
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "how"),
-    [
-        ("rows.csv", "question,answer\n1+1,2\n", "newline='', encoding='utf-8-sig'))]"),
-        ("rows.jsonl", '"question";"answer"\n1+1;2\n', "encoding='utf-8-sig'), delimiter=';')]"),
-        ("rows.csv", "What is 1+1, and why?,2\n", "encoding='utf-8-sig'))]"),
-    ],
-)
-def test_a_csv_file_is_named_as_such_and_can_be_converted_as_it_says(tmp_path: Path, name, text, how):
-    folder = tmp_path / 'it\'s a $HOME; "copy"'
-    folder.mkdir()
-    file = folder / name
-    file.write_text(text)
-    told = refused(file)
-    assert told.startswith(f"{file} is a CSV file") and how in told
-    command = next(line for line in told.splitlines() if line.strip().startswith("$ python"))
-    done = subprocess.run(command.strip()[2:].replace("python", sys.executable, 1), shell=True, check=False)
-    assert done.returncode == 0
-    if "question" in text:
-        found = read_prompts(shlex.split(command)[-1])
-        assert [(row.prompt, row.solutions) for row in found.rows] == [("1+1", ("2",))]
-
-
-def test_a_folder_with_nothing_but_csv_files_says_so(tmp_path: Path):
-    (tmp_path / "train.csv").write_text("question,answer\n1+1,2\n")
-    assert "train.csv is a CSV file" in refused(tmp_path)
-
-
-def test_json_lines_that_begin_with_text_are_no_csv_file(tmp_path: Path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text('not, JSON!\n{"question": "1+1", "answer": "2"}\n')
-    assert len(read_prompts(str(file)).rows) == 1
-
-
 def test_a_missing_file_is_named_with_the_nearest_name(tmp_path):
     write(tmp_path, GOOD)
-    assert "trian.jsonl: no such file. There is" in refused(tmp_path / "trian.jsonl")
-    assert "train.jsonl: no such file" in refused(tmp_path / "no" / "train.jsonl")
+    assert 'trian.jsonl": no such file. There is' in refused(tmp_path / "trian.jsonl")
+    assert 'train.jsonl": no such file.' in refused(tmp_path / "no" / "train.jsonl")
 
 
 def test_areal_v01_takes_solutions_from_the_file_beside(tmp_path):
@@ -198,10 +161,7 @@ def test_areal_v01_takes_solutions_from_the_file_beside(tmp_path):
     assert "id2info.json cannot be read: " in refused(path)
 
 
-def test_a_place_that_is_no_file_says_what_it_is(tmp_path):
+def test_a_place_that_is_no_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link.jsonl").symlink_to(tmp_path / "gone.jsonl")
-    assert "neither a file nor a folder" in refused(tmp_path / "pipe")
-    assert "a link to nothing" in refused(tmp_path / "link.jsonl")
-    assert "no such file" in refused("x" * 5000)
-    assert "a path of prompts is empty" in refused("")
+    for place in (tmp_path / "pipe", "x" * 5000, ""):
+        assert "no such file" in refused(place)
