@@ -9,7 +9,6 @@ import ast
 import difflib
 import functools
 import inspect
-import math
 import os
 import re
 import shutil
@@ -29,11 +28,6 @@ MAX_NAME_BYTES = 255
 """The longest name of a file or folder that Linux file systems take."""
 MAX_PATH_BYTES = 3500
 """The longest path: of Linux's 4,095 bytes, some are for what a run writes below its folder."""
-
-NEAR = 0.65
-"""Likeness (difflib's ratio) from which on a word is suggested for another."""
-MOST_NAMED = 6
-"""Names of a folder, or words, that a message lists."""
 
 
 @dataclass(frozen=True)
@@ -99,17 +93,8 @@ class Setting:
             return f'{self.key} is "{value}"; needed: one of {words}{own}.{nearest_word(value, self.words)}'
         limits, numbers = self.range, value if isinstance(value, list) else [value]
         if limits and not all(map(limits.holds, numbers)):
-            why = (
-                "It is too large for any computation."
-                if limits.high == math.inf and _is_huge(numbers)
-                else limits.why
-            )
-            return f"{self.key} is {value!s:.100}; needed: {limits}. {why}".rstrip()
+            return f"{self.key} is {value!s:.100}; needed: {limits}. {limits.why}".rstrip()
         return None
-
-
-def _is_huge(numbers: Iterable[Any]) -> bool:
-    return any(isinstance(one, int) and one >= 2**63 for one in numbers)
 
 
 @functools.cache
@@ -177,11 +162,12 @@ def text_problems(config: Config) -> Iterator[str]:
                 continue
             encoded = text.encode("utf-8", "surrogatepass")
             longest = max(map(len, encoded.split(b"/")))
-            if len(encoded) > MAX_PATH_BYTES or longest > MAX_NAME_BYTES:
-                most = f"{MAX_PATH_BYTES} bytes, {MAX_NAME_BYTES} of them between slashes"
-                yield f"{key} has {len(encoded)} bytes; needed: at most {most}. Shorten it."
-            elif "\0" in text or text != text.encode("utf-8", "ignore").decode():
-                yield f"{key} has a NUL character, or bytes that are not UTF-8: {text!r:.80}. Rename it."
+            is_utf8 = text == text.encode("utf-8", "ignore").decode()
+            if len(encoded) > MAX_PATH_BYTES or longest > MAX_NAME_BYTES or "\0" in text or not is_utf8:
+                yield (
+                    f"{key} has {len(encoded)} bytes: {text!r:.80}; needed: UTF-8 without NUL, at most "
+                    f"{MAX_PATH_BYTES} bytes, {MAX_NAME_BYTES} of them between slashes."
+                )
 
 
 def help_text(word: str = "", width: int | None = None, keys: Collection[str] | None = None) -> str:
@@ -258,50 +244,27 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
-def near_words(word: str, words: Iterable[str]) -> list[str]:
-    """Those that are spelt much like the word, the nearest alone; or else those that begin with it and go on with a
-    sign. Upper and lower case are alike.
-
-    >>> near_words("Cosin", ["cosine", "linear"]), near_words("A100", ["A100-40GB", "A100-80GB", "L40S"])
-    (['cosine'], ['A100-40GB', 'A100-80GB'])
-    """
-    given, known = word.lower(), {one.lower(): one for one in words}
-    longer = [
-        one for low, one in known.items() if given and re.match(rf"{re.escape(given)}(?![a-z0-9])", low)
-    ]
-    if longer and given not in known:
-        return longer[:MOST_NAMED]
-    return [known[low] for low in difflib.get_close_matches(given, list(known), 1, NEAR)]
-
-
 def nearest_word(word: str, words: Iterable[str]) -> str:
-    """' Did you mean "cosine"?' or, when nothing is near, ''."""
-    near = " or ".join(f'"{one}"' for one in near_words(word, words))
-    return f" Did you mean {near}?" if near else ""
+    """' Did you mean "cosine"?' or, when nothing is near, ''. Upper and lower case are alike.
+
+    >>> nearest_word("Cosin", ["cosine", "linear"])
+    ' Did you mean "cosine"?'
+    """
+    known = {one.lower(): one for one in words}
+    near = difflib.get_close_matches(word.lower(), list(known), 1)
+    return f' Did you mean "{known[near[0]]}"?' if near else ""
 
 
 def nearest_path(path: Path) -> str:
-    """What there is in place of a path that does not exist: ' There is "data/train.jsonl".' and the like."""
+    """' There is "data/train.jsonl".': what there is beside a path that does not exist, or ''."""
     if str(path).startswith("~"):
         return ' "~" is not expanded here: write the full path.'
-    whole, folder = path, path.parent
-    while not os.path.exists(folder) and folder != folder.parent:
-        path, folder = folder, folder.parent
-    if not os.path.isdir(folder) or not os.access(folder, os.R_OK | os.X_OK):
+    try:
+        there = os.listdir(path.parent)
+    except OSError:
         return ""
-    there = sorted(name for name in os.listdir(folder) if not name.startswith("."))
-    near = [folder / name for name in near_words(path.name, there)]
-    complete = [one / whole.relative_to(path) for one in near]
-    if near:
-        found = [one for one in complete if os.path.exists(one)] or near
-        named = " and ".join(f'"{one}"' for one in found)
-        return f" There is {named}."
-    place = "The current folder" if folder == Path() else f'The folder "{folder}"'
-    if not there:
-        return f" {place} is empty."
-    if len(there) <= MOST_NAMED:
-        return f" {place} has only {', '.join(there)}."
-    return f' {place} has nothing named like "{path.name}".'
+    near = difflib.get_close_matches(path.name, there, 1)
+    return f' There is "{path.parent / near[0]}".' if near else ""
 
 
 def as_yaml_word(value: Any) -> str:

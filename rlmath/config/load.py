@@ -259,13 +259,10 @@ class _Reader:
         if key == COMPACT_SECTION and word:
             self._set_layout(word, self._source)
         elif not equals or not key:
-            nearest = _nearest_key(key) if key and setting is None else None
-            hint = "." if nearest is None else f', did you mean "{nearest}"?'
-            if key.endswith((".yaml", ".yml")):
-                hint = f". To read that file give --config {key}"
+            hint = f". To read that file give --config {key}" if key.endswith((".yaml", ".yml")) else "."
             found(f'{self._source}: "{text}" is not of the form key.sub=value{hint}')
         elif key in section_classes():
-            found(f"{self._source}: {_section_not_value(key, word)}")
+            found(f'{self._source}: "{key}" is a section, it cannot be {word!r}. Set keys in it.')
         elif setting is None:
             found(f"{self._source}: {_unknown(key)}")
         elif not word:
@@ -330,11 +327,7 @@ class _Reader:
         """The values of a nested mapping; `above` is the key that leads to it, with a dot."""
         for name, value in mapping.items():
             key = f"{above}{name}"
-            if "." in str(name):
-                first, _, rest = str(name).partition(".")
-                nested = f'must be nested: "{first}:" and, indented under it, "{rest}: ...".'
-                self._problems.append(f'{source}: "{name}" {nested}')
-            elif key in all_settings():
+            if key in all_settings():
                 self._set(key, value, source)
             elif isinstance(value, Mapping) and value:
                 self._read_mapping(value, f"{key}.", source)
@@ -343,7 +336,9 @@ class _Reader:
             elif key not in section_classes():
                 self._problems.append(f"{source}: {_unknown(key)}")
             elif value is not None and not isinstance(value, Mapping):
-                self._problems.append(f"{source}: {_section_not_value(key, value)}")
+                self._problems.append(
+                    f'{source}: "{key}" is a section, it cannot be {value!r}. Set keys in it.'
+                )
 
     def _set_layout(self, word: str, source: str) -> None:
         try:
@@ -432,9 +427,6 @@ def _sizes(part: str, got: str) -> dict[str, int | None]:
 
 def _unknown(key: str) -> str:
     """Says that `key` does not exist and which one was probably meant."""
-    for known in all_settings():
-        if key.startswith(known + "."):
-            return f'unknown key "{key}": "{known}" is a value, it has no keys below it.'
     nearest = _nearest_key(key)
     if nearest:
         return f'unknown key "{key}", did you mean "{nearest}"?'
@@ -442,17 +434,10 @@ def _unknown(key: str) -> str:
 
 
 def _nearest_key(key: str) -> str | None:
-    """The known key or section that a wrong key most likely stands for: the nearest key with the same last word (of a
-    word alone the first), else the nearest key or section."""
+    """The known key or section that a wrong key most likely stands for: the nearest with the same last word, or else
+    the nearest of all."""
     plain = key.strip("+~-").lower().replace("-", "_")
-    leaf = plain.rpartition(".")[2]
-    same_leaf = [one for one in all_settings() if one.endswith("." + leaf)]
-    found = (
-        same_leaf if leaf == plain else difflib.get_close_matches(plain, same_leaf, 1, 0.0)
-    ) or difflib.get_close_matches(plain, [*all_settings(), *section_classes()], 1)
+    same_leaf = [one for one in all_settings() if one.endswith(f".{plain.rpartition('.')[2]}")]
+    found = difflib.get_close_matches(plain, same_leaf, 1, 0.0)
+    found = found or difflib.get_close_matches(plain, [*all_settings(), *section_classes()], 1)
     return found[0] if found else None
-
-
-def _section_not_value(section: str, value: Any) -> str:
-    example = next(key for key, setting in all_settings().items() if setting.section == section)
-    return f'"{section}" is a section, it cannot be {value!r}. Set keys in it, such as "{example}".'

@@ -7,17 +7,12 @@ many ways: `print`, handlers of the libraries' loggers, argparse, Python's own t
 
 from __future__ import annotations
 
-import re
 import sys
 import unicodedata
 from typing import TextIO
 
 _UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories that move the cursor, turn the writing direction, or show nothing."""
-
-_OWN_WRITERS = re.compile(r"\r|\x1b\[34m\x1b\[1mwandb\x1b\[0m: ")
-"""How a progress bar (tqdm) and a line of W&B's begin."""
-_COLOR = re.compile(r"(\x1b\[[\d;]*m)")
 
 
 def visible(text: str) -> str:
@@ -53,7 +48,7 @@ def excerpt(text: str | bytes, most: int = 200) -> str:
 
 def escape_terminal() -> None:
     """From now on this process writes what `visible` gives of a text to its standard output and error; every program
-    calls it first. The carriage return that begins a progress bar, and the colors of W&B's own lines, stay."""
+    calls it first. The carriage return that begins a progress bar stays."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not hasattr(stream, "rlmath_escapes"):
             _escape(stream)
@@ -72,14 +67,9 @@ def _escape(stream: TextIO) -> None:
 
 
 def visible_output(text: str) -> str:
-    """`visible`, but for the beginnings of progress bars and the colors of W&B's lines.
+    """`visible`, but for the carriage return that begins a progress bar.
 
     >>> visible_output("\\rrollout:  50%\\r"), visible_output("\\x1b[31mred")
     ('\\rrollout:  50%\\\\x0d', '\\\\x1b[31mred')
     """
-    own = _OWN_WRITERS.match(text)
-    if own is None:
-        return visible(text)
-    if own[0] == "\r":
-        return "\r" + visible(text[1:])
-    return "".join(part if _COLOR.fullmatch(part) else visible(part) for part in _COLOR.split(text))
+    return "\r" + visible(text[1:]) if text.startswith("\r") else visible(text)

@@ -146,7 +146,7 @@ def _rows_of_file(file: Path) -> Iterator[RawRow]:
     if importlib.util.find_spec("pyarrow") is None:
         raise ValueError(
             f"{file} is a table of parquet or Arrow, for which the package pyarrow is not installed: rlmath install "
-            "cpu (or gpu) brings it. Or write the rows as JSON lines, or give rlmath plan the number of rows by --prompts"
+            "cpu (or gpu) brings it. Or write the rows as JSON lines, or give rlmath plan their number by --prompts"
         )
     from rlmath.data.tables import table_rows  # here, because pyarrow is no part of every installation
 

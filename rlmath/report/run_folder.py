@@ -80,8 +80,9 @@ def require_run(folder: Path) -> None:
     try:
         open_regular(folder / METRICS_FILE).close()
     except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         text = (
-            f'got RUN "{folder}", which has no {METRICS_FILE} that can be read ({error}); needed: the folder of a run '
+            f'got RUN "{folder}", which has no {METRICS_FILE} that can be read ({reason}); needed: the folder of a run '
             "(run.output_dir), whose first step writes it"
         )
         raise NoRunError(visible(text).replace("\n", "\\n")) from error

@@ -116,7 +116,7 @@ def test_a_table_that_cannot_be_read_needs_the_number_of_its_rows(
     words = ["--config", str(CONFIGS / "demo.yaml"), model, "run.device=cpu", "--layouts", "0"]
     words += [f"data.train_path={tmp_path}/train.parquet"]
     assert main(words) == 2
-    assert "give the number of rows by --prompts" in capsys.readouterr().err
+    assert "their number by --prompts" in capsys.readouterr().err
     assert main([*words, "--prompts", "100000"]) == 0
 
 
