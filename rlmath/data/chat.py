@@ -8,7 +8,6 @@ A chat template is a program of the model folder's, in a sandbox that bounds nei
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import resource
@@ -52,15 +51,7 @@ class Piece:
     """What the assistant's turn adds, with the mark that ends it."""
 
 
-_NOT_JSON = {
-    "None": "null",
-    "True": "true",
-    "yes": "true",
-    "on": "true",
-    "False": "false",
-    "no": "false",
-    "off": "false",
-}
+_NOT_JSON = ("None", "True", "yes", "on", "False", "no", "off")
 """Words of Python and YAML that a template would take for texts, which are true."""
 
 
@@ -93,7 +84,7 @@ class ChatSettings:
                 )
             if written in _NOT_JSON:
                 raise ValueError(
-                    f"{self.names[1]} has {entry!r}; needed: {name}={_NOT_JSON[written]}, or a text in quotes"
+                    f"{self.names[1]} has {entry!r}; needed: true, false, null, or a text in quotes"
                 )
             try:
                 value = json.loads(written, parse_constant=str)
@@ -167,9 +158,8 @@ def _named_template(held: Any, settings: ChatSettings, folder: str) -> str | Non
     try:
         return read_regular(name, MAX_TEMPLATE_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
-            f"{setting}: {name!r} cannot be read ({reason}); give a file of UTF-8 text"
+            f"{setting}: {name!r} cannot be read ({error}); give a file of UTF-8 text"
         ) from error
 
 
@@ -222,9 +212,9 @@ def conversation(messages: Messages, tokenizer: PreTrainedTokenizerFast, name: s
         written = whole if is_last else render(messages[: turn + 1], tokenizer, name, prompt=False)
         if is_last and not whole.startswith(start):
             raise ValueError(
-                f"the tokenizer's chat template does not continue the prompt of {name}: the prompt ends "
-                f"{start[-60:]!r}, and the whole conversation has {_behind_common(start, whole)!r} there. A model that "
-                f"learned it would never see that prompt; {CHANGE}, or give rows with prompt and completion"
+                f"the tokenizer's chat template does not continue the prompt of {name}, which ends {start[-60:]!r}: a "
+                f"model that learned the whole conversation would never see it; {CHANGE}, or give rows with prompt and "
+                "completion"
             )
         stop = written.rfind(end, len(start)) + len(end)
         if not end or stop < len(start):
@@ -264,14 +254,6 @@ def _without(ends: tuple[str, ...], text: str) -> str:
     while mark := next(filter(text.rstrip().endswith, ends), None):
         text = text.rstrip().removesuffix(mark)
     return text
-
-
-def _behind_common(first: str, second: str) -> str:
-    """What `second` has where it begins to differ from `first`, and 20 characters before."""
-    same = sum(
-        1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
-    )
-    return second[max(0, same - 20) :][:80]
 
 
 @contextmanager

@@ -3,17 +3,15 @@
     base order: place 0, 1, 2, ... -> prompts inside the curriculum are drawn
                                    -> the others wait in a queue; a share of the draws (the floor) takes its oldest
 
-The base order is that of a run without a curriculum, pass after pass, but no place is left out: prompts that are passed
-over make a pass shorter, and the order runs on into the next one. With "none" the draws are those of
-`PromptOrder`, and pass rates are only counted.
+The base order is that of a run without a curriculum, but no place is left out: prompts that are passed over make a pass
+shorter. With "none" the draws are those of `PromptOrder`, and pass rates are only counted.
 
 1. The draws of a step follow from settings, from the state that the last step left and from the pass rates of groups
    that earlier steps learned from or dropped, never from the step's own groups nor from the clock: all ranks, and a
    resumed run, draw the same.
 2. A step is always full. No prompt comes twice in it while there is another one.
-3. Nothing starves: a place of the base order that is passed over puts its prompt into the queue, unless it waits
-   there, and every draw that the floor gives to the queue takes the prompt that has waited longest. With N prompts,
-   each of them in every pass of K places, every prompt comes within 2 K / (1 - floor) + N / floor + 2 P draws.
+3. Nothing starves: with N prompts, each of them in every pass of K places, every prompt comes within
+   2 K / (1 - floor) + N / floor + 2 P draws.
 
 The state and the pass rates are a file of every checkpoint, which `data.history_path` of another run may name:
 
@@ -33,7 +31,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rlmath.algorithms.prompt_history import BUCKETS, Counts, CurriculumRules, PromptHistory, Verdict
+from rlmath.algorithms.prompt_history import Counts, CurriculumRules, PromptHistory, Verdict
 from rlmath.algorithms.types import ScoredGroup
 from rlmath.config.files import open_regular, parse_json
 from rlmath.config.schema import DataConfig
@@ -266,25 +264,6 @@ class PromptCurriculum:
             }
         return found
 
-    def lines(self) -> tuple[str, ...]:
-        """`summary` for the console."""
-        sizes = self._history.buckets(self._order.n_prompts)
-        shown = ", ".join(f"{name.replace('_', ' ')}: {sizes[name]}" for name in BUCKETS)
-        lines = [f"Prompts by pass rate (%) of their last {self._history.keep} groups: {shown}"]
-        if self.draws_by_rates:
-            state, verdicts = self._state, list(self._verdicts.values())
-            rules, easy, hard = self._rules, verdicts.count("easy"), verdicts.count("hard")
-            why = f"above {rules.high:g}: {easy}, below {rules.low:g}: {hard}"
-            if rules.kind == "skip_solved":
-                why = f"all of at least {rules.solved_samples} samples right: {easy}"
-            passed, draws = state.passed_easy + state.passed_hard, state.floor_draws + state.filled_draws
-            lines.append(
-                f'Curriculum "{rules.kind}": {easy + hard} of {self._order.n_prompts} prompts are skipped now ({why}). '
-                f"In {state.next_draw} draws {passed} places of the order were passed over, {state.passed_easy} as too "
-                f"easy and {state.passed_hard} as too hard; {draws} draws took a skipped prompt"
-            )
-        return tuple(lines)
-
     # ------------------------------------------------------------ the file
 
     def file(self) -> bytes:
@@ -388,33 +367,30 @@ def read_history(path: str, prompt_ids: Sequence[str], keep: int) -> tuple[Promp
     groups: dict[int, tuple[Counts, ...]] = {}
     others = 0
     try:
+        with open_regular(path) as file:
+            lines = file.read().splitlines()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"data.history_path: {path} cannot be read ({error})") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         try:
-            file = open_regular(path)
-        except ValueError as error:
-            raise ValueError(f"data.history_path: {error}") from error
-        with file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    row = parse_json(line.decode())
-                    if number == 1 and isinstance(row, dict) and "version" in row:
-                        continue  # the state of the run that wrote it
-                    prompt_id, counts = read_row(row)
-                    index = indices.get(prompt_id)
-                    if index in groups:
-                        raise ValueError(f"{prompt_id!r:.80} is there twice")
-                except (ValueError, RecursionError) as error:
-                    raise ValueError(
-                        f"data.history_path: {path}, line {number} is no row of a prompt history ({error}). Needed: "
-                        '{"query_id": "...", "correct": 3, "sampled": 8}, or a file that a run wrote'
-                    ) from error
-                if index is None:
-                    others += 1
-                else:
-                    groups[index] = counts
-    except OSError as error:
-        raise ValueError(f"data.history_path: {path} cannot be read ({error.strerror})") from error
+            row = parse_json(line.decode())
+            if number == 1 and isinstance(row, dict) and "version" in row:
+                continue  # the state of the run that wrote it
+            prompt_id, counts = read_row(row)
+            index = indices.get(prompt_id)
+            if index in groups:
+                raise ValueError(f"{prompt_id!r:.80} is there twice")
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"data.history_path: {path}, line {number} is no row of a prompt history ({error}). Needed: "
+                '{"query_id": "...", "correct": 3, "sampled": 8}, or a file that a run wrote'
+            ) from error
+        if index is None:
+            others += 1
+        else:
+            groups[index] = counts
     if not groups:
         raise ValueError(
             f"data.history_path: {path} has none of the {len(prompt_ids)} prompts ({others} rows of others); rows are "

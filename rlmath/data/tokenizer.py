@@ -231,14 +231,10 @@ def load_tokenizer(
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"{option}: {path!r} is not a folder; it must be the folder of a Hugging Face model")
-    missing = [name for name in ("tokenizer_config.json", "tokenizer.json") if not (folder / name).is_file()]
-    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        missing = [name for name in missing if name != "tokenizer.json"]
-    is_alone = missing == ["tokenizer_config.json"] and (folder / "tokenizer.json").is_file()
-    if missing and not is_alone:
-        raise ValueError(
-            f"{option}: {path!r} has no {' and no '.join(missing)}; copy the tokenizer's files there"
-        )
+    files = ("tokenizer_config.json", "tokenizer.json", "vocab.json")
+    if not any((folder / name).is_file() for name in files):
+        raise ValueError(f"{option}: {path!r} has no tokenizer.json; copy the tokenizer's files there")
+    is_alone = not (folder / "tokenizer_config.json").is_file()
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # here, because it takes seconds
 
     kind = PreTrainedTokenizerFast if is_alone else AutoTokenizer
@@ -252,7 +248,10 @@ def load_tokenizer(
             f"{option}: {path!r} has a slow tokenizer ({name}); a fast one (tokenizer.json) is needed"
         )
     if tokenizer.eos_token_id is None:
-        tokenizer.eos_token = _end_in_config(folder, tokenizer)
+        _, named = _ends_in_config(folder)
+        first = named[0] if isinstance(named, list) and named else named
+        if isinstance(first, int) and first in range(len(tokenizer)):
+            tokenizer.eos_token = str(tokenizer.convert_ids_to_tokens(first))
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"{option}: the tokenizer in {path!r} has no eos_token; set it in tokenizer_config.json"
@@ -260,15 +259,6 @@ def load_tokenizer(
     if settings is not None:
         chat.set_template(tokenizer, settings, path)
     return tokenizer
-
-
-def _end_in_config(folder: Path, tokenizer: PreTrainedTokenizerFast) -> str | None:
-    """The first token that ends a text by generation_config.json, or by config.json."""
-    _, named = _ends_in_config(folder)
-    first = named[0] if isinstance(named, list) and named else named
-    if not isinstance(first, int) or first not in range(len(tokenizer)):
-        return None
-    return str(tokenizer.convert_ids_to_tokens(first))
 
 
 def _ends_in_config(folder: Path) -> tuple[Path, Any]:

@@ -14,6 +14,7 @@ step is in `rlmath.run.loop`.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -219,8 +220,7 @@ class GrpoTrainer(PolicyTrainer):
     def at_end(self) -> dict[str, Any]:
         curriculum = self.rollouts.curriculum
         if self.mesh.rank == 0:
-            for line in curriculum.lines():
-                logger.info("%s", line)
+            logger.info("History: %s", json.dumps(curriculum.summary()))
             path = Path(self.config.run.output_dir) / HISTORY
             try:
                 write_whole(path, curriculum.file())

@@ -181,7 +181,7 @@ def test_a_chat_template_has_a_name_or_is_a_file_and_is_exported(tmp_path: Path)
             assert json.loads(files["tokenizer_config.json"])["chat_template"] == again.chat_template
     for name, reason in (
         ("other", "is 'other'; needed: a chat template of the tokenizer in .* \\('default', 'think'\\)"),
-        ("none.jinja", "'none.jinja' cannot be read \\(No such file"),
+        ("none.jinja", "'none.jinja' cannot be read \\(.*No such file"),
         (str(tmp_path / "broken.jinja"), "data.chat_template: .* cannot take a question: Expected an expr"),
     ):
         with pytest.raises(ValueError, match=reason):
@@ -192,10 +192,10 @@ def test_a_chat_template_has_a_name_or_is_a_file_and_is_exported(tmp_path: Path)
         load_tokenizer(str(tmp_path / "no-default"), settings=ChatSettings())
 
 
-def test_a_template_that_does_not_continue_its_prompt_is_refused_with_both_texts(tmp_path: Path) -> None:
+def test_a_template_that_does_not_continue_its_prompt_is_refused_with_its_end(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not continue the prompt") as error:
         sequence(tmp_path, chat_tokenizer("r1-distill"), ("user", "1+1?"), ("assistant", "<think>x</think>2"))
-    assert "<think>\\n'" in str(error.value) and "<｜Assistant｜>2<｜end▁of▁sentence｜>" in str(error.value)
+    assert "<think>\\n'" in str(error.value)
 
 
 def test_turns_between_have_no_weight(tmp_path: Path) -> None:
@@ -292,9 +292,6 @@ def test_what_would_forge_a_turn_or_does_nothing_is_refused(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="has a template already"):
         load_sequences(str(path), tokenizer, "chat", 200, 0.0)
     tokenizer.save_pretrained(tmp_path)
-    for entry, told in (
-        ("enable_thinking=False", "needed: enable_thinking=false"),
-        ("thinkin_on=1", "no such"),
-    ):
+    for entry, told in (("enable_thinking=False", "needed: true, false, null"), ("thinkin_on=1", "no such")):
         with pytest.raises(ValueError, match=told):
             load_tokenizer(str(tmp_path), settings=ChatSettings(kwargs=[entry]))
