@@ -13,17 +13,15 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rlmath.cli.plan_memory import MISTAKE, NOT_NEEDED
 from rlmath.config.gpu_specs import GPUS
 from rlmath.config.help import nearest_word
 from rlmath.config.load import load_config, make_parser
 from rlmath.config.terminal import escape_terminal
+from rlmath.planning.planner.cluster import CPU
 from rlmath.planning.planner.report import run_data, run_lines
-from rlmath.planning.planner.run import Asked, place_run, predict_run
-from rlmath.planning.planner.step import compare_layouts
-from rlmath.planning.planner.work import CPU, DEFAULTS, read_coefficients
+from rlmath.planning.planner.run import predict_run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,10 +29,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     escape_terminal()
     given = parser().parse_intermixed_args(argv)
     try:
-        return plan(given)
+        run = predict_run(load_config(given.config, given.overrides, stand_ins=NOT_NEEDED), given)
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
+    if given.json:
+        print(json.dumps(run_data(run, given.layouts), indent=2))
+    else:
+        print("\n".join(run_lines(run, given.layouts)))
+    for problem in run.memory_problems:
+        print(f"  - {problem}", file=sys.stderr)
+    return MISTAKE if run.memory_problems else 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,8 +55,6 @@ def parser() -> argparse.ArgumentParser:
     work.add_argument("--mean-prompt-tokens", type=float, help="default: 128, or data.max_prompt_tokens")
     prompts_help = "training prompts, where data.train_path is not there, or is parquet without pyarrow"
     work.add_argument("--prompts", type=int, help=prompts_help)
-    coefficients_help = "JSON of coefficients that were measured (docs/planning.md)"
-    work.add_argument("--coefficients", type=Path, metavar="FILE", help=coefficients_help)
     made.add_argument("--layouts", type=int, default=5, help="fastest layouts to show; 0: none (default: 5)")
     made.add_argument("--json", action="store_true", help="print plain data")
     return made
@@ -63,32 +66,6 @@ def gpu_name(word: str) -> str:
         needed = f"needed: one of {', '.join(known)}.{nearest_word(word, known)}"
         raise argparse.ArgumentTypeError(f'there is no "{word}"; {needed}')
     return word
-
-
-def plan(given: argparse.Namespace) -> int:
-    """The plan of one run; MISTAKE where it does not fit."""
-    asked = Asked(
-        given.gpu,
-        given.nodes,
-        ranks_per_node=given.gpus_per_node,
-        network_gbps=given.network_gbps,
-        mean_response=given.mean_response_tokens,
-        mean_prompt=given.mean_prompt_tokens,
-        prompts=given.prompts,
-    )
-    place = place_run(load_config(given.config, given.overrides, stand_ins=NOT_NEEDED), asked)
-    coefficients = DEFAULTS[place.target.kind]
-    if given.coefficients is not None:
-        coefficients = read_coefficients(given.coefficients, place.target.kind)
-    prediction = predict_run(place, asked, coefficients)
-    layouts = compare_layouts(prediction.last_step, coefficients) if given.layouts > 0 else None
-    if given.json:
-        print(json.dumps(run_data(prediction, layouts, coefficients, given.layouts), indent=2))
-    else:
-        print("\n".join(run_lines(prediction, layouts, given.layouts)))
-    for problem in prediction.memory_problems:
-        print(f"  - {problem}", file=sys.stderr)
-    return MISTAKE if prediction.memory_problems else 0
 
 
 if __name__ == "__main__":

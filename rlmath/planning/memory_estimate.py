@@ -193,7 +193,7 @@ def plan_rank(
 ) -> MemoryPlan:
     """The plan of one rank, for the longest of its length stages."""
     config = with_longest_lengths(config)
-    layers = _own_layers(config, shape, mesh)
+    layers = own_layers(config, shape, mesh)
     work = stage_work(config, shape, mesh, target, layers)
     critic = teacher = NO_MODEL
     if kind == "grpo":
@@ -268,7 +268,7 @@ def plan_critic(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -
     critic, config = critic_shape_of(config, shape), without_adapters(config)
     if critic is None:
         return NO_MODEL
-    layers = _own_layers(config, critic, mesh)
+    layers = own_layers(config, critic, mesh)
     held = _resident(config, critic, mesh, target, layers)
     names = ("parameters", "gradients", "optimizer")
     work = stage_work(config, critic, mesh, target, layers)
@@ -279,7 +279,7 @@ def plan_critic(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -
     )
 
 
-def _own_layers(config: Config, shape: ModelShape, mesh: Mesh) -> int:
+def own_layers(config: Config, shape: ModelShape, mesh: Mesh) -> int:
     """Layers of a model of this shape that the stage of `mesh.rank` has."""
     ends = config.parallel.first_stage_layers, config.parallel.last_stage_layers
     stages = stage_layers(shape.num_layers, mesh.pipeline, mesh.virtual_pipeline, *ends)
@@ -291,7 +291,9 @@ def without_adapters(config: Config) -> Config:
     return replace(config, lora=formulas.NO_LORA)
 
 
-def _buffers(config: Config, shape: ModelShape, mesh: Mesh, layers: int) -> list[tuple[list[int], int]]:
+def gradient_buffers(
+    config: Config, shape: ModelShape, mesh: Mesh, layers: int
+) -> list[tuple[list[int], int]]:
     """Sizes of the parameters in each of Megatron's flat buffers of a rank (elements), and the ranks that share it:
     with LoRA its adapters'."""
     shares = mesh.data * mesh.context
@@ -308,7 +310,7 @@ def plan_teacher(config: Config, shape: ModelShape, mesh: Mesh, target: Target) 
         return NO_MODEL
     own, full = replace(own, vocab_size=shape.vocab_size), config.teacher.loss == "full"
     config = without_adapters(config)
-    layers = _own_layers(config, own, mesh)
+    layers = own_layers(config, own, mesh)
     sizes = [*parameter_sizes(own, mesh, layers), *expert_sizes(own, mesh, layers)]
     head = formulas.head_bytes(own, mesh.tensor, target.itemsize) if full and mesh.is_last_stage else 0
     resident = {"teacher": sum(map(sum, sizes)) * target.itemsize - head, "teacher_head": head}
@@ -429,7 +431,7 @@ def _resident(config: Config, shape: ModelShape, mesh: Mesh, target: Target, lay
     bits the optimizer also keeps them in float32. The distributed optimizer shares these over data-parallel ranks.
     With LoRA all that is the adapters' alone, the weights are in no buffer, and they are the reference.
     """
-    optimizer, buffers = config.optimizer, _buffers(config, shape, mesh, layers)
+    optimizer, buffers = config.optimizer, gradient_buffers(config, shape, mesh, layers)
     learned = sum(sum(sizes) for sizes, _ in buffers)
     lengths = [buffer_elements(sizes, optimizer.distributed, shares) for sizes, shares in buffers]
     buffer = sum(lengths)

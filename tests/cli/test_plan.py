@@ -73,7 +73,7 @@ def test_the_whole_plan_as_text(capsys: pytest.CaptureFixture[str]):
         "1.78 B parameters on 16 nodes of 8 H800-80GB, 400 Gbit/s each",
         "Planned memory of rank 0",
         "8,192 sequences, 128 + 8,294 tokens on average",
-        "for the tail, when no request waits any more",
+        "for the tail, with fewer completions than places",
         "An epoch has 207 steps",
         "Fastest by prediction:",
         "TP1 x PP1 x DP128, 128 engines of TP1  (as configured)",
@@ -124,21 +124,21 @@ DECOUPLED = ("--config", str(CONFIGS / "algorithms/decoupled.yaml"), "rollout.ma
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "told", "least", "most"),
     [
-        (("rollout.tail=carry", *DECOUPLED), "is planned as a step that waits"),
-        (("rollout.tail=defer",), "is planned as a step that waits"),
-        (("parallel=d93+d35", *DECOUPLED), "Predicted seconds, of both sides at the same time:"),
+        (("rollout.tail=carry", *DECOUPLED), "Predicted seconds:", 0.5, 0.8),
+        (("rollout.tail=defer",), "Predicted seconds:", 0.5, 0.8),
+        (("parallel=d93+d35", *DECOUPLED), "Predicted seconds, of both sides at the same time:", 0.5, 1.2),
     ],
 )
 def test_a_step_that_does_not_wait_for_its_tail_has_an_estimate(
-    settings: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+    settings: tuple[str, ...], told: str, least: float, most: float, capsys: pytest.CaptureFixture[str]
 ):
     recipe = ("--config", str(CONFIGS / "areal/1.5b_n16.yaml"))
     assert main([*recipe, *settings, "--layouts", "0"]) == 0
     assert told in capsys.readouterr().out
     waits, plan = planned(capsys, *recipe), planned(capsys, *recipe, *settings)
-    assert 0.5 * waits["step_seconds"] < plan["step_seconds"] < 1.2 * waits["step_seconds"]
+    assert least < plan["step_seconds"] / waits["step_seconds"] < most
 
 
 def test_the_fastest_layout_comes_first(capsys: pytest.CaptureFixture[str]):
@@ -190,7 +190,6 @@ def test_what_does_not_fit_is_told_with_its_plan(capsys: pytest.CaptureFixture[s
             ["rollout.tail=carry", "algorithm.recompute_logprobs=true"],
             "algorithm.importance_mask_high=5 (or algorithm.importance_cap)",
         ),
-        (["--coefficients", "nowhere.json"], "nowhere.json cannot be read"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(

@@ -11,7 +11,7 @@ from rlmath.config.schema import AlgorithmConfig, Config, LoraConfig, ParallelCo
 from rlmath.planning.checks import only_used, shape_problems
 from rlmath.planning.memory_estimate import plan_ranks
 from rlmath.planning.memory_formulas import layer_elements
-from rlmath.planning.planner.training import gradient_exchanges, update_work
+from rlmath.planning.planner.training import gradient_seconds, update_seconds
 from rlmath.planning.warnings import config_warnings
 from tests.planning.planner.shapes import BATCH, CONFIG, HEAD_FLOPS, LAYER_FLOPS, PAIR_FLOPS, inputs
 from tests.planning.test_memory_estimate import (
@@ -69,11 +69,11 @@ def test_the_backward_pass_has_half_of_the_products_and_adapters_alone_are_excha
     lora = replace(CONFIG, lora=LoraConfig(rank=2))
     matrices = BATCH.tokens * (4 * LAYER_FLOPS + HEAD_FLOPS)
     attention = BATCH.squares * PAIR_FLOPS
-    assert update_work(inputs(lora, 1)).flops == pytest.approx(2 * matrices + 3 * attention)
-    done = inputs(lora, 8)
+    assert update_seconds(inputs(lora, 1, flops=1.0)) == pytest.approx(2 * matrices + 3 * attention)
+    done = inputs(lora, 8, node=1.0)
     # Each of 4 layers has 4 square matrices of 8 and 3 of 8 x 16; scattered in float32, gathered in bfloat16.
     sent = 4 * 2 * (4 * 16 + 3 * 24) * 6 * 7 / 8
-    assert gradient_exchanges(done, done.mesh, 4)["data"].node == pytest.approx(sent)
+    assert gradient_seconds(done, done.mesh, 4) == pytest.approx(sent)
 
 
 @pytest.mark.parametrize(("target", "refused"), [("all", True), ("mlp", True), ("attention", False)])

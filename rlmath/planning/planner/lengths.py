@@ -25,14 +25,9 @@ class Lengths:
         return max(1.0, min(self.longest, self.median * math.exp(self.spread * _NORMAL.inv_cdf(share))))
 
     @property
-    def within(self) -> float:
-        """Share of completions that are not cut off."""
-        return _NORMAL.cdf(self._cut)
-
-    @property
     def truncated(self) -> float:
         """Share of completions that are cut off."""
-        return 1 - self.within
+        return 1 - _NORMAL.cdf(self._cut)
 
     @property
     def mean(self) -> float:

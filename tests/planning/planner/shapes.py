@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from rlmath.config.gpu_specs import Machine
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, DataConfig, ModelConfig, PolicyConfig, RolloutConfig, RunConfig
 from rlmath.planning.memory_estimate import Target
+from rlmath.planning.planner.cluster import Cluster, Coefficients
 from rlmath.planning.planner.lengths import Batch, Lengths
 from rlmath.planning.planner.step import step_inputs
 from rlmath.planning.planner.training import StepInputs
-from rlmath.planning.planner.work import Cluster
 
 TINY = ModelShape(
     architecture="Qwen2ForCausalLM",
@@ -35,7 +36,8 @@ HEAD_FLOPS = 2 * 8 * 32
 PAIR_FLOPS = 4 * 4 * 8 / 2
 """Of attention forwards, times the square of a sequence's length: 4 x layers x query size, half of it masked."""
 GPU = Target("cuda", "H100-80GB", 79 * 2**30, local_layers=False)
-MACHINE = Machine("test", "cuda", flops=1e3, memory=1e3, node=1e2, network=10.0, host=10.0)
+FREE = Coefficients(1.0, 1.0, 1.0, *(0.0,) * 6)
+"""All of a machine's speed, and nothing on top: seconds are work over speed."""
 ALIKE = Lengths(median=10.0, spread=0.02, longest=16)
 """Completions of almost exactly 10 tokens."""
 BATCH = Batch(sequences=8, group=2, prompt_tokens=6.0, lengths=ALIKE)
@@ -52,5 +54,15 @@ def with_ranks(config: Config, **parallel: int) -> Config:
     return replace(config, parallel=replace(config.parallel, **parallel))
 
 
-def inputs(config: Config, ranks: int, nodes: int = 1, batch: Batch = BATCH) -> StepInputs:
-    return step_inputs(config, TINY, GPU, Cluster(MACHINE, nodes, ranks // nodes), batch)
+def inputs(
+    config: Config,
+    ranks: int,
+    nodes: int = 1,
+    batch: Batch = BATCH,
+    shape: ModelShape = TINY,
+    **speeds: float,
+) -> StepInputs:
+    """On a machine that does everything at once, but for what `speeds` name (FLOP/s or bytes/s)."""
+    best = dict.fromkeys(("flops", "memory", "node", "network", "host"), math.inf)
+    cluster = Cluster(Machine("test", "cuda", **(best | speeds)), nodes, ranks // nodes, FREE)
+    return step_inputs(config, shape, GPU, cluster, batch)

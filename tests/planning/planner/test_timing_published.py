@@ -8,11 +8,11 @@ import pytest
 from rlmath.config.load import load_config
 from rlmath.models.hf_config import required_shape
 from rlmath.planning.memory_fit import planned_target
+from rlmath.planning.planner.cluster import cluster_of, machine_of
 from rlmath.planning.planner.lengths import Batch, lengths_with_mean
-from rlmath.planning.planner.sampling import rollout_of
+from rlmath.planning.planner.rollout import engine_of, plan_rollout
 from rlmath.planning.planner.step import step_inputs, with_layout
-from rlmath.planning.planner.training import update_work
-from rlmath.planning.planner.work import DEFAULTS, Cluster, Work, machine_of, seconds_of
+from rlmath.planning.planner.training import update_seconds
 
 RECIPES = Path(__file__).resolve().parents[3] / "configs" / "areal"
 LENGTHS = lengths_with_mean(7941.9 - 107.8, 16384)
@@ -50,14 +50,11 @@ def predicted(row: Row) -> float:
     target = planned_target(config)
     group, longest = config.rollout.group_size, config.rollout.max_new_tokens
     batch = Batch(config.data.prompts_per_step * group, group, 107.8, replace(LENGTHS, longest=longest))
-    ranks = 4 * row.nodes
-    half = Cluster(machine_of(config, target), ranks // min(8, ranks), min(8, ranks))
+    half = cluster_of(machine_of(config, target), 4 * row.nodes)
     inputs = step_inputs(config, shape, target, half, batch)
-    rollout = rollout_of(inputs)
-    rest = Work(steps=1, tokens=batch.tokens / inputs.parts, network=float(rollout.weights))
-    return sum(
-        seconds_of(work, half.machine, DEFAULTS["cuda"]) for work in (rollout.work, update_work(inputs), rest)
-    )
+    to_engines = half.link_seconds(engine_of(inputs).weights, 0, 2 * half.ranks)
+    rest = half.coefficients.step_seconds + to_engines
+    return plan_rollout(inputs).seconds + update_seconds(inputs) + rest
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.recipe)

@@ -1,4 +1,4 @@
-"""The work of log-probs and updates, counted by hand."""
+"""Log-probs, updates and the sum of a step, counted by hand."""
 
 from dataclasses import replace
 
@@ -6,18 +6,10 @@ import pytest
 
 from rlmath.config.schema import PolicyConfig
 from rlmath.data.seqlen_balancing import forward_cost, training_cost
-from rlmath.models.hf_config import critic_shape
-from rlmath.planning.planner.training import (
-    LOGPROBS,
-    Held,
-    critic_work,
-    gradient_exchanges,
-    held_parameters,
-    logprobs_work,
-    pass_exchanges,
-    update_work,
-)
-from rlmath.planning.planner.work import Work
+from rlmath.planning.memory_estimate import plan_ranks
+from rlmath.planning.planner.cluster import COEFFICIENTS
+from rlmath.planning.planner.step import plan_step, recomputes_logprobs, switch_seconds, sync_seconds
+from rlmath.planning.planner.training import gradient_seconds, logprobs_seconds, update_seconds
 from tests.planning.planner.shapes import (
     BATCH,
     CONFIG,
@@ -30,8 +22,12 @@ from tests.planning.planner.shapes import (
     with_ranks,
 )
 
-FORWARD = BATCH.tokens * (4 * LAYER_FLOPS + HEAD_FLOPS) + BATCH.squares * PAIR_FLOPS
 LAYERS = BATCH.tokens * 4 * LAYER_FLOPS + BATCH.squares * PAIR_FLOPS
+FORWARD = LAYERS + BATCH.tokens * HEAD_FLOPS
+STATE = BATCH.tokens * 8 * 2
+"""Bytes of the hidden states of a step."""
+LAYER = 4 * 64 + 3 * 128 + 3 * 8 + 2 * 8
+"""Parameters: matrices, biases of query, key and value, two norms."""
 
 
 def recomputing(granularity: str, method: str | None = None, layers: int | None = None):
@@ -45,14 +41,14 @@ def recomputing(granularity: str, method: str | None = None, layers: int | None 
 
 
 def test_flops_of_one_rank():
-    assert logprobs_work(inputs(CONFIG, 1)).flops == pytest.approx(FORWARD)
-    assert update_work(inputs(CONFIG, 1)).flops == pytest.approx(3 * FORWARD)
+    assert logprobs_seconds(inputs(CONFIG, 1, flops=1.0)) == pytest.approx(FORWARD)
+    assert update_seconds(inputs(CONFIG, 1, flops=1.0)) == pytest.approx(3 * FORWARD)
 
 
 def test_a_critic_reads_everything_once_and_learns_from_it_once():
-    critic = critic_shape(TINY, TINY)
+    config = replace(CONFIG, algorithm=replace(CONFIG.algorithm, advantage="gae"))
     one_pass = LAYERS + BATCH.tokens * 2 * TINY.hidden_size  # its head has one row
-    assert critic_work(replace(inputs(CONFIG, 1), shape=critic)).flops == pytest.approx(4 * one_pass)
+    assert plan_step(inputs(config, 1, flops=1.0)).seconds["critic"] == pytest.approx(4 * one_pass)
 
 
 def test_a_forward_pass_is_a_third_of_what_the_schedule_balances():
@@ -73,38 +69,23 @@ def test_recomputation_adds_the_forward_pass_of_what_is_recomputed():
         (recomputing("full", "block", 1), LAYERS / 4),
         (recomputing("selective"), mlp),
     ):
-        assert update_work(inputs(config, 1)).flops == pytest.approx(3 * FORWARD + again)
-
-
-def test_of_local_layers_the_attention_is_recomputed():
-    local = replace(inputs(recomputing("selective"), 1), target=replace(GPU, local_layers=True))
-    attention = BATCH.squares * PAIR_FLOPS
-    assert update_work(local).flops == pytest.approx(3 * FORWARD + attention)
-
-
-def test_a_recomputed_mlp_is_summed_over_tensor_parallel_ranks_once_more():
-    plain, again = (
-        update_work(inputs(with_ranks(config, tensor=2), 2)).node
-        for config in (CONFIG, recomputing("selective"))
-    )
-    ends = 4 / (4 * 4 * 2)  # of the embedding and of the output layer, which are computed once
-    assert again == pytest.approx(plain * (2.5 / 2 + ends) / (1 + ends))
+        assert update_seconds(inputs(config, 1, flops=1.0)) == pytest.approx(3 * FORWARD + again)
 
 
 def test_ranks_share_the_flops():
-    one = update_work(inputs(CONFIG, 1)).flops
-    assert update_work(inputs(CONFIG, 4)).flops == pytest.approx(one / 4)
-    assert update_work(inputs(with_ranks(CONFIG, tensor=2), 4)).flops == pytest.approx(one / 4)
+    one = update_seconds(inputs(CONFIG, 1, flops=1.0))
+    assert update_seconds(inputs(CONFIG, 4, flops=1.0)) == pytest.approx(one / 4)
+    assert update_seconds(inputs(with_ranks(CONFIG, tensor=2), 4, flops=1.0)) == pytest.approx(one / 4)
 
 
 def test_a_pipeline_waits_for_its_first_and_last_micro_batches():
     # 128 tokens on one data-parallel rank, 33 in a micro-batch.
-    piped = inputs(with_ranks(CONFIG, pipeline=2), 2)
+    piped = inputs(with_ranks(CONFIG, pipeline=2), 2, flops=1.0)
     assert piped.microbatches == 4 and piped.idle_factor == pytest.approx((4 + 1) / 4)
     assert inputs(with_ranks(CONFIG, pipeline=2, virtual_pipeline=2), 2).idle_factor == pytest.approx(4.5 / 4)
     # The last stage has two layers and the head.
     last = BATCH.tokens * (2 * LAYER_FLOPS + HEAD_FLOPS) + BATCH.squares * PAIR_FLOPS / 2
-    assert update_work(piped).flops == pytest.approx(3 * last * 5 / 4)
+    assert update_seconds(piped) == pytest.approx(3 * last * 5 / 4)
 
 
 def test_minibatches_cost_pipelines_more():
@@ -114,74 +95,116 @@ def test_minibatches_cost_pipelines_more():
 
 
 def test_tensor_parallel_ranks_sum_hidden_states_twice_a_layer():
-    work = update_work(inputs(with_ranks(CONFIG, tensor=2), 2))
-    state = BATCH.tokens * 8 * 2
-    # 4 layers x 2 sums, forwards and backwards; one of the embedding, one behind the output layer's gradient; each rank
-    # sends 2 (t - 1) / t of a sum.
-    assert work.node == pytest.approx(state * (4 * 2 * 2 + 2) * 1.0) and work.network == 0
+    # 4 layers x 2 sums, forwards and backwards; each rank sends 2 (t - 1) / t of a sum.
+    assert update_seconds(inputs(with_ranks(CONFIG, tensor=2), 2, node=1.0)) == pytest.approx(
+        STATE * 4 * 2 * 2
+    )
+
+
+def test_stages_send_hidden_states_and_with_sequence_parallelism_a_share_of_them():
+    piped = with_ranks(CONFIG, pipeline=2)
+    assert logprobs_seconds(inputs(piped, 2, node=1.0)) == pytest.approx(STATE)
+    assert logprobs_seconds(inputs(piped, 2, nodes=2, network=1.0)) == pytest.approx(STATE)
+    both = with_ranks(CONFIG, pipeline=2, tensor=2)
+    sequence = replace(both, parallel=replace(both.parallel, sequence=True))
+    whole, share = (logprobs_seconds(inputs(config, 4, node=1.0)) for config in (both, sequence))
+    assert whole - share == pytest.approx(STATE / 2)
 
 
 def test_data_parallel_ranks_scatter_gradients_and_gather_parameters():
-    done = inputs(CONFIG, 4)
-    (held,) = (one.parameters for one in held_parameters(done, done.mesh, 4))
-    layer = 4 * 64 + 3 * 128 + 3 * 8 + 2 * 8  # matrices, biases of query, key and value, two norms
-    assert held == 4 * layer + 2 * 32 * 8 + 8
-    assert update_work(done).node == pytest.approx(held * (4 + 2) * 3 / 4)
+    held = 4 * LAYER + 2 * 32 * 8 + 8
+    assert update_seconds(inputs(CONFIG, 4, node=1.0)) == pytest.approx(held * (4 + 2) * 3 / 4)
     plain = replace(CONFIG, optimizer=replace(CONFIG.optimizer, distributed=False))
-    assert update_work(inputs(plain, 4)).node == pytest.approx(held * (4 + 4) * 3 / 4)
-
-
-def test_between_nodes_the_cards_of_a_node_share_a_groups_bytes():
-    done = inputs(CONFIG, 8, nodes=2)
-    sent = held_parameters(done, done.mesh, 4)[0].parameters * 6 * 7 / 8
-    assert update_work(done).network == pytest.approx(sent / 4)
-    assert update_work(done).node == pytest.approx(sent)
+    assert update_seconds(inputs(plain, 4, node=1.0)) == pytest.approx(held * (4 + 4) * 3 / 4)
+    # Between nodes the cards of a node share a group's bytes.
+    assert update_seconds(inputs(CONFIG, 8, nodes=2, network=1.0)) == pytest.approx(held * 6 * 7 / 8 / 4)
 
 
 def test_experts_share_gradients_with_the_ranks_that_have_the_same():
     moe = replace(TINY, architecture="Qwen3MoeForCausalLM", num_experts=8, experts_per_token=2, qk_norm=True)
-
-    def of_one_minibatch(ranks: int, nodes: int) -> tuple[Work, Held, Held]:
-        """What one more minibatch costs, and what a rank holds."""
-        once = with_ranks(CONFIG, expert=4)
-        twice = replace(once, algorithm=replace(once.algorithm, n_minibatches=2))
-        plans = [replace(inputs(config, ranks, nodes), shape=moe) for config in (once, twice)]
-        one, two = map(update_work, plans)
-        return two + one.times(-1.0), *held_parameters(plans[0], plans[0].mesh, 4)
-
-    work, dense, experts = of_one_minibatch(8, nodes=2)
-    assert experts.parameters == 4 * 2 * 3 * 8 * 16 and (experts.ranks, experts.stride) == (2, 4)
-    # The two ranks with the same experts are on two nodes, and share their cards with nobody of their group.
-    # Both optimizers gather the parameters of both: 8 bytes a parameter instead of 6.
-    assert work.network == pytest.approx(dense.parameters * 8 * 7 / 8 / 4 + experts.parameters * 8 / 2)
-    work, dense, experts = of_one_minibatch(4, nodes=1)
-    assert experts.ranks == 1
-    assert work.node == pytest.approx(dense.parameters * 8 * 3 / 4)
-    assert work.memory == pytest.approx(dense.parameters * (12 + 28 / 4) + experts.parameters * (12 + 28))
-
-
-def test_with_sequence_parallelism_stages_send_a_share_of_the_hidden_states():
-    piped = with_ranks(CONFIG, tensor=2, pipeline=2)
-    sequence = replace(piped, parallel=replace(piped.parallel, sequence=True))
-    whole, share = (update_work(inputs(config, 4)) for config in (piped, sequence))
-    state = BATCH.tokens * 8 * 2
-    # Of the last stage, which has 2 of 4 layers: 2 x state to and from the next one, or half of it. Sums in halves, of
-    # which a rank sends (t - 1) / t: 4 a layer, backwards 2 more, since the input is gathered again; for the output
-    # layer 2 and 3.
-    gathered_again = (2 * 2 + 1) * state / 2
-    found = pass_exchanges(inputs(piped, 4), replace(inputs(piped, 4).mesh, rank=2), 2, LOGPROBS)
-    assert found["pipeline"].messages == inputs(piped, 4).microbatches
-    assert whole.node - share.node == pytest.approx(2 * state / 2 - gathered_again)
-
-
-def test_the_first_and_the_last_stage_sum_the_gradient_of_a_matrix_that_both_have():
-    tied = replace(TINY, tied_embeddings=True)
-    for config, more in ((with_ranks(CONFIG, pipeline=2), 32 * 8 * 4), (CONFIG, 0)):
-        plain = inputs(config, 2)
-        found = gradient_exchanges(replace(plain, shape=tied), plain.mesh, 2)
-        assert sum(work.node for name, work in found.items() if name == "embedding") == more
+    config = with_ranks(CONFIG, expert=4)
+    experts = 4 * 2 * 3 * 8 * 16  # layers, experts of a rank, matrices
+    for ranks, shared in ((4, 0), (8, experts / 2)):
+        done = inputs(config, ranks, shape=moe, node=1.0)
+        dense = 4 * (LAYER - 3 * 128 - 3 * 8 + 8 * 8 + 2 * 4) + 2 * 32 * 8 + 8
+        expected = 6 * (dense * (ranks - 1) / ranks + shared)
+        assert gradient_seconds(done, done.mesh, 4) == pytest.approx(expected, rel=0.02)
 
 
 def test_epochs_repeat_the_update():
     twice = replace(CONFIG, algorithm=replace(CONFIG.algorithm, epochs=2))
-    assert update_work(inputs(twice, 1)) == update_work(inputs(CONFIG, 1)).times(2)
+    once = update_seconds(inputs(CONFIG, 1, flops=1.0))
+    assert update_seconds(inputs(twice, 1, flops=1.0)) == pytest.approx(2 * once)
+
+
+# ---------------------------------------------------------------- the step
+
+
+def test_weights_that_other_ranks_have_are_sent_over_what_is_between_them():
+    for tensor, pipeline, engine, nodes, link in (
+        (1, 1, 1, 1, None),
+        (2, 1, 2, 1, None),
+        (2, 1, 1, 1, "node"),
+        (1, 2, 1, 1, "node"),
+        (1, 2, 1, 2, "network"),
+    ):
+        config = with_ranks(CONFIG, tensor=tensor, pipeline=pipeline)
+        config = replace(config, rollout=replace(config.rollout, tensor_parallel=engine))
+        for speed in ("node", "network"):
+            assert (sync_seconds(inputs(config, 4, nodes, **{speed: 1.0})) > 0) == (speed == link)
+
+
+def test_what_is_offloaded_goes_there_and_back():
+    config = replace(CONFIG, memory=replace(CONFIG.memory, offload_optimizer=True))
+    (plan,) = plan_ranks(config, TINY, 1, GPU)
+    assert switch_seconds(inputs(config, 1, host=1.0)) == 2 * plan.part("optimizer")
+    assert switch_seconds(inputs(CONFIG, 1, host=1.0)) == 0
+
+
+def usual(config, ranks: int, nodes: int = 1):
+    """With the coefficients of GPUs."""
+    speeds = {"flops": 1e9, "memory": 1e9, "node": 1e9, "network": 1e9, "host": 1e9}
+    done = inputs(config, ranks, nodes, **speeds)
+    return plan_step(replace(done, cluster=replace(done.cluster, coefficients=COEFFICIENTS["cuda"])))
+
+
+def test_a_step_is_its_phases_one_after_the_other():
+    plan = usual(CONFIG, 2)
+    assert plan.step_seconds == pytest.approx(sum(plan.seconds.values()))
+    assert list(plan.seconds) == ["sync", "rollout", "update", "other"]
+    assert 0 < plan.rollout.tail_seconds < plan.seconds["rollout"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, False),
+        ({"n_minibatches": 2}, True),
+        ({"epochs": 2}, True),
+        ({"n_minibatches": 2, "recompute_logprobs": False}, False),
+        ({"kl_coef": 0.1, "kl_in": "reward"}, True),
+        ({"kl_coef": 0.1}, False),
+    ],
+)
+def test_log_probs_are_recomputed_where_the_update_does(changes: dict, expected: bool):
+    assert recomputes_logprobs(replace(CONFIG, algorithm=replace(CONFIG.algorithm, **changes))) == expected
+
+
+def test_a_reference_has_a_pass_of_its_own():
+    config = replace(CONFIG, algorithm=replace(CONFIG.algorithm, kl_coef=0.1, n_minibatches=2))
+    plan = usual(config, 2)
+    assert plan.seconds["reference"] == plan.seconds["logprobs"] > 0
+
+
+def test_an_asynchronous_step_is_as_long_as_its_slower_side():
+    plan = usual(replace(CONFIG, rollout=replace(CONFIG.rollout, ranks=2, max_staleness=2)), 4)
+    assert list(plan.seconds) == ["rollout", "update", "other"]
+    assert plan.step_seconds == pytest.approx(max(plan.trainer_seconds, plan.seconds["rollout"]))
+    turns = replace(plan, config=replace(plan.config, rollout=replace(plan.config.rollout, max_staleness=0)))
+    assert turns.step_seconds == pytest.approx(sum(plan.seconds.values()))
+
+
+def test_trainers_beside_engines_take_as_long_as_alone_on_their_node():
+    """Three of eight ranks on two nodes train: they are on the first."""
+    config = replace(CONFIG, rollout=replace(CONFIG.rollout, ranks=5))
+    assert usual(config, 8, nodes=2).seconds["update"] == usual(CONFIG, 3).seconds["update"]

@@ -1,0 +1,112 @@
+"""The seconds of sampling: prefill, decoding with all places of the engines taken, and the tail of the longest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rlmath.data.seqlen_balancing import forward_cost
+from rlmath.planning.memory_formulas import BLOCK_TOKENS, EngineBytes, engine_bytes, kv_bytes_per_token
+from rlmath.planning.planner.training import StepInputs
+
+
+@dataclass(frozen=True)
+class PlannedRollout:
+    """What an engine does in a step."""
+
+    requests: int
+    """Completions that it samples."""
+    slots: int
+    """Of them at a time."""
+    steps: int
+    """Engine steps from the first token to the last."""
+    seconds: float
+    tail_seconds: float
+    """Of `seconds`, for the steps in which it has more places than completions are left."""
+
+
+def plan_rollout(inputs: StepInputs) -> PlannedRollout:
+    """The rollout of a step, by engines on all ranks of the cluster, or on its `rollout.ranks` last ones.
+
+    With all places taken an engine needs mean x requests / places steps. What waits for every completion of its step
+    takes as many more as the longest has more tokens than the mean. Partial rollouts, tail batching and engines on
+    ranks of their own spread that over the steps that a completion may take.
+    """
+    rollout, batch, lengths = inputs.config.rollout, inputs.batch, inputs.batch.lengths
+    engines = max(1, (rollout.ranks or inputs.cluster.ranks) // rollout.tensor_parallel)
+    requests = -(-batch.sequences // engines)
+    slots = slots_of(inputs, requests)
+    full = batch.sequences * lengths.mean / engines / slots
+    longest = lengths.at(1 - 0.5 / batch.sequences)
+    steps = max(full, (full - lengths.mean + longest) / steps_of_a_completion(inputs))
+    of = inputs.cluster.coefficients
+    step_seconds = of.decode_step_seconds + inputs.cluster.memory_seconds(engine_of(inputs).weights)
+    step_seconds += _exchange_seconds(inputs, tokens=0, messages=1)
+    sampled = _token_seconds(inputs, engines)
+    return PlannedRollout(
+        requests,
+        slots=slots,
+        steps=math.ceil(steps),
+        seconds=sampled + steps * step_seconds,
+        tail_seconds=(steps - full) * step_seconds,
+    )
+
+
+def steps_of_a_completion(inputs: StepInputs) -> int:
+    """Steps of the run within which the longest completion is finished."""
+    rollout = inputs.config.rollout
+    if rollout.ranks:
+        return 1 if rollout.on_new_weights == "finish" else max(1, rollout.max_staleness)
+    return {"wait": 1, "defer": 2, "carry": rollout.max_staleness + 1}[rollout.tail]
+
+
+def slots_of(inputs: StepInputs, requests: int) -> int:
+    """Sequences that an engine decodes at a time: as many as its KV cache holds of the mean length of a running one.
+    That is more than half of the mean: a long one runs long, and is half done on average."""
+    rollout, lengths = inputs.config.rollout, inputs.batch.lengths
+    most = (rollout.max_concurrent_sequences if rollout.ranks else None) or rollout.max_num_seqs
+    running = inputs.batch.prompt_tokens + lengths.moment(2) / (2 * lengths.mean)
+    token = kv_bytes_per_token(inputs.shape, rollout.tensor_parallel, inputs.target.itemsize)
+    return max(
+        1, min(most, rollout.max_num_seqs, requests, int(engine_of(inputs).kv_cache / token / running))
+    )
+
+
+def engine_of(inputs: StepInputs) -> EngineBytes:
+    """The memory of an engine rank."""
+    target = inputs.target
+    return engine_bytes(inputs.shape, inputs.config.rollout, target.kind, target.itemsize, target.total_bytes)
+
+
+def _token_seconds(inputs: StepInputs, engines: int) -> float:
+    """Of a rank, for the tokens of its engine: every one passes through the model and reads the keys and values of all
+    before it, and the host handles it. Prompts are computed once for a group, as far as whole blocks of the KV cache
+    hold them."""
+    batch, cluster, ranks = inputs.batch, inputs.cluster, inputs.config.rollout.tensor_parallel
+    count = max(1.0, batch.sequences / engines)
+    tokens, prompt = count * batch.lengths.mean, batch.prompt_tokens
+    read = tokens * prompt + count * batch.lengths.moment(2) / 2
+    block = BLOCK_TOKENS[inputs.target.kind]
+    shared = prompt // block * block
+    prefilled = count * (prompt - shared + shared / batch.group)
+    cost = forward_cost(inputs.shape)
+    flops = (tokens + prefilled) * cost.linear + cost.quadratic * (2 * read + prefilled * prompt)
+    kept = kv_bytes_per_token(inputs.shape, ranks, inputs.target.itemsize)
+    handled = batch.tokens / (engines if inputs.config.rollout.ranks else 1)
+    of = cluster.coefficients
+    return (
+        cluster.compute_seconds(flops / ranks)
+        + cluster.memory_seconds(read * kept)
+        + tokens * of.sequence_step_seconds
+        + handled * of.token_seconds
+        + _exchange_seconds(inputs, tokens=tokens, messages=0)
+    )
+
+
+def _exchange_seconds(inputs: StepInputs, tokens: float, messages: int) -> float:
+    """The ranks of an engine sum hidden states twice a layer."""
+    size, sums = inputs.config.rollout.tensor_parallel, 2 * inputs.shape.num_layers
+    if size == 1:
+        return 0.0
+    sent = tokens * inputs.shape.hidden_size * inputs.target.itemsize * sums * 2 * (size - 1) / size
+    return inputs.cluster.link_seconds(sent, messages * sums, size)
