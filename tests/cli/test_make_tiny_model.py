@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlmath.cli.make_tiny_model import main, make_model, make_tokenizer, parse_args
+from rlmath.cli.make_tiny_model import main, make_model, make_tokenizer
 
 
 def test_text_decodes_to_itself():
@@ -25,15 +25,12 @@ def test_boxed_is_one_token():
     assert tokenizer.tokenize(r"=\boxed{132}") == ["=", "\\boxed{", "1", "3", "2", "}"]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_random_model_is_written_and_loads(tmp_path: Path, capsys, tied: bool):
-    options = ["--output", str(tmp_path)]
-    main([*options, "--tied"] if tied else options)
+def test_a_random_model_is_written_and_loads(tmp_path: Path, capsys):
+    main(["--output", str(tmp_path)])
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    parameters = 617856 - (101 * 128 if tied else 0)
-    assert model.num_parameters() == parameters
-    assert capsys.readouterr().out == f"{tmp_path}: a random model of {parameters} parameters\n"
-    assert model.config.tie_word_embeddings is tied
+    assert model.num_parameters() == 617856
+    assert capsys.readouterr().out == f"{tmp_path}: a random model of 617856 parameters\n"
+    assert model.config.tie_word_embeddings is False
     assert model.config.vocab_size == 101
     assert model.dtype == torch.float32
     assert model.generation_config.eos_token_id == 1
@@ -56,9 +53,7 @@ def test_the_seed_decides_the_weights(tmp_path: Path):
 def test_mistakes_are_named(tmp_path: Path):
     with pytest.raises(ValueError, match="multiple of 8"):
         make_model(make_tokenizer(), hidden=36)
-    with pytest.raises(ValueError, match="multiple of kv-heads"):
-        make_model(make_tokenizer(), heads=4, kv_heads=3)
     other = tmp_path / "other"
     other.write_text("")
     with pytest.raises(ValueError, match="is not an empty folder"):
-        parse_args(["--output", str(other)])
+        main(["--output", str(other)])
