@@ -175,7 +175,7 @@ def test_the_run_leaves_summary_samples_and_events(workplace: Path) -> None:
     assert any((folder / "tensorboard").iterdir())
     report = (folder / "report.html").read_text()
     assert "TP2 x PP1 x DP1" in report and '"title":"Seconds by phase"' in report
-    shown = run("-m", "rlmath.cli.samples", str(folder), "--step", "last").stdout
+    shown = run("-m", "rlmath.cli.samples", str(folder)).stdout
     assert "reward" in shown
 
 

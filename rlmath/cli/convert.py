@@ -31,32 +31,24 @@ FORMATS = ("auto", "bfloat16", "float16", "float32")
 CONFIG = "config.json"
 TO_MEGATRON = """Convert a Hugging Face model to a Megatron-Core torch_dist checkpoint.
 
-The output has what Megatron-LM's --load looks for:
-
-    release/                            the checkpoint: weights alone
-    latest_checkpointed_iteration.txt   "release": Megatron-LM then asks for no optimizer, and begins at iteration 0
-    hf/                                 config.json and tokenizer, for the way back
-
-Any tensor, pipeline, expert and data parallel size can load it. --tensor-parallel says to a multiple of what the
-vocabulary is filled up with zero rows (Megatron loads it, too, where it fills up otherwise), and both over how many
-files the tensors are spread.
+The output has what Megatron-LM's --load looks for: release/, the weights alone,
+latest_checkpointed_iteration.txt, and hf/, config.json and tokenizer for the way
+back. Any layout can load it. --tensor-parallel says to a multiple of what the
+vocabulary is filled up with zero rows, and both over how many files the tensors
+are spread.
 """
 TO_HF = """Convert a checkpoint to a Hugging Face model: safetensors, config.json, tokenizer.
 
---checkpoint is one of this program's (step-000020, or the output folder of a run: then its newest), or a torch_dist
-checkpoint of Megatron-Core: the folder with .metadata, or Megatron-LM's with latest_checkpointed_iteration.txt. The
-layout that saved it does not matter. Optimizer state is not read. The index of a checkpoint is a pickle; it is read
-without running anything in it.
+--checkpoint is one of this program's (step-000020, or the output folder of a
+run: then its newest), or a torch_dist checkpoint of Megatron-Core: the folder
+with .metadata, or Megatron-LM's with latest_checkpointed_iteration.txt. Which
+model it is, config.json says: that beside the checkpoint (hf/), or --config's.
 
---critic converts the critic of a checkpoint of this program instead: a model for transformers'
-AutoModelForTokenClassification with one label, the value of what precedes the next token.
-
-A checkpoint of a LoRA run has adapters alone: they are merged into the model
-that the run started from, model.path of its settings, or --base where that has
-moved. --adapter writes them as PEFT's folder instead (adapter_config.json,
-adapter_model.safetensors), without the model.
-
-Which model it is, config.json says: that beside the checkpoint (hf/), or the one that --config names.
+--critic converts the critic instead: a model for transformers'
+AutoModelForTokenClassification with one label, the value of what precedes the
+next token. A checkpoint of a LoRA run has adapters alone: they are merged into
+the model that the run started from, or --base where that has moved; --adapter
+writes them as PEFT's folder instead, without the model.
 """
 
 
@@ -101,18 +93,16 @@ def to_hf(given: argparse.Namespace) -> Converted:
     from rlmath.checkpoint.convert.convert import DTYPES, adapters_to_hf, megatron_to_hf
     from rlmath.checkpoint.hf.weights import read_metadata_files
 
-    folder, metadata_files = source.metadata_files, {}
-    if folder is not None:
-        metadata_files = read_metadata_files(folder)
+    folder = source.metadata_files
+    metadata_files = {} if folder is None else read_metadata_files(folder)
     if given.config is not None:
         config = local_folder(given.config, "--config", weights=False)
-        is_file = config.name == CONFIG and config.is_file()
+        is_file = config.name == CONFIG
         folder = config.parent if is_file else config
         if not (folder / CONFIG).is_file():
             raise ValueError(f"--config {given.config}: needed: a {CONFIG}, or a folder that has one.")
-        metadata_files = (
-            metadata_files | {CONFIG: config.read_bytes()} if is_file else read_metadata_files(folder)
-        )
+        own = {CONFIG: (folder / CONFIG).read_bytes()}
+        metadata_files = metadata_files | own if is_file else read_metadata_files(folder)
     if folder is None:
         raise ValueError(
             f"{source.state} has no config.json beside it (hf/{CONFIG}), so its model is unknown; "

@@ -54,35 +54,20 @@ def run(title: str, command: list[str], environment: dict[str, str]) -> None:
             status = program.wait()
         except KeyboardInterrupt:
             interrupted = True
-    if interrupted:
-        print(f"demo: interrupted in {title!r}", file=sys.stderr)
-        raise SystemExit(INTERRUPTED)
-    if status:
-        print(f"demo: {title!r} failed with status {status}: {' '.join(command)}", file=sys.stderr)
-        raise SystemExit(status)
+    if interrupted or status:
+        what = "was interrupted" if interrupted else f"failed with status {status}"
+        print(f"demo: {title!r} {what}: {' '.join(command)}", file=sys.stderr)
+        raise SystemExit(INTERRUPTED if interrupted else status)
     print(f"   {time.perf_counter() - started:.1f} s", flush=True)
 
 
 def set_aside(folder: Path) -> None:
     """Move what an earlier demo left to the next free numbered name."""
-    if not folder.exists():
-        return
     number = 1
     while (target := folder.with_name(f"{folder.name}.{number:03d}")).exists():
         number += 1
     folder.rename(target)
     print(f"The earlier demo is kept in {target}")
-
-
-def command_name() -> str:
-    """`rlmath` as a user can type it: with its folder where that is not on the PATH."""
-    here = Path(sys.executable).with_name("rlmath")
-    return "rlmath" if shutil.which("rlmath") or not here.exists() else str(here)
-
-
-def shown_path(path: Path) -> Path:
-    """As short as it can be typed here."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def torchrun(ranks: int) -> list[str]:
@@ -167,14 +152,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     escape_terminal()
     started, given = time.time(), parse(argv)
     folder = given.output.resolve()
-    set_aside(folder)
+    if folder.exists():
+        set_aside(folder)
     folder.mkdir(parents=True)
     make_base(folder, given.seed)
     run_dir = train(folder, given)
     before, *_, after = read_metrics(str(run_dir), VALIDATION_FILE)
-    name, place, now = "validation/accuracy", shown_path(run_dir), time.time()
-    print(f"\nThe trained model: {place / EXPORT_FOLDER}")
-    print(f"Read samples:      {command_name()} samples {place}\n")
+    name, place, now = "validation/accuracy", os.path.relpath(run_dir), time.time()
+    print(f"\nThe trained model: {place}/{EXPORT_FOLDER}")
+    print(f"Read samples:      {Path(sys.executable).with_name('rlmath')} samples {place}\n")
     print(
         f"Held-out accuracy, sampled at temperature 1, went from {before[name]:.1%} to {after[name]:.1%} in "
         f"{after['step']:.0f} steps ({now - started:.0f} s without installation)."
@@ -184,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"Step {good[0]:.0f} was the first with {GOOD_ACCURACY:.0%} right answers.")
     if given.started_at is not None:
         print(f"With installation it took {now - given.started_at:.0f} s.")
-    print(f"Open {place / REPORT_FILE}")
+    print(f"Open {place}/{REPORT_FILE}")
     return 0
 
 

@@ -1,6 +1,6 @@
 """Show the sampled groups of a run on a terminal.
 
-rlmath samples outputs/demo --step last --groups 1 --only mixed
+rlmath samples outputs/demo/run --groups 1 --only mixed
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rlmath.answers.extraction import extract_answer, split_boxes
 from rlmath.config.help import nearest_path
 from rlmath.config.run_files import SAMPLES_FOLDER
 from rlmath.config.terminal import escape_terminal, visible
-from rlmath.telemetry.samples import completion_facts, read_samples, sample_files, samples_file
+from rlmath.telemetry.samples import completion_facts, read_samples, sample_files
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,37 +43,28 @@ def main(arguments: list[str] | None = None) -> int:
 def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Show the sampled groups of a run.")
     parser.add_argument("run_dir", help="folder of the run (run.output_dir)")
-    parser.add_argument("--step", default="last", help='step to show, or "last" (default)')
+    parser.add_argument("--step", type=int, help="step to show (default: the last)")
     parser.add_argument("--groups", type=int, default=None, help="most groups to show (default: all)")
-    parser.add_argument(
-        "--only",
-        choices=("right", "wrong", "mixed"),
-        help="groups whose completions are all right, all wrong, or some of each",
-    )
-    options = parser.parse_args(arguments)
-    if options.step != "last" and not options.step.isdecimal():
-        parser.error(f'--step must be a number or "last", got {options.step!r}')
-    if options.groups is not None and options.groups < 1:
-        parser.error(f"--groups must be at least 1, got {options.groups}")
-    return options
+    kinds = "groups whose completions are all right, all wrong, or some of each"
+    parser.add_argument("--only", choices=("right", "wrong", "mixed"), help=kinds)
+    return parser.parse_args(arguments)
 
 
-def _choose_file(run_dir: str, step: str) -> Path:
-    folder = Path(run_dir) / SAMPLES_FOLDER
+def _choose_file(run_dir: str, step: int | None) -> Path:
+    folder, files = Path(run_dir) / SAMPLES_FOLDER, sample_files(run_dir)
     if not folder.is_dir():
         raise ValueError(
             f"{folder}: no such folder; give the folder of a run with telemetry.sample_groups_per_step > 0."
             f"{nearest_path(Path(run_dir)) if not Path(run_dir).exists() else ''}"
         )
-    steps = list(sample_files(run_dir))
-    if not steps:
+    if not files:
         raise ValueError(f"{folder} has no samples yet")
-    wanted = steps[-1] if step == "last" else int(step)
-    if wanted not in steps:
+    wanted = max(files) if step is None else step
+    if wanted not in files:
         raise ValueError(
-            f"{folder} has no step {wanted}; it has {len(steps)} steps, {steps[0]} to {steps[-1]}"
+            f"{folder} has no step {wanted}; it has {len(files)} steps, {min(files)} to {max(files)}"
         )
-    return samples_file(run_dir, wanted)
+    return files[wanted]
 
 
 def _read_groups(path: Path) -> list[tuple[str, str]]:
@@ -127,9 +118,7 @@ def _answer_lines(completion: dict) -> list[str]:
 
 def _indented(text: str, first: str) -> list[str]:
     margin = " " * (len(first) - 2) + "| "
-    return [
-        (first if number == 0 else margin) + line for number, line in enumerate(visible(text).split("\n"))
-    ]
+    return (first + visible(text).replace("\n", f"\n{margin}")).split("\n")
 
 
 if __name__ == "__main__":

@@ -57,8 +57,9 @@ def test_every_line_gets_its_verdict_in_order(tmp_path):
         (b"[1]", "a JSON object is needed"),
         ({"id": 1, "completion": "x"}, "missing solutions"),
         ({"id": 1, "completion": 5, "solutions": ["x"]}, "completion must be a string"),
-        ({"id": 1, "completion": "x", "solutions": []}, "solutions must be a list"),
-        ({"id": 1, "completion": "x", "solutions": ["x"] * 1001}, "it has 1001 solutions; at most 1000"),
+        ({"id": 1, "completion": "x", "solutions": []}, "it has 0 solutions; needed: 1 to 1000"),
+        ({"id": 1, "completion": "x", "solutions": [2]}, "solutions must be a list of strings"),
+        ({"id": 1, "completion": "x", "solutions": ["x"] * 1001}, "it has 1001 solutions; needed: 1 to 1000"),
     ],
 )
 def test_parsing_tells_what_is_broken(line, told):
