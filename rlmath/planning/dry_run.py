@@ -16,15 +16,14 @@ from pathlib import Path
 
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config import length_curriculum
-from rlmath.config.help import as_yaml_word, counted, raise_problems, setting_values
+from rlmath.config.help import counted, raise_problems
 from rlmath.config.hub import HubFailedError
-from rlmath.config.load import load_config, preset_settings
+from rlmath.config.load import load_config
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.audit import EXAMPLES
 from rlmath.data.dataset import most_updates
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, FINISHED, MISTAKE
-from rlmath.distributed.memory import total_bytes
 from rlmath.distributed.ranks import environment_rank
 from rlmath.models.hf_config import (
     PlannedShape,
@@ -50,8 +49,6 @@ from rlmath.run.run_dir import folder_problems
 
 DATA_FUNCTIONS = ("run.plugins:", "data.format:", "data.template:", "validation.template:")
 """How problems of functions begin that the data cannot be read without."""
-LARGE_SHARE = 0.85
-"""Share of a GPU's memory below which an engine that has it for itself leaves much of it empty."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +70,6 @@ class RunPlan:
     """What of the model a start needs and is not here."""
     recovery: Recovery | None = None
     """What a start here would resume from."""
-    ranks_are_least: bool = False
-    """Neither settings nor a launcher nor the user named their number."""
     not_here: tuple[str, ...] = ()
     """Why a start on this machine would be refused, in a plan for another."""
 
@@ -147,7 +142,6 @@ def plan_run(given: Config, ranks: int | None = None, kind: Kind = "grpo") -> Ru
     raise_problems("this run", problems)
     assert shape is not None and data is not None and target is not None
     planned = replace(config, run=replace(config.run, device=target.kind))
-    is_least = ranks is None and config.parallel.data is None and "WORLD_SIZE" not in os.environ
     return RunPlan(
         planned,
         shape,
@@ -159,7 +153,6 @@ def plan_run(given: Config, ranks: int | None = None, kind: Kind = "grpo") -> Ru
         unused=tuple(unused),
         missing=tuple(missing),
         recovery=recovery,
-        ranks_are_least=is_least,
         not_here=tuple(checks.cuda_problems(config.run.device)),
     )
 
@@ -194,7 +187,6 @@ def plan_lines(plan: RunPlan) -> list[str]:
     config, shape = plan.config, plan.shape
     mesh = mesh_of(config, plan.ranks, 0)
     layout = mesh.describe() if plan.kind == "grpo" else mesh.training_layout
-    least = "  (the least for this layout; --ranks N plans for others)"
     warnings = list(_warnings(plan))
     is_elsewhere = plan.missing or plan.shape_note
     return [
@@ -204,11 +196,9 @@ def plan_lines(plan: RunPlan) -> list[str]:
         *([f"  {plan.shape_note}"] if plan.shape_note else ()),
         f"Layout: {plan.ranks} rank{'s' * (plan.ranks != 1)}, {layout}",
         *([f"  {who}"] if (who := roles(config, plan.ranks)) else ()),
-        *([least] if plan.ranks_are_least else ()),
         "Data:",
         *(f"  {line}" for line in plan.data.lines),
         *hook_lines(config, plan.kind),
-        *(preset_lines(config) if plan.kind == "grpo" else ()),
         *(_step_lines(plan) if plan.kind == "grpo" else _sft_step_lines(plan)),
         *start_up_lines(length_curriculum.with_longest_lengths(config), shape, plan.ranks, plan.kind),
         *_disk_lines(plan),
@@ -217,18 +207,6 @@ def plan_lines(plan: RunPlan) -> list[str]:
         *(f"  - {warning}".replace("\n", "\n    ") for warning in warnings),
         "No problem was found." + " A start needs the whole model, which is not here." * bool(is_elsewhere),
     ]
-
-
-def preset_lines(config: Config) -> Iterator[str]:
-    """What `algorithm.preset` stands for, and where the run has something else."""
-    name = config.algorithm.preset
-    if name is None:
-        return
-    yield f"Preset: {name} is configs/algorithms/{name}.yaml"
-    values = setting_values(config)
-    for key, value in preset_settings(name).items():
-        other = "" if values[key] == value else f", here {as_yaml_word(values[key])}"
-        yield f"  {key}={as_yaml_word(value)}{other}"
 
 
 def _step_lines(plan: RunPlan) -> Iterator[str]:
@@ -240,28 +218,24 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
         f"  {minibatches} minibatch{'es' * (minibatches != 1)} x {counted(epochs, 'epoch')} over them: "
         f"{counted(minibatches * epochs, 'update')} a step, {most_updates(config, plan.total_steps):,} in all at most"
     )
-    critic = critic_shape_of(config, plan.shape)
-    if critic is not None:
-        pretrain = config.critic.pretrain_steps
-        alone = f", in the first {counted(pretrain, 'step')} alone" if pretrain else ""
-        size = f"{parameter_count(critic) / 1e9:.3g} B parameters"
-        yield f"  a critic of {size} learns from the same minibatches{alone}"
-    if config.selection.dynamic_sampling is not None:
-        yield f"  dynamic sampling may ask for up to {config.selection.max_extra_prompts} prompts more a step"
+    if (critic := critic_shape_of(config, plan.shape)) is not None:
+        yield f"  a critic of {parameter_count(critic) / 1e9:.3g} B parameters learns from the same minibatches"
     stages = length_curriculum.length_stages(config, data.inputs.total_steps)
     slices = ", ".join(dict.fromkeys(f"{slice_tokens(stage.config.rollout):,}" for stage in stages))
-    if config.rollout.tail == "carry":
+    staleness = config.rollout.max_staleness
+    if config.rollout.ranks:
+        begun = (staleness + 1) * prompts
+        yield (
+            f"  asynchronous: {begun:,} groups at most are begun before the first step, {prompts:,} more after each, "
+            f"learned from within {staleness} steps of their first token"
+        )
+    elif config.rollout.tail == "carry":
         yield (
             f"  partial rollouts: slices of {slices} tokens, at most {unfinished_rules(config).max_groups:,} "
-            f"groups in flight, learned from within {config.rollout.max_staleness} steps of their first token"
+            f"groups in flight, learned from within {staleness} steps of their first token"
         )
-    if config.rollout.ranks:
-        yield from _asynchronous_lines(config)
-    if config.rollout.tail == "defer":
-        yield (
-            f"  tail batching: groups with a completion of more than {slices} tokens are sampled anew, with the same "
-            "noise, in steps of their own; what that biases: docs/algorithm.md"
-        )
+    elif config.rollout.tail == "defer":
+        yield f"  tail batching: groups with a completion of more than {slices} tokens wait for steps of their own"
     if len(stages) == 1:
         yield f"  {_tokens(config)}"
     yield _steps(data)
@@ -273,15 +247,6 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
         every, samples = config.validation.every_steps, counted(config.validation.samples, "completion")
         longest = length_curriculum.validation_tokens(config)
         yield f"Validation: every {every} steps, {samples} of each problem, of at most {longest} tokens"
-
-
-def _asynchronous_lines(config: Config) -> Iterator[str]:
-    prompts, staleness = config.data.prompts_per_step, config.rollout.max_staleness
-    begun = (staleness + 1) * prompts
-    yield (
-        f"  asynchronous: {begun:,} groups at most are begun before the first step, {prompts:,} more after each; a "
-        f"step learns from groups whose first token is at most {staleness} steps old"
-    )
 
 
 def _sft_step_lines(plan: RunPlan) -> Iterator[str]:
@@ -317,20 +282,16 @@ def _tokens(config: Config) -> str:
 
 
 def kept_checkpoints(config: Config, total_steps: int, steps_per_epoch: int) -> int:
-    """Checkpoints that `save.save_freq_epochs` and `save.save_freq_steps` leave at the end of a run; those of
+    """Checkpoints that `save.save_freq_epochs` and `save.save_freq_steps` leave at the end of a run, at most; those of
     `save_freq_secs` depend on its speed.
 
     >>> from rlmath.config.schema import SaveConfig
     >>> kept_checkpoints(Config(save=SaveConfig(save_freq_steps=4, save_freq_epochs=1)), 12, 6)
-    4
+    5
     """
     every = save_schedule.kept_frequency(config.save)
-    periods = [] if every.steps is None else [every.steps]
-    if every.epochs is not None:
-        periods.append(every.epochs * steps_per_epoch)
-    count = sum(total_steps // period for period in periods)
-    if len(periods) == 2:
-        count -= total_steps // math.lcm(*periods)
+    periods = [every.steps or math.inf, (every.epochs or math.inf) * steps_per_epoch]
+    count = sum(int(total_steps // period) for period in periods)
     return count if config.save.keep_models is None else min(count, config.save.keep_models)
 
 
@@ -347,25 +308,11 @@ def needed_disk(plan: RunPlan) -> int:
 
 
 def _disk_lines(plan: RunPlan) -> Iterator[str]:
-    config, save = plan.config, plan.config.save
-    kept = kept_checkpoints(config, plan.total_steps, plan.data.inputs.order.steps_per_epoch)
     yield (
-        f"Disk: a checkpoint is {_gib(save_schedule.checkpoint_bytes(config, plan.shape))} GiB, the exported model "
-        f"{_gib(save_schedule.export_bytes(config, plan.shape))}"
+        f"Disk: a checkpoint is {_gib(save_schedule.checkpoint_bytes(plan.config, plan.shape))} GiB, the exported "
+        f"model {_gib(save_schedule.export_bytes(plan.config, plan.shape))}; needed at most {_gib(needed_disk(plan))} "
+        "GiB in all"
     )
-    if in_flight := unfinished_bytes(config):
-        yield f"  with the groups in flight a checkpoint has at most {_gib(in_flight)} GiB more"
-    what = []
-    if not save_schedule.recovery_frequency(save).never:
-        what.append(f"{save.keep_last} recovery points and the one that is being written")
-    if kept:
-        exported = ", each with its exported model" if save.export_hf else ""
-        what.append(f"{kept} checkpoints to keep{exported}")
-    if config.stages.steps:
-        what.append(f"the models of {len(config.stages.steps)} stages")
-    if config.validation.keep_best:
-        what.append("the best model, and the better one that takes its place")
-    yield f"  needed at most {_gib(needed_disk(plan))} GiB: {'; '.join([*what, 'the model at the end'])}"
 
 
 def _gib(size: int) -> str:
@@ -397,20 +344,6 @@ def _warnings(plan: RunPlan) -> Iterator[str]:
     yield from config_warnings(config, plan.unused)
     if plan.target.total_bytes is None:
         yield "the plan is for the CPU, in float32; name a GPU by memory.gpu or memory.gpu_gib."
-        with_cache = config.rollout.ranks or plan.ranks
-        caches = config.rollout.cpu_kv_cache_gib * with_cache
-        if plan.kind == "grpo" and caches * GIB > total_bytes():
-            yield (
-                f"the KV caches of {with_cache} ranks (rollout.cpu_kv_cache_gib) take {caches:g} GiB, more than this "
-                f"machine's {total_bytes() / GIB:.1f}: the ranks need several such machines, or a smaller cache."
-            )
-    elif config.rollout.ranks and config.rollout.memory_share < LARGE_SHARE:
-        yield (
-            f"rollout.memory_share={config.rollout.memory_share:g}: nothing else is on the GPUs of engines with ranks "
-            "of their own. A larger share, such as 0.9, makes a larger KV cache."
-        )
-    if config.save.save_freq_secs is not None:
-        yield "save.save_freq_secs: how many checkpoints it keeps depends on the run's speed; they are not counted."
     output = Path(config.run.output_dir).absolute()
     free = shutil.disk_usage(next(path for path in (output, *output.parents) if path.is_dir())).free
     needed = needed_disk(plan)
