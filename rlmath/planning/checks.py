@@ -197,17 +197,10 @@ def transformer_engine_problems(transformer_impl: str) -> Iterator[str]:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # of a package that does not fit torch or CUDA it may be anything
         first = (str(error).splitlines() or [""])[0]
-        change = (
-            "Install it as requirements/gpu.txt says, or set policy.transformer_impl=local, which is slower."
-        )
-        if not isinstance(error, ImportError):
-            # Megatron tries to import it for local layers, too, and lets such an error pass.
-            change = (
-                "Repair it (requirements/gpu.txt), or uninstall it and set policy.transformer_impl=local."
-            )
         yield (
             'policy.transformer_impl is "transformer_engine", which cannot be imported here '
-            f"({type(error).__name__}: {first:.200}). {change}"
+            f"({type(error).__name__}: {first:.200}). Install it as requirements/gpu.txt says; or uninstall it and set "
+            "policy.transformer_impl=local, which is slower."
         )
 
 
@@ -262,8 +255,7 @@ def file_problems(config: Config, kind: Kind = "grpo") -> Iterator[str]:
         if (not os.path.exists(path) and not os.path.islink(path)) or path == Path():
             yield f'{key}: there is no file "{path}".{nearest_path(path)}'
         elif not (os.path.isfile(path) or os.path.isdir(path)):
-            found = "a link to nothing" if os.path.islink(path) else "a device, a pipe or a socket"
-            yield f'{key}: "{path}" is {found}. Give a file or a folder.'
+            yield f'{key}: "{path}" is neither a file nor a folder, nor a link to one. Give one.'
         elif os.path.isfile(path) and path.stat().st_size == 0:
             yield f'{key}: "{path}" is empty. Give a file with one row a line (forms: docs/data.md).'
 

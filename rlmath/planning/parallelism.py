@@ -145,16 +145,9 @@ def expert_problems(parallel: ParallelConfig, shape: ModelShape) -> Iterator[str
             if ranks > 1:
                 yield f"{key} is {ranks}; a {shape.architecture} has no experts. Set it to 1."
         return
-    if shape.num_experts % expert:
-        yield (
-            f"parallel.expert is {expert}; it must divide the {shape.num_experts} experts of a layer. "
-            f"Possible: {_divisors(shape.num_experts)}."
-        )
-    if shape.ffn_size % split:
-        yield (
-            f"parallel.expert_tensor is {split}; it must divide the {shape.ffn_size} feed-forward units of an expert. "
-            f"Possible: {_divisors(shape.ffn_size)}."
-        )
+    yield from _must_divide("parallel.expert", expert, shape.num_experts, "experts of a layer")
+    units = "feed-forward units of an expert"
+    yield from _must_divide("parallel.expert_tensor", split, shape.ffn_size, units)
     if parallel.tensor > 1 and not parallel.sequence:
         yield (
             f"parallel.tensor is {parallel.tensor}, of a model with experts; Megatron then trains with sequence "
@@ -180,20 +173,13 @@ def expert_tensor_problems(parallel: ParallelConfig, on_gpu: bool) -> Iterator[s
 
 
 def rotary_problems(policy: PolicyConfig, shape: ModelShape, on_gpu: bool) -> Iterator[str]:
-    """Transformer Engine rotates a part of every head, or multiplies all of it by a factor, not both; and it has one
-    factor for layers that rotate and others."""
+    """Transformer Engine rotates a part of every head, or multiplies all of it by one factor for all layers."""
     if not on_gpu or policy.transformer_impl != "transformer_engine" or shape.rotary_magnitude == 1.0:
         return
-    factor, instead = f"{shape.rotary_magnitude:.4g}", "Set policy.transformer_impl=local."
-    if shape.rotary_dim is not None:
+    if shape.rotary_dim is not None or shape.no_rope_layers:
         yield (
-            f"the model rotates {shape.rotary_dim} of {shape.head_dim} dims of a head and multiplies those by "
-            f"{factor}, which Transformer Engine does not. {instead}"
-        )
-    if shape.no_rope_layers:
-        yield (
-            f"the model multiplies what its layers rotate by {factor}, and some of them do not rotate; Transformer "
-            f"Engine has one factor for all. {instead}"
+            f"the model multiplies by {shape.rotary_magnitude:.4g} what it rotates, and rotates only a part of a head, "
+            "or not in all layers, which Transformer Engine does not. Set policy.transformer_impl=local."
         )
 
 
@@ -273,33 +259,22 @@ def _given_stages(parallel: ParallelConfig) -> dict[str, int]:
 
 
 def _even_problems(pipeline: int, virtual: int, layers: int) -> Iterator[str]:
-    if layers % pipeline:
-        yield (
-            f"parallel.pipeline is {pipeline}; it must divide the model's {layers} layers. Possible: "
-            f"{_divisors(layers)}. Or let parallel.first_stage_layers or parallel.last_stage_layers differ."
-        )
-    elif layers // pipeline % virtual:
+    for problem in _must_divide("parallel.pipeline", pipeline, layers, "layers of the model"):
+        yield f"{problem} Or let parallel.first_stage_layers or parallel.last_stage_layers differ."
+    if layers % pipeline == 0:
         stage = layers // pipeline
-        yield (
-            f"parallel.virtual_pipeline is {virtual}; it must divide the {stage} layers of a pipeline stage. "
-            f"Possible: {_divisors(stage)}."
-        )
+        yield from _must_divide("parallel.virtual_pipeline", virtual, stage, "layers of a pipeline stage")
 
 
 def _uneven_problems(given: dict[str, int], pipeline: int, virtual: int, layers: int) -> Iterator[str]:
     keys, taken, others = " + ".join(given), sum(given.values()), pipeline - len(given)
     rest, chunks = layers - taken, others * virtual
-    odd = {key: stage for key, stage in given.items() if stage % virtual}
-    for key, stage in odd.items():
-        yield (
-            f"{key} is {stage}; it must be a multiple of parallel.virtual_pipeline {virtual}: all chunks of a stage "
-            "have the same number of layers."
-        )
-    if not odd and (rest < chunks or rest % chunks if chunks else rest):
+    odd = any(stage % virtual for stage in given.values())
+    if odd or (rest < chunks or rest % chunks if chunks else rest):
         yield (
             f"{keys} is {taken}, which leaves {max(0, rest)} of the model's {layers} layers to {others} other pipeline "
-            f"stages; needed: the same number for each, a multiple of parallel.virtual_pipeline {virtual}. Change "
-            f"{keys}, or set one to null."
+            "stages; needed: the same number for each of these, and for every stage a multiple of "
+            f"parallel.virtual_pipeline {virtual}. Change {keys}, or set one to null."
         )
 
 
@@ -319,6 +294,11 @@ def _recompute_problems(policy: PolicyConfig, chunks: list[int]) -> Iterator[str
             f"policy.recompute_num_layers is {number}; no pipeline stage or model chunk has more than {max(chunks)} "
             "layers. Lower it."
         )
+
+
+def _must_divide(key: str, ranks: int, number: int, what: str) -> Iterator[str]:
+    if number % ranks:
+        yield f"{key} is {ranks}; it must divide the {number} {what}. Possible: {_divisors(number)}."
 
 
 def _divisors(number: int) -> str:

@@ -90,11 +90,9 @@ def in_every_stage(config: Config, check: Check) -> list[str]:
         return []
     stages = length_curriculum.length_stages(config, None)
     found = [list(check(stage.config)) for stage in stages]
-    if not length_curriculum.has_length_stages(config):
-        return found[0]
     common = [problem for problem in found[0] if all(problem in other for other in found[1:])]
-    return [_renamed(problem, _names(config)) for problem in common] + [
-        f"Stage {stage.number + 1}: {_renamed(problem, _names(config))}"
+    return common + [
+        f"Stage {stage.number + 1} (stages.*): {problem}"
         for stage, problems in zip(stages, found, strict=True)
         for problem in problems
         if problem not in common
@@ -105,38 +103,19 @@ def of_longest_stage(config: Config, check: Check) -> list[str]:
     """The problems of the run's largest lengths (`with_longest_lengths`)."""
     if any(length_curriculum.stage_list_problems(config)):
         return []
-    names = _names(config)
-    if length_curriculum.engine_length(config) > length_curriculum.engine_length(
-        length_curriculum.without_validation(config)
-    ):
-        names["rollout.max_new_tokens"] = "validation.max_new_tokens"
-    return [_renamed(problem, names) for problem in check(length_curriculum.with_longest_lengths(config))]
-
-
-def _names(config: Config) -> dict[str, str]:
-    """What the keys of lengths are called that stages have of their own."""
-    names = {}
-    if length_curriculum.has_length_stages(config):
-        names["rollout.max_new_tokens"] = "stages.max_new_tokens"
-    if config.stages.max_tokens_per_microbatch:
-        names["policy.max_tokens_per_microbatch"] = "stages.max_tokens_per_microbatch"
-    return names
+    longest = length_curriculum.with_longest_lengths(config)
+    keys = [key for key in ("stages", "validation") if getattr(config, key) != getattr(Config(), key)]
+    where = f" (The largest lengths of {' and '.join(f'{key}.*' for key in keys)} count.)" if keys else ""
+    return [problem + where * ("max_" in problem) for problem in check(longest)]
 
 
 def in_validation(config: Config, check: Check) -> list[str]:
-    """The problems that validation has with its own longest completion, which is named so."""
+    """The problems that validation has with its own longest completion."""
     if not length_curriculum.validates(config) or config.validation.max_new_tokens is None:
         return []
     rollout = replace(config.rollout, max_new_tokens=length_curriculum.validation_tokens(config))
     found = check(replace(config, rollout=rollout))
-    own = [problem for problem in found if "rollout.max_new_tokens" in problem]
-    return [_renamed(problem, {"rollout.max_new_tokens": "validation.max_new_tokens"}) for problem in own]
-
-
-def _renamed(problem: str, names: dict[str, str]) -> str:
-    for old, new in names.items():
-        problem = problem.replace(old, new)
-    return problem
+    return [f"validation.max_new_tokens: {one}" for one in found if "rollout.max_new_tokens" in one]
 
 
 def validation_name_problems(config: Config) -> Iterator[str]:

@@ -61,7 +61,8 @@ def test_without_a_gpu_the_plan_is_for_the_cpu(capsys: pytest.CaptureFixture[str
 def test_the_longest_stage_is_planned_and_its_keys_are_named(capsys: pytest.CaptureFixture[str]):
     assert main(["--config", str(STAGED), "memory.gpu=null", "memory.gpu_gib=20"]) == 2
     told = capsys.readouterr().err
-    assert "Lower stages.max_tokens_per_microbatch (now 27072, at least the longest sequence, 26048)" in told
+    assert "Lower policy.max_tokens_per_microbatch (now 27072, at least the longest sequence, 26048)" in told
+    assert "(The largest lengths of stages.* count.)" in told
 
 
 def test_the_least_ranks_make_whole_replicas_and_whole_engines():

@@ -96,10 +96,10 @@ def test_every_validation_of_a_run_has_the_same_limit():
         ((*THREE, BUDGETS, "run.total_steps=7"), "run.total_steps is 7 beside stages.steps"),
         (("stages.steps=[1,0]", "stages.max_new_tokens=[1,1]"), "stages.steps is [1, 0]; needed: at least 1"),
         ((*THREE, "stages.max_tokens_per_microbatch=[10000,10000,30000]"),
-         "Stage 2: stages.max_tokens_per_microbatch is 10000; the longest sequence (data.max_prompt_tokens + "
-         "stages.max_new_tokens) has 1000 + 16384 = 17384 tokens"),
+         "Stage 2 (stages.*): policy.max_tokens_per_microbatch is 10000; the longest sequence (data.max_prompt_tokens "
+         "+ rollout.max_new_tokens) has 1000 + 16384 = 17384 tokens"),
         ((*THREE, BUDGETS, "rollout.min_new_tokens=9000"),
-         "Stage 1: rollout.min_new_tokens is 9000, above stages.max_new_tokens 8192"),
+         "Stage 1 (stages.*): rollout.min_new_tokens is 9000, above rollout.max_new_tokens 8192"),
         (("validation.keep_best=true",), "validation.keep_best needs accuracies"),
         (("validation.every_steps=5",), "validation.paths is empty"),
         (("validation.paths=[a/x.jsonl,b/x.parquet]",), '2 files are named "x"'),
@@ -124,7 +124,7 @@ def test_right_stages_have_no_problems():
 
 def test_what_all_stages_have_alike_is_told_once():
     found = setting_problems(settings(*THREE, "policy.max_tokens_per_microbatch=100"), world_size=1)
-    assert [text.partition(":")[0] for text in found] == ["Stage 1", "Stage 2", "Stage 3"]
+    assert [text.partition(":")[0] for text in found] == [f"Stage {n} (stages.*)" for n in (1, 2, 3)]
     alike = ("stages.steps=[1,2]", "stages.max_new_tokens=[90,90]", "policy.max_tokens_per_microbatch=100")
     (told,) = setting_problems(settings(*alike), world_size=1)
     assert told.startswith("policy.max_tokens_per_microbatch is 100")
@@ -137,9 +137,11 @@ def test_stages_and_validation_must_fit_the_model(tmp_path: Path):
     found = [text for text in shape_problems(settings(*staged, *asked), shape) if "positions" in text]
     assert len(found) == 2
     assert found[0].startswith(
-        "Stage 2: data.max_prompt_tokens + stages.max_new_tokens is 50 + 300 = 350; the model has 256"
+        "Stage 2 (stages.*): data.max_prompt_tokens + rollout.max_new_tokens is 50 + 300 = 350; the model has 256"
     )
-    assert "data.max_prompt_tokens + validation.max_new_tokens is 50 + 207 = 257" in found[1]
+    assert found[1].startswith(
+        "validation.max_new_tokens: data.max_prompt_tokens + rollout.max_new_tokens is 50 + 207"
+    )
 
 
 @pytest.mark.parametrize(

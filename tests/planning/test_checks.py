@@ -314,9 +314,9 @@ def test_transformer_engine_that_cannot_be_imported(
         'policy.transformer_impl is "transformer_engine", which cannot be imported here (ImportError: '
         in told
     )
-    assert "libcudart.so.13" in told and "or set policy.transformer_impl=local, which is slower." in told
+    assert "libcudart.so.13" in told and "set policy.transformer_impl=local, which is slower." in told
     broken.write_text("assert False, 'versions differ'")
-    assert "(AssertionError: versions differ). Repair it" in problem(place, "run.device=auto")
+    assert "(AssertionError: versions differ). Install it" in problem(place, "run.device=auto")
     assert not list(transformer_engine_problems("local"))
     broken.write_text("")
     assert not list(transformer_engine_problems("transformer_engine"))
@@ -349,13 +349,10 @@ def test_a_training_file_that_is_not_there_names_the_nearest(place: Path):
 def test_training_files_that_are_missing_or_empty(place: Path):
     told = problem(place, f"data.more_train_paths=[{place}/trian.jsonl]")
     assert told.startswith("data.more_train_paths: there is no file") and "train.jsonl" in told
-    assert problem(place, "data.more_train_paths=[/dev/null]").endswith(
-        '"/dev/null" is a device, a pipe or a socket. Give a file or a folder.'
-    )
+    odd = " is neither a file nor a folder, nor a link to one. Give one."
+    assert problem(place, "data.more_train_paths=[/dev/null]").endswith(f'"/dev/null"{odd}')
     (place / "link.jsonl").symlink_to(place / "unmounted")
-    assert '"/link.jsonl" is a link to nothing' in problem(
-        place, f"data.more_train_paths=[{place}/link.jsonl]"
-    ).replace(str(place), "")
+    assert problem(place, f"data.more_train_paths=[{place}/link.jsonl]").endswith(f'/link.jsonl"{odd}')
     (place / "train.jsonl").write_text("")
     assert "is empty" in problem(place)
 

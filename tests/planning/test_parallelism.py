@@ -44,7 +44,7 @@ def recompute(method: str, number: int) -> PolicyConfig:
     [
         (
             {"pipeline": 5},
-            "parallel.pipeline is 5; it must divide the model's 12 layers. Possible: 1, 2, 3, 4, 6, 12. Or let "
+            "parallel.pipeline is 5; it must divide the 12 layers of the model. Possible: 1, 2, 3, 4, 6, 12. Or let "
             "parallel.first_stage_layers or parallel.last_stage_layers differ.",
         ),
         (
@@ -54,7 +54,7 @@ def recompute(method: str, number: int) -> PolicyConfig:
         (
             {"pipeline": 3, "first_stage_layers": 3},
             "parallel.first_stage_layers is 3, which leaves 9 of the model's 12 layers to 2 other pipeline stages; "
-            "needed: the same number for each, a multiple of parallel.virtual_pipeline 1. Change",
+            "needed: the same number for each of these, and for every stage a multiple of parallel.virtual_pipeline 1.",
         ),
         (
             {"pipeline": 4, "first_stage_layers": 6, "last_stage_layers": 6},
@@ -69,12 +69,12 @@ def recompute(method: str, number: int) -> PolicyConfig:
         ),
         (
             {"pipeline": 2, "virtual_pipeline": 2, "first_stage_layers": 3},
-            "parallel.first_stage_layers is 3; it must be a multiple of parallel.virtual_pipeline 2",
+            "parallel.first_stage_layers is 3, which leaves 9 of the model's 12 layers to 1 other",
         ),
         (
             {"pipeline": 3, "virtual_pipeline": 2, "first_stage_layers": 2},
-            "leaves 10 of the model's 12 layers to 2 other pipeline stages; needed: the same number for each, a "
-            "multiple of parallel.virtual_pipeline 2",
+            "leaves 10 of the model's 12 layers to 2 other pipeline stages; needed: the same number for each of these, "
+            "and for every stage a multiple of parallel.virtual_pipeline 2",
         ),
     ],
 )
@@ -118,13 +118,13 @@ def test_what_transformer_engine_does_not_compute_of_positions():
     scaling = LongRopeScaling((1.0,), 1.5, 8)
     part = replace(DENSE, rope_scaling=scaling, rotary_dim=2)
     (problem,) = rotary_problems(PolicyConfig(), part, on_gpu=True)
-    assert "multiplies those by 1.5" in problem and "policy.transformer_impl=local" in problem
+    assert "multiplies by 1.5 what it rotates" in problem and "policy.transformer_impl=local" in problem
     assert not list(rotary_problems(PolicyConfig(transformer_impl="local"), part, on_gpu=True))
     assert not list(rotary_problems(PolicyConfig(), part, on_gpu=False))
     whole = replace(part, rotary_dim=None)
     assert not list(rotary_problems(PolicyConfig(), whole, on_gpu=True))
     (problem,) = rotary_problems(PolicyConfig(), replace(whole, no_rope_layers=(3,)), on_gpu=True)
-    assert "some of them do not rotate" in problem
+    assert "or not in all layers" in problem
 
 
 def test_context_parallel_ranks_are_part_of_a_replica():

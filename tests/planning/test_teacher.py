@@ -50,7 +50,7 @@ def config_of(folder: Path, model: Path, **sections: object) -> Config:
     ("parallel", "told"),
     [
         (ParallelConfig(tensor=2), "parallel.tensor is 2; it must divide the model's 3 key-value heads"),
-        (ParallelConfig(pipeline=4), "parallel.pipeline is 4; it must divide the model's 6 layers"),
+        (ParallelConfig(pipeline=4), "parallel.pipeline is 4; it must divide the 6 layers of the model"),
         (
             ParallelConfig(pipeline=2, virtual_pipeline=2),
             "parallel.virtual_pipeline is 2; it must divide the 3 layers of a pipeline stage",
