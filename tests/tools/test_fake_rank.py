@@ -83,7 +83,8 @@ def test_a_rank_holds_what_the_plan_says(
     for phase in ("logprobs", "update"):
         planned, measured = found[phase, "all"]
         assert measured == pytest.approx(planned, rel=TOLERANCE), phase
-    assert found["update", "data: reduce_scatter"][1] > 0 or any("lora" in one for one in settings)
+    if not any("lora" in one for one in settings):  # one replica
+        assert found["update", "data: reduce_scatter"][1] > 0
 
 
 def test_a_rank_that_a_run_has_not_is_refused() -> None:
