@@ -13,7 +13,7 @@ import functools
 import itertools
 import re
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeVar
@@ -29,7 +29,7 @@ from rlmath.data.chat import ChatSettings
 from rlmath.data.loader import FilterReport
 from rlmath.data.rows import grouped
 from rlmath.data.sft_sequences import SequenceReport, WrittenSequence
-from rlmath.data.tokenizer import characters_without_token, unknown_token_ids, without_template
+from rlmath.data.tokenizer import unknown_token_ids, without_template
 from rlmath.rewards.several_rewards import is_verified
 
 if TYPE_CHECKING:
@@ -143,10 +143,6 @@ def _drawn(
     yield from lines
 
 
-def _characters(characters: Iterable[str]) -> str:
-    return excerpt(" ".join("(space)" if one == " " else one for one in sorted(characters)), 40)
-
-
 # ---------------------------------------------------------------- GRPO: prompts and validation
 
 
@@ -195,27 +191,16 @@ def _summary(compared: str, findings: Sequence[Finding], started: float) -> str:
 
 def _unknown_in(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerFast | None) -> Iterator[Finding]:
     """Texts of which the tokenizer does not know a part."""
-    if tokenizer is None:
-        return
-    characters: set[str] = set()
-    for prompt in prompts:
-        characters.update(prompt.text)
-    lost, unknown = characters_without_token(characters, tokenizer), unknown_token_ids(tokenizer)
-    odd = [
-        prompt
-        for prompt in prompts
-        if not unknown.isdisjoint(prompt.token_ids) or (lost and not lost.isdisjoint(prompt.text))
-    ]
+    unknown = frozenset() if tokenizer is None else unknown_token_ids(tokenizer)
+    odd = [prompt for prompt in prompts if not unknown.isdisjoint(prompt.token_ids)]
     if odd:
-        what = f"parts of {len(odd)} of {len(prompts)} prompts, which the model cannot read."
-        yield _unknown(what, lost, _named(odd))
+        yield _unknown(f"{len(odd)} of {len(prompts)} prompts", _named(odd))
 
 
-def _unknown(what: str, lost: Collection[str], examples: tuple[str, ...]) -> Finding:
-    left_out = f" It has no token for {_characters(lost)}." if lost else ""
+def _unknown(which: str, examples: tuple[str, ...]) -> Finding:
     return Finding(
-        f"The tokenizer does not know {what}{left_out} Use the tokenizer that belongs to the model, or other "
-        "characters.",
+        f"The tokenizer does not know parts of {which}, which the model cannot read. Use the tokenizer that belongs to "
+        "the model, or other characters.",
         examples,
     )
 
@@ -336,7 +321,6 @@ def _reason(solution: str, rules: Rules) -> str:
 def audit_sequences(
     training: Sequence[tuple[str, Sequence[WrittenSequence]]],
     held_out: Sequence[WrittenSequence],
-    reports: Sequence[SequenceReport],
     tokenizer: PreTrainedTokenizerFast,
     shown: tuple[str, ...] = (),
     more: Sequence[Finding] = (),
@@ -344,7 +328,6 @@ def audit_sequences(
     """What is odd about sequences, by file; two with the same tokens of the prompt have the same problem."""
     started, total = time.monotonic(), sum(len(sequences) for _, sequences in training)
     findings = [*more]
-    lost = characters_without_token(frozenset().union(*(one.characters for one in reports)), tokenizer)
     unknown = unknown_token_ids(tokenizer)
     odd = [
         one
@@ -352,9 +335,8 @@ def audit_sequences(
         for one in sequences
         if not (unknown.isdisjoint(one.prompt_ids) and unknown.isdisjoint(one.completion_ids))
     ]
-    if odd or lost:
-        what = f"all of the texts: {len(odd)} of {total} sequences have unknown tokens."
-        findings.append(_unknown(what, lost, _decoded(odd, tokenizer)))
+    if odd:
+        findings.append(_unknown(f"{len(odd)} of {total} sequences", _decoded(odd, tokenizer)))
     decoded = functools.partial(_decoded, tokenizer=tokenizer)
     findings += _in_earlier_file(training, "prompts", lambda one: one.prompt_ids, decoded)
     trained = {one.prompt_ids for _, sequences in training for one in sequences}

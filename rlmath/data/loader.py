@@ -95,17 +95,10 @@ class FilterReport:
         name = f"{self.noun} of {self.path}" if self.path else self.noun
         if self.most_tokens is None:
             return f"{name}: {counted(self.read, 'row')}, lengths not counted."
-        if not self.dropped:
-            return (
-                f"{name}: {self.read} read, all kept; none is longer than {self.setting}={self.most_tokens}"
-                " (lengths counted in tokens)."
-            )
-        share = 100 * self.dropped_too_long / self.read
-        empty = f" {self.dropped_empty} dropped because without any token." if self.dropped_empty else ""
+        longest = f" (the longest has {self.longest_dropped_tokens})" if self.dropped_too_long else ""
         return (
-            f"{name}: {self.read} read, {self.kept} kept, {self.dropped_too_long} dropped ({share:.1f}%)"
-            f" because longer than {self.setting}={self.most_tokens} (lengths counted in"
-            f" tokens, not characters; the longest has {self.longest_dropped_tokens} tokens).{empty}"
+            f"{name}: {self.read} read, {self.kept} kept; dropped: {self.dropped_too_long} longer than "
+            f"{self.setting}={self.most_tokens} tokens{longest}, {self.dropped_empty} without any token."
         )
 
     @property

@@ -87,8 +87,6 @@ class SequenceReport(FilterReport):
 
     example: WrittenSequence | None = None
     """The first that is kept; None where nothing is."""
-    characters: frozenset[str] = frozenset()
-    """Characters of all texts that are kept."""
 
 
 def load_sequences(
@@ -104,7 +102,6 @@ def load_sequences(
     """
     kept: list[WrittenSequence] = []
     first_template = ""
-    characters: set[str] = set()
     unusable: list[UnusableRow] = []
     too_long = longest = 0
     rows = raw_rows(path)
@@ -118,7 +115,6 @@ def load_sequences(
             else:
                 kept.append(one)
                 first_template = first_template or row.template
-                characters.update(*(piece.text for piece in row.pieces))
     report = SequenceReport(
         read=len(kept) + too_long,
         kept=len(kept),
@@ -131,7 +127,6 @@ def load_sequences(
         setting="sft.max_sequence_tokens",
         template=first_template,
         example=kept[0] if kept else None,
-        characters=frozenset(characters),
     )
     _check(report, max_unusable_share)
     return kept, report

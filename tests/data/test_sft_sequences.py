@@ -80,8 +80,8 @@ def test_longer_ones_are_dropped_and_counted(tmp_path: Path, tokenizer) -> None:
     rows = [{"prompt": "1" * n, "completion": "2"} for n in (3, 4, 5, 9)]
     found, report = load(write(tmp_path / "a.jsonl", *rows), tokenizer, limit=6)
     assert [one.length for one in found] == [5, 6]
-    assert "2 dropped (50.0%) because longer than sft.max_sequence_tokens=6" in report.line()
-    assert "the longest has 11 tokens" in report.line()
+    assert "dropped: 2 longer than sft.max_sequence_tokens=6" in report.line()
+    assert "the longest has 11)" in report.line()
     shares = {"kept": 0.5, "too_long": 0.5, "empty": 0, "repeated": 0, "unusable": 0}
     assert report.record()["shares"] == shares and report.record()["max_sequence_tokens"] == 6
 

@@ -176,7 +176,7 @@ def test_the_data_are_looked_at(dry, tied_model: Path, tmp_path: Path):
 def test_with_a_tokenizer_prompts_are_filtered_by_their_tokens(dry, bare_model: Path, rows: Path):
     status, out, _ = dry(SMALL_R1, f"model.path={bare_model}", *TINY)
     assert status == 0 and "lengths were not checked" not in out
-    assert "600 read, 599 kept, 1 dropped" in out
+    assert "600 read, 599 kept; dropped: 1 longer" in out
     assert "Steps: 25 in all, 5 an epoch (5 epochs)" in out
 
 
