@@ -53,18 +53,6 @@ def facts_of(run: ShownRun) -> Iterator[Fact]:
         seconds = statistics.fmean(steps) * run.metrics.last_step
     if seconds:
         yield Fact("Time", duration(seconds), "all starts" if run.summary else "of the steps")
-    for name, metric in (("MFU of the update", "train/mfu"), ("MFU of the rollout", "rollout/mfu")):
-        if shares := run.metrics.curve(metric).values:
-            yield Fact(name, _percent(statistics.median(shares)), "of the peak; median")
-    waiting = run.metrics.curve("seconds/wait_for_groups").values
-    if waiting:
-        share = sum(waiting) / sum(steps) if sum(steps) else 0.0
-        more = f"of the time; {statistics.median(waiting):.3g} s a step, median"
-        yield Fact("Trainers waited for groups", _percent(share), more)
-    staleness = run.metrics.curve("rollout/staleness").values
-    if any(staleness):
-        most = max(run.metrics.curve("rollout/staleness_max").values, default=0.0)
-        yield Fact("Staleness", f"{statistics.fmean(staleness):.2f} steps", f"mean; {most:.0f} at most")
     layout = text_of(run.summary.get("layout"), 120)
     if layout:
         yield Fact("Layout", layout)

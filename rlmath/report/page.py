@@ -18,7 +18,7 @@ from typing import Any
 
 from rlmath.config.terminal import visible
 from rlmath.report.overview import Fact, facts_of
-from rlmath.report.panels import Section, markers, sections
+from rlmath.report.panels import Section, sections
 from rlmath.report.run_events import Message
 from rlmath.report.run_folder import ShownRun
 from rlmath.report.settings import changed, differing, doc
@@ -117,7 +117,7 @@ def _data(runs: Sequence[ShownRun], figures: Sequence[dict[str, Any]]) -> str:
     return json_for_html(
         {
             "figures": figures,
-            "markers": markers(runs[0]) if len(runs) == 1 else [],
+            "markers": runs[0].events.markers if len(runs) == 1 else [],
             "samples": [{"label": run.label, "groups": run.samples} for run in runs],
         }
     )
@@ -163,38 +163,15 @@ def _section(section: Section, figures: Sequence[dict[str, Any]]) -> str:
 def _events(runs: Sequence[ShownRun]) -> str:
     parts = []
     for run in runs:
-        found = [*_restarts(run), *_rollbacks(run), *_messages(run.events.messages)]
+        found = [*_messages(run.events.messages)]
         if found and len(runs) > 1:
             parts.append(f"<h3>{html_text(run.label)}</h3>")
         parts += found
     return "\n".join(parts)
 
 
-def _restarts(run: ShownRun) -> Iterable[str]:
-    if len(run.events.starts) > 1:
-        rows = []
-        for number, start in enumerate(run.events.starts, start=1):
-            after = start.resumed_after
-            began = "step 1" if after is None else f"the checkpoint of step {after}"
-            reached = "no step" if start.last_step is None else f"step {start.last_step}"
-            rows.append([str(number), html_text(start.time), began, reached])
-        dotted = '<span class="soft">Dotted lines in the figures are where a start went on.</span>'
-        yield f"<p>The run was started {len(rows)} times. {dotted}</p>"
-        yield _table(["Start", "When", "Began with", "Came to"], rows)
-
-
-def _rollbacks(run: ShownRun) -> Iterable[str]:
-    if run.rollbacks:
-        yield "<p>The run diverged and went back to a checkpoint:</p>"
-        rows = [
-            [str(one.diverged_step or "not known"), str(one.step), html_text(one.reason or "not known")]
-            for one in run.rollbacks
-        ]
-        yield _table(["Diverged in step", "Went back to step", "Why"], rows)
-
-
 def _messages(messages: Sequence[Message]) -> Iterable[str]:
-    """Errors and alerts, then warnings, of which most are folded away."""
+    """Errors, alerts, rollbacks and restarts, then warnings, which are folded away where they are many."""
     grave = [one for one in messages if one.kind != "warning"]
     warnings = [one for one in messages if one.kind == "warning"]
     yield from map(_message, grave)

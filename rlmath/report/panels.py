@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from rlmath.config.terminal import visible
@@ -219,15 +218,3 @@ def _own(runs: Sequence[ShownRun]) -> Iterator[Lines]:
     for function in dict.fromkeys(name.split("/")[1] for name in names):
         known = [name for name in names if name.split("/")[1] == function]
         yield Lines(function, "", tuple((name, name.split("/", 2)[-1]) for name in known))
-
-
-# ---------------------------------------------------------------- what happened between steps
-
-
-def markers(run: ShownRun) -> list[dict[str, Any]]:
-    """Steps at which the run went on from a checkpoint, for dotted lines: {"x": steps done there, "kind": ...}."""
-    found = [{"x": one.step, "kind": "rollback"} for one in run.rollbacks]
-    for before, start in pairwise([None, *run.events.starts]):
-        if before is not None and start is not None and start.resumed_after is not None:
-            found.append({"x": start.resumed_after, "kind": "restart"})
-    return found[:40]

@@ -1,4 +1,4 @@
-"""Starts, warnings and errors of a run, from its `events.jsonl`."""
+"""Restarts, rollbacks, warnings and errors of a run, from its `events.jsonl`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from rlmath.telemetry.events import MOST_CHARS, read_events
 
 MOST_MESSAGES = 200
 """Different warnings and errors of a run."""
-MESSAGES = ("error", "alert", "warning")
+MESSAGES = ("error", "alert", "rollback", "resume", "warning")
 """Kinds of events that are shown as messages, in this order."""
+MOST_MARKERS = 40
 
 
 @dataclass
@@ -30,34 +31,30 @@ class Message:
 
 
 @dataclass
-class Start:
-    """One start of the run's program."""
-
-    time: str
-    resumed_after: int | None = None
-    """Steps done in the checkpoint that it resumed from; None: it began with step 1, or broke before."""
-    last_step: int | None = None
-
-
-@dataclass
 class Events:
-    starts: list[Start] = field(default_factory=list)
+    starts: int = 0
     messages: list[Message] = field(default_factory=list)
+    markers: list[dict[str, Any]] = field(default_factory=list)
+    """Steps at which the run went on from a checkpoint: {"x": steps done there, "kind": "restart" or "rollback"}."""
 
 
-def events_of(path: Path, last_step: int, notes: list[str]) -> Events:
-    """What the file tells of a run that has come to `last_step`. What was left out is added to `notes`. OSError
-    where it cannot be read, ValueError where it is no regular file."""
-    found, damaged, left_out = Events(), 0, 0
+def events_of(path: Path, notes: list[str]) -> Events:
+    """What the file tells. What was left out is added to `notes`. OSError where it cannot be read, ValueError where it
+    is no regular file."""
+    found, damaged, left_out, is_beginning = Events(), 0, 0, False
     messages: dict[tuple[str, str], Message] = {}
     for row in read_events(path):
         if isinstance(row, ValueError):
             damaged += 1
             continue
-        _follow_starts(found, row)
-        key = row["kind"], text_of(row.get("text"), MOST_CHARS)
-        if row["kind"] not in MESSAGES:
+        kind, step = row["kind"], number_of(row.get("step"))
+        if kind == "rollback" or (kind == "resume" and is_beginning):
+            found.markers.append({"x": step, "kind": "rollback" if kind == "rollback" else "restart"})
+        is_beginning = kind == "start" or (is_beginning and kind != "resume")
+        found.starts += kind == "start"
+        if kind not in MESSAGES:
             continue
+        key = kind, text_of(row.get("text"), MOST_CHARS)
         if key in messages:
             messages[key].count += 1
         elif len(messages) < MOST_MESSAGES:
@@ -65,8 +62,7 @@ def events_of(path: Path, last_step: int, notes: list[str]) -> Events:
         else:
             left_out += 1
             continue
-        step = _step_of(row)
-        where = f"before the first step of start {len(found.starts)}" if step is None else f"step {step}"
+        where = f"before the first step of start {found.starts}" if step is None else f"step {step:.0f}"
         if where not in messages[key].steps and len(messages[key].steps) < 8:
             messages[key].steps.append(where)
     if damaged:
@@ -75,22 +71,6 @@ def events_of(path: Path, last_step: int, notes: list[str]) -> Events:
         notes.append(
             f"{path.name}: {left_out} more warnings and errors, after {MOST_MESSAGES} different ones, are left out."
         )
-    if found.starts:
-        found.starts[-1].last_step = last_step or None
+    del found.markers[MOST_MARKERS:]
     found.messages = sorted(messages.values(), key=lambda one: MESSAGES.index(one.kind))
     return found
-
-
-def _follow_starts(found: Events, row: dict[str, Any]) -> None:
-    if row["kind"] == "start":
-        found.starts.append(Start(text_of(row["time"], 40)))
-    elif found.starts and row["kind"] == "resume":
-        found.starts[-1].resumed_after = _step_of(row)
-    elif found.starts and row["kind"] == "took back":
-        last = number_of(row.get("last_step"))
-        found.starts[-1].last_step = None if last is None else int(last)
-
-
-def _step_of(row: dict[str, Any]) -> int | None:
-    step = number_of(row.get("step"))
-    return None if step is None else int(step)

@@ -13,7 +13,6 @@ from rlmath.config.run_files import (
     EVENTS_FILE,
     EXIT_STATUS_FILE,
     METRICS_FILE,
-    ROLLBACKS_FILE,
     SUMMARY_FILE,
     VALIDATION_FILE,
 )
@@ -33,15 +32,6 @@ class NoRunError(ValueError):
     """The folder is not that of a run; the text says what was got and what is needed."""
 
 
-@dataclass(frozen=True)
-class ShownRollback:
-    diverged_step: int
-    """0: not known."""
-    step: int
-    """Steps done in the checkpoint that the run went back to."""
-    reason: str
-
-
 @dataclass
 class ShownRun:
     label: str
@@ -52,7 +42,6 @@ class ShownRun:
     exit_status: dict[str, Any]
     events: Events
     samples: list[dict[str, Any]]
-    rollbacks: list[ShownRollback] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What was left out or could not be read."""
 
@@ -118,9 +107,8 @@ def _read_run(folder: Path, most_steps: int) -> ShownRun:
         settings=read(CONFIG_FILE, read_settings, {}),
         summary=read(SUMMARY_FILE, _read_object, {}),
         exit_status=read(EXIT_STATUS_FILE, _read_object, {}),
-        events=read(EVENTS_FILE, lambda path: events_of(path, metrics.last_step, notes), Events()),
+        events=read(EVENTS_FILE, lambda path: events_of(path, notes), Events()),
         samples=samples_of(folder, notes, most_steps),
-        rollbacks=read(ROLLBACKS_FILE, _rollbacks, []),
         notes=notes,
     )
 
@@ -128,14 +116,3 @@ def _read_run(folder: Path, most_steps: int) -> ShownRun:
 def _read_object(path: Path) -> dict[str, Any]:
     open_regular(path).close()  # a file that is not there is no damaged one
     return read_json_object(path, _MOST_JSON_BYTES)
-
-
-def _rollbacks(path: Path) -> list[ShownRollback]:
-    return [
-        ShownRollback(
-            int(number_of(row["diverged_step"]) or 0),
-            int(number_of(row["step"]) or 0),
-            text_of(row["reason"], 500),
-        )
-        for row in _read_object(path)["rollbacks"]
-    ]

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.report.panels import markers
 from rlmath.report.run_events import events_of
-from rlmath.report.run_folder import NoRunError, ShownRollback, label_of, read_runs, require_run
+from rlmath.report.run_folder import NoRunError, label_of, read_runs, require_run
 from rlmath.report.settings import changed, differing, read_settings
-from tests.report.folders import make_run, write_event, write_json
+from tests.report.folders import make_run, write_event
 
 
 def write_two_starts(folder: Path) -> None:
@@ -23,7 +22,7 @@ def write_two_starts(folder: Path) -> None:
     write_event(folder, "error", 2, text="rank 1 failed\n  with a second line")
     write_event(folder, "took back", 2, last_step=4)
     write_event(folder, "start")
-    write_event(folder, "resume", 2)
+    write_event(folder, "resume", 2, text="Resuming from x")
     write_event(folder, "alert", 3, text="entropy fell")
 
 
@@ -32,11 +31,12 @@ def test_starts_and_messages_have_their_steps(tmp_path: Path) -> None:
     notes: list[str] = []
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write("{}\n{unfinished")
-    found = events_of(tmp_path / "events.jsonl", 3, notes)
-    assert [(one.resumed_after, one.last_step) for one in found.starts] == [(None, 4), (2, 3)]
+    found = events_of(tmp_path / "events.jsonl", notes)
+    assert found.starts == 2
     assert [(one.kind, one.text, one.count, one.steps) for one in found.messages] == [
         ("error", "rank 1 failed\n  with a second line", 1, ["step 2"]),
         ("alert", "entropy fell", 1, ["step 3"]),
+        ("resume", "Resuming from x", 1, ["step 2"]),
         ("warning", "slow disk", 2, ["before the first step of start 1", "step 2"]),
     ]
     assert notes == ["events.jsonl: 1 lines are no events and were left out."]
@@ -46,21 +46,20 @@ def test_different_messages_are_bounded(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("rlmath.report.run_events.MOST_MESSAGES", 2)
     write_two_starts(tmp_path)
     notes: list[str] = []
-    assert [one.kind for one in events_of(tmp_path / "events.jsonl", 3, notes).messages] == [
-        "error",
-        "warning",
-    ]
-    assert "1 more warnings and errors" in notes[0]
+    assert [one.kind for one in events_of(tmp_path / "events.jsonl", notes).messages] == ["error", "warning"]
+    assert "2 more warnings and errors" in notes[0]
 
 
 def test_restarts_and_rollbacks_are_marked(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "a")
-    write_two_starts(folder)
-    rows = [{"step": 4, "draw_step": 4, "diverged_step": 6, "reason": "the loss is NaN"}]
-    write_json(folder / "rollbacks.json", {"version": 1, "rollbacks": rows})
-    (run,) = read_runs([folder])
-    assert run.rollbacks == [ShownRollback(6, 4, "the loss is NaN")]
-    assert markers(run) == [{"x": 4, "kind": "rollback"}, {"x": 2, "kind": "restart"}]
+    write_two_starts(tmp_path)
+    write_event(tmp_path, "rollback", 4, text="the loss is NaN")
+    write_event(tmp_path, "resume", 4)  # of the checkpoint of the rollback
+    found = events_of(tmp_path / "events.jsonl", [])
+    assert found.markers == [{"x": 2, "kind": "restart"}, {"x": 4, "kind": "rollback"}]
+    assert [(one.kind, one.steps) for one in found.messages[2:4]] == [
+        ("rollback", ["step 4"]),
+        ("resume", ["step 2"]),
+    ]
 
 
 def test_settings_that_differ(tmp_path: Path) -> None:
