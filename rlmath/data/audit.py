@@ -133,7 +133,7 @@ def _drawn(
     middle."""
     lines = []
     for is_learned, part in itertools.groupby(zip(token_ids, learned, strict=True), key=itemgetter(1)):
-        texts = [visible(tokenizer.decode([token])).replace("\n", "↵") for token, _ in part]
+        texts = [visible(str(tokenizer.decode([token]))).replace("\n", "↵") for token, _ in part]
         text = "".join(f"{one}│" for one in texts)
         starts = range(0, len(text), LINE_CHARACTERS)
         lines += [f"  {'*' if is_learned else ' '} {text[at : at + LINE_CHARACTERS]}" for at in starts]
