@@ -46,11 +46,8 @@ GPUS = {
     name: Machine(name, "cuda", 1e12 * one[0], 1e9 * one[1], 1e9 * one[2], 1e9 * one[3], 1e9 * one[4], one[5])
     for name, one in _FIGURES.items()
 }
-"""SXM boards, but for the L40S. Memory: torch's `total_memory`, compared with public logs ("GPU 0 has a total capacity
-of ..."), which vary by driver and board: A100-40GB 39.25 to 39.56, A100-80GB and H100-80GB 79.1 to 79.3, L40S 44.3 to
-44.5, H200 139.7 to 139.8, B200 178.35 GiB; H800 is taken to be an H100, and for H20 no such line was found. FLOP/s,
-memory bandwidth and NVLink are those of NVIDIA's data sheets: half of the FLOP/s that are given "with sparsity", half
-of the NVLink bandwidth that is given for both directions. The H800 is an H100 with NVLink of 400 GB/s in both
-directions (arXiv:2505.09343, section 4.1); H20's figures are those that vendors give of its data sheet. Network: one
-card for each GPU, as in DGX A100 (200 Gbit/s) and H100 (400 Gbit/s) and in AReaL's cluster (3.2 Tbit/s for 8 GPUs); for
-the L40S 100 Gbit/s are assumed. PCIe: generation 4 for A100 and L40S, else 5, 16 lanes."""
+"""SXM boards, but for the L40S. Memory: torch's `total_memory`, compared with public logs, which vary by driver and
+board by 0.3 GiB; H800 is taken to be an H100, and for H20 no log was found. FLOP/s, memory bandwidth and NVLink are
+those of NVIDIA's data sheets, without sparsity, in one direction; the H800 is an H100 with NVLink of 200 GB/s
+(arXiv:2505.09343, section 4.1), H20's figures are those of vendors. Network: one card for each GPU, as in DGX A100 (200
+Gbit/s) and H100 (400 Gbit/s); for the L40S 100 Gbit/s are assumed. PCIe: generation 4 for A100 and L40S, else 5."""

@@ -237,10 +237,7 @@ def raise_problems(of_what: str, problems: list[str]) -> None:
 
 
 def counted(count: int, noun: str) -> str:
-    """
-    >>> counted(1, "row"), counted(2, "row")
-    ('1 row', '2 rows')
-    """
+    """ "1 row", "2 rows"."""
     return f"{count} {noun}{'s' * (count != 1)}"
 
 

@@ -4,8 +4,8 @@ A YAML file holds sections with the settings that differ from the defaults, and 
 (`base: other.yaml`); `key.sub=value` on the command line wins. The section `parallel` may be one word, d32t2p1, or
 d12t2+d4 where engines have ranks of their own.
 
-A value may name an environment variable, `${oc.env:NAME}`, or another key, `${run.seed}`: the `Config`, and whatever is
-written of it, has what that stands for. No setting is a secret.
+A value may name an environment variable, `${oc.env:NAME}`, or another key, `${run.seed}`: the `Config` has what that
+stands for. No setting is a secret.
 """
 
 from __future__ import annotations
@@ -78,19 +78,16 @@ def load_config(
     source: str = _COMMAND_LINE,
 ) -> Config:
     """Defaults, then the YAML files in their order, then the overrides; later ones win. `stand_ins` are written like
-    overrides, and stand for settings that must be given where nothing gives them.
+    overrides, and stand for settings that must be given where nothing gives them. Mistakes in overrides are said to be
+    in `source`. With `saved`, of an earlier run's settings, text that names what cannot be resolved now stays.
 
     >>> load_config([], ["run.output_dir=o", "model.path=m", "data.train_path=t", "run.seed=7"]).run.seed
     7
 
-    Mistakes in overrides are said to be in `source`.
-
-    With `saved`, of an earlier run's settings: text that names what cannot be resolved now stays as it is written.
-
     Errors: ValueError that lists every unknown key, value of a wrong type, malformed override and value that must be
-    given and was not, and with them numbers out of their range and words that do not exist; where only such are wrong,
-    they are left to `help.schema_problems`, so that they are listed with settings that do not go together. ValueError
-    for a file that is missing, unreadable or not a mapping, and for a variable that is not set.
+    given and was not, and with them what is out of range; where only that is wrong, it is left to
+    `help.schema_problems`. ValueError for a file that is missing, unreadable or not a mapping, and for a variable that
+    is not set.
     """
     reader = _Reader(source)
     for stand_in in stand_ins:

@@ -64,11 +64,7 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def cpu_head_dim_problem(head_dim: int) -> str | None:
-    """Why a CPU's engine cannot have the model; None where it can.
-
-    >>> cpu_head_dim_problem(64) is None
-    True
-    """
+    """Why a CPU's engine cannot have the model; None where it can."""
     if head_dim in CPU_HEAD_DIMS:
         return None
     return (

@@ -1,8 +1,7 @@
 """Text on a terminal: what others wrote (a model, a file, a stranger on the network) never moves its cursor.
 
-Names in a config.json, tensors in an index, answers of a model and exceptions that quote them reach the terminal by
-many ways: `print`, handlers of the libraries' loggers, argparse, Python's own tracebacks. All of them end in
-`sys.stdout` or `sys.stderr`, so that is where `escape_terminal` replaces control characters.
+It gets there by many ways: `print`, handlers of the libraries' loggers, argparse, Python's own tracebacks. All of them
+end in `sys.stdout` or `sys.stderr`, so that is where `escape_terminal` replaces control characters.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """All data that a run reads before it starts: tokenizer, training prompts or sequences, validation problems.
 
 GRPO reads prompts (`load_inputs`, `load_validation`), supervised training reads sequences (`load_sft_inputs`); a dry
-run without a tokenizer counts prompts (`load_prompt_files`). They share the files and weights of `data`, the order of
-use, and the checks of the vocabulary and of the warm-up.
+run without a tokenizer counts prompts (`load_prompt_files`).
 """
 
 from __future__ import annotations

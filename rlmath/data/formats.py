@@ -428,11 +428,7 @@ FORMS: dict[str, Form] = {form.name: form for form in (BOBA, DAPO, SIMPLERL, V01
 
 
 def form_of(columns: dict) -> Form | None:
-    """The form of a row, None where it has none of them.
-
-    >>> form_of({"question": "1+1?", "answer": 2}).name
-    'question_answer'
-    """
+    """The form of a row, None where it has none of them."""
     return next((form for form in FORMS.values() if form.fits(columns)), None)
 
 
@@ -449,7 +445,7 @@ def read_prompts(
 
     Rows that cannot be used, among them problems of more than `most_characters`, are listed with their reasons, and
     rows that an earlier one equals are counted. ValueError where the file cannot be read, has another form or none, or
-    has no row that can be used. Holds a part of the file at a time beside the rows.
+    has no row that can be used.
     """
     rows = raw_rows(path)
     if isinstance(form, UserFunction):

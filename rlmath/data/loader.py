@@ -172,10 +172,8 @@ def load_prompts(
 ) -> tuple[list[Prompt], FilterReport]:
     """Prompts of the file or folder that have at most `max_prompt_tokens` tokens, in its order.
 
-    Tokenized with the special tokens that the tokenizer adds by itself (often a beginning of sequence, of which a
-    template's own is not doubled). Without a tokenizer, as for a dry run, rows are kept whatever their length, and
-    have no tokens. Errors: ValueError for a file that cannot be read, for more rows that cannot be used than the
-    share, and when no prompt is left.
+    Without a tokenizer, as for a dry run, rows are kept whatever their length, and have no tokens. Errors: ValueError
+    for a file that cannot be read, for more rows that cannot be used than the share, and when no prompt is left.
     """
     if max_prompt_tokens < 1:
         raise ValueError(f"data.max_prompt_tokens is {max_prompt_tokens}; it must be at least 1")

@@ -29,11 +29,7 @@ class RawRow:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One problem of a file.
-
-    >>> PromptRow("Compute 1+1.", "math", "q-1", ("\\\\boxed{2}",)).solutions
-    ('\\\\boxed{2}',)
-    """
+    """One problem of a file."""
 
     prompt: str
     """The problem; the text that the model continues, template included, where `whole`."""

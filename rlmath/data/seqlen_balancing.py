@@ -56,17 +56,13 @@ TOKENS = Cost(1.0, 0.0)
 def training_cost(shape: ModelShape, frozen: bool = False) -> Cost:
     """FLOPs of forward and backward pass, without recomputation of activations.
 
-    A matrix parameter that a token passes through takes part in one multiplication and one addition of the forward
-    pass, and in twice as many of the backward pass: 6 per parameter and token. Of `frozen` ones (LoRA) it is 4, since
-    only the input has a gradient; adapters' own products do not count. In a mixture of experts these are the router's
-    parameters and those of the `experts_per_token` experts it picks. The output layer counts, the look-up of
-    embeddings does not. The two products of attention (scores, values) take 4 * n^2 * num_heads * head_dim per layer
-    forwards, 12 with the backward pass, and half of that where no token attends to later ones. A sliding window is not
-    taken off: of a model that has one this is an upper bound.
+    6 per parameter and token, 4 of `frozen` ones (LoRA), of which only the input has a gradient; of experts those that
+    the router picks. The output layer counts, the look-up of embeddings and adapters' own products do not. The two
+    products of attention take 12 * n^2 * num_heads * head_dim per layer, and half of that where no token attends to
+    later ones. A sliding window is not taken off.
 
-    Sources: PaLM, arXiv:2204.02311, appendix B (6N + 12LHQT per token); Megatron-LM, arXiv:2104.04473, section 5.1
-    (the same with gated MLP and grouped queries counted here as they are). PaLM and Megatron do not take the half of
-    causal attention; kernels such as FlashAttention do.
+    Sources: PaLM, arXiv:2204.02311, appendix B (6N + 12LHQT per token); Megatron-LM, arXiv:2104.04473, section 5.1.
+    They do not take the half of causal attention; kernels such as FlashAttention do.
     """
     query_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     attention = shape.hidden_size * (2 * query_size + 2 * kv_size)

@@ -52,11 +52,7 @@ _CHUNK = 1000
 
 @dataclass(frozen=True)
 class WrittenSequence:
-    """A prompt and the completion that is to be learned.
-
-    >>> WrittenSequence((11, 14), (3, 1)).length
-    4
-    """
+    """A prompt and the completion that is to be learned."""
 
     prompt_ids: tuple[int, ...]
     """At least one: the model predicts the first token of the completion from it."""

@@ -19,8 +19,7 @@ from typing import Any
 from rlmath.config.terminal import visible
 from rlmath.report.overview import Fact, facts_of
 from rlmath.report.panels import Section, sections
-from rlmath.report.run_events import Message
-from rlmath.report.run_folder import ShownRun
+from rlmath.report.run_folder import Message, ShownRun
 from rlmath.report.settings import changed, differing, doc
 
 SHOWN_WARNINGS = 3

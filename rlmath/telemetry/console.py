@@ -256,8 +256,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """ "0:07", "1:06:40"; from a day on "2d03h".
-
+    """
     >>> duration(7.4), duration(4000), duration(183_600)
     ('0:07', '1:06:40', '2d03h')
     """

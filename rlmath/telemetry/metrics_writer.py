@@ -47,12 +47,7 @@ def without_times(row: Mapping[str, float], *more: str) -> dict[str, float]:
 
 class Unwritten:
     """What of a run's telemetry the disk refuses: logged when that begins and when it ends, and counted. A disk that is
-    full refuses all of it: the first thing is a warning.
-
-    >>> unwritten = Unwritten()
-    >>> unwritten.attempt("samples", lambda: None), dict(unwritten.lost)
-    (True, {})
-    """
+    full refuses all of it: the first thing is a warning."""
 
     def __init__(self) -> None:
         self.lost: Counter[str] = Counter()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmath.algorithms.types import GROUP_ADVANTAGES, ScoredGroup
-from rlmath.config.length_curriculum import has_length_stages, length_stages
+from rlmath.config.length_curriculum import length_stages
 from rlmath.config.run_files import METRICS_FILE, SUMMARY_FILE, SWITCH_PHASES, write_whole
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, SftInputs
@@ -98,11 +98,9 @@ class Reporter:
             dropped = None if steps_done else dropped_alert(inputs.dropped_share, config.telemetry)
             if dropped is not None:
                 logger.warning("%s", dropped, extra=event("alert", 0, text=dropped))
-            key = "stages.max_new_tokens" if has_length_stages(config) else "rollout.max_new_tokens"
             self._alerts = Alerts(
                 config.telemetry,
                 clips_whole_completions=config.algorithm.loss == "gspo",
-                length_key=key,
                 group_relative=config.algorithm.advantage in GROUP_ADVANTAGES
                 and (config.teacher.path is None or config.teacher.with_rewards),
             )
@@ -152,11 +150,7 @@ class Reporter:
         written = self._unwritten.attempt("samples of failures", lambda: self._samples.write_failure(*what))
         path = samples_file(self._config.run.output_dir, step, "failure")
         where = f"One of them is in {path}, in full" if written else "None of them could be written to disk"
-        outcome = "they count as wrong"
-        if self._config.reward.rewards:
-            outcome = "a reward of reward.rewards failed or took too long on them, and they do without it"
-        elif self._config.reward.function is not None:
-            outcome = f"reward.function failed or took too long on them, and they get reward.function_failure={worst:g}"
+        outcome = f"they count as wrong, or get reward.function_failure={worst:g}, or do without that reward"
         if functions_of(self._config.reward) and (first := first_function_failure(record.groups)):
             where += f". The first failure:\n{first}"
         level = logging.DEBUG

@@ -72,12 +72,8 @@ class SampleWriter:
         self._rewards = rewards
 
     def write(self, step: int, groups: Sequence[ScoredGroup], advantages: Sequence[Sequence[float]]) -> None:
-        """`samples/step-000001.jsonl`, one row per group.
-
-        `advantages` has a list per group and a number per completion. A step written before is replaced.
-        The file is pure ASCII: whatever the model wrote, it can be shown on a terminal. OSError where it cannot be
-        written.
-        """
+        """`samples/step-000001.jsonl`, one row per group, in ASCII; one written before is replaced. `advantages` has a
+        list per group and a number per completion. OSError where it cannot be written."""
         shown = groups[: self._groups_per_step]
         if not shown:
             return

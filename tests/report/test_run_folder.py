@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.report.run_events import events_of
-from rlmath.report.run_folder import NoRunError, label_of, read_runs, require_run
+from rlmath.report.run_folder import NoRunError, events_of, label_of, read_runs, require_run
 from rlmath.report.settings import changed, differing, read_settings
 from tests.report.folders import make_run, write_event
 
@@ -43,7 +42,7 @@ def test_starts_and_messages_have_their_steps(tmp_path: Path) -> None:
 
 
 def test_different_messages_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlmath.report.run_events.MOST_MESSAGES", 2)
+    monkeypatch.setattr("rlmath.report.run_folder.MOST_MESSAGES", 2)
     write_two_starts(tmp_path)
     notes: list[str] = []
     assert [one.kind for one in events_of(tmp_path / "events.jsonl", notes).messages] == ["error", "warning"]
