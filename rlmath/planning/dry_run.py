@@ -46,6 +46,7 @@ from rlmath.run.recovery import save_schedule
 from rlmath.run.recovery.hub_inputs import plan_inputs
 from rlmath.run.recovery.resume import Recovery, find_recovery
 from rlmath.run.run_dir import folder_problems
+from rlmath.telemetry.console import terminal_width, wrapped
 
 DATA_FUNCTIONS = ("run.plugins:", "data.format:", "data.template:", "validation.template:")
 """How problems of functions begin that the data cannot be read without."""
@@ -95,7 +96,8 @@ def dry_run(
     else:
         status, stream = FINISHED, sys.stdout
     if rank == 0:
-        print("\n".join(lines), file=stream)
+        text, width = "\n".join(lines), terminal_width(stream)
+        print(text if width is None else wrapped(text, width), file=stream)
     return status
 
 

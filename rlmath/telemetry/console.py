@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import textwrap
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ from rlmath.telemetry.events import EventFile
 logger = logging.getLogger(__name__)
 
 COLUMNS = 80
-"""Of the lines for steps."""
+"""Of the lines for steps; what is longer is wrapped on a terminal, to its width."""
 RECENT_STEPS = 100
 """Whose mean gives the time that is left."""
 EARLY_LINES = 1000
@@ -145,15 +146,24 @@ def open_log_file(output_dir: str | Path) -> None:
 
 
 class ConsoleFormatter(logging.Formatter):
-    """ "18:43:01 WARNING: text", of ranks but the first with their number."""
+    """ "18:43:01 WARNING: text", of ranks but the first with their number. On a terminal, lines that are too long are
+    wrapped between words, but for tracebacks; else a message stays on its line, for programs that search it. Lines of
+    other ranks replace the bar of the first on a terminal; it draws the bar again."""
 
     def __init__(self, rank: int) -> None:
         name = "" if rank == 0 else f" rank {rank}"
         super().__init__(f"%(asctime)s{name} %(levelname)s: %(message)s", "%H:%M:%S")
+        self._over_bar = rank != 0
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
-        return text.replace(" INFO: ", " ", 1) if record.levelno == logging.INFO else text
+        if record.levelno == logging.INFO:
+            text = text.replace(" INFO: ", " ", 1)
+        width = terminal_width()
+        if width is None:
+            return text
+        text = text if record.exc_info else wrapped(text, width)
+        return over_bar(text, width) if self._over_bar else text
 
 
 class _LogFileFormatter(logging.Formatter):
@@ -202,6 +212,44 @@ class _LogFile(logging.FileHandler):
         elif not self._refused:
             self._refused = True
             logger.warning("%s cannot be written: %s. The run continues without it", self.baseFilename, error)
+
+
+def terminal_width(stream: TextIO | None = None) -> int | None:
+    """Columns of the terminal that a stream is, stderr where none is given; None where it is none, or its size is not
+    known."""
+    stream = sys.stderr if stream is None else stream
+    try:
+        return max(os.get_terminal_size(stream.fileno()).columns, 40) if stream.isatty() else None
+    except (OSError, ValueError):
+        return None
+
+
+def over_bar(text: str, width: int) -> str:
+    """The text in the place of a progress bar of another process that may stand on the terminal's line."""
+    first, newline, rest = text.partition("\n")
+    return f"\r{first.ljust(width - 1)}{newline}{rest}"
+
+
+def wrapped(text: str, width: int) -> str:
+    """The text with lines of at most so many columns, but for words that are longer, such as paths, and for commands,
+    whose lines begin with "$ ".
+
+    >>> print(wrapped("12:00:00 a line that is too long", 24))
+    12:00:00 a line that is
+      too long
+    """
+    lines = []
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        fits = len(line) <= width or line.lstrip().startswith("$ ")
+        lines += (
+            [line]
+            if fits
+            else textwrap.wrap(
+                line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            )
+        )
+    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------- a step's line
@@ -256,7 +304,8 @@ def seconds_text(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """
+    """ "0:07", "1:06:40"; from a day on "2d03h".
+
     >>> duration(7.4), duration(4000), duration(183_600)
     ('0:07', '1:06:40', '2d03h')
     """

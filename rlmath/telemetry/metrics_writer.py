@@ -9,9 +9,11 @@ import json
 import logging
 import math
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -158,12 +160,15 @@ class MetricsWriter:
 
     def _write_events(self, step: int, values: Mapping[str, float]) -> None:
         """TensorBoard's writer cannot be used after an error: there are no more events then."""
+        assert self._events is not None
         try:
-            self._events.add(step, values)
+            if not self._events.is_broken:
+                self._events.add(step, values)
         except OSError as error:
             self._events.close()
-            self._events = None
+            self._events.is_broken = True
             self.unwritten.log_refused("TensorBoard is off from here: %s. The run continues", error)
+        self.unwritten.lost["TensorBoard"] += self._events.is_broken
 
     def flush(self) -> None:
         """Try once more to write the rows that wait."""
@@ -172,7 +177,7 @@ class MetricsWriter:
                 self.unwritten.attempt(name, rows.flush, lost=0)
 
     def lost(self) -> dict[str, int]:
-        """By kind, how much is not written: rows of a file, samples."""
+        """By kind, how much is not written: rows of a file, samples, values of TensorBoard."""
         counts = dict(self.unwritten.lost)
         counts |= {name: len(rows.waiting) for name, rows in self._rows.items()}
         return {name: count for name, count in counts.items() if count}
@@ -192,6 +197,9 @@ class _Events:
         self._folder = folder
         self._purge_step = first_step if first_step > 1 else None
         self._writer: SummaryWriter | None = None
+        self.is_broken = False
+        """The disk has refused them."""
+        threading.excepthook = partial(_hook_of_threads, threading.excepthook)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """OSError where the disk refuses them."""
@@ -207,6 +215,14 @@ class _Events:
         for file in (self._writer.all_writers or {}).values() if self._writer is not None else ():
             with suppress(OSError):  # it is closed, with or without its last events
                 file.close()
+
+
+def _hook_of_threads(
+    before: Callable[[threading.ExceptHookArgs], object], args: threading.ExceptHookArgs
+) -> None:
+    """What the disk refuses to TensorBoard's thread is raised again at the next write: no traceback of the thread."""
+    if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
+        before(args)
 
 
 def open_metrics(config: Config, first_step: int = 1, unwritten: Unwritten | None = None) -> MetricsWriter:

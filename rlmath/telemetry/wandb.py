@@ -56,7 +56,7 @@ class WandbLog:
         finish.join(FINISH_SECONDS)
         if finish.is_alive():  # it hangs: without its process it fails
             _end_service()
-            finish.join(FINISH_SECONDS / 10)
+            finish.join(FINISH_SECONDS)
 
     def _start(self, telemetry: TelemetryConfig, settings: dict[str, object]) -> None:
         wandb, online = _import_wandb(), telemetry.wandb == "online"
@@ -84,8 +84,6 @@ class WandbLog:
         except Exception as error:  # of a library with a process and a network behind it: the run continues
             self._run = None
             _end_service()
-            with suppress(Exception):  # else it is done again, and logged, when the interpreter ends
-                _import_wandb().teardown()
             logger.warning(
                 "Weights & Biases is off from here: %s: %s. The run continues, all its numbers are in metrics.jsonl; "
                 "what W&B had got is in %s, and `wandb sync` can send it",
@@ -93,6 +91,8 @@ class WandbLog:
                 error,
                 self._folder / WANDB_FOLDER,
             )
+            with suppress(Exception):  # else it is done again, and logged, when the interpreter ends
+                _import_wandb().teardown()
 
 
 def _quiet_settings() -> dict[str, object]:

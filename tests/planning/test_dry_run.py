@@ -19,6 +19,7 @@ from rlmath.config.run_files import CHECKPOINTS_FOLDER
 from rlmath.config.schema import Config, SaveConfig
 from rlmath.planning.checks import check_config
 from rlmath.planning.dry_run import kept_checkpoints
+from tests.terminal import on_terminal
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SMALL_R1 = "areal/1.5b_n1.yaml"
@@ -150,6 +151,18 @@ def test_a_gpu_that_is_not_here(dry, bare_model: Path, monkeypatch: pytest.Monke
     assert status == 2 and "torch finds no CUDA device" in err and "name it by memory.gpu" in err
     status, out, _ = dry(SMALL_R1, *settings, "memory.gpu=H100-80GB")
     assert status == 0 and "a start on this machine would be refused: run.device is" in out
+
+
+def test_lines_for_a_terminal_are_wrapped_between_words(dry, bare_model: Path, rows: Path, tmp_path: Path):
+    told = dry(SMALL_R1, *TINY, f"model.path={bare_model}")[1]
+    arguments = ["--config", str(CONFIGS / SMALL_R1), "--dry-run", *TINY, f"model.path={bare_model}"]
+    data = [f"data.train_path={rows}", "data.format=boba", f"run.output_dir={tmp_path / 'run'}"]
+    program = f"from launch.train_grpo import main; main({[*arguments, *data]!r})"
+    shown = on_terminal(program, 80).replace("\r\n", "\n")
+    long = [line for line in shown.splitlines() if len(line) > 80 and str(tmp_path.parent) not in line]
+    assert not long and max(map(len, told.splitlines())) > 80
+    without_seconds = [re.sub(r"\d\.\d s|[\d.]+ GiB free", "", text).split() for text in (shown, told)]
+    assert without_seconds[0] == without_seconds[1]
 
 
 def test_the_data_are_looked_at(dry, tied_model: Path, tmp_path: Path):

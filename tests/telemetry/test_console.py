@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlmath.config.run_files import LOG_FILE
-from rlmath.telemetry.console import COLUMNS, remaining_seconds, step_line
+from rlmath.telemetry.console import COLUMNS, remaining_seconds, step_line, wrapped
 from tests.terminal import on_terminal, shown_lines
 
 THIRD_OF_38 = (3, 38, 1.2344, 70.0)
@@ -50,6 +50,15 @@ def test_the_time_that_is_left_is_not_told_before_the_second_step():
     assert line == "step  3/38 reward -0.300 acc 0.250 len 7908 cut 0.12 1.23s"
     ends = [70.0, 72.0, 74.0, 86.0, 90.0]
     assert remaining_seconds(ends, 15) == 15 * 5.0, "a validation or a save counts for as often as it comes"
+
+
+def test_long_lines_are_wrapped_between_words_and_paths_stay_whole():
+    path = "/a/very/long/" + "path/" * 20
+    text = f"12:00:00 WARNING: The file {path} cannot be read, and the run continues without it.\n  as it was"
+    lines = wrapped(text, 60).split("\n")
+    assert f"  {path}" in lines and lines[-1] == "  as it was"
+    assert all(len(line) <= 60 for line in lines if path not in line)
+    assert " ".join(line.strip() for line in lines) == " ".join(text.split())
 
 
 LIBRARIES = """
@@ -163,12 +172,32 @@ logging.getLogger("rlmath").info("the end")
 """
 
 
-def test_lines_on_a_terminal_do_not_mix_with_a_bar():
-    written = on_terminal(BAR_AND_LINES, 80)
+@pytest.mark.parametrize("columns", [80, 50])
+def test_lines_on_a_terminal_fit_and_do_not_mix_with_a_bar(columns: int):
+    written = on_terminal(BAR_AND_LINES, columns)
     assert "step 4/20:" in written and "\x1b" not in written
-    warning, end, *rest = [line for line in shown_lines(written) if line]
-    assert warning[9:] == f"WARNING: {'a warning of many words ' * 6}".rstrip()
-    assert end.endswith("the end") and not rest
+    lines = [line for line in shown_lines(written) if line]
+    assert all(len(line) <= columns for line in lines)
+    assert (
+        " ".join(line.strip() for line in lines[:-1])[9:]
+        == f"WARNING: {'a warning of many words ' * 6}".rstrip()
+    )
+    assert lines[-1].endswith("the end") and len(lines) > 2
+
+
+LINE_OVER_A_BAR = """
+import logging, sys
+from rlmath.telemetry.console import setup_logging
+setup_logging(1)
+sys.__stdout__.write("step 4/20:  50%|" + 50 * "#" + "|")
+sys.__stdout__.flush()
+logging.getLogger("rlmath").warning("a warning")
+"""
+
+
+def test_the_line_of_another_rank_takes_the_place_of_the_bar_of_the_first():
+    line, end = shown_lines(on_terminal(LINE_OVER_A_BAR, 80))
+    assert re.fullmatch(r"\d\d:\d\d:\d\d rank 1 WARNING: a warning", line) and end == ""
 
 
 @pytest.mark.parametrize(

@@ -101,11 +101,11 @@ def test_a_run_starts_where_no_file_can_be_made_and_writes_once_it_can(tmp_path)
     writer.write(2, {"a": 0.5})
     writer.close()
     assert [row["step"] for row in read_metrics(str(folder))] == [1, 2]
-    assert writer.lost() == {}
+    assert writer.lost() == {"TensorBoard": 2}
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_tensorboard_that_is_refused_is_off(tmp_path, caplog):
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tensorboard_that_is_refused_is_off_and_counted(tmp_path, caplog):
     writer = MetricsWriter(str(tmp_path), tensorboard=True)
     writer.write(1, {"a": 0.1})
     with files_no_larger_than(1):
@@ -113,6 +113,7 @@ def test_tensorboard_that_is_refused_is_off(tmp_path, caplog):
     for step in range(3, 6):
         writer.write(step, {"a": 0.1 * step})
     writer.close()
+    assert writer.lost() == {"TensorBoard": 4}
     (warning,) = (one.getMessage() for one in caplog.records if one.levelname == "WARNING")
     assert warning.startswith("metrics.jsonl cannot be written: "), "one warning for a disk that is full"
     assert [row["step"] for row in read_metrics(str(tmp_path))] == [1, 2, 3, 4, 5]
