@@ -10,26 +10,24 @@ as strings, without the parser: 100,000 take some two seconds.
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import TYPE_CHECKING, TypeVar
 
 from rlmath.algorithms.types import Prompt
 from rlmath.answers.extraction import extract_answer
 from rlmath.answers.string_match import gold_answer
 from rlmath.answers.verifier import Rules, usable_solutions, verify_by_string
-from rlmath.config.help import counted
 from rlmath.config.schema import DataConfig, RewardConfig
-from rlmath.config.terminal import excerpt, visible
+from rlmath.config.terminal import excerpt
 from rlmath.data.chat import ChatSettings
 from rlmath.data.loader import FilterReport
+from rlmath.data.picture import prompt_picture, sequence_picture
 from rlmath.data.rows import grouped
 from rlmath.data.sft_sequences import SequenceReport, WrittenSequence
-from rlmath.data.tokenizer import unknown_token_ids, without_template
+from rlmath.data.tokenizer import characters_without_token, unknown_token_ids, without_template
 from rlmath.rewards.several_rewards import is_verified
 
 if TYPE_CHECKING:
@@ -37,8 +35,6 @@ if TYPE_CHECKING:
 
 EXAMPLES = 3
 """Prompts named with a finding."""
-LINE_CHARACTERS, MOST_LINES = 72, 16
-"""Of a prompt or a sequence that is drawn."""
 PROSE_WORDS = 12
 """A reference with so many words is a sentence, not an answer."""
 SENTENCE = "is a sentence, not an answer"
@@ -94,13 +90,14 @@ def prompt_lines(
     prompt: Prompt, report: FilterReport, data: DataConfig, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[str, ...]:
     """The first prompt of a file for the console."""
+    assert report.first_row is not None
     template = report.template
     used = "as it stands in the file" if template == "raw" else f'in the template "{template}"'
     return (
         f"A prompt as the model reads it: {excerpt(prompt.prompt_id, 40)!r} of {report.path},",
         f"  {used} (data.template={data.template}),",
-        f"  {_counted_tokens(prompt.token_ids, tokenizer)}; │ ends a token:",
-        *_drawn(prompt.token_ids, [False] * len(prompt.token_ids), tokenizer),
+        f"  {_tokens(prompt.text, prompt.token_ids, tokenizer)}; │ ends a token:",
+        *prompt_picture(prompt.text, report.first_row, template, tokenizer, data.system_prompt),
     )
 
 
@@ -108,39 +105,28 @@ def sequence_lines(
     report: SequenceReport, data: DataConfig, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[str, ...]:
     """The first sequence of a file for the console."""
-    one = report.example
-    if one is None:
+    if report.example is None:
         return ()
-    tokens = one.prompt_ids + one.completion_ids
-    learned = (False,) * len(one.prompt_ids) + (one.learned or (True,) * len(one.completion_ids))
+    text, one = report.example
+    last = one.completion_ids[-1]
     return (
         f"A sequence as it is learned, of {report.path} (data.template={data.template}),",
-        f"  {_counted_tokens(tokens, tokenizer)}; │ ends a token;",
+        f"  {_tokens(text.prompt, one.prompt_ids + one.completion_ids, tokenizer)}; │ ends a token;",
         f"  the {one.n_learned} of lines with * are learned:",
-        *_drawn(tokens, learned, tokenizer),
+        *sequence_picture(text.pieces, text.row, text.template, tokenizer, data.system_prompt, last),
     )
 
 
-def _counted_tokens(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> str:
-    unknown = unknown_token_ids(tokenizer)
-    return f"{len(token_ids)} tokens, {sum(token in unknown for token in token_ids)} of them unknown"
+def _tokens(text: str, token_ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> str:
+    unknown, lost = unknown_token_ids(tokenizer), characters_without_token(text, tokenizer)
+    left_out = f", no token for {_characters(lost)}" if lost else ""
+    return (
+        f"{len(token_ids)} tokens, {sum(token in unknown for token in token_ids)} of them unknown{left_out}"
+    )
 
 
-def _drawn(
-    token_ids: Sequence[int], learned: Sequence[bool], tokenizer: PreTrainedTokenizerFast
-) -> Iterator[str]:
-    """Tokens in lines, without control characters, those that are learned in lines with a star; many are cut in the
-    middle."""
-    lines = []
-    for is_learned, part in itertools.groupby(zip(token_ids, learned, strict=True), key=itemgetter(1)):
-        texts = [visible(str(tokenizer.decode([token]))).replace("\n", "↵") for token, _ in part]
-        text = "".join(f"{one}│" for one in texts)
-        starts = range(0, len(text), LINE_CHARACTERS)
-        lines += [f"  {'*' if is_learned else ' '} {text[at : at + LINE_CHARACTERS]}" for at in starts]
-    half, hidden = MOST_LINES // 2, len(lines) - MOST_LINES
-    if hidden > 0:
-        lines[half:-half] = [f"    [... {counted(hidden, 'line')} ...]"]
-    yield from lines
+def _characters(characters: Iterable[str]) -> str:
+    return excerpt(" ".join("(space)" if one == " " else one for one in sorted(characters)), 40)
 
 
 # ---------------------------------------------------------------- GRPO: prompts and validation
@@ -191,16 +177,27 @@ def _summary(compared: str, findings: Sequence[Finding], started: float) -> str:
 
 def _unknown_in(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerFast | None) -> Iterator[Finding]:
     """Texts of which the tokenizer does not know a part."""
-    unknown = frozenset() if tokenizer is None else unknown_token_ids(tokenizer)
-    odd = [prompt for prompt in prompts if not unknown.isdisjoint(prompt.token_ids)]
+    if tokenizer is None:
+        return
+    characters: set[str] = set()
+    for prompt in prompts:
+        characters.update(prompt.text)
+    lost, unknown = characters_without_token(characters, tokenizer), unknown_token_ids(tokenizer)
+    odd = [
+        prompt
+        for prompt in prompts
+        if not unknown.isdisjoint(prompt.token_ids) or (lost and not lost.isdisjoint(prompt.text))
+    ]
     if odd:
-        yield _unknown(f"{len(odd)} of {len(prompts)} prompts", _named(odd))
+        what = f"parts of {len(odd)} of {len(prompts)} prompts, which the model cannot read."
+        yield _unknown(what, lost, _named(odd))
 
 
-def _unknown(which: str, examples: tuple[str, ...]) -> Finding:
+def _unknown(what: str, lost: Collection[str], examples: tuple[str, ...]) -> Finding:
+    left_out = f" It has no token for {_characters(lost)}." if lost else ""
     return Finding(
-        f"The tokenizer does not know parts of {which}, which the model cannot read. Use the tokenizer that belongs to "
-        "the model, or other characters.",
+        f"The tokenizer does not know {what}{left_out} Use the tokenizer that belongs to the model, or other "
+        "characters.",
         examples,
     )
 
@@ -321,6 +318,7 @@ def _reason(solution: str, rules: Rules) -> str:
 def audit_sequences(
     training: Sequence[tuple[str, Sequence[WrittenSequence]]],
     held_out: Sequence[WrittenSequence],
+    reports: Sequence[SequenceReport],
     tokenizer: PreTrainedTokenizerFast,
     shown: tuple[str, ...] = (),
     more: Sequence[Finding] = (),
@@ -328,6 +326,7 @@ def audit_sequences(
     """What is odd about sequences, by file; two with the same tokens of the prompt have the same problem."""
     started, total = time.monotonic(), sum(len(sequences) for _, sequences in training)
     findings = [*more]
+    lost = characters_without_token(frozenset().union(*(one.characters for one in reports)), tokenizer)
     unknown = unknown_token_ids(tokenizer)
     odd = [
         one
@@ -335,8 +334,9 @@ def audit_sequences(
         for one in sequences
         if not (unknown.isdisjoint(one.prompt_ids) and unknown.isdisjoint(one.completion_ids))
     ]
-    if odd:
-        findings.append(_unknown(f"{len(odd)} of {total} sequences", _decoded(odd, tokenizer)))
+    if odd or lost:
+        what = f"all of the texts: {len(odd)} of {total} sequences have unknown tokens."
+        findings.append(_unknown(what, lost, _decoded(odd, tokenizer)))
     decoded = functools.partial(_decoded, tokenizer=tokenizer)
     findings += _in_earlier_file(training, "prompts", lambda one: one.prompt_ids, decoded)
     trained = {one.prompt_ids for _, sequences in training for one in sequences}

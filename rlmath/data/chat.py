@@ -8,6 +8,7 @@ A chat template is a program of the model folder's, in a sandbox that bounds nei
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -185,6 +186,16 @@ def render(messages: Messages, tokenizer: PreTrainedTokenizerFast, name: str, pr
     return text
 
 
+def generation_prompt(messages: Messages, text: str, tokenizer: PreTrainedTokenizerFast) -> str:
+    """What the template writes behind the messages for an answer to begin, in the `text` of the prompt; "" where that
+    does not begin as the messages without it."""
+    try:
+        without = render(messages, tokenizer, "the prompt", prompt=False)
+    except ValueError:
+        return ""
+    return text[len(without) :] if text.startswith(without) else ""
+
+
 def _require(content: str, text: str, name: str) -> None:
     if "".join(content.split()) not in "".join(text.split()):
         raise ValueError(
@@ -212,9 +223,9 @@ def conversation(messages: Messages, tokenizer: PreTrainedTokenizerFast, name: s
         written = whole if is_last else render(messages[: turn + 1], tokenizer, name, prompt=False)
         if is_last and not whole.startswith(start):
             raise ValueError(
-                f"the tokenizer's chat template does not continue the prompt of {name}, which ends {start[-60:]!r}: a "
-                f"model that learned the whole conversation would never see it; {CHANGE}, or give rows with prompt and "
-                "completion"
+                f"the tokenizer's chat template does not continue the prompt of {name}: the prompt ends "
+                f"{start[-60:]!r}, and the whole conversation has {_behind_common(start, whole)!r} there. A model that "
+                f"learned it would never see that prompt; {CHANGE}, or give rows with prompt and completion"
             )
         stop = written.rfind(end, len(start)) + len(end)
         if not end or stop < len(start):
@@ -254,6 +265,14 @@ def _without(ends: tuple[str, ...], text: str) -> str:
     while mark := next(filter(text.rstrip().endswith, ends), None):
         text = text.rstrip().removesuffix(mark)
     return text
+
+
+def _behind_common(first: str, second: str) -> str:
+    """What `second` has where it begins to differ from `first`, and 20 characters before."""
+    same = sum(
+        1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    )
+    return second[max(0, same - 20) :][:80]
 
 
 @contextmanager

@@ -224,7 +224,7 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
     trained = [(path, train) for path, (train, _) in zip(paths, split, strict=False)]
     shown = sequence_lines(reports[0], data, tokenizer)
     audit = audit_sequences(
-        trained, evaluated, tokenizer, shown, without_conversation(reports, chat_settings(data))
+        trained, evaluated, reports, tokenizer, shown, without_conversation(reports, chat_settings(data))
     )
     told = (line for report in reports for line in report.lines())
     lines = (*told, order.line(), f"Held out: {len(held_out)} sequences.")

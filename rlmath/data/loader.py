@@ -78,6 +78,8 @@ class FilterReport:
     examples: tuple[DroppedPrompt, ...] = ()
     template: str = ""
     """What is around the first prompt that is kept (`tokenizer.template_of`)."""
+    first_row: PromptRow | None = None
+    """The row of that prompt."""
     setting: str = "data.max_prompt_tokens"
     """What bounds the tokens."""
 
@@ -189,12 +191,12 @@ def load_prompts(
         )
     prompts: list[Prompt] = []
     dropped: list[DroppedPrompt] = []
-    first_template = ""
+    first_template, first_row = "", None
     for row, text, ids in _tokenized(file.rows, template, tokenizer):
         if tokenizer is None or 0 < len(ids) <= max_prompt_tokens:
             prompts.append(as_prompt(row, text, ids))
             if len(prompts) == 1 and tokenizer is not None:
-                first_template = template_of(row, template, tokenizer)
+                first_template, first_row = template_of(row, template, tokenizer), row
         else:
             reason = "too long" if ids else "empty"
             dropped.append(DroppedPrompt(row.query_id, len(ids), reason, row.prompt[:_START_CHARS]))
@@ -213,6 +215,7 @@ def load_prompts(
         unusable=tuple(file.unusable),
         examples=tuple(dropped[:EXAMPLES]),
         template=first_template,
+        first_row=first_row,
     )
     if not prompts:
         raise ValueError(

@@ -31,7 +31,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rlmath.algorithms.prompt_history import Counts, CurriculumRules, PromptHistory, Verdict
+from rlmath.algorithms.prompt_history import BUCKETS, Counts, CurriculumRules, PromptHistory, Verdict
 from rlmath.algorithms.types import ScoredGroup
 from rlmath.config.files import open_regular, parse_json
 from rlmath.config.schema import DataConfig
@@ -263,6 +263,25 @@ class PromptCurriculum:
                 "passes": round(state.cursor / self._order.n_places, 3),
             }
         return found
+
+    def lines(self) -> tuple[str, ...]:
+        """`summary` for the console."""
+        sizes = self._history.buckets(self._order.n_prompts)
+        shown = ", ".join(f"{name.replace('_', ' ')}: {sizes[name]}" for name in BUCKETS)
+        lines = [f"Prompts by pass rate (%) of their last {self._history.keep} groups: {shown}"]
+        if self.draws_by_rates:
+            state, verdicts = self._state, list(self._verdicts.values())
+            rules, easy, hard = self._rules, verdicts.count("easy"), verdicts.count("hard")
+            why = f"above {rules.high:g}: {easy}, below {rules.low:g}: {hard}"
+            if rules.kind == "skip_solved":
+                why = f"all of at least {rules.solved_samples} samples right: {easy}"
+            passed, draws = state.passed_easy + state.passed_hard, state.floor_draws + state.filled_draws
+            lines.append(
+                f'Curriculum "{rules.kind}": {easy + hard} of {self._order.n_prompts} prompts are skipped now ({why}). '
+                f"In {state.next_draw} draws {passed} places of the order were passed over, {state.passed_easy} as too "
+                f"easy and {state.passed_hard} as too hard; {draws} draws took a skipped prompt"
+            )
+        return tuple(lines)
 
     # ------------------------------------------------------------ the file
 

@@ -81,8 +81,10 @@ class WrittenSequence:
 class SequenceReport(FilterReport):
     """What became of a file's rows, and what the data audit shows and looks at."""
 
-    example: WrittenSequence | None = None
-    """The first that is kept; None where nothing is."""
+    example: tuple[_Texts, WrittenSequence] | None = None
+    """The first that is kept, as text and as tokens. None where nothing is kept."""
+    characters: frozenset[str] = frozenset()
+    """Characters of all texts that are kept."""
 
 
 def load_sequences(
@@ -97,7 +99,8 @@ def load_sequences(
     ValueError for a file that cannot be read, where too many rows are unusable, and where nothing is left.
     """
     kept: list[WrittenSequence] = []
-    first_template = ""
+    example: tuple[_Texts, WrittenSequence] | None = None
+    characters: set[str] = set()
     unusable: list[UnusableRow] = []
     too_long = longest = 0
     rows = raw_rows(path)
@@ -110,7 +113,8 @@ def load_sequences(
                 too_long, longest = too_long + 1, max(longest, one.length)
             else:
                 kept.append(one)
-                first_template = first_template or row.template
+                example = example or (row, one)
+                characters.update(*(piece.text for piece in row.pieces))
     report = SequenceReport(
         read=len(kept) + too_long,
         kept=len(kept),
@@ -121,8 +125,9 @@ def load_sequences(
         files=folder_line(path),
         unusable=tuple(unusable),
         setting="sft.max_sequence_tokens",
-        template=first_template,
-        example=kept[0] if kept else None,
+        template=example[0].template if example else "",
+        example=example,
+        characters=frozenset(characters),
     )
     _check(report, max_unusable_share)
     return kept, report

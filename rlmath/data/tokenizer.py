@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -314,6 +315,16 @@ def unknown_token_ids(tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
     named = getattr(tokenizer.backend_tokenizer.model, "unk_token", None)
     found = [tokenizer.unk_token_id, None if named is None else tokenizer.convert_tokens_to_ids(named)]
     return frozenset(token for token in found if isinstance(token, int))
+
+
+def characters_without_token(characters: Iterable[str], tokenizer: PreTrainedTokenizerFast) -> frozenset[str]:
+    """Characters that the tokenizer leaves out: alone, they give no token at all. Of white space only the space is
+    looked at, between letters; marks and what shows nothing are not, which many tokenizers normalise."""
+    given = set(characters)
+    looked_at = sorted(one for one in given if unicodedata.category(one)[0] not in "CMZ")
+    ids = token_ids_of([*looked_at, "a b", "ab"], tokenizer, special_tokens=False)
+    lost = {one for one, found in zip(looked_at, ids, strict=False) if not found}
+    return frozenset(lost | ({" "} & given if ids[-1] == ids[-2] else set()))
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> tuple[int, ...]:

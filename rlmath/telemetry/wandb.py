@@ -1,6 +1,7 @@
 """Weights & Biases as a second place for a run's numbers (`telemetry.wandb`).
 
-Its own process writes and sends them. Whatever fails there costs this log alone: `metrics.jsonl` stays the same.
+The run never waits for it while it makes steps: a thread of its own passes the rows to the client, and whatever fails
+there costs this log alone; `metrics.jsonl` is the same either way.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import queue
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +29,8 @@ logger = logging.getLogger(__name__)
 WANDB_FOLDER = "wandb"
 SERVICE = "wandb-core"
 """W&B's own process, which writes and sends; a child of ours."""
+MOST_WAITING = 1000
+"""Rows that may wait for that process. With more it is taken for stuck."""
 FINISH_SECONDS = 60.0
 """How long the end of a run waits until everything is written or sent."""
 FLUSH_SECONDS = 1.0
@@ -39,60 +43,77 @@ class WandbLog:
     def __init__(self, output_dir: str, telemetry: TelemetryConfig, settings: Mapping[str, object]) -> None:
         """`settings` become the W&B run's config. `telemetry.wandb` is not "off", and `wandb_problems` found none."""
         self._folder = Path(output_dir)
-        self._run: Any = None
-        self._attempt(lambda: self._start(telemetry, dict(settings)))
+        self._telemetry = telemetry
+        self._settings = dict(settings)
+        self._wandb = _import_wandb()
+        self._rows: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(MOST_WAITING)
+        self._lock = threading.Lock()
+        self._given_up = False
+        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+        self._thread.start()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """One step's numbers; its process sends them later."""
-        if self._run is not None:
-            self._attempt(lambda: self._run.log(dict(values), step=step))
+        """One step's numbers; returns at once."""
+        if self._given_up:
+            return
+        try:
+            self._rows.put_nowait((step, dict(values)))
+        except queue.Full:
+            self._give_up(f"{MOST_WAITING} steps wait for it")
 
     def close(self) -> None:
         """Wait until all is written or sent, at most FINISH_SECONDS; what is left then stays on this disk."""
-        if self._run is None:
-            return
-        finish = threading.Thread(target=self._attempt, args=(self._finish,), daemon=True)
-        finish.start()
-        finish.join(FINISH_SECONDS)
-        if finish.is_alive():  # it hangs: without its process it fails
+        with suppress(queue.Full):
+            self._rows.put_nowait(None)
+        self._thread.join(FINISH_SECONDS)
+        if self._thread.is_alive():
+            self._give_up(f"it was not done within {FINISH_SECONDS:g} s after the last step")
             _end_service()
-            finish.join(FINISH_SECONDS)
+            self._thread.join(FINISH_SECONDS / 10)
 
-    def _start(self, telemetry: TelemetryConfig, settings: dict[str, object]) -> None:
-        wandb, online = _import_wandb(), telemetry.wandb == "online"
-        run = wandb.init(
+    def _work(self) -> None:
+        """The thread."""
+        try:
+            run = self._start()
+            while (row := self._rows.get()) is not None:
+                step, values = row
+                run.log(values, step=step)
+            run.finish()
+        except Exception as error:  # of a library with a process and a network behind it: the run continues
+            self._give_up(f"{type(error).__name__}: {error}")
+            _end_service()
+        finally:
+            with suppress(Exception):  # else it is done again, and logged, when the interpreter ends
+                self._wandb.teardown()
+
+    def _start(self) -> Any:
+        telemetry = self._telemetry
+        online = telemetry.wandb == "online"
+        run = self._wandb.init(
             project=telemetry.wandb_project,
             name=telemetry.wandb_name or self._folder.resolve().name,
             id=run_id(self._folder),
             resume="allow" if online else None,
             dir=str(self._folder),
             mode=telemetry.wandb,
-            config=settings,
-            settings=wandb.Settings(**_quiet_settings()),
+            config=self._settings,
+            settings=self._wandb.Settings(**_quiet_settings()),
         )
         place = run.url if online else f"{run.dir}, to be sent by `wandb sync`"
         logger.info("Weights & Biases: run %s, %s", run.id, place)
-        self._run = run
+        return run
 
-    def _finish(self) -> None:
-        self._run.finish()
-        _import_wandb().teardown()
-
-    def _attempt(self, action: Callable[[], object]) -> None:
-        try:
-            action()
-        except Exception as error:  # of a library with a process and a network behind it: the run continues
-            self._run = None
-            _end_service()
-            logger.warning(
-                "Weights & Biases is off from here: %s: %s. The run continues, all its numbers are in metrics.jsonl; "
-                "what W&B had got is in %s, and `wandb sync` can send it",
-                type(error).__name__,
-                error,
-                self._folder / WANDB_FOLDER,
-            )
-            with suppress(Exception):  # else it is done again, and logged, when the interpreter ends
-                _import_wandb().teardown()
+    def _give_up(self, why: str) -> None:
+        with self._lock:
+            if self._given_up:
+                return
+            self._given_up = True
+        logger.warning(
+            "Weights & Biases is off from here: %s. The run continues, all its numbers are in metrics.jsonl; what W&B "
+            "had got is in %s, and `wandb sync` can send it",
+            why,
+            self._folder / WANDB_FOLDER,
+        )
 
 
 def _quiet_settings() -> dict[str, object]:

@@ -14,7 +14,6 @@ step is in `rlmath.run.loop`.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -220,7 +219,8 @@ class GrpoTrainer(PolicyTrainer):
     def at_end(self) -> dict[str, Any]:
         curriculum = self.rollouts.curriculum
         if self.mesh.rank == 0:
-            logger.info("History: %s", json.dumps(curriculum.summary()))
+            for line in curriculum.lines():
+                logger.info("%s", line)
             path = Path(self.config.run.output_dir) / HISTORY
             try:
                 write_whole(path, curriculum.file())

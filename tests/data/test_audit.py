@@ -10,15 +10,12 @@ import pytest
 
 from rlmath.cli.make_tiny_model import make_tokenizer
 from rlmath.config.load import load_config
-from rlmath.config.schema import DataConfig, RewardConfig
-from rlmath.data.audit import DataAudit, audit_prompts, sequence_lines, without_conversation
-from rlmath.data.chat import ChatSettings
+from rlmath.config.schema import RewardConfig
+from rlmath.data.audit import DataAudit, audit_prompts
 from rlmath.data.dataset import audit_inputs, load_inputs, load_sft_inputs, load_validation
 from rlmath.data.loader import load_prompts, problem_key
-from rlmath.data.sft_sequences import load_sequences
-from rlmath.data.tokenizer import FIXED
+from rlmath.data.tokenizer import FIXED, characters_without_token, load_tokenizer
 from rlmath.models.hf_config import read_model_shape
-from tests.data.chat_templates import chat_tokenizer
 from tests.tiny_models import make_model_folder
 
 
@@ -75,7 +72,14 @@ def test_a_prompt_is_shown_with_its_template_and_its_tokens(model: Path, tmp_pat
         '  in the template "qwen_boxed" (data.template=auto),',
         f"  {len(text) - len('boxed{')} tokens, 0 of them unknown; │ ends a token:",
     )
-    assert "W│h│a│t│ │i│s│ │0│+│1│?│" in "".join(line[4:] for line in audit.shown[3:])
+    assert "    row        W│h│a│t│ │i│s│ │0│+│1│?│" in audit.shown
+
+
+def test_what_the_tokenizer_does_not_know_is_told(model: Path, tmp_path: Path) -> None:
+    path = questions(tmp_path / "train.jsonl", [*SUMS, ("Wie groß ist 1+1?", "2")])
+    text, examples = finding(audited(model, [path]))
+    assert "does not know parts of 1 of 21 prompts" in text and "no token for ß" in text
+    assert examples == ("'20': Wie groß ist 1+1?",)
 
 
 def test_unknown_tokens_are_counted_by_the_name_that_the_tokenizer_gives_them(tmp_path: Path) -> None:
@@ -88,7 +92,13 @@ def test_unknown_tokens_are_counted_by_the_name_that_the_tokenizer_gives_them(tm
     path = questions(tmp_path / "a.jsonl", [("one", "1"), ("one two", "2")])
     prompts, _ = load_prompts(path, tokenizer, 9, template="raw")
     (found,) = audit_prompts([("a", prompts)], [], RewardConfig(), tokenizer).findings
-    assert "parts of 1 of 2 prompts" in found.text
+    assert "parts of 1 of 2 prompts" in found.text and "no token for" not in found.text
+
+
+def test_a_tokenizer_that_leaves_out_spaces(model: Path, tmp_path: Path) -> None:
+    assert characters_without_token("a b\u00e9\u200d", load_tokenizer(str(model))) == {"\u00e9"}
+    folder = make_model_folder(tmp_path / "spaceless")  # transformers reads its tokenizer with Qwen2's rules
+    assert characters_without_token("a b", load_tokenizer(str(folder))) == {" "}
 
 
 # ---------------------------------------------------------------- the same problem twice
@@ -199,39 +209,6 @@ def sft_config(model: Path, path: str, *overrides: str):
     return load_config([], [*paths, *overrides])
 
 
-def test_turns_that_are_not_learned_are_shown_between_those_that_are(tmp_path: Path) -> None:
-    turns = [("user", "1+1?"), ("assistant", "2"), ("user", "So?"), ("assistant", "s")]
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}))
-    tokenizer = chat_tokenizer("gemma")
-    _, report = load_sequences(str(path), tokenizer, "auto", 2000, 0.0)
-    assert sequence_lines(report, DataConfig(), tokenizer)[3:] == (
-        "    <bos>│<start_of_turn>│u│s│e│r│↵│1│+│1│?│<end_of_turn>│↵│<start_of_turn>│",
-        "    m│o│d│e│l│↵│",
-        "  * 2│<end_of_turn>│",
-        "    ↵│<start_of_turn>│u│s│e│r│↵│S│o│?│<end_of_turn>│↵│<start_of_turn>│m│o│d│",
-        "    e│l│↵│",
-        "  * s│<end_of_turn>│",
-    )
-    hostile = "\x1b[2J\u202e\r" + "long " * 2000
-    path.write_text(json.dumps({"prompt": hostile, "completion": "2"}))
-    _, report = load_sequences(str(path), tokenizer, "auto", 20_000, 0.0)
-    lines = sequence_lines(report, DataConfig(), tokenizer)[3:]
-    assert lines[0].startswith("    \\x1b│[│2│J│�│�│�│\\x0d│l│o│n│g│") and lines[8].endswith(" lines ...]")
-    assert len(lines) == 17 and max(map(len, lines)) <= 76
-
-
-def test_settings_of_conversations_do_nothing_for_whole_prompts(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(
-        json.dumps({"prompt": "<|user|>1+1?", "task": "math", "query_id": "q", "solutions": ["2"]})
-    )
-    _, report = load_prompts(str(path), chat_tokenizer("phi"), 2000)
-    assert without_conversation([report], ChatSettings()) == []
-    (found,) = without_conversation([report], ChatSettings(system_prompt="x"))
-    assert found.text.startswith("data.system_prompt does nothing for the whole prompts of")
-
-
 def test_a_sequence_is_shown_with_the_part_that_is_learned(model: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}+1=", "completion": f"{n + 1}"} for n in range(20)]
     path = tmp_path / "sft.jsonl"
@@ -240,8 +217,9 @@ def test_a_sequence_is_shown_with_the_part_that_is_learned(model: Path, tmp_path
     assert inputs.audit.shown[1:] == (
         "  6 tokens, 0 of them unknown; │ ends a token;",
         "  the 2 of lines with * are learned:",
-        "    0│+│1│=│",
-        "  * 1│<eos>│",
+        "    row        0│+│1│=│",
+        "  * row        1│",
+        "  * end        <eos>│",
     )
     assert inputs.audit.findings == ()
     copy = shutil.copy(path, tmp_path / "copy.jsonl")
@@ -251,6 +229,9 @@ def test_a_sequence_is_shown_with_the_part_that_is_learned(model: Path, tmp_path
         "20 of the 20 held-out sequences"
     )
     assert both.examples == ("0+1=", "1+1=", "2+1=")
+    path.write_text("\n".join(json.dumps(row | {"completion": "é"}) for row in rows))
+    (unknown,) = load_sft_inputs(sft_config(model, str(path)), read_model_shape(model)).audit.findings
+    assert "no token for é" in unknown.text
 
 
 def test_a_refusal_for_too_few_prompts_says_what_became_of_the_rows(model: Path, tmp_path: Path) -> None:

@@ -192,10 +192,10 @@ def test_a_chat_template_has_a_name_or_is_a_file_and_is_exported(tmp_path: Path)
         load_tokenizer(str(tmp_path / "no-default"), settings=ChatSettings())
 
 
-def test_a_template_that_does_not_continue_its_prompt_is_refused_with_its_end(tmp_path: Path) -> None:
+def test_a_template_that_does_not_continue_its_prompt_is_refused_with_both_texts(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not continue the prompt") as error:
         sequence(tmp_path, chat_tokenizer("r1-distill"), ("user", "1+1?"), ("assistant", "<think>x</think>2"))
-    assert "<think>\\n'" in str(error.value)
+    assert "<think>\\n'" in str(error.value) and "<｜Assistant｜>2<｜end▁of▁sentence｜>" in str(error.value)
 
 
 def test_turns_between_have_no_weight(tmp_path: Path) -> None:

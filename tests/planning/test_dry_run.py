@@ -180,7 +180,9 @@ def test_the_data_are_looked_at(dry, tied_model: Path, tmp_path: Path):
     held = ("validation.every_steps=2", f"validation.paths=[{file}]")
     status, out, _ = dry(SMALL_R1, *own, *held)
     plan, _, told = out.partition("Worth knowing:")
-    assert status == 0 and "A prompt as the model reads it: '0' of" in plan and "    0│+│1│?│\n" in plan
+    assert (
+        status == 0 and "A prompt as the model reads it: '0' of" in plan and "row        0│+│1│?│\n" in plan
+    )
     assert '200 of the 200 problems of validation "sums" are trained on, too' in told
     found = "2: the reference says that the answer is elsewhere ('1': 'see solution', '2': 'see solution')\n"
     assert told.count(found) == 2, "of training, and of validation"

@@ -212,7 +212,7 @@ def test_a_start_shows_a_prompt_and_what_is_odd_about_the_data(
     config = load_config([], [*paths, *small, *held, "run.device=cpu"])
     prepared = prepare_grpo(config)
     told = "\n".join((*prepared.lines, *prepared.warnings))
-    assert "A prompt as the model reads it: '0' of" in told and "\n    0│+│1│=│\n" in told
+    assert "A prompt as the model reads it: '0' of" in told and "\n    row        0│+│1│=│\n" in told
     assert '8 of the 8 problems of validation "sums" are trained on, too' in told
     assert "1 of 8 training prompts have no usable reference" in told
     assert "1: the reference says that the answer is elsewhere ('2': 'see solution')" in told
@@ -234,7 +234,10 @@ def test_a_supervised_start_shows_what_is_learned(tied_model: Path, tmp_path: Pa
     )
     prepared = prepare_sft(load_config([], [*paths, *small]))
     told = "\n".join((*prepared.lines, *prepared.warnings))
-    assert "the 2 of lines with * are learned:\n    0│+│1│=│\n  * 2│<eos>│" in told
+    assert (
+        "the 2 of lines with * are learned:\n    row        0│+│1│=│\n  * row        2│\n  * end        <eos>│"
+        in told
+    )
     assert "8 of the 8 held-out sequences have a prompt that is trained on, too" in told
 
 

@@ -30,7 +30,7 @@ PROGRAM = """
     from rlmath.telemetry.metrics_writer import open_metrics
 
     logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.INFO)
-    wandb.FINISH_SECONDS = 3.0
+    wandb.FINISH_SECONDS, wandb.MOST_WAITING = 3.0, 100
     telemetry = TelemetryConfig(tensorboard=False, wandb="offline")
     config = dataclasses.replace(Config(), run=RunConfig(output_dir=sys.argv[1]), telemetry=telemetry)
 
@@ -179,14 +179,20 @@ def test_its_process_ends_with_a_run_that_breaks_off_and_the_file_can_be_read(tm
 
 
 @pytest.mark.parametrize(
-    "trouble", ["child.kill(); child.wait(10)", "child.suspend()"], ids=["killed", "hangs"]
+    ("trouble", "steps", "pause"),
+    [("child.kill(); child.wait(10)", 5, 0.3), ("child.suspend()", 1000, 0.0)],
+    ids=["killed", "hangs"],
 )
-def test_a_process_that_fails_costs_wandb_alone_and_is_told_once(tmp_path: Path, trouble: str):
+def test_a_process_that_fails_costs_wandb_alone_and_is_told_once(
+    tmp_path: Path, trouble: str, steps: int, pause: float
+):
+    """One that hangs gets more rows than its socket and the queue hold."""
     then = f"""
         {trouble}
-        for step in (3, 4, 5):
-            writer.write(step, {{"task_reward": 0.0}})
-            time.sleep(0.3)
+        metrics = {{f"group/{{number}}": number / 7 for number in range(200)}}
+        for step in range(3, {steps} + 1):
+            writer.write(step, metrics)
+            time.sleep({pause})
         writer.close()
         print("the run is done")
     """
@@ -194,7 +200,7 @@ def test_a_process_that_fails_costs_wandb_alone_and_is_told_once(tmp_path: Path,
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("Weights & Biases is off from here") == 1, done.stdout
     assert "the run is done" in done.stdout and "Traceback" not in done.stdout
-    assert [row["step"] for row in read_metrics(str(tmp_path))] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in read_metrics(str(tmp_path))] == list(range(1, steps + 1))
 
 
 def test_the_signals_stay_the_runs_own(tmp_path: Path):
