@@ -104,6 +104,23 @@ def fewer_steps_warnings(config: Config, steps_per_epoch: int) -> tuple[str, ...
     )
 
 
+def late_steps_warnings(config: Config, total_steps: int) -> tuple[str, ...]:
+    """Steps that are to be profiled or captured, and that the run does not make.
+
+    >>> from rlmath.config.schema import TelemetryConfig
+    >>> late_steps_warnings(Config(telemetry=TelemetryConfig(capture_steps=[5, 10])), total_steps=5)
+    ('telemetry.capture_steps has 10, and the run ends after step 5.',)
+    """
+    telemetry = config.telemetry
+    steps = {"profile_steps": telemetry.profile_steps, "capture_steps": telemetry.capture_steps}
+    late = {key: [one for one in given if one > total_steps] for key, given in steps.items()}
+    return tuple(
+        f"telemetry.{key} has {', '.join(map(str, found))}, and the run ends after step {total_steps}."
+        for key, found in late.items()
+        if found
+    )
+
+
 def with_longest_lengths(config: Config) -> Config:
     """The settings with the largest lengths of any stage, and of validation: what engine and memory must have room for.
 

@@ -336,6 +336,7 @@ def _warnings(plan: RunPlan) -> Iterator[str]:
     if plan.kind == "grpo" and (dropped := dropped_warning(config, plan.data)) is not None:
         yield dropped
     yield from length_curriculum.fewer_steps_warnings(config, plan.data.inputs.order.steps_per_epoch)
+    yield from length_curriculum.late_steps_warnings(config, plan.total_steps)
     if plan.recovery is not None:
         yield from (*plan.recovery.notes, *plan.recovery.warnings)
     for problem in plan.missing:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 from rlmath.config.terminal import excerpt
 from rlmath.telemetry.metrics_writer import parsed_lines
 
+MOST_BYTES = 2**26
+"""Of a file that are read: of a longer one every second, third, ... row, and the last."""
 MOST_VALUE = 1e30
 """Larger values are left out as those that are not finite: no axis could show the others beside them."""
 
@@ -50,7 +52,7 @@ def read_curves(path: Path, notes: list[str]) -> Metrics:
     """
     rows: dict[int, dict[str, float]] = {}
     damaged, odd = [], 0
-    for number, row in parsed_lines(path):
+    for number, row in parsed_lines(path, MOST_BYTES):
         if isinstance(row, Exception):
             damaged.append(f"line {number} ({type(row).__name__}: {excerpt(str(row), 80)})")
         else:
@@ -64,6 +66,8 @@ def read_curves(path: Path, notes: list[str]) -> Metrics:
                 values.append(value)
             else:
                 odd += 1
+    if (size := path.stat().st_size) > MOST_BYTES:
+        notes.append(f"{path.name}: of {size / 2**20:.0f} MiB {len(rows)} rows, spread evenly, were read.")
     if damaged:
         notes.append(
             f"{path.name}: {len(damaged)} lines are no rows of metrics and were left out; the first is {damaged[0]}."

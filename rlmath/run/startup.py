@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from rlmath.config.hub import HubFailedError
-from rlmath.config.length_curriculum import fewer_steps_warnings, length_stage_lines
+from rlmath.config.length_curriculum import fewer_steps_warnings, late_steps_warnings, length_stage_lines
 from rlmath.config.schema import Config, RunConfig
 from rlmath.data import dataset
 from rlmath.distributed import process
@@ -86,7 +86,11 @@ def _prepare(given: Config, kind: Kind) -> PreparedRun[Any]:
         *([f"  {who}"] if (who := roles(config, world_size)) else ()),
         *start_up_lines(config, shape, world_size, kind),
     )
-    warnings = (*data.warnings, *fewer_steps_warnings(config, inputs.order.steps_per_epoch))
+    warnings = (
+        *data.warnings,
+        *fewer_steps_warnings(config, inputs.order.steps_per_epoch),
+        *late_steps_warnings(config, inputs.total_steps),
+    )
     return PreparedRun(
         config,
         shape,

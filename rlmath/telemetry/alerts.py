@@ -55,6 +55,8 @@ class Alerts:
     limits: TelemetryConfig
     clips_whole_completions: bool = False
     """The loss is GSPO's, which clips many tokens by design."""
+    length_key: str = "rollout.max_new_tokens"
+    """The setting that cuts completions off."""
     group_relative: bool = True
     """Advantages compare the completions of a group."""
 
@@ -99,7 +101,7 @@ def truncated_alert(run: Alerts) -> str | None:
         return None
     return (
         f"{_percent(statistics.mean(values))} of completions were cut off ({_last(values)}).\n"
-        "  Raise max_new_tokens, or set selection.drop_truncated=true."
+        f"  Raise {run.length_key}, or set selection.drop_truncated=true."
     )
 
 

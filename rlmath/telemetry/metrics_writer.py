@@ -262,12 +262,18 @@ def read_metrics(output_dir: str, name: str = METRICS_FILE) -> list[dict[str, fl
     return [rows[step] for step in sorted(rows)]
 
 
-def parsed_lines(path: Path) -> Iterator[tuple[int, Row | Exception]]:
-    """(number from 1, row or why it is none) of every line that is ended. OSError where the file cannot be read,
-    ValueError where it is no regular file."""
+def parsed_lines(path: Path, most_bytes: int | None = None) -> Iterator[tuple[int, Row | Exception]]:
+    """(number from 1, row or why it is none) of every line that is ended. Of a file of more than `most_bytes`
+    every second, third, ... line alone, the last among them. OSError where the file cannot be read, ValueError where
+    it is no regular file."""
     with open_regular(path) as file:
+        lines, every = 0, 1
+        if most_bytes is not None and (size := os.fstat(file.fileno()).st_size) > most_bytes:
+            every = -(-size // most_bytes)
+            lines = sum(part.count(b"\n") for part in iter(lambda: file.read(2**20), b""))
+            file.seek(0)
         for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n") or (lines - number) % every:
                 continue
             try:
                 row = {key: float(value) for key, value in json.loads(line).items()}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmath.algorithms.types import GROUP_ADVANTAGES, ScoredGroup
-from rlmath.config.length_curriculum import length_stages
+from rlmath.config.length_curriculum import has_length_stages, length_stages
 from rlmath.config.run_files import METRICS_FILE, SUMMARY_FILE, SWITCH_PHASES, write_whole
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, SftInputs
@@ -98,9 +98,11 @@ class Reporter:
             dropped = None if steps_done else dropped_alert(inputs.dropped_share, config.telemetry)
             if dropped is not None:
                 logger.warning("%s", dropped, extra=event("alert", 0, text=dropped))
+            key = "stages.max_new_tokens" if has_length_stages(config) else "rollout.max_new_tokens"
             self._alerts = Alerts(
                 config.telemetry,
                 clips_whole_completions=config.algorithm.loss == "gspo",
+                length_key=key,
                 group_relative=config.algorithm.advantage in GROUP_ADVANTAGES
                 and (config.teacher.path is None or config.teacher.with_rewards),
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from pathlib import Path
@@ -45,6 +46,22 @@ def test_values_that_are_not_finite_are_not_drawn_and_told(tmp_path: Path) -> No
     path, notes = written(tmp_path, rows), []
     assert read_curves(path, notes).curve("a") == Curve([4], [5.0])
     assert "3 values are NaN, infinite or above" in notes[0]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 100, 997])
+def test_a_long_file_is_thinned_evenly_and_keeps_its_newest_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    lines = [f'{{"step": {step:6d}, "a": {step:6d}.5}}\n' for step in range(1, steps + 1)]
+    path, notes = written(tmp_path, "".join(lines) + '{"step": 9999, "a'), []
+    monkeypatch.setattr("rlmath.report.metrics.MOST_BYTES", 50 * len(lines[0]))
+    metrics = read_curves(path, notes)
+    found = metrics.curve("a")
+    assert (metrics.last_step, found.steps[-1], found.values[-1]) == (steps, steps, steps + 0.5)
+    gaps = {later - earlier for earlier, later in itertools.pairwise(found.steps)}
+    assert len(found.steps) <= 50 or steps <= 50
+    assert len(gaps) <= 1 and found.steps[0] <= max(gaps, default=1)
+    assert bool(notes) == (steps > 50)
 
 
 def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:

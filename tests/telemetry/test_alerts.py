@@ -42,7 +42,14 @@ def rows(name, values):
 def test_truncated_completions_are_told_of_once_with_share_and_key():
     ((step, text),) = told(rows("no_eos_ratio", [0.23, 0.2, 0.28, 0.25]))
     assert step == 1
-    assert text.startswith("23% of completions were cut off (last step).") and "Raise max_new_tokens" in text
+    assert (
+        text.startswith("23% of completions were cut off (last step).") and "rollout.max_new_tokens" in text
+    )
+
+
+def test_the_key_of_the_length_is_that_of_the_stages_where_there_are_any():
+    ((_, text),) = told(rows("no_eos_ratio", [0.23]), length_key="stages.max_new_tokens")
+    assert "Raise stages.max_new_tokens, or" in text and "rollout.max_new_tokens" not in text
 
 
 def test_truncated_share_is_the_mean_of_five_steps():
