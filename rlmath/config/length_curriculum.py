@@ -1,7 +1,6 @@
 """The length curriculum of a run (`stages`): which step belongs to which stage, and the settings that each has.
 
-A run without `stages` is one stage with the settings as they are. Stages share everything but their lengths: weights,
-optimizer, learning-rate schedule, order of prompts and seeds carry over from one to the next.
+A run without `stages` is one stage with the settings as they are. Stages share everything but their lengths.
 """
 
 from __future__ import annotations
@@ -47,10 +46,8 @@ def has_length_stages(config: Config) -> bool:
 
 
 def length_stages(config: Config, total_steps: int | None) -> list[LengthStage]:
-    """The stages in their order; one where `stages` is empty, which has `total_steps` (None: not known yet).
-
-    The lists must be equally long, as `stage_list_problems` checks.
-    """
+    """The stages in their order; one where `stages` is empty, which has `total_steps` (None: not known yet). The lists
+    must be equally long, as `stage_list_problems` checks."""
     lists = config.stages
     if not has_length_stages(config):
         return [LengthStage(0, 0, total_steps or 0, config)]
@@ -122,11 +119,8 @@ def late_steps_warnings(config: Config, total_steps: int) -> tuple[str, ...]:
 
 
 def with_longest_lengths(config: Config) -> Config:
-    """The settings with the largest lengths of any stage, and of validation: what engine and memory must have room for.
-
-    `rollout.max_new_tokens` is the longest completion of training or validation, `policy.max_tokens_per_microbatch` the
-    largest budget. Settings without stages and validation stay as they are.
-    """
+    """The settings with the largest `rollout.max_new_tokens` and `policy.max_tokens_per_microbatch` of any stage and
+    validation: what engine and memory must have room for."""
     lengths = config.stages.max_new_tokens or [config.rollout.max_new_tokens]
     validated = [validation_tokens(config)] if validates(config) else []
     budgets = config.stages.max_tokens_per_microbatch or [config.policy.max_tokens_per_microbatch]

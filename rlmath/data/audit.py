@@ -1,8 +1,5 @@
 """What a user should see of the data before a run: one rendered prompt, and what is odd about the files.
 
-    prompts -> unknown tokens, problems that are validated and trained on, problems in two files, references that no
-               answer equals
-
 Nothing here ends a run, except that no training prompt has a reference that could be answered. References are looked at
 as strings, without the parser: 100,000 take some two seconds.
 """

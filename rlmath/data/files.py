@@ -1,7 +1,6 @@
 """Rows of prompt files as they lie on disk: JSON lines, parquet, Arrow, and the folders of downloaded data sets.
 
-The choice of a folder's files stands first, then the reader of JSON lines; the reader of parquet and Arrow is in
-`tables`. What a row's columns mean is in `formats`.
+The reader of parquet and Arrow is in `tables`. What a row's columns mean is in `formats`.
 """
 
 from __future__ import annotations

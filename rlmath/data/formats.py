@@ -1,11 +1,9 @@
 """The forms in which prompts are published: how each is recognised, what its rows mean, and reading a file of them.
 
-    boba              AReaL-boba and ORZ: a whole prompt with its solutions
-    areal_v01         AReaL v0.1: a whole prompt; the solutions are in id2info.json beside
-    dapo, simplerl    verl's: a chat in `prompt`, the answer in `reward_model`
-    question_answer   plain problems with their answers, as benchmarks have them
-
-Templates, lengths in tokens and the order of prompts are the loader's business.
+boba              AReaL-boba and ORZ: a whole prompt with its solutions
+areal_v01         AReaL v0.1: a whole prompt; the solutions are in id2info.json beside
+dapo, simplerl    verl's: a chat in `prompt`, the answer in `reward_model`
+question_answer   plain problems with their answers, as benchmarks have them
 """
 
 from __future__ import annotations

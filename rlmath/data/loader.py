@@ -1,7 +1,4 @@
-"""Prompts of the files of a run: which rows are kept, and what became of the others.
-
-`load_prompts` renders, tokenizes and filters the rows of one file. Which prompts a step uses is in `order`.
-"""
+"""Prompts of the files of a run: which rows are kept, and what became of the others."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which prompts a step uses, and how files are mixed by weights: a function of the step and of the run's rollbacks.
-
-Where pass rates decide what is drawn, `prompt_curriculum` passes over some of the order's places.
-"""
+"""Which prompts a step uses, and how files are mixed by weights: a function of the step and of the run's rollbacks."""
 
 # Shape legend: P prompts of one step, N prompts kept in all, K places of one epoch.
 

@@ -6,8 +6,7 @@
 The base order is that of a run without a curriculum, but no place is left out: prompts that are passed over make a pass
 shorter. With "none" the draws are those of `PromptOrder`, and pass rates are only counted.
 
-1. The draws of a step follow from settings, from the state that the last step left and from the pass rates of groups
-   that earlier steps learned from or dropped, never from the step's own groups nor from the clock: all ranks, and a
+1. The draws of a step follow from settings and from the state and the groups of earlier steps alone: all ranks, and a
    resumed run, draw the same.
 2. A step is always full. No prompt comes twice in it while there is another one.
 3. Nothing starves: with N prompts, each of them in every pass of K places, every prompt comes within
@@ -31,7 +30,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rlmath.algorithms.prompt_history import BUCKETS, Counts, CurriculumRules, PromptHistory, Verdict
+from rlmath.algorithms.prompt_history import Counts, CurriculumRules, PromptHistory, Verdict
 from rlmath.algorithms.types import ScoredGroup
 from rlmath.config.files import open_regular, parse_json
 from rlmath.config.schema import DataConfig
@@ -266,20 +265,20 @@ class PromptCurriculum:
 
     def lines(self) -> tuple[str, ...]:
         """`summary` for the console."""
-        sizes = self._history.buckets(self._order.n_prompts)
-        shown = ", ".join(f"{name.replace('_', ' ')}: {sizes[name]}" for name in BUCKETS)
+        found = self.summary()
+        shown = ", ".join(f"{name.replace('_', ' ')}: {size}" for name, size in found["prompts"].items())
         lines = [f"Prompts by pass rate (%) of their last {self._history.keep} groups: {shown}"]
         if self.draws_by_rates:
-            state, verdicts = self._state, list(self._verdicts.values())
-            rules, easy, hard = self._rules, verdicts.count("easy"), verdicts.count("hard")
+            rules, passed = self._rules, found["places_passed_over"]
+            easy, hard = found["skipped_at_the_end"].values()
             why = f"above {rules.high:g}: {easy}, below {rules.low:g}: {hard}"
             if rules.kind == "skip_solved":
                 why = f"all of at least {rules.solved_samples} samples right: {easy}"
-            passed, draws = state.passed_easy + state.passed_hard, state.floor_draws + state.filled_draws
             lines.append(
                 f'Curriculum "{rules.kind}": {easy + hard} of {self._order.n_prompts} prompts are skipped now ({why}). '
-                f"In {state.next_draw} draws {passed} places of the order were passed over, {state.passed_easy} as too "
-                f"easy and {state.passed_hard} as too hard; {draws} draws took a skipped prompt"
+                f"In {found['draws']} draws {sum(passed.values())} places of the order were passed over, "
+                f"{passed['easy']} as too easy and {passed['hard']} as too hard; {found['draws_from_skipped']} draws "
+                "took a skipped prompt"
             )
         return tuple(lines)
 

@@ -261,8 +261,7 @@ def assign_bins(budget: Budget, bins: Sequence[Bin], n_ranks: int) -> list[list[
 
 def balance_ranks(budget: Budget, ranks: list[list[Bin]]) -> None:
     """Exchange samples between the rank with most work and others, in place, until costs are within the tolerance or
-    nothing helps; afterwards sort each rank's bins by falling cost.
-    """
+    nothing helps; afterwards sort each rank's bins by falling cost."""
     lightest_first = sorted((_work(budget, rank), number) for number, rank in enumerate(ranks))
     close_enough = _TOLERANCE * sum(work for work, _ in lightest_first) / len(ranks)
     tries = _TRIES_PER_RANK * len(ranks)
@@ -288,10 +287,8 @@ def _work(budget: Budget, rank: Sequence[Bin]) -> float:
 
 
 def _exchange(budget: Budget, heavy: list[Bin], light: list[Bin], gap: float) -> bool:
-    """Swap the two samples that bring the ranks' costs closest together, or move one alone, where there is room.
-
-    Returns False, with nothing changed, if no exchange makes the gap smaller.
-    """
+    """Swap the two samples that bring the ranks' costs closest together, or move one alone, where there is room. False,
+    with nothing changed, if no exchange makes the gap smaller."""
     given = [(bin_, index) for bin_ in heavy for index in bin_][:_MOST_CANDIDATES]
     taken = [(bin_, part) for bin_ in light for part in (None, *bin_)][:_MOST_CANDIDATES]
     costs_H = [budget.costs[index] for _, index in given]

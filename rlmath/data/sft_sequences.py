@@ -94,10 +94,8 @@ def load_sequences(
     limit: int,
     max_unusable_share: float,
 ) -> tuple[list[WrittenSequence], SequenceReport]:
-    """The sequences of a file that have at most `limit` tokens, in its order.
-
-    ValueError for a file that cannot be read, where too many rows are unusable, and where nothing is left.
-    """
+    """The sequences of a file that have at most `limit` tokens, in its order. ValueError for a file that cannot be
+    read, where too many rows are unusable, and where nothing is left."""
     kept: list[WrittenSequence] = []
     example: tuple[_Texts, WrittenSequence] | None = None
     characters: set[str] = set()

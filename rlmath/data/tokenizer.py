@@ -119,10 +119,8 @@ def _text_problem(text: str) -> str | None:
 
 
 def render(row: PromptRow, template: str, tokenizer: PreTrainedTokenizerFast) -> str:
-    """The text that the model continues; `template` is a word of data.template.
-
-    ValueError where the prompt has another template already, and for "chat" where the tokenizer has none.
-    """
+    """The text that the model continues; `template` is a word of data.template. ValueError where the prompt has another
+    template already, and for "chat" where the tokenizer has none."""
     given, template = template, template_of(row, template, tokenizer)
     if template == "raw":
         return row.prompt
@@ -223,11 +221,9 @@ def drop_special_token_rows(
 def load_tokenizer(
     path: str, option: str = "model.path", settings: chat.ChatSettings | None = None
 ) -> PreTrainedTokenizerFast:
-    """The fast tokenizer in folder `path`, with the chat template that the `settings` make of its own (None: as it
-    is); never from the network, and never code of the folder's own. The option names the folder in errors.
-
-    Raises ValueError when the folder is missing, has no tokenizer, or has one that is not a fast tokenizer.
-    """
+    """The fast tokenizer in folder `path`, with the chat template that the `settings` make of its own (None: as it is);
+    never from the network, and never code of the folder's own. ValueError, in which the option names the folder, where
+    it is missing, has no tokenizer, or one that is not fast."""
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"{option}: {path!r} is not a folder; it must be the folder of a Hugging Face model")

@@ -1,8 +1,4 @@
-"""The curves of a run, of `metrics.jsonl` and `validation.jsonl`, thinned to be drawn.
-
-A run may still write the files, and a file may be damaged: a last line without an end is ignored, lines that are no
-rows are counted in a note.
-"""
+"""The curves of a run, of `metrics.jsonl` and `validation.jsonl`, thinned to be drawn."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlmath.config.terminal import excerpt
-from rlmath.telemetry.metrics_writer import parsed_lines
+from rlmath.telemetry.metrics_writer import rows_by_step
 
 MOST_BYTES = 2**26
 """Of a file that are read: of a longer one every second, third, ... row, and the last."""
@@ -45,21 +41,15 @@ class Metrics:
 
 
 def read_curves(path: Path, notes: list[str]) -> Metrics:
-    """The rows of a file of metrics; of a step written twice (a resumed run) the later row counts.
-
-    What was left out is added to `notes`. Errors: OSError where the file is not there or cannot be read, ValueError
-    where it is no regular file.
-    """
-    rows: dict[int, dict[str, float]] = {}
-    damaged, odd = [], 0
-    for number, row in parsed_lines(path, MOST_BYTES):
-        if isinstance(row, Exception):
-            damaged.append(f"line {number} ({type(row).__name__}: {excerpt(str(row), 80)})")
-        else:
-            rows[int(row.pop("step"))] = row
+    """The rows of a file of metrics; what was left out is added to `notes`. Errors: OSError where the file is not there
+    or cannot be read, ValueError where it is no regular file."""
+    rows, damaged = rows_by_step(path, MOST_BYTES)
+    odd = 0
     metrics = Metrics(last_step=max(rows, default=0))
-    for step in sorted(rows):
-        for name, value in rows[step].items():
+    for step, row in rows.items():
+        for name, value in row.items():
+            if name == "step":
+                continue
             if abs(value) <= MOST_VALUE:  # no NaN is
                 steps, values = metrics.curves.setdefault(name, Curve([], []))
                 steps.append(step)
@@ -69,8 +59,10 @@ def read_curves(path: Path, notes: list[str]) -> Metrics:
     if (size := path.stat().st_size) > MOST_BYTES:
         notes.append(f"{path.name}: of {size / 2**20:.0f} MiB {len(rows)} rows, spread evenly, were read.")
     if damaged:
+        number, why = damaged[0]
+        first = f"line {number} ({type(why).__name__}: {excerpt(str(why), 80)})"
         notes.append(
-            f"{path.name}: {len(damaged)} lines are no rows of metrics and were left out; the first is {damaged[0]}."
+            f"{path.name}: {len(damaged)} lines are no rows of metrics and were left out; the first is {first}."
         )
     if odd:
         notes.append(

@@ -1,8 +1,5 @@
-"""Sampled groups of a run, some of which are read.
-
-The texts come from a model and the files may be damaged: whatever a field holds becomes a text without control
-characters, a number or nothing, and all of it is bounded.
-"""
+"""Sampled groups of a run, some of which are read. Whatever a field of a file holds becomes a text without control
+characters, a number or nothing, and all of it is bounded."""
 
 from __future__ import annotations
 

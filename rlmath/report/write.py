@@ -22,11 +22,8 @@ class NoPlotlyError(RuntimeError):
 
 def write_report(folders: Sequence[str | Path], output: Path | None = None) -> Path:
     """Write the report of the runs in these folders to `output`, and return where: `report.html` in the folder, or
-    `compared.html` in the first of several.
-
-    The file is replaced in one step. Errors: NoRunError where a folder is not that of a run, NoPlotlyError, OSError
-    where the file cannot be written.
-    """
+    `compared.html` in the first of several. Errors: NoRunError where a folder is not that of a run, NoPlotlyError,
+    OSError where the file cannot be written."""
     plotly_js = read_plotly()
     runs = read_runs(folders)
     path = (

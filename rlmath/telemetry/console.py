@@ -1,8 +1,7 @@
 """What a run prints, and its log file.
 
-The console has lines for a terminal of 80 columns, of rank 0 alone but for warnings: one for each step, with the time
-that is left. `run.log` in the run's folder has all of them with date and level, and every setting. Records of level
-DEBUG are for the file alone.
+The console has lines for a terminal of 80 columns, of rank 0 alone but for warnings. `run.log` in the run's folder has
+all of them with date and level; records of level DEBUG are for the file alone.
 """
 
 from __future__ import annotations

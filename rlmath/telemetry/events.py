@@ -1,7 +1,7 @@
 """What happened in a run, as data: `events.jsonl`, a row for every start, checkpoint, warning and the like.
 
-Events are lines of the log: warnings and errors, and those that are logged with `extra=event(...)`. A row has "time",
-"kind", "step" (steps done, or the step that the event is of) and "text", and whatever else the event was given.
+Events are warnings and errors of the log, and lines with `extra=event(...)`. A row has "time", "kind", "step" (steps
+done, or the step that the event is of) and "text", and whatever else the event was given.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -247,25 +247,26 @@ def read_metrics(output_dir: str, name: str = METRICS_FILE) -> list[dict[str, fl
     """The rows of a run's `metrics.jsonl`, or another file of such rows, by rising step, with NaN and infinities as
     floats again.
 
-    Of a step written twice (a resumed run) the later row counts. An unfinished last line is skipped. Raises
-    ValueError naming the line that cannot be read.
+    Raises ValueError naming the line that cannot be read.
     """
     path = Path(output_dir) / name
     if not path.is_file():
         raise ValueError(f"{path}: no such file; {output_dir!r} must be the folder of a run (run.output_dir)")
-    rows: dict[int, dict[str, float]] = {}
-    for number, row in parsed_lines(path):
-        if isinstance(row, Exception):
-            remedy = "A resumed run drops such lines; or remove it"
-            raise ValueError(f"{path}, line {number}: not a line of metrics ({row}). {remedy}")
-        rows[int(row["step"])] = row
-    return [rows[step] for step in sorted(rows)]
+    rows, damaged = rows_by_step(path)
+    for number, why in damaged[:1]:
+        remedy = "A resumed run drops such lines; or remove it"
+        raise ValueError(f"{path}, line {number}: not a line of metrics ({why}). {remedy}")
+    return list(rows.values())
 
 
-def parsed_lines(path: Path, most_bytes: int | None = None) -> Iterator[tuple[int, Row | Exception]]:
-    """(number from 1, row or why it is none) of every line that is ended. Of a file of more than `most_bytes`
-    every second, third, ... line alone, the last among them. OSError where the file cannot be read, ValueError where
-    it is no regular file."""
+def rows_by_step(
+    path: Path, most_bytes: int | None = None
+) -> tuple[dict[int, Row], list[tuple[int, Exception]]]:
+    """Rows by rising step, the later one of a step written twice, and (number from 1, why) of lines that are none; an
+    unfinished last line is skipped. Of a file of more than `most_bytes` every second, third, ... line alone, the last
+    among them. OSError where the file cannot be read, ValueError where it is no regular file."""
+    rows: dict[int, Row] = {}
+    damaged: list[tuple[int, Exception]] = []
     with open_regular(path) as file:
         lines, every = 0, 1
         if most_bytes is not None and (size := os.fstat(file.fileno()).st_size) > most_bytes:
@@ -277,16 +278,16 @@ def parsed_lines(path: Path, most_bytes: int | None = None) -> Iterator[tuple[in
                 continue
             try:
                 row = {key: float(value) for key, value in json.loads(line).items()}
-                int(row["step"])
-                yield number, row
+                rows[int(row["step"])] = row
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-                yield number, error
+                damaged.append((number, error))
+    return dict(sorted(rows.items())), damaged
 
 
 def last_step(path: Path) -> int:
     """The last step that a file of metrics has a row of; 0 where it has none, or is not there."""
     try:
-        return max((int(row["step"]) for _, row in parsed_lines(path) if isinstance(row, dict)), default=0)
+        return max(rows_by_step(path)[0], default=0)
     except (OSError, ValueError):
         return 0
 
@@ -297,20 +298,14 @@ def keep_metrics(output_dir: str | Path, last_step: int, name: str = METRICS_FIL
     path = Path(output_dir) / name
     if not path.exists():
         return 0
-    rows: dict[int, dict[str, float]] = {}
-    damaged = 0
-    for _, row in parsed_lines(path):
-        if isinstance(row, Exception):
-            damaged += 1
-        else:
-            rows[int(row["step"])] = row
+    rows, damaged = rows_by_step(path)
     if damaged:
-        logger.warning("%s: %d lines cannot be read and are dropped", path, damaged)
+        logger.warning("%s: %d lines cannot be read and are dropped", path, len(damaged))
     later = [step for step in rows if step > last_step]
     if later:
         text = "%s: the rows of %d steps after step %d are dropped; the run makes these steps again"
         logger.info(text, path, len(later), last_step)
-    kept = [rows[step] for step in sorted(rows) if step <= last_step]
+    kept = [row for step, row in rows.items() if step <= last_step]
     lines = (
         json.dumps({key: int(v) if key == "step" else json_number(v) for key, v in row.items()})
         for row in kept

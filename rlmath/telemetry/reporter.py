@@ -1,7 +1,4 @@
-"""What rank 0 reports of a run: metrics.jsonl, console, samples, alerts, summary.json.
-
-Figures count over all starts of a run: rows that earlier starts wrote are read back.
-"""
+"""What rank 0 reports of a run, over all its starts: metrics.jsonl, console, samples, alerts, summary.json."""
 
 from __future__ import annotations
 
