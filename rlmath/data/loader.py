@@ -15,7 +15,7 @@ from rlmath.config.help import counted
 from rlmath.config.run_files import DATA_REPORT_FILE, UNUSABLE_ROWS_FILE, write_whole
 from rlmath.data.files import CHARACTERS_PER_TOKEN, folder_line
 from rlmath.data.formats import read_prompts
-from rlmath.data.rows import PromptRow, UnusableRow, unusable_lines
+from rlmath.data.rows import PromptRow, UnusableRow, check_unusable, unusable_lines
 from rlmath.data.tokenizer import (
     drop_special_token_rows,
     prompt_tokens,
@@ -179,13 +179,8 @@ def load_prompts(
     file = read_prompts(path, form, CHARACTERS_PER_TOKEN * max_prompt_tokens)
     if tokenizer is not None:
         file = drop_special_token_rows(file, template, tokenizer)
-    if file.unusable_share > max_unusable_share:
-        reasons = "".join(f"\n    {line}" for line in unusable_lines(path, file.unusable))
-        raise ValueError(
-            f"{path}: {len(file.unusable)} rows, {100 * file.unusable_share:.3g}% of all, cannot be used, more than "
-            f"data.max_unusable_share={max_unusable_share:g} allows. Mend the file, or raise data.max_unusable_share. "
-            f"How many, and why:{reasons}"
-        )
+    rows = len(file.rows) + file.repeated + len(file.unusable)
+    check_unusable(path, file.unusable, rows, max_unusable_share)
     prompts: list[Prompt] = []
     dropped: list[DroppedPrompt] = []
     first_template, first_row = "", None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 START_CHARS = 60
@@ -69,11 +69,6 @@ class PromptFile:
     repeated: int = 0
     """Rows, left out, that repeat an earlier one."""
 
-    @property
-    def unusable_share(self) -> float:
-        """Unusable rows as a share of all (0 to 1)."""
-        return len(self.unusable) / max(1, len(self.rows) + self.repeated + len(self.unusable))
-
 
 def grouped(reasons: Iterable[tuple[str, str]], most: int = 3) -> list[str]:
     """(reason, example) by kinds of reason, the most frequent first: "23: a reason (the first examples)". Reasons are
@@ -101,6 +96,19 @@ def grouped(reasons: Iterable[tuple[str, str]], most: int = 3) -> list[str]:
 def unusable_lines(path: str, unusable: Iterable[UnusableRow]) -> list[str]:
     """What is wrong with a file's rows that are left out, by kinds of reason."""
     return grouped((row.reason, row.where.removeprefix(f"{path}, ")) for row in unusable)
+
+
+def check_unusable(
+    path: str, unusable: Collection[UnusableRow], rows: int, most: float, needed: str = ""
+) -> None:
+    """ValueError where more of a file's `rows` cannot be used than the share `most` (0 to 1) of them."""
+    if len(unusable) <= most * rows:
+        return
+    reasons = "".join(f"\n    {line}" for line in unusable_lines(path, unusable))
+    raise ValueError(
+        f"{path}: {len(unusable)} of {rows} rows cannot be used, more than data.max_unusable_share={most:g} of them. "
+        f"Mend the file, or raise data.max_unusable_share.{needed} How many, and why:{reasons}"
+    )
 
 
 def short(value: object, limit: int = 60) -> str:

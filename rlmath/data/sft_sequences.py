@@ -28,7 +28,7 @@ from rlmath.data.files import CHARACTERS_PER_TOKEN, folder_line, raw_rows
 from rlmath.data.formats import check_length, checked_text, messages_of
 from rlmath.data.loader import FilterReport
 from rlmath.data.order import permutation
-from rlmath.data.rows import PromptRow, RawRow, RowError, UnusableRow, unusable_lines
+from rlmath.data.rows import PromptRow, RawRow, RowError, UnusableRow, check_unusable
 from rlmath.data.tokenizer import (
     SPECIAL_TOKEN,
     asked,
@@ -298,12 +298,7 @@ def _in_whole_text(pieces: Sequence[Piece], tokenizer: PreTrainedTokenizerFast) 
 def _check(report: SequenceReport, max_unusable_share: float) -> None:
     if report.rows == 0:
         raise ValueError(f"{report.path}: no rows; needed: rows with {FORMS}")
-    if len(report.unusable) > max_unusable_share * report.rows:
-        reasons = "".join(f"\n    {line}" for line in unusable_lines(report.path, report.unusable))
-        raise ValueError(
-            f"{report.path}: {len(report.unusable)} of {report.rows} rows cannot be used, more than "
-            f"data.max_unusable_share={max_unusable_share:g} of them. Needed: {FORMS}. How many, and why:{reasons}"
-        )
+    check_unusable(report.path, report.unusable, report.rows, max_unusable_share, f" Needed: {FORMS}.")
     if not report.kept and report.dropped:
         raise ValueError(
             f"{report.path}: all {report.dropped} sequences that can be used are longer than "

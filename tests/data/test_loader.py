@@ -135,8 +135,7 @@ def test_more_unusable_rows_than_the_share_end_the_run(tmp_path, tokenizer):
     prompts, report = load_prompts(path, tokenizer, 3, max_unusable_share=0.05)
     assert len(prompts) == 19 and [row.where for row in report.unusable] == [f"{path}, line 20"]
     with pytest.raises(
-        ValueError,
-        match=r"1 rows, 5% of all, cannot be used, more than .*=0\.04[^$]*\n    1: not JSON .*line 20",
+        ValueError, match=r"1 of 20 rows cannot be used, more than .*=0\.04[^$]*\n    1: not JSON .*line 20"
     ):
         load_prompts(path, tokenizer, 3, max_unusable_share=0.04)
 
