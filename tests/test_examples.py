@@ -21,7 +21,7 @@ NOTEBOOK = EXAMPLES / "notebook.ipynb"
 MOST_BYTES = 100_000
 ELSEWHERE = {"real_model"}
 """Tested in tests/real_model."""
-IN_MATRIX = ["conversion", "custom_reward", "dapo"]
+IN_MATRIX = ["conversion", "dapo"]
 
 
 def numbers(pattern: str, text: str) -> list[float]:
