@@ -137,8 +137,7 @@ def section_classes() -> Mapping[str, Any]:
 
 
 def setting_values(config: Config) -> dict[str, Any]:
-    """{"run.output_dir": "outputs/a", "run.seed": 1, ...} in the order of the schema. Lists are the config's own: a
-    caller does not change them."""
+    """{"run.output_dir": "outputs/a", ...} in the order of the schema. Lists are the config's own."""
     return {key: getattr(getattr(config, one.section), one.name) for key, one in all_settings().items()}
 
 

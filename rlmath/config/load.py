@@ -191,8 +191,7 @@ class _Help(argparse.Action):
 
 
 def make_parser(description: str, keys: Collection[str] | None = None) -> argparse.ArgumentParser:
-    """`--config FILE` (repeatable), overrides, and `--help` about all settings, or those of `keys`. A script may add
-    its own options."""
+    """`--config FILE` (repeatable), overrides, and `--help` about all settings, or those of `keys`."""
     parser = _Parser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -370,8 +369,7 @@ def _bounded(what: object) -> str:
 
 @functools.cache
 def _defaults() -> DictConfig:
-    """All settings with their types and defaults. A word is any text here, so that a wrong one can be listed with
-    settings that do not go together."""
+    """All settings with their types and defaults. A word is any text here: `schema_problems` refuses wrong ones."""
     tree = {}
     for section in section_classes():
         fields = [
@@ -431,8 +429,7 @@ def _unknown(key: str) -> str:
 
 
 def _nearest_key(key: str) -> str | None:
-    """The known key or section that a wrong key most likely stands for: the nearest with the same last word, or else
-    the nearest of all."""
+    """The known key or section nearest to a wrong key, one with the same last word before all others."""
     plain = key.strip("+~-").lower().replace("-", "_")
     same_leaf = [one for one in all_settings() if one.endswith(f".{plain.rpartition('.')[2]}")]
     found = difflib.get_close_matches(plain, same_leaf, 1, 0.0)

@@ -1,5 +1,4 @@
-"""What the folder of a run, `run.output_dir`, holds: names of its files and folders, for what writes and what reads
-them, and how a file is written so that no reader sees half of it."""
+"""Names of files and folders in a run's folder, and how a file is written so that no reader sees half of it."""
 
 from __future__ import annotations
 

@@ -138,10 +138,7 @@ def audit_prompts(
     more: Sequence[Finding] = (),
 ) -> DataAudit:
     """What is odd about prompts, by file, beside what is found already (`more`); with a reward function of the user's,
-    references are not judged.
-
-    ValueError where no training prompt has a reference that an answer could equal.
-    """
+    references are not judged. ValueError where no training prompt has a reference that an answer could equal."""
     started = time.monotonic()
     n_validated = sum(len(found) for _, found in validation)
     prompts = [prompt for _, found in training for prompt in found]

@@ -165,11 +165,9 @@ def _named_template(held: Any, settings: ChatSettings, folder: str) -> str | Non
 
 
 def render(messages: Messages, tokenizer: PreTrainedTokenizerFast, name: str, prompt: bool = True) -> str:
-    """The messages in the tokenizer's chat template; a `prompt` ends where the assistant's answer begins.
-
-    ValueError where the template cannot take them, takes too long or too much memory, or leaves a prompt's last one
-    out; `name` says there what they are.
-    """
+    """The messages in the tokenizer's chat template; a `prompt` ends where the assistant's answer begins. ValueError,
+    in which `name` says what they are, where the template cannot take them, takes too long or too much memory, or
+    leaves a prompt's last one out."""
     chat = [{"role": role, "content": content} for role, content in messages]
     try:
         with _limits():

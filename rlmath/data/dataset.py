@@ -360,11 +360,8 @@ def load_validation(
     config: Config, tokenizer: PreTrainedTokenizerFast | None, vocab_size: int
 ) -> tuple[ValidationFile, ...]:
     """What `validation.paths` hold; nothing where the run does not validate. Without a tokenizer, problems are only
-    counted.
-
-    Errors: ValueError for a file that cannot be read or has no problem that can be sampled, and for tokens that the
-    model does not know.
-    """
+    counted. ValueError for a file that cannot be read or has no problem that can be sampled, and for tokens that the
+    model does not know."""
     if not length_curriculum.validates(config):
         return ()
     paths = config.validation.paths

@@ -148,8 +148,7 @@ def asked(row: PromptRow) -> tuple[tuple[str, str], ...]:
 
 
 def template_of(row: PromptRow, template: str | UserFunction, tokenizer: PreTrainedTokenizerFast) -> str:
-    """What "auto" stands for; other words of data.template, and functions, are themselves. "raw": the text as it
-    stands."""
+    """What "auto" stands for; other words and functions are themselves. "raw": the text as it stands."""
     if template != "auto":
         return str(template)
     if row.whole:

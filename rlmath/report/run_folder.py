@@ -146,8 +146,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def events_of(path: Path, notes: list[str]) -> Events:
-    """What the file tells. What was left out is added to `notes`. OSError where it cannot be read, ValueError where it
-    is no regular file."""
+    """What the file tells; what was left out is added to `notes`. Errors: as `read_events`."""
     found, damaged, left_out, is_beginning = Events(), 0, 0, False
     messages: dict[tuple[str, str], Message] = {}
     for row in read_events(path):

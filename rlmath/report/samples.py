@@ -21,8 +21,7 @@ SHORT_CHARS = 300
 
 
 def samples_of(folder: Path, notes: list[str], most_steps: int = SHOWN_STEPS) -> list[dict[str, Any]]:
-    """Groups of the run in a folder, by rising step, as page.js reads them; none where it has none. What was left out
-    is added to `notes`."""
+    """Groups of a run, by rising step, as page.js reads them. What was left out is added to `notes`."""
     found, failures = sample_files(folder), sample_files(folder, "failure")
     damaged = 0
     shown: list[dict[str, Any]] = []

@@ -22,8 +22,7 @@ Settings = Mapping[str, Any]
 
 
 def read_settings(path: Path) -> Settings:
-    """The settings in a run's `config.yaml`. ValueError where it holds something else, OSError where it cannot be
-    read."""
+    """Of a run's `config.yaml`. ValueError where it holds something else, OSError where it cannot be read."""
     try:
         text = read_regular(path, MAX_YAML_BYTES).decode("utf-8")
         tree = OmegaConf.to_container(OmegaConf.create(text))
@@ -40,8 +39,7 @@ def read_settings(path: Path) -> Settings:
 
 
 def changed(settings: Settings) -> dict[str, tuple[str, str]]:
-    """Key to (value, default) as they are written, of the settings that are not at their defaults; "" is the default
-    of a key that this version does not know."""
+    """Key to (value, default), of the settings that are not at their defaults; "" is that of an unknown key."""
     found = {}
     for key, value in settings.items():
         known = all_settings().get(key)
@@ -53,8 +51,7 @@ def changed(settings: Settings) -> dict[str, tuple[str, str]]:
 
 
 def differing(runs: Sequence[Settings]) -> dict[str, list[str]]:
-    """Key to the value of each run, as written, of the settings that are not the same in all; "" where a run does not
-    have it."""
+    """Key to the values of the runs, of the settings that are not the same in all; "" where a run has none."""
     keys = dict.fromkeys(key for run in runs for key in run)
     order = {key: place for place, key in enumerate(all_settings())}
     found = {}

@@ -144,8 +144,7 @@ class MetricsWriter:
         self._write(METRICS_FILE, step, metrics)
 
     def write_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The numbers of a validation of the weights that `step` left: a row of `validation.jsonl`, and the same
-        scalars. Before that of a later step is written."""
+        """The numbers of a validation of the weights that `step` left; call it before a later step is written."""
         self._write(VALIDATION_FILE, step, metrics)
 
     def _write(self, name: str, step: int, metrics: Mapping[str, float]) -> None:
@@ -293,8 +292,7 @@ def last_step(path: Path) -> int:
 
 
 def keep_metrics(output_dir: str | Path, last_step: int, name: str = METRICS_FILE) -> int:
-    """Drop the rows of steps after `last_step`, for a run that resumes from there, and lines that cannot be read.
-    Returns how many rows are left."""
+    """Drop the rows of steps after `last_step`, and lines that cannot be read. Returns how many rows are left."""
     path = Path(output_dir) / name
     if not path.exists():
         return 0

@@ -165,8 +165,7 @@ class Reporter:
         self._metrics.write_validation(measured.step, measured.metrics)
 
     def write_summary(self, seconds_total: float, more: Mapping[str, Any]) -> None:
-        """The summary of the whole run; `seconds_total` are those since this process started, `more` is the
-        trainer's."""
+        """Of the whole run; `seconds_total` are those since this process started, `more` is the trainer's."""
         self._metrics.flush()
         training = self._seconds_before + time.perf_counter() - self._started
         medians = {phase: round(statistics.median(values), 6) for phase, values in self._seconds.items()}

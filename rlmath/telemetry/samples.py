@@ -29,8 +29,7 @@ def samples_file(output_dir: str, step: int, kind: str = "step") -> Path:
 
 
 def keep_samples(output_dir: str | Path, last_step: int) -> None:
-    """Remove the samples of steps after `last_step`, for a run that resumes from there, and unfinished files. Other
-    files stay."""
+    """Remove the samples of steps after `last_step`, and unfinished files. Other files stay."""
     remove_unfinished(Path(output_dir) / SAMPLES_FOLDER)
     both = (sample_files(output_dir), sample_files(output_dir, "failure"))
     later = [path for files in both for step, path in files.items() if step > last_step]
