@@ -27,7 +27,7 @@ def test_a_run_without_rewards_comes_closer_to_its_teacher(arithmetic: Path, los
     """The KL per token falls; the teacher is offloaded between its passes, and the phases are told."""
     output = arithmetic / loss
     settings = (
-        f"teacher.path={make_teacher(arithmetic / f"with_{loss}")}",
+        f"teacher.path={make_teacher(arithmetic / ('with_' + loss))}",
         f"teacher.loss={loss}",
         "memory.offload_teacher=true",
         f"run.total_steps={STEPS}",
