@@ -26,8 +26,8 @@ from rlmath.config.schema import Config
 from rlmath.config.terminal import escape_terminal
 from rlmath.models.hf_config import planned_shape, required_shape
 from rlmath.planning.checks import setting_problems, shape_problems
-from rlmath.planning.memory_estimate import MemoryPlan, Target, mesh_of, table_rows
-from rlmath.planning.memory_fit import GIB, all_plans, fit_problems, planned_target, usable_bytes
+from rlmath.planning.memory_estimate import MemoryPlan, Target, mesh_of
+from rlmath.planning.memory_fit import GIB, all_plans, figures, fit_problems, planned_target, usable_bytes
 from rlmath.planning.parallelism import ranks_or_least, roles
 from rlmath.planning.rollout_checks import of_longest_stage
 
@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.json:
         print(json.dumps(as_data(plans, problems, target, ranks), indent=2))
     else:
-        print("\n".join([heading(config, shape, ranks, target), *(table(plan) for plan in plans)]))
+        lines = (line for plan in plans for line in plan_lines(plan))
+        print("\n".join([*heading(config, shape, ranks, target), *lines]))
     for problem in problems:
         print(f"  - {problem}", file=sys.stderr)
     return MISTAKE if problems else 0
@@ -88,7 +89,7 @@ def as_data(plans: list[MemoryPlan], problems: list[str], target: Target, ranks:
     }
 
 
-def heading(config: Config, shape: ModelShape, ranks: int, target: Target) -> str:
+def heading(config: Config, shape: ModelShape, ranks: int, target: Target) -> list[str]:
     """Model, layout and device."""
     lines = [
         f"{config.model.path}: {parameter_count(shape) / 1e9:.3g} B parameters on {ranks} rank{'s' * (ranks != 1)}",
@@ -100,27 +101,14 @@ def heading(config: Config, shape: ModelShape, ranks: int, target: Target) -> st
     else:
         total, usable = target.total_bytes / GIB, usable_bytes(target) / GIB
         lines.append(f"{target.name}: {total:.1f} GiB, of which a run may fill {usable:.1f}")
-    return "\n".join(lines)
+    return lines
 
 
-def table(plan: MemoryPlan) -> str:
-    """Parts by phases (GiB), and their sums; a plan stands for all ranks of its pipeline stage, or of engines."""
-    phases = list(plan.phases)
-    rows = [(part, [sizes[phase] for phase in phases]) for part, sizes in table_rows(plan)]
-    rows.append(("held", [plan.held(phase) for phase in phases]))
-    width = max(len(name) for name, _ in rows)
+def plan_lines(plan: MemoryPlan) -> list[str]:
+    """Parts of every phase (GiB); a plan stands for all ranks of its pipeline stage, or of engines."""
     whose = "engines" if plan.is_engine else f"pipeline stage {plan.stage}"
-    lines = [
-        "",
-        f"Ranks of {whose}, from rank {plan.rank} on (GiB)",
-        " " * width + "".join(f"{phase:>11}" for phase in phases),
-    ]
-    lines += [f"{name:<{width}}" + "".join(_cell(size) for size in sizes) for name, sizes in rows]
-    return "\n".join(lines)
-
-
-def _cell(size: int) -> str:
-    return f"{size / GIB:>11.3f}" if size else f"{'-':>11}"
+    phases = [f"  {phase}: {figures(plan, phase)}" for phase in plan.phases]
+    return [f"Ranks of {whose}, from rank {plan.rank} on:", *phases]
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ its buckets, are in the host's memory (`weight_sync.offer`), and are not counted
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -501,10 +501,3 @@ def _sync_bytes(config: Config, shape: ModelShape, mesh: Mesh, target: Target, w
 
 def _in_order(held: Mapping[str, int]) -> dict[str, int]:
     return {part: held[part] for part in PARTS if held.get(part)}
-
-
-def table_rows(plan: MemoryPlan) -> Iterator[tuple[str, dict[str, int]]]:
-    """(part, bytes by phase) of every part that the plan has."""
-    for part in PARTS:
-        if plan.part(part):
-            yield part, {phase: held.get(part, 0) for phase, held in plan.phases.items()}

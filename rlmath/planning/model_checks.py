@@ -140,29 +140,24 @@ def check_teacher_tokenizer(config: Config, tokenizer: PreTrainedTokenizerFast) 
 
 
 def tokenizer_difference(ours: PreTrainedTokenizerFast, theirs: PreTrainedTokenizerFast) -> str | None:
-    """The first token, by id, that the two do not have alike: its id, or whether it is a special one. None where they
-    have the same."""
+    """The first token, by id, that the two do not have alike. None where they have the same."""
     mine, others = _tokens(ours), _tokens(theirs)
     for number in sorted({*mine, *others}):
         if mine.get(number) != others.get(number):
             return (
-                f"token {number} is {_token_text(others.get(number))} in the teacher's and "
-                f"{_token_text(mine.get(number))} in the policy's"
+                f"token {number} is {others.get(number, 'none')} in the teacher's and {mine.get(number, 'none')} in "
+                "the policy's"
             )
     return None
 
 
-def _tokens(tokenizer: PreTrainedTokenizerFast) -> dict[int, tuple[str, bool]]:
-    """(text, whether it is special) by id."""
+def _tokens(tokenizer: PreTrainedTokenizerFast) -> dict[int, str]:
+    """What tokens are, by id."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return {number: (text, number in special) for text, number in tokenizer.get_vocab().items()}
-
-
-def _token_text(token: tuple[str, bool] | None) -> str:
-    if token is None:
-        return "none"
-    text, special = token
-    return f"{text[:60]!r}{' (special)' if special else ''}"
+    return {
+        number: f"{text[:60]!r}{' (special)' * (number in special)}"
+        for text, number in tokenizer.get_vocab().items()
+    }
 
 
 def folder_problems(config: Config, shape: ModelShape | None) -> list[str]:

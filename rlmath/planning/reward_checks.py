@@ -63,8 +63,7 @@ def _list_problems(reward: RewardConfig, plugins: Collection[str]) -> Iterator[s
     names = [entry.partition("=")[0] for entry in reward.rewards]
     for entry in reward.rewards:
         yield from _entry_problems(entry, plugins)
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        yield f"reward.rewards has {', '.join(map(repr, twice))} more than once. Give every reward a name of its own."
+    yield from _twice("reward.rewards", names)
     functions = len(listed_functions(reward)) if plugins else sum("=" in entry for entry in reward.rewards)
     if functions > MAX_FUNCTIONS:
         yield f"reward.rewards has {functions} functions; at most {MAX_FUNCTIONS}, as each has workers of its own."
@@ -73,15 +72,18 @@ def _list_problems(reward: RewardConfig, plugins: Collection[str]) -> Iterator[s
             "reward.rewards has neither correctness nor a function of yours, so that no answer could be called right. "
             "Add correctness, with weight 0 if it is not to count."
         )
-    if reward.weights and len(reward.weights) != len(names):
+    if reward.weights and (len(reward.weights) != len(names) or not any(reward.weights)):
         yield (
-            f"reward.weights has {len(reward.weights)} numbers for the {len(names)} rewards of reward.rewards. Give "
-            "one for each, in that order, or none: then each weighs 1."
+            f"reward.weights is {reward.weights}; needed: a number for each of the {len(names)} rewards of "
+            "reward.rewards, not all 0; or none: then each weighs 1."
         )
-    if reward.weights and not any(reward.weights):
-        yield "reward.weights are all 0: nothing would be learned. Give a reward a weight."
-    if reward.combine == "gdpo":
-        yield from _gdpo_problems(reward)
+    of_sums = ("mask_no_eos_with_zero", "overlong_buffer", "length_penalty")
+    if reward.combine == "gdpo" and any(getattr(reward, one) for one in of_sums):
+        keys = ", ".join(f"reward.{one}" for one in of_sums if getattr(reward, one))
+        yield (
+            f"{keys} changes the sum of the rewards, which reward.combine=gdpo does not learn from. List length, or a "
+            "function of yours, as a reward of its own; or set reward.combine=sum."
+        )
 
 
 def _entry_problems(entry: str, plugins: Collection[str]) -> Iterator[str]:
@@ -101,13 +103,9 @@ def _entry_problems(entry: str, plugins: Collection[str]) -> Iterator[str]:
         )
 
 
-def _gdpo_problems(reward: RewardConfig) -> Iterator[str]:
-    of_sums = ("mask_no_eos_with_zero", "overlong_buffer", "length_penalty")
-    if name := next((one for one in of_sums if getattr(reward, one)), None):
-        yield (
-            f"reward.{name} changes the sum of the rewards, which reward.combine=gdpo does not learn from. List "
-            "length, or a function of yours, as a reward of its own; or set reward.combine=sum."
-        )
+def _twice(setting: str, names: Sequence[str]) -> Iterator[str]:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        yield f"{setting} has {', '.join(map(repr, twice))} more than once. Give each a name of its own."
 
 
 # ---------------------------------------------------------------- functions of the user's
@@ -158,8 +156,7 @@ def _metric_problems(entries: Sequence[str]) -> Iterator[str]:
                 f'telemetry.metrics has {entry!r}; needed: "name=package.module:function", or the name of one that '
                 "run.plugins registers: a small letter, then at most 39 small letters, digits and underscores."
             )
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        yield f"telemetry.metrics has {', '.join(map(repr, twice))} more than once. Give every metric its own name."
+    yield from _twice("telemetry.metrics", names)
     if len(names) > MAX_METRIC_FUNCTIONS:
         yield (
             f"telemetry.metrics has {len(names)} functions; at most {MAX_METRIC_FUNCTIONS}, as each has a worker of "
@@ -189,14 +186,14 @@ def try_functions(config: Config, prompts: Sequence[Prompt]) -> tuple[str, ...]:
         return warnings
     groups = [_made_up_group(prompts[0], config.rollout.group_size, right) for right in (2, 3)]
     given = [group_for_hooks(group) for group in groups]
-    rewards, tokens = [one["rewards"] for one in given], [one["tokens"] for one in given]
+    arguments = {
+        "selection": (given[0],),
+        "advantage": ([one["rewards"] for one in given], [one["tokens"] for one in given]),
+        "metric": (given,),
+    }
     for hook in _step_hooks(config):
-        if hook.kind == "selection":
-            _try(hook, given[0])
-        elif hook.kind == "advantage":
-            _try(hook, rewards, tokens)
-        elif hook.kind == "metric":
-            _try(hook, given)
+        if hook.kind in arguments:
+            _try(hook, *arguments[hook.kind])
     return warnings
 
 

@@ -126,7 +126,7 @@ def test_plans_have_the_same_figures_without_torch(
     ran = python(f"from rlmath.cli.main import main; sys.exit(main({words}))", tmp_path)
     monkeypatch.chdir(tmp_path)
     assert main(words) == ran.returncode == 0, ran.stderr
-    assert ran.stdout == capsys.readouterr().out and ran.stdout.count("\n") > 15
+    assert ran.stdout == capsys.readouterr().out and ran.stdout.count("\n") > 8
 
 
 def test_answers_are_judged_and_settings_read_without_torch(tmp_path: Path) -> None:

@@ -395,8 +395,8 @@ reward.rewards=[correctness,'verdict=m:f']: none of correctness, format, length,
 reward.rewards=[correctness,'own=']: after it a function
 reward.rewards=[correctness,correctness]: reward.rewards has 'correctness' more than once
 reward.rewards=[format,length]: neither correctness nor a function of yours
-reward.rewards=[correctness,length] reward.weights=[1]: has 1 numbers for the 2 rewards
-reward.rewards=[correctness,length] reward.weights=[0,0]: reward.weights are all 0
+reward.rewards=[correctness,length] reward.weights=[1]: a number for each of the 2 rewards
+reward.rewards=[correctness,length] reward.weights=[0,0]: reward.weights is [0.0, 0.0]; needed
 reward.rewards=[correctness] reward.function=m:f: as "mine=m:f", and set reward.function=null
 reward.rewards=['f0=m:f','f1=m:f','f2=m:f','f3=m:f','f4=m:f','f5=m:f','f6=m:f','f7=m:f','f8=m:f']: has 9 functions; at
     most 8
