@@ -22,7 +22,7 @@ with policy.recompute_granularity=full and without policy.recompute_method: poli
 with policy.recompute_granularity=full and without policy.recompute_num_layers: policy.recompute_num_layers is null;
     policy.recompute_granularity="full" needs it. Set, say, policy.recompute_num_layers=1.
 with policy.recompute_method and without policy.recompute_granularity=full: policy.recompute_method is
-    {policy.recompute_method}; only policy.recompute_granularity="full" has it. Set policy.recompute_method=null.
+    {policy.recompute_method}; only policy.recompute_granularity="full" has it. Set it to null.
 with policy.recompute_num_layers and without policy.recompute_granularity=full: policy.recompute_num_layers is
     {policy.recompute_num_layers}; only policy.recompute_granularity="full" has it. Set
     policy.recompute_num_layers=null.
@@ -35,43 +35,39 @@ with parallel.pipeline=1 and with parallel.last_stage_layers: parallel.last_stag
     {parallel.last_stage_layers}; with parallel.pipeline=1 the one stage has all layers. Set it to null, or raise
     parallel.pipeline.
 with stages.steps and with run.total_steps: run.total_steps is {run.total_steps} beside stages.steps, which give the
-    length of the run. Set run.total_steps=null.
+    run's length. Set it to null.
 with algorithm.importance_correction and without algorithm.recompute_logprobs: algorithm.importance_correction is
     "{algorithm.importance_correction}"; it weighs recomputed log-probs against the engine's. Set
     algorithm.recompute_logprobs=true, or the former to null.
 with algorithm.advantage=pass@k and with algorithm.pass_k>rollout.group_size: algorithm.pass_k is {algorithm.pass_k},
     above rollout.group_size {rollout.group_size}: a group has no so many completions. Lower the former.
 with algorithm.advantage=maxrl,pass@k and with algorithm.kl_in=reward and with algorithm.kl_coef: algorithm.advantage is
-    "{algorithm.advantage}", which counts successes, and algorithm.kl_in="reward" takes every completion's KL from what
-    is counted. Set algorithm.kl_in=loss.
+    "{algorithm.advantage}", which counts successes: no KL can be taken from them. Set algorithm.kl_in=loss.
 with algorithm.advantage=maxrl and with reward.length_penalty: algorithm.advantage is "maxrl", which counts rewards
-    above 0, whatever their size: reward.length_penalty would change nothing, or make a right answer a wrong one. Set it
-    to 0.
+    above 0: reward.length_penalty would change nothing, or make a right answer a wrong one. Set it to 0.
 with algorithm.advantage=maxrl and with reward.overlong_buffer: algorithm.advantage is "maxrl", which counts rewards
-    above 0, whatever their size: reward.overlong_buffer would change nothing, or make a right answer a wrong one. Set
-    it to 0.
+    above 0: reward.overlong_buffer would change nothing, or make a right answer a wrong one. Set it to 0.
 with lora.rank and with algorithm.kl_coef and with algorithm.reference_every_steps: algorithm.reference_every_steps is
     {algorithm.reference_every_steps}, and with lora.rank {lora.rank} the reference is the policy without its adapters,
     which stays what it is. Set the former to null, or lora.rank=0.
 with algorithm.kl_ratio and with algorithm.kl_coef and with algorithm.kl_in=reward: algorithm.kl_ratio is
-    "{algorithm.kl_ratio}", a weight of the KL in the loss, and algorithm.kl_in is "reward", whose gradient the
-    surrogate weighs. Set algorithm.kl_ratio=null, or algorithm.kl_in=loss.
+    "{algorithm.kl_ratio}", a weight of the KL in the loss, and algorithm.kl_in is "reward". Set
+    algorithm.kl_ratio=null, or algorithm.kl_in=loss.
 with algorithm.kl_ratio and with algorithm.kl_coef and with algorithm.kl_in=loss and without
-    algorithm.kl_estimator=k1,k3: algorithm.kl_estimator is "{algorithm.kl_estimator}", whose mean is no KL: with
-    algorithm.kl_ratio its gradient is none of the KL's. Set algorithm.kl_estimator=k3, or algorithm.kl_ratio=null.
+    algorithm.kl_estimator=k1,k3: algorithm.kl_estimator is "{algorithm.kl_estimator}", whose mean is no KL to be
+    weighed by algorithm.kl_ratio. Set algorithm.kl_estimator=k3, or algorithm.kl_ratio=null.
 with algorithm.clip_cov_ratio and with algorithm.kl_cov_ratio: algorithm.clip_cov_ratio and algorithm.kl_cov_ratio are
     two ways to hold the same tokens. Set one of them to null.
 with algorithm.clip_cov_ratio and without algorithm.clip_cov_high>algorithm.clip_cov_low: algorithm.clip_cov_low is
-    {algorithm.clip_cov_low:g}, not below algorithm.clip_cov_high {algorithm.clip_cov_high:g}: no token lies between.
-    Lower the former.
+    {algorithm.clip_cov_low:g}, not below algorithm.clip_cov_high {algorithm.clip_cov_high:g}. Lower the former.
 with selection.dynamic_sampling and with rollout.group_size=1: rollout.group_size is 1; selection.dynamic_sampling drops
     groups without contrast, and a completion alone has none. Raise it, or set selection.dynamic_sampling=null.
 with teacher.path and without teacher.with_rewards and with algorithm.kl_coef and with algorithm.kl_in=reward:
-    algorithm.kl_in is "reward" and teacher.with_rewards false: no reward is learned from that the KL could be taken
-    off. Set algorithm.kl_in=loss, or teacher.with_rewards=true.
+    algorithm.kl_in is "reward" and teacher.with_rewards false: no reward is learned from. Set algorithm.kl_in=loss, or
+    teacher.with_rewards=true.
 with teacher.path and without teacher.with_rewards and with algorithm.advantage=gae: algorithm.advantage is "gae" and
-    teacher.with_rewards false: no reward is learned from, and the critic would be trained for nothing. Set another
-    algorithm.advantage, or teacher.with_rewards=true.
+    teacher.with_rewards false: the critic would be trained for nothing. Set another algorithm.advantage, or
+    teacher.with_rewards=true.
 with algorithm.advantage=gae and with critic.bootstrap_truncated and with parallel.context>1: critic.bootstrap_truncated
     is true and parallel.context {parallel.context}: the value after a completion's last token is not gathered over
     context ranks. Set it to false, or parallel.context to 1.
@@ -82,30 +78,27 @@ with reward.combine=gdpo and without reward.rewards: reward.combine is for the r
 with reward.function and with reward.rewards: reward.function and reward.rewards are both set. Take the function into
     the list, as "mine={reward.function}", and set reward.function=null.
 with reward.rewards and with reward.combine=gdpo and without algorithm.advantage=grpo: algorithm.advantage is
-    "{algorithm.advantage}", and reward.combine=gdpo normalises every reward as "grpo" does. Set
-    algorithm.advantage="grpo", or reward.combine=sum.
+    "{algorithm.advantage}", and reward.combine=gdpo normalises as "grpo" does. Set algorithm.advantage="grpo", or
+    reward.combine=sum.
 with reward.rewards and with reward.combine=gdpo and with algorithm.kl_in=reward and with algorithm.kl_coef:
     algorithm.kl_in is "reward", and with reward.combine=gdpo there is no one reward to take it from. Set
     algorithm.kl_in="loss", or reward.combine=sum.
 with rollout.ranks and without rollout.tail=wait: rollout.tail is "{rollout.tail}" and rollout.ranks {rollout.ranks}:
-    engines on ranks of their own sample on while the others train, so that no step waits for its longest completions.
-    Set rollout.tail=wait, or rollout.ranks=0.
+    engines on ranks of their own wait for no tail. Set rollout.tail=wait, or rollout.ranks=0.
 with rollout.ranks and with rollout.max_concurrent_sequences and with
     rollout.group_size>rollout.max_concurrent_sequences: rollout.max_concurrent_sequences is
     {rollout.max_concurrent_sequences} and rollout.group_size {rollout.group_size}: an engine begins whole groups. Set
     it to {rollout.group_size} or more.
 with rollout.ranks and with sync.checksum_every: sync.checksum_every is {sync.checksum_every} and rollout.ranks
-    {rollout.ranks}: when an engine on ranks of its own has taken a version, the policy may be ahead of it already, and
-    there is nothing to compare with. Set sync.checksum_every=0; sync.probe_every compares log-probs of a version.
+    {rollout.ranks}: the policy may be ahead of what an engine has taken. Set sync.checksum_every=0; sync.probe_every
+    compares log-probs of a version.
 with rollout.ranks and with algorithm.rollback: algorithm.rollback is {algorithm.rollback} and rollout.ranks
-    {rollout.ranks}: engines on ranks of their own have begun prompts ahead of the steps, with weights that would be
-    discarded, and cannot go back. Set algorithm.rollback=0, or rollout.ranks=0.
+    {rollout.ranks}: engines that are ahead of the steps cannot go back. Set algorithm.rollback=0, or rollout.ranks=0.
 with rollout.ranks and without data.curriculum=none: data.curriculum is "{data.curriculum}" and rollout.ranks
-    {rollout.ranks}: engines on ranks of their own begin prompts when they have a free place, so that which pass rates a
-    draw would see depends on the clock, and no resumed run could draw the same. Set data.curriculum=none, or
-    rollout.ranks=0.
+    {rollout.ranks}: which pass rates a draw sees depends on the clock, and no resumed run could draw the same. Set
+    data.curriculum=none, or rollout.ranks=0.
 with data.curriculum=band and with data.band_low>data.band_high: data.band_low is {data.band_low:g}, above
-    data.band_high {data.band_high:g}: no pass rate lies between them. Lower the former, or raise the latter.
+    data.band_high {data.band_high:g}: no pass rate lies between them. Lower the former.
 with validation.keep_best and without validation.every_steps: validation.keep_best needs accuracies to compare. Set
     validation.every_steps, or keep_best=false.
 with validation.every_steps and without validation.paths: validation.every_steps is {validation.every_steps}, and
@@ -177,16 +170,16 @@ with algorithm.kl_coef and with algorithm.kl_in=loss and with algorithm.kl_estim
     algorithm.kl_estimator="k1" in the loss has an expected gradient of 0 and holds nothing back; "k2" has that of the
     KL.
 with algorithm.kl_coef and with algorithm.kl_in=reward and without algorithm.kl_estimator=k1:
-    algorithm.kl_estimator="{algorithm.kl_estimator}" in the reward has no gradient of first order near the reference
-    and holds little back; "k1" has that of the KL.
+    algorithm.kl_estimator="{algorithm.kl_estimator}" in the reward has no gradient of first order near the reference;
+    "k1" has that of the KL.
 with algorithm.kl_coef and with algorithm.kl_in=reward and with algorithm.advantage=grpo: algorithm.advantage="grpo"
-    divides by the group's deviation: where all rewards of a group are equal, the KL alone makes it, whatever
-    algorithm.kl_coef is. "rloo", "dr_grpo", "ppo" and kl_in="loss" do not.
+    divides by the group's deviation: where all rewards of a group are equal, the KL alone makes it. "rloo", "dr_grpo",
+    "ppo" and kl_in="loss" do not.
 with selection.dynamic_sampling and without selection.max_extra_prompts: selection.dynamic_sampling drops groups and,
     with selection.max_extra_prompts=0, samples none in their place.
-with selection.dynamic_sampling and with teacher.path and without teacher.with_rewards:
-    selection.dynamic_sampling="{selection.dynamic_sampling}" drops groups by their rewards, and with
-    teacher.with_rewards=false the teacher would teach them, too. Set selection.dynamic_sampling=null.
+with selection.dynamic_sampling and with teacher.path and without teacher.with_rewards: selection.dynamic_sampling drops
+    groups by their rewards, and with teacher.with_rewards=false the teacher would teach them, too. Set
+    selection.dynamic_sampling=null.
 """
 """What is told at the start, and is no error."""
 
