@@ -20,7 +20,7 @@ from rlmath.distributed.memory import total_bytes
 from rlmath.distributed.mesh import Mesh
 from rlmath.planning import memory_estimate
 from rlmath.planning.memory_estimate import TRAINING_PHASES, Kind, MemoryPlan, Target
-from rlmath.planning.memory_formulas import EngineBytes, engine_bytes, longest_sequence_bytes
+from rlmath.planning.memory_formulas import engine_bytes, longest_sequence_bytes
 
 GIB = 2**30
 RESERVE_GIB = 3.0
@@ -51,20 +51,12 @@ def planned_target(config: Config) -> Target:
     try:
         here = gpu("the GPU that is there", _bytes_of_gpu_here())
     except ValueError as error:
-        if named is None:
-            how = "Name the GPU by memory.gpu or memory.gpu_gib."
-            raise ValueError(f"the GPU that is there: {error}. {how}") from error
-        return replace(named, name=f"{named.name} as named (the one that is there: {error})")
-    return here if named is None else _smaller(named, here)
-
-
-def _smaller(named: Target, here: Target) -> Target:
-    assert named.total_bytes is not None and here.total_bytes is not None
-    if here.total_bytes < named.total_bytes:
-        setting = named.name if named.name in GPUS else f"memory.gpu_gib={named.total_bytes / GIB:g}"
-        return replace(here, name=f"{here.name} (smaller than {setting})")
-    name = f"{named.name} as named (the one that is there has {_gib(here.total_bytes)} GiB)"
-    return replace(named, name=name)
+        if named is not None:
+            return named
+        raise ValueError(
+            f"the GPU that is there: {error}. Name it by memory.gpu or memory.gpu_gib."
+        ) from error
+    return min(filter(None, (named, here)), key=lambda target: target.total_bytes or 0)
 
 
 def _bytes_of_gpu_here() -> int:
@@ -119,7 +111,7 @@ def fit_problems(config: Config, shape: ModelShape, world_size: int, kind: Kind 
     for phases in phase_groups:
         plan, phase = memory_estimate.largest(plans, phases)
         if plan.held(phase) > usable_bytes(target):
-            advice = _advice(config, shape, target=target, plan=plan, phase=phase, kind=kind)
+            advice = _advice(config, plan, phase, kind)
             problems.append(
                 f"memory: {plan.name} needs {figures(plan, phase, 3)} in the phase "
                 f'"{phase}"; {target.name} has {_gib(target.total_bytes)} GiB, of which a run may fill '
@@ -199,15 +191,13 @@ def _gib(size: int) -> str:
 # ---------------------------------------------------------------- a phase that holds too much
 
 
-def _advice(
-    config: Config, shape: ModelShape, target: Target, plan: MemoryPlan, phase: str, kind: Kind
-) -> str:
+def _advice(config: Config, plan: MemoryPlan, phase: str, kind: Kind) -> str:
     """Three changes at most that the settings do not have yet, each of which makes a part of the phase smaller:
     offloading first, then what takes ranks or time, of the largest parts first."""
     held = plan.phases[phase]
     parts = sorted(held, key=lambda part: -held[part])
     offloads = [text for part in parts for text in _offloads(config, part, phase)]
-    others = [text for part in parts for text in _changes(config, shape, target, part, phase, kind)]
+    others = [text for part in parts for text in _changes(config, part, phase, kind)]
     return " ".join(list(dict.fromkeys([*offloads, *others]))[:3] or ["Take a larger GPU."])
 
 
@@ -223,9 +213,7 @@ def _offloads(config: Config, part: str, phase: str) -> Iterator[str]:
         yield f"Set memory.offload_{model}=true."
 
 
-def _changes(
-    config: Config, shape: ModelShape, target: Target, part: str, phase: str, kind: Kind
-) -> Iterator[str]:
+def _changes(config: Config, part: str, phase: str, kind: Kind) -> Iterator[str]:
     """What makes a part smaller where it is; whether the layout allows it is told when it is tried."""
     parallel, policy, rollout = config.parallel, config.policy, config.rollout
     if part in ("activations", "working") and policy.recompute_granularity != "full":
@@ -247,14 +235,7 @@ def _changes(
     if part == "kv_cache" and rollout.kv_cache_gib is not None:
         yield f"Lower rollout.kv_cache_gib (now {rollout.kv_cache_gib:g})."
     elif part == "kv_cache":
-        assert target.total_bytes is not None
-        least = _least_share(config, shape, target)
-        if least < min(rollout.memory_share, usable_bytes(target) / target.total_bytes):
-            yield f"Lower rollout.memory_share (now {rollout.memory_share:g}, at least {least:.2f})."
-        else:
-            split = f"Raise rollout.tensor_parallel (now {rollout.tensor_parallel})"
-            graphs = ", set rollout.cuda_graphs=false" if rollout.cuda_graphs else ""
-            yield f"{split}{graphs}, and lower rollout.memory_share (now {rollout.memory_share:g})."
+        yield f"Lower rollout.memory_share (now {rollout.memory_share:g})."
     if part == "engine_workspace" and rollout.cuda_graphs and phase != "generate":
         yield "Set rollout.cuda_graphs=false."
     if part == "engine_weights" and phase != "generate":  # else the cache takes the room
@@ -266,50 +247,26 @@ def _changes(
 # ---------------------------------------------------------------- an engine whose share is too small
 
 
-def _engine_needs(config: Config, shape: ModelShape, target: Target) -> tuple[EngineBytes, int]:
-    """(an engine rank, KV cache of one longest sequence), in bytes."""
-    rollout, tokens = config.rollout, config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    engine = engine_bytes(shape, rollout, target.kind, target.itemsize, target.total_bytes)
-    ranks = rollout.tensor_parallel
-    return engine, longest_sequence_bytes(shape, ranks, target.itemsize, tokens, target.kind)
-
-
 def _engine_problems(config: Config, shape: ModelShape, target: Target) -> Iterator[str]:
     """The engine's share must hold its weights, its workspace and the KV cache of one longest sequence."""
-    rollout = config.rollout
-    engine, sequence = _engine_needs(config, shape, target)
+    rollout, tokens = config.rollout, config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    engine = engine_bytes(shape, rollout, target.kind, target.itemsize, target.total_bytes)
+    sequence = longest_sequence_bytes(shape, rollout.tensor_parallel, target.itemsize, tokens, target.kind)
     if engine.kv_cache >= sequence:
         return
-    assert target.total_bytes is not None
-    total = engine.weights + engine.workspace + sequence
-    share = int(rollout.memory_share * target.total_bytes)
-    tokens = config.data.max_prompt_tokens + rollout.max_new_tokens
     if rollout.kv_cache_gib is not None:
         yield (
             f"rollout.kv_cache_gib is {rollout.kv_cache_gib:g}; one sequence of {tokens} tokens "
             f"(data.max_prompt_tokens + rollout.max_new_tokens) needs {sequence / GIB:.3g} GiB. Raise it."
         )
         return
-    least, split = (
-        _least_share(config, shape, target),
-        f"rollout.tensor_parallel (now {rollout.tensor_parallel})",
-    )
-    change = f"Raise it to {least:.2f} or more, or raise {split}."
-    if least > usable_bytes(target) / target.total_bytes:
-        graphs = "Set rollout.cuda_graphs=false, raise" if rollout.cuda_graphs else "Raise"
-        change = (
-            f"{graphs} {split}, lower rollout.max_num_batched_tokens, rollout.max_num_seqs or "
-            "rollout.max_new_tokens, or take a larger GPU: no share of this one is enough."
-        )
-    yield (
-        f"rollout.memory_share is {rollout.memory_share}, {_gib(share)} GiB of the {_gib(target.total_bytes)} of "
-        f"{target.name}; an engine rank needs {_gib(total)} GiB (weights {_gib(engine.weights)}, workspace "
-        f"{_gib(engine.workspace)}, KV cache of one sequence of {tokens} tokens {_gib(sequence)}). " + change
-    )
-
-
-def _least_share(config: Config, shape: ModelShape, target: Target) -> float:
-    """The smallest `rollout.memory_share` that is enough, in whole hundredths."""
     assert target.total_bytes is not None
-    engine, sequence = _engine_needs(config, shape, target)
-    return math.ceil(100 * (engine.weights + engine.workspace + sequence) / target.total_bytes) / 100
+    total = engine.weights + engine.workspace + sequence
+    least, most = math.ceil(100 * total / target.total_bytes) / 100, usable_bytes(target) / target.total_bytes
+    yield (
+        f"rollout.memory_share is {rollout.memory_share}, {_gib(int(rollout.memory_share * target.total_bytes))} GiB "
+        f"of the {_gib(target.total_bytes)} of {target.name}; an engine rank needs {_gib(total)} GiB (weights "
+        f"{_gib(engine.weights)}, workspace {_gib(engine.workspace)}, KV cache of one sequence of {tokens} tokens "
+        f"{_gib(sequence)}), a share of {least:.2f}, and {most:.2f} is the largest. Raise it, or raise "
+        f"rollout.tensor_parallel (now {rollout.tensor_parallel}), set rollout.cuda_graphs=false, or take a larger GPU."
+    )

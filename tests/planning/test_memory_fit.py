@@ -107,9 +107,9 @@ def test_the_gpu_that_is_there_is_the_first_visible_one(
 @pytest.mark.parametrize(
     ("memory", "gib", "name"),
     [
-        (MemoryConfig(gpu="H100-80GB"), 40, "the GPU that is there (smaller than H100-80GB)"),
-        (MemoryConfig(gpu_gib=60.0), 40, "the GPU that is there (smaller than memory.gpu_gib=60)"),
-        (MemoryConfig(gpu_gib=30.0), 30, "the GPU as named (the one that is there has 40.00 GiB)"),
+        (MemoryConfig(gpu="H100-80GB"), 40, "the GPU that is there"),
+        (MemoryConfig(gpu_gib=60.0), 40, "the GPU that is there"),
+        (MemoryConfig(gpu_gib=30.0), 30, "the GPU"),
     ],
 )
 def test_of_the_gpu_named_and_the_one_that_is_there_the_smaller_is_planned_for(
@@ -127,10 +127,10 @@ def test_a_gpu_whose_memory_cannot_be_read_must_be_named(on_gpu: pytest.MonkeyPa
     with pytest.raises(ValueError, match=r'by NVML, with "GPU-c" first in CUDA_VISIBLE_DEVICES: Not Found'):
         planned_target(config(run=AUTO))
     on_gpu.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(ValueError, match=r"package nvidia-ml-py\. Name the GPU by memory.gpu"):
+    with pytest.raises(ValueError, match=r"package nvidia-ml-py\. Name it by memory.gpu"):
         planned_target(config(run=AUTO))
     target = planned_target(config(run=AUTO, memory=MemoryConfig(gpu_gib=30.0)))
-    assert target.total_bytes == 30 * GIB and "without the package nvidia-ml-py" in target.name
+    assert target.total_bytes == 30 * GIB
 
 
 def test_the_figures_and_the_key_of_the_largest_part_are_told():
@@ -269,28 +269,19 @@ def test_a_kv_cache_of_a_given_size_is_planned_and_must_hold_one_sequence():
     assert '"generate"' in problem and "Lower rollout.kv_cache_gib (now 60)." in problem
 
 
-def test_a_share_is_only_raised_as_far_as_the_gpu_has_one():
-    """Qwen2.5-72B has 135.4 GiB of weights: 1.7 times an H100, and on 2 ranks still 0.95 with what comes beside."""
+def test_the_share_that_an_engine_needs_is_told_beside_what_the_gpu_has():
+    """Qwen2.5-72B has 135.4 GiB of weights: 1.7 times an H100, and on 4 ranks half of one with what comes beside."""
     large = replace(QWEN_7B, num_layers=80, hidden_size=8192, num_heads=64, num_kv_heads=8, ffn_size=29568)
     problem = fit_problems(fitting(), large, 4)[0]
-    assert "raise rollout.tensor_parallel (now 1)" in problem
-    assert problem.endswith("no share of this one is enough.")
+    assert (
+        "a share of 1.85, and 0.92 is the largest. Raise it, or raise rollout.tensor_parallel (now 1)"
+        in problem
+    )
     taken_up = with_setting(fitting(), "rollout.tensor_parallel", 4)
     refused = with_setting(taken_up, "rollout.memory_share", 0.48)
-    assert "Raise it to 0.49 or more" in fit_problems(refused, large, 4)[0]
+    assert "a share of 0.49, and 0.92 is the largest" in fit_problems(refused, large, 4)[0]
     enough = fit_problems(with_setting(taken_up, "rollout.memory_share", 0.49), large, 4)
     assert not any(problem.startswith("rollout.memory_share") for problem in enough)
-
-
-def test_a_small_model_on_a_small_gpu_needs_no_graphs_and_a_smaller_share():
-    """Of 0.84 GiB, CUDA graphs alone would take 1: no share and no split of the engine helps."""
-    settings = config(memory=MemoryConfig(gpu_gib=4.0), policy=PolicyConfig(17408))
-    problem = next(p for p in fit_problems(settings, ONE_LAYER, 1) if '"generate"' in p)
-    # Workspace 8192 x 960 x 2 bytes and 0.5 MiB of logits; 17,424 tokens of 256 bytes: 19.7 MiB of 4096.
-    assert "set rollout.cuda_graphs=false, and lower rollout.memory_share (now 0.6)." in problem
-    changed = with_setting(settings, "rollout.cuda_graphs", False)
-    told = fit_problems(with_setting(changed, "rollout.memory_share", 0.01), ONE_LAYER, 1)
-    assert not any("generate" in problem or "memory_share" in problem for problem in told)
 
 
 @pytest.mark.parametrize("gpu_gib", [1.0, 2.0])
