@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rlmath.cli.plan_memory import MISTAKE, NOT_NEEDED
 from rlmath.config.gpu_specs import GPUS
@@ -55,6 +56,8 @@ def parser() -> argparse.ArgumentParser:
     work.add_argument("--mean-prompt-tokens", type=float, help="default: 128, or data.max_prompt_tokens")
     prompts_help = "training prompts, where data.train_path is not there, or is parquet without pyarrow"
     work.add_argument("--prompts", type=int, help=prompts_help)
+    coefficients_help = "JSON of coefficients that were measured (docs/planning.md)"
+    work.add_argument("--coefficients", type=Path, metavar="FILE", help=coefficients_help)
     made.add_argument("--layouts", type=int, default=5, help="fastest layouts to show; 0: none (default: 5)")
     made.add_argument("--json", action="store_true", help="print plain data")
     return made

@@ -237,7 +237,7 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
             f"groups in flight, learned from within {staleness} steps of their first token"
         )
     elif config.rollout.tail == "defer":
-        yield f"  tail batching: groups with a completion of more than {slices} tokens wait for steps of their own"
+        yield f"  tail batching: groups with a completion of more than {slices} tokens are sampled anew in later steps"
     if len(stages) == 1:
         yield f"  {_tokens(config)}"
     yield _steps(data)

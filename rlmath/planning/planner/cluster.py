@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
+from rlmath.config.files import read_json_object
 from rlmath.config.gpu_specs import GPUS, Machine
 from rlmath.config.help import nearest_word
 from rlmath.config.schema import Config
@@ -66,6 +68,26 @@ COEFFICIENTS = {
     ),
 }
 """By kind of device. Sources, and which of them are estimated and not measured: docs/planning.md."""
+
+
+def read_coefficients(file: Path, kind: str) -> Coefficients:
+    """Coefficients of a JSON file {"kind": "cuda", "coefficients": {name: number}}; what it leaves out is as in the
+    table.
+
+    Errors: ValueError for another kind of device, for an unknown name, and for what is no number above 0.
+    """
+    data, names = read_json_object(file), [field.name for field in fields(Coefficients)]
+    values = data.get("coefficients")
+    if data.get("kind") != kind or not isinstance(values, dict):
+        raise ValueError(
+            f'{file}; needed: {{"kind": "{kind}", "coefficients": {{name: number}}}} (docs/planning.md)'
+        )
+    for name, value in values.items():
+        if name not in names:
+            raise ValueError(f'{file}: there is no coefficient "{name}".{nearest_word(name, names)}')
+        if type(value) not in (int, float) or not 0 < value < float("inf"):
+            raise ValueError(f"{file}: the coefficient {name} is {value!r}; needed: a number above 0")
+    return replace(COEFFICIENTS[kind], **values)
 
 
 @dataclass(frozen=True)

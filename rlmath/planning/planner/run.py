@@ -15,7 +15,7 @@ from rlmath.planning.checks import file_problems, memory_problems, run_problems,
 from rlmath.planning.memory_estimate import Target
 from rlmath.planning.memory_fit import planned_target
 from rlmath.planning.parallelism import ranks_or_least
-from rlmath.planning.planner.cluster import Cluster, cluster_of, machine_of, on_gpu
+from rlmath.planning.planner.cluster import Cluster, cluster_of, machine_of, on_gpu, read_coefficients
 from rlmath.planning.planner.step import (
     Comparison,
     StepPlan,
@@ -72,6 +72,8 @@ def predict_run(config: Config, asked: Namespace) -> RunPrediction:
         # Another cluster than that of the settings: what remains of the ranks is data parallel.
         config = replace(config, parallel=replace(config.parallel, data=None))
     cluster = cluster_of(machine, ranks_or_least(config, None), asked.nodes, asked.gpus_per_node)
+    if asked.coefficients is not None:
+        cluster = replace(cluster, coefficients=read_coefficients(asked.coefficients, target.kind))
     raise_problems("this run", problems_of(config, shape, cluster))
     if config.rollout.tail == "carry" or config.rollout.ranks > 0:
         # A reward function of the user's is not looked for.
