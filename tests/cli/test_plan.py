@@ -171,6 +171,13 @@ def test_a_faster_machine_and_shorter_answers_are_faster(
     assert sign * (other["step_seconds"] - usual["step_seconds"]) > 0
 
 
+def test_measured_coefficients_reach_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file, told = tmp_path / "mine.json", ("--config", str(CONFIGS / "areal/7b_n16.yaml"))
+    file.write_text('{"kind": "cuda", "coefficients": {"step_seconds": 102}}', encoding="utf-8")
+    usual, other = planned(capsys, *told), planned(capsys, *told, "--coefficients", str(file))
+    assert other["step_seconds"] - usual["step_seconds"] == pytest.approx(100)
+
+
 def test_what_does_not_fit_is_told_with_its_plan(capsys: pytest.CaptureFixture[str]):
     told = ["--config", str(CONFIGS / "areal/32b_n16.yaml"), "parallel=d128t1p1", "--layouts", "0"]
     assert main(told) == 2
@@ -190,6 +197,7 @@ def test_what_does_not_fit_is_told_with_its_plan(capsys: pytest.CaptureFixture[s
             ["rollout.tail=carry", "algorithm.recompute_logprobs=true"],
             "algorithm.importance_mask_high=5 (or algorithm.importance_cap)",
         ),
+        (["--coefficients", "nowhere.json"], "nowhere.json cannot be read"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(

@@ -1,13 +1,15 @@
 """Log-probs, updates and the sum of a step, counted by hand."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from rlmath.config.schema import PolicyConfig
 from rlmath.data.seqlen_balancing import forward_cost, training_cost
 from rlmath.planning.memory_estimate import plan_ranks
-from rlmath.planning.planner.cluster import COEFFICIENTS
+from rlmath.planning.planner.cluster import COEFFICIENTS, read_coefficients
 from rlmath.planning.planner.step import plan_step, recomputes_logprobs, switch_seconds, sync_seconds
 from rlmath.planning.planner.training import gradient_seconds, logprobs_seconds, update_seconds
 from tests.planning.planner.shapes import (
@@ -208,3 +210,28 @@ def test_trainers_beside_engines_take_as_long_as_alone_on_their_node():
     """Three of eight ranks on two nodes train: they are on the first."""
     config = replace(CONFIG, rollout=replace(CONFIG.rollout, ranks=5))
     assert usual(config, 8, nodes=2).seconds["update"] == usual(CONFIG, 3).seconds["update"]
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"flops_shar": 1.0}, 'no coefficient "flops_shar". Did you mean "flops_share"'),
+        ({"flops_share": "1e3"}, "the coefficient flops_share is '1e3'; needed: a number above 0"),
+        ({"flops_share": 0}, "the coefficient flops_share is 0; needed: a number above 0"),
+        (None, 'needed: {"kind": "cpu", "coefficients": {name: number}}'),
+    ],
+)
+def test_wrong_coefficients_are_refused(tmp_path: Path, values: dict | None, told: str):
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps({"kind": "cpu", "coefficients": values}), encoding="utf-8")
+    with pytest.raises(ValueError) as error:
+        read_coefficients(file, "cpu")
+    assert told in str(error.value)
+
+
+def test_coefficients_of_a_file_take_the_place_of_the_defaults(tmp_path: Path):
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps({"kind": "cpu", "coefficients": {"step_seconds": 2}}), encoding="utf-8")
+    assert read_coefficients(file, "cpu") == replace(COEFFICIENTS["cpu"], step_seconds=2)
+    with pytest.raises(ValueError, match='needed: {"kind": "cuda"'):
+        read_coefficients(file, "cuda")
