@@ -2,11 +2,9 @@
 
 rlmath plan-memory --config configs/my.yaml parallel.tensor=2 memory.gpu=H100-80GB
 
-Of the model only config.json is read, and for published models not even that is needed (configs/models); the training
-data and the output folder need not exist. Of several stages, and validation, the longest is planned. Without a GPU
-named by memory.gpu or memory.gpu_gib, the plan is for the GPU that is there, or for the CPU; where one is there and
-another is named, for the smaller of the two, unless run.device=cpu. It exits with 2 where the run cannot fit or cannot
-be planned.
+Of the model only config.json is read, and for published models not even that is needed (configs/models). Of several
+stages, and validation, the longest is planned; for which device: `memory_fit.planned_target`. It exits with 2 where the
+run cannot fit or cannot be planned.
 """
 
 from __future__ import annotations

@@ -12,17 +12,9 @@ engine to sleep, brings the training's parts back, and computes log-probs and up
     update     the same with the activations of a backward pass
 
 What stays beside in the first two follows `MemoryConfig`; on CPU only gradients can leave, since what is copied to the
-host stays in the same memory. Counted are tensors, those of a step that is not the first:
-Adam's state is there. What CUDA, NCCL and fragmentation take is the reserve of `memory_fit`.
-
-Supervised training ("sft") has no engine, no reference and no teacher: its one phase is the update.
-
-With teacher.loss="full" the teacher's last hidden states of all micro-batches are in the host's memory until the update
-is over. They are not counted: how many there are is known when the completions are.
-
-Where engines have ranks of their own (`rollout.ranks`), nothing takes turns. A training rank has the phases of training
-alone, a rank of an engine has one phase, "generate". The copy of the parameters that a thread sends to the engines, and
-its buckets, are in the host's memory (`weight_sync.offer`), and are not counted.
+host stays in the same memory. Counted are the device's tensors in a step that is not the first; what CUDA, NCCL and
+fragmentation take is the reserve of `memory_fit`. Supervised training ("sft") has one phase, the update. Where engines
+have ranks of their own (`rollout.ranks`), a training rank has the phases of training, an engine's "generate".
 """
 
 from __future__ import annotations
@@ -131,8 +123,8 @@ def plan_ranks(
 
 
 def plan_engine_ranks(config: Config, shape: ModelShape, world_size: int, target: Target) -> list[MemoryPlan]:
-    """The plan of the first rank of the engines' own, which stands for all of them; empty where engines live in the
-    training ranks."""
+    """The plan of the first rank of the engines' own, which stands for all; empty where they live in the training
+    ranks."""
     if config.rollout.ranks == 0:
         return []
     return [plan_engine_rank(config, shape, training_ranks(config, world_size), target)]
@@ -325,7 +317,7 @@ def plan_teacher(config: Config, shape: ModelShape, mesh: Mesh, target: Target) 
 def stage_work(
     config: Config, shape: ModelShape, mesh: Mesh, target: Target, layers: int
 ) -> formulas.StageWork:
-    """What the stage of `mesh.rank`, with so many layers, computes for one micro-batch."""
+    """What the stage of `mesh.rank` computes for one micro-batch."""
     return formulas.StageWork(
         chunk_layers=layers // mesh.virtual_pipeline,
         in_flight=formulas.in_flight(mesh.pipeline, mesh.pipeline_rank, mesh.virtual_pipeline),

@@ -1,19 +1,14 @@
 """Bytes of one forward and backward pass, and of a vLLM engine on one of its ranks.
 
 **Passes.** The counts of the local layers were taken from torch's operations one by one and are tested against measured
-storages. Those of Transformer Engine's layers follow from what its modules save for the backward pass; they were not
-measured. They agree with Megatron's own formula, 34 bytes per token and hidden unit of a plain layer without attention
-scores (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198), in what
-the two have in common, which is a test.
+storages. Those of Transformer Engine's layers follow from what its modules save for the backward pass, and agree with
+Megatron's own formula (arXiv:2205.05198) in what the two have in common. The experts of all ranks are taken to have
+like numbers of tokens, and sequences to be of like length: where they differ, our attention pads those of one bucket by
+up to a third.
 
-With experts, every token is taken to be in as many places as it has experts, and the experts of all ranks to have like
-numbers of tokens. That was compared with measured storages at one size on one rank: what is kept agrees within 3%.
-Sequences are taken to be of like length: where they differ, our attention pads those of one bucket by up to a third.
-
-**Engine.** On GPU `rollout.memory_share` of the device is what vLLM takes for itself in all: it measures the free
-memory when it starts, before anything of ours is built, and again after a trial run; what it took in between and the
-trial run's peak are subtracted from the share, and the rest becomes the KV cache (vLLM 0.32,
-`gpu_worker.determine_available_memory`). The CUDA context and NCCL's first buffers are there before and come on top.
+**Engine.** On GPU `rollout.memory_share` of the device is what vLLM takes for itself in all; what a trial run leaves of
+it becomes the KV cache (vLLM 0.32, `gpu_worker.determine_available_memory`). The CUDA context and NCCL's first buffers
+are there before and come on top.
 """
 
 # Elements are numbers in the format of the parameters: 4 bytes on CPU, 2 on GPU.

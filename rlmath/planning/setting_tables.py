@@ -105,8 +105,6 @@ with validation.every_steps and without validation.paths: validation.every_steps
     validation.paths is empty. Name files of problems, or set validation.every_steps=null.
 """
 """What is refused: in which runs; what was got, what is needed and what to change."""
-
-
 UNUSED = """
 parallel.sequence: with parallel.tensor=1
 lora.alpha lora.target: with lora.rank=0; all weights learn
@@ -157,10 +155,7 @@ policy.max_tokens_per_microbatch: with stages.max_tokens_per_microbatch
 validation.: without validation.every_steps
 validation.samples validation.top_p: with validation.every_steps and with validation.temperature=0
 """
-"""Settings, or whole sections, that have no effect in a run with, or without, a value of other settings, or any value
-but 0, false, null and an empty list; and why."""
-
-
+"""Settings, or whole sections, that have no effect in such runs; and why."""
 DOUBTFUL = """
 with rollout.tail=carry and with rollout.max_staleness=0: rollout.tail="carry" carries nothing with
     rollout.max_staleness=0: a step finishes what it begins.

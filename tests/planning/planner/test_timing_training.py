@@ -233,5 +233,5 @@ def test_coefficients_of_a_file_take_the_place_of_the_defaults(tmp_path: Path):
     file = tmp_path / "c.json"
     file.write_text(json.dumps({"kind": "cpu", "coefficients": {"step_seconds": 2}}), encoding="utf-8")
     assert read_coefficients(file, "cpu") == replace(COEFFICIENTS["cpu"], step_seconds=2)
-    with pytest.raises(ValueError, match='needed: {"kind": "cuda"'):
+    with pytest.raises(ValueError, match=r'needed: \{"kind": "cuda"'):
         read_coefficients(file, "cuda")
