@@ -222,6 +222,8 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
     )
     if (critic := critic_shape_of(config, plan.shape)) is not None:
         yield f"  a critic of {parameter_count(critic) / 1e9:.3g} B parameters learns from the same minibatches"
+    if config.selection.dynamic_sampling is not None:
+        yield f"  dynamic sampling may ask for up to {config.selection.max_extra_prompts} prompts more a step"
     stages = length_curriculum.length_stages(config, data.inputs.total_steps)
     slices = ", ".join(dict.fromkeys(f"{slice_tokens(stage.config.rollout):,}" for stage in stages))
     staleness = config.rollout.max_staleness
