@@ -38,8 +38,6 @@ DATA_SETTINGS = ("data.train_path", "data.more_train_paths", "validation.paths",
 MODEL_FORM = "hf://org/name or hf://org/name@revision"
 DATA_FORM = "hf://datasets/org/name/file.jsonl or hf://datasets/org/name@revision/folder/file.parquet"
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
-LOG_SECONDS = 30.0
-"""A download that takes longer is logged so often."""
 
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_-])?"
 _REPO = re.compile(rf"{_NAME}/{_NAME}")
@@ -193,9 +191,8 @@ class Fetched:
 
     pinned: HubId
     """The id with its commit."""
-    left: int
-    left_bytes: int
-    """Files of weights that are not in the cache, where they were counted."""
+    missing_bytes: int
+    """Size of a model's weights that were not in the cache before."""
 
 
 def resolve(ids: Sequence[HubId], seconds: float, recorded: Collection[str] = ()) -> dict[HubId, HubId]:
@@ -209,18 +206,16 @@ def resolve(ids: Sequence[HubId], seconds: float, recorded: Collection[str] = ()
     return {one: pinned for one, pinned in pins.items() if pinned is not None}
 
 
-def fetch(
-    ids: Sequence[HubId], seconds: float, weights: bool = True, count_weights: bool = False
-) -> list[Fetched]:
+def fetch(ids: Sequence[HubId], seconds: float, weights: bool = True) -> list[Fetched]:
     """Have ids in this machine's cache, of models without their weights where those are not needed. ValueError or
     HubFailedError within `seconds` where that cannot be done. For one process of a node."""
     ends = time.monotonic() + seconds
     found = []
     for one in ids:
-        request = {"action": "fetch", "text": str(one), "name": one.repo, "revision": one.revision}
-        request |= {"commit": one.commit, "file": one.file, "suffixes": DATA_SUFFIXES, "weights": weights}
-        answer = _ask(request | {"count_weights": count_weights and not one.file}, seconds, ends)
-        found.append(Fetched(with_commit(one, answer["commit"]), answer["left"], answer["left_bytes"]))
+        request = {"action": "fetch", "text": str(one), "name": one.repo, "weights": weights}
+        request |= {"revision": one.revision, "commit": one.commit, "file": one.file}
+        answer = _ask(request, seconds, ends)
+        found.append(Fetched(with_commit(one, answer["commit"]), answer["missing_bytes"]))
     return found
 
 
@@ -261,48 +256,30 @@ def _parsed(texts: Collection[str]) -> Iterator[HubId]:
 
 
 def _ask(request: Mapping[str, Any], seconds: float, ends: float) -> dict[str, Any]:
-    """What the client answers. ValueError with its error, and where huggingface_hub cannot be imported; HubFailedError
-    where the error may pass, where the client ends without an answer otherwise, and at `ends`, `seconds` after the
-    first request (time.monotonic)."""
-    what = request["text"]
-    client = subprocess.Popen(
-        [sys.executable, "-P", str(Path(__file__).with_name("hub_client.py")), str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=client_environment(),
-        text=True,
-    )
-    given: str | None = json.dumps(request)
-    output, errors = None, ""
+    """What the client answers. ValueError with its error; HubFailedError where that may pass, where the client ends
+    without an answer, and at `ends`, `seconds` after the first request (time.monotonic)."""
+    what, program = request["text"], str(Path(__file__).with_name("hub_client.py"))
+    logger.info("Asking the Hugging Face hub, for at most %.0f s: %s", ends - time.monotonic(), what)
     try:
-        while output is None:
-            left = ends - time.monotonic()
-            try:
-                output, errors = client.communicate(given, timeout=max(0.01, min(LOG_SECONDS, left)))
-            except subprocess.TimeoutExpired:
-                given = None
-                if left <= LOG_SECONDS:
-                    raise HubFailedError(
-                        f"{what}: the hub was not done after {seconds:g} s (run.hub_timeout_seconds). Look at the "
-                        "network; where it is only slow raise it: whole files that have come stay in the cache."
-                    ) from None
-                logger.info("Waiting for the hub, for at most %.0f s more: %s", left - LOG_SECONDS, what)
-    finally:
-        client.kill()
-        client.wait()
-    try:
-        found = json.loads(output)
-    except ValueError:
-        last = (errors.strip().splitlines() or ["no word"])[-1]
-        if last.startswith(("ImportError:", "ModuleNotFoundError:")):
-            raise ValueError(
-                f"{what}: huggingface_hub, which asks the hub, is missing or broken in {sys.executable}: {last:.300}. "
-                "Install it: rlmath install cpu (or gpu), or pip install huggingface_hub."
-            ) from None
+        client = subprocess.run(
+            [sys.executable, "-P", program, str(os.getpid())],
+            input=json.dumps(request),
+            capture_output=True,
+            env=client_environment(),
+            text=True,
+            timeout=max(0.01, ends - time.monotonic()),
+        )
+    except subprocess.TimeoutExpired:
         raise HubFailedError(
-            f"{what}: the client of the hub ended with {client.returncode}: {last:.300}"
+            f"{what}: the hub was not done after {seconds:g} s (run.hub_timeout_seconds). Look at the network; where "
+            "it is only slow raise it: whole files that have come stay in the cache."
         ) from None
+    try:
+        found = json.loads(client.stdout)
+    except ValueError:
+        last = (client.stderr.strip().splitlines() or ["no word"])[-1]
+        text = f"{what}: the client of the hub ended with {client.returncode}: {last:.300}"
+        raise HubFailedError(text) from None
     if "error" in found:
         raise (HubFailedError if found["may_pass"] else ValueError)(found["error"])
     return found
@@ -333,13 +310,10 @@ def push_problems(save: SaveConfig, pushes: bool) -> Iterator[str]:
         return
     from huggingface_hub import get_token
 
-    if not os.environ.get("RLMATH_SET_OFFLINE") and os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
-        yield "save.push_to_hub needs a network, and HF_HUB_OFFLINE is set. Unset it, or set save.push_to_hub=null."
+    if client_environment().get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+        yield "save.push_to_hub needs a network. Unset HF_HUB_OFFLINE, or set save.push_to_hub=null."
     if not get_token():
-        yield (
-            "save.push_to_hub needs a token of the hub, and there is none. Set HF_TOKEN, or log in with "
-            "`hf auth login`; or set save.push_to_hub=null."
-        )
+        yield "save.push_to_hub needs a token of the hub. Set HF_TOKEN, or set save.push_to_hub=null."
 
 
 def push(name: str, folder: str | Path, message: str, seconds: float) -> str:

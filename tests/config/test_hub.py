@@ -148,29 +148,11 @@ def test_a_name_that_leads_out_of_its_folder_is_not_fetched(there: Hub, tmp_path
     assert "evil.json" not in there.downloads() and not list(tmp_path.rglob("*evil.json"))
 
 
-@pytest.mark.parametrize("where", ["/etag", "../../etag", "sha"])
-def test_a_name_of_the_server_s_is_no_path(there: Hub, tmp_path: Path, where: str) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
-    if where == "sha":
-        there.sha = f"../../../../{victim.name}"
-    else:
-        there.etag = where.replace("/etag", str(victim) if where == "/etag" else "/../../victim")
-    with pytest.raises(ValueError, match="gives a name that is none"):
-        hub.fetch([model()], LIMIT)
-    assert victim.read_text() == "mine" and there.downloads() == {}
-    assert {path.name for path in tmp_path.iterdir()} <= {"victim", "home"}
-
-
 def test_what_has_no_end_is_bounded_by_what_was_listed(there: Hub, tmp_path: Path) -> None:
     there.endless = {"config.json"}
     with pytest.raises(hub.HubFailedError, match="could not be downloaded"):
         hub.fetch([model()], LIMIT)
     assert not list(tmp_path.rglob("*.incomplete"))
-    for endless in ({"tree"}, {"config.json", "redirect"}):
-        there.endless = endless
-        with pytest.raises(ValueError, match="the hub's listings have more than"):
-            hub.fetch([model()], LIMIT)
 
 
 def test_parts_of_a_download_that_was_ended_do_not_stay(there: Hub, tmp_path: Path) -> None:
@@ -223,13 +205,10 @@ def test_settings_are_written_with_the_commit_and_read_again(there: Hub) -> None
 @pytest.mark.parametrize(
     ("one", "what"),
     [
-        (model("hf://org/missing"), r"the hub has no model org/missing, or it is private .*401.*HF_TOKEN"),
-        (model("hf://org/model@v9"), r'org/model has no revision "v9"'),
-        (
-            data("hf://datasets/org/rows/train.jsonl"),
-            r'no file "train.jsonl". It has data/train.jsonl, other.jsonl',
-        ),
-        (model("hf://org/gated"), r"only to those who have accepted its terms"),
+        (model("hf://org/missing"), r"hf://org/missing: the hub refuses it .*status 401.*HF_TOKEN"),
+        (model("hf://org/model@v9"), r"@v9: the hub refuses it .*status 404.*Correct .* the revision"),
+        (data("hf://datasets/org/rows/train.jsonl"), r'org/rows has no file "train.jsonl"'),
+        (model("hf://org/gated"), r"the hub refuses it .*accept its terms"),
     ],
 )
 def test_what_the_hub_refuses_is_told(there: Hub, one: HubId, what: str) -> None:
@@ -241,19 +220,14 @@ def test_what_the_hub_refuses_is_told(there: Hub, one: HubId, what: str) -> None
 
 def test_a_hub_that_is_broken_is_none_and_one_that_refuses_is_obeyed(there: Hub) -> None:
     there.status = 503
-    with pytest.raises(
-        hub.HubFailedError,
-        match=r"the hub cannot be asked \(it answers with status 503\), and it is not, or not whole",
-    ):
+    with pytest.raises(hub.HubFailedError, match=r"status 503\), and is not, or not whole, in the cache"):
         fetched(model())
     there.status = 0
     folder = fetched(model())
     there.status = 503
     assert fetched(model()) == folder
     there.status = 403
-    with pytest.raises(
-        ValueError, match=r"hf://org/another: the hub refuses with status 403\. Log in"
-    ) as error:
+    with pytest.raises(ValueError, match=r"hf://org/another: the hub refuses it .*status 403") as error:
         fetched(model("hf://org/another"))
     assert "hostile" not in str(error.value)
 
@@ -279,8 +253,7 @@ def test_a_file_that_is_cut_off_is_refused(there: Hub, name: str) -> None:
 def test_a_client_without_its_library_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "huggingface_hub.py").write_text("import no_such_module_of_anybody")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    why = "ModuleNotFoundError: No module named 'no_such_module_of_anybody'"
-    with pytest.raises(ValueError, match=f"(?s)hf://org/model: huggingface_hub, .*{why}.*rlmath install"):
+    with pytest.raises(ValueError, match=r"is missing or broken .*anybody.*rlmath install"):
         hub.resolve([model()], LIMIT)
     (tmp_path / "huggingface_hub.py").write_text("raise RuntimeError('broken')")
     with pytest.raises(hub.HubFailedError, match="the client of the hub ended with 1: RuntimeError: broken"):
@@ -309,11 +282,9 @@ def test_without_hub_and_cache_the_command_is_told(
     cut_off(monkeypatch, how)
     # What the user has set stays, a network comes back.
     kind = ValueError if how == "offline" else hub.HubFailedError
-    with pytest.raises(
-        kind, match=r'the hub cannot be asked .*run "hf download org/rows data/train.jsonl --repo'
-    ):
+    with pytest.raises(kind, match=r'run "hf download org/rows data/train.jsonl --repo'):
         fetched(data())
-    with pytest.raises(kind, match="it is not, or not whole, in the cache") as error:
+    with pytest.raises(kind, match="is not, or not whole, in the cache") as error:
         fetched(model())
     assert f'run "hf download org/model --revision {pinned.commit}"' in str(error.value)
     assert "or give a local folder" in str(error.value)
@@ -368,7 +339,7 @@ def test_a_folder_is_pushed_to_a_private_repository(there: Hub, tmp_path: Path) 
 def test_a_push_that_is_refused_says_why(there: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text("{}")
     there.refuses_commits = True
-    with pytest.raises(ValueError, match="the hub refuses with status 403"):
+    with pytest.raises(ValueError, match="status 403"):
         hub.push("me/trained", tmp_path, "message", LIMIT)
     there.silent = True
     with pytest.raises(hub.HubFailedError, match="not done after 2 s"):

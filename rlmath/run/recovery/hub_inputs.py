@@ -134,9 +134,8 @@ def plan_inputs(config: Config) -> tuple[Config, list[str]]:
     seconds = config.run.hub_timeout_seconds
     pins = hub.resolve(ids, seconds, recorded_ids(config))
     lines = []
-    for found in hub.fetch(list(pins.values()), seconds, weights=False, count_weights=True):
-        rest = f"a start downloads {found.left} files, {found.left_bytes / 1e9:.3f} GB"
-        lines.append(f"Hub: {found.pinned}: {rest if found.left else 'nothing is left to download'}")
+    for found in hub.fetch(list(pins.values()), seconds, weights=False):
+        lines.append(f"Hub: {found.pinned}: a start downloads {found.missing_bytes / 1e9:.3f} GB of weights")
     places = hub.places(pins.values())
     return hub.with_places(config, {one: places[pinned] for one, pinned in pins.items()}), lines
 
