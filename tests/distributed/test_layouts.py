@@ -70,7 +70,7 @@ def test_all_ranks_refuse_weights_that_are_not_finite_whoever_reads_them(
     save_file(tensors, folder / "model.safetensors")
     told = ranks.run(2, policy_cases.refusal, folder, Case(pipeline=2))
     assert told[0] == told[1] and f"{name} in {folder / 'model.safetensors'}: 1 of " in told[0]
-    assert "numbers are NaN or infinite" in told[0]
+    assert "numbers that are NaN, infinite" in told[0]
 
 
 @pytest.mark.full

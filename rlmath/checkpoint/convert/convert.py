@@ -164,9 +164,10 @@ def _write_hf(
 ) -> Converted:
     names = hf_tensors(shape)
     with _fresh_folder(output, _elements(names.values()) * dtype.itemsize) as folder:
-        with SafetensorsWriter(folder, shard_bytes) as writer:
-            for name, weight in tensors:
-                writer.add(name, weight, dtype)
+        writer = SafetensorsWriter(folder, shard_bytes)
+        for name, weight in tensors:
+            writer.add(name, weight, dtype)
+        writer.close()
         write_metadata_files(folder, metadata_files, dtype)
     return Converted(len(names), writer.bytes, dtype)
 
@@ -214,8 +215,10 @@ def _found_in(
 
 def _finite(name: str, weight: Tensor, dtype: torch.dtype, state: Path) -> Tensor:
     if not all_finite(weight, dtype):
-        what = "NaN or infinite numbers" if not all_finite(weight) else f"numbers too large for {dtype}"
-        raise ValueError(f"{state} has {what} in {name}. Convert an earlier checkpoint of that run.")
+        raise ValueError(
+            f"{state}: {name} has numbers that are NaN, infinite or too large for {dtype}. Convert an earlier "
+            "checkpoint of that run."
+        )
     return weight
 
 
