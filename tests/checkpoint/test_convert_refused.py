@@ -80,7 +80,7 @@ def test_numbers_that_are_not_finite_are_refused_with_tensor_and_file(
     edit(copy, in_norm(*numbers))
     with pytest.raises(ValueError) as error:
         hf_to_megatron(copy, shape_of(source), tmp_path / "out", 2, 1, dtype)
-    assert f"{NORM} in {copy / "model.safetensors"} has {told}" in str(error.value)
+    assert f"{NORM} in {copy / 'model.safetensors'} has {told}" in str(error.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
 
 

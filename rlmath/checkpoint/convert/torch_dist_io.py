@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import pickle
 import zipfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from rlmath.checkpoint.directory import INDEX
 from rlmath.checkpoint.safe_metadata import read_metadata
@@ -29,9 +30,6 @@ FORMAT = {
 """What Megatron expects in metadata.json."""
 COMMON = {"checkpoint_version": 3.0, "iteration": 0}
 """What Megatron-LM expects in common.pt: for versions before 2 it would reorder the rows of query, key and value."""
-_OVERHEAD_BYTES = 2**16
-"""Most of a saved part that is not its numbers: names and shapes."""
-_UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile)
 
 
 class StateReader:
@@ -54,22 +52,18 @@ class StateReader:
         """A rectangle of a tensor. Where one part has all of it, that part as it was read, without a copy. ValueError
         where a file is damaged."""
         entry = self.tensors[key]
-        whole: Tensor | None = None
-        found: list[list[tuple[int, int]]] = []
-        for chunk in self._chunks_near(key, offset, size):
-            common = _common(chunk, offset, size)
-            if common is None:
-                continue
-            if any(_overlap(common, other) for other in found):
-                raise ValueError(f"{self.folder / INDEX}: parts of {key} overlap. Save or copy it again.")
-            found.append(common)
-            part = self._part(key, chunk)[_slices(chunk.offsets, common)]
-            if part.shape == torch.Size(size):
-                return part
-            if whole is None:
-                whole = torch.empty(tuple(size), dtype=entry.properties.dtype)
-            whole[_slices(offset, common)] = part
-        if whole is None or sum(math.prod(b - a for a, b in one) for one in found) != whole.numel():
+        near = replace(entry, chunks=self._chunks_near(key, offset, size))
+        wanted = dcp.ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
+        whole, numbers = torch.empty(tuple(size), dtype=entry.properties.dtype), 0
+        for item in create_read_items_for_chunk_list(key, near, [wanted]):
+            assert item.storage_index.index is not None
+            part = self._part(key, near.chunks[item.storage_index.index])
+            piece = part[_slices(item.storage_offsets, item.lengths)]
+            if piece.shape == whole.shape:
+                return piece
+            whole[_slices(item.dest_offsets, item.lengths)] = piece
+            numbers += piece.numel()
+        if numbers != whole.numel():
             raise ValueError(f"{self.folder / INDEX}: {key} is not stored whole. Save or copy it again.")
         return whole
 
@@ -90,75 +84,30 @@ class StateReader:
         return self._stacks[key].get(offset[0], [])
 
     def _part(self, key: str, chunk: dcp.ChunkStorageMetadata) -> Tensor:
-        place = self._places[dcp.MetadataIndex(self._prefix + key, chunk.offsets)]
-        path = self.folder / place.relative_path
-        expected = math.prod(chunk.sizes) * self.tensors[key].properties.dtype.itemsize
+        dtype = self.tensors[key].properties.dtype
         try:
-            with path.open("rb", buffering=0) as file:
-                view = _Span(file, place.offset, place.length)
-                with zipfile.ZipFile(view) as archive:  # a small archive could unpack to any size
-                    size = sum(member.file_size for member in archive.infolist())
-                    if size <= expected + _OVERHEAD_BYTES and archive.testzip() is not None:
-                        raise ValueError("its checksum differs")
-                if size > expected + _OVERHEAD_BYTES:
-                    raise ValueError(f"it unpacks to {size} bytes, {expected} are needed")
-                view.seek(0)
-                part = torch.load(view, map_location="cpu", weights_only=True)
-            if not isinstance(part, Tensor) or part.shape != chunk.sizes:
-                raise ValueError(f"it is no tensor of {tuple(chunk.sizes)}")
-            if part.dtype != self.tensors[key].properties.dtype:
-                raise ValueError(f"its numbers are {part.dtype}")
-        except _UNREADABLE as error:
+            place = self._places[dcp.MetadataIndex(self._prefix + key, chunk.offsets)]
+            with (self.folder / place.relative_path).open("rb") as file:
+                file.seek(place.offset)
+                content = file.read(place.length)
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                if sum(member.file_size for member in archive.infolist()) > len(content):
+                    raise ValueError("it is compressed")  # and could unpack to any size
+                if archive.testzip() is not None:
+                    raise ValueError("its checksum differs")
+            part = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            if (part.shape, part.dtype) != (chunk.sizes, dtype):
+                raise ValueError(f"it is no tensor of {tuple(chunk.sizes)} in {dtype}")
+        except Exception as error:  # of any kind: whatever the file holds
             reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"{path} is damaged where {key} is stored ({reason}). Copy it again.") from error
+            raise ValueError(
+                f"{self.folder} is damaged where {key} is stored ({reason}). Copy it again."
+            ) from error
         return part
 
 
-class _Span(io.RawIOBase):
-    """A range of a file as a file of its own."""
-
-    def __init__(self, file: io.FileIO, start: int, length: int) -> None:
-        self._file, self._start, self._length = file, start, length
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        room = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
-        self._file.seek(self._start + self._at)
-        got = 0
-        while got < len(room) and (more := self._file.readinto(room[got:])):  # 2 GiB at a time at most
-            got += more
-        self._at += got
-        return got
-
-
-def _common(
-    chunk: dcp.ChunkStorageMetadata, offset: Sequence[int], size: Sequence[int]
-) -> list[tuple[int, int]] | None:
-    """(start, stop) on every axis of what a chunk and a rectangle have in common."""
-    bounds = [
-        (max(a, b), min(a + m, b + n))
-        for a, m, b, n in zip(chunk.offsets, chunk.sizes, offset, size, strict=True)
-    ]
-    return None if any(start >= stop for start, stop in bounds) else bounds
-
-
-def _overlap(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> bool:
-    return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True))
-
-
-def _slices(origin: Sequence[int], bounds: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
-    return tuple(slice(start - o, stop - o) for o, (start, stop) in zip(origin, bounds, strict=True))
+def _slices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
 
 
 class StateWriter:
