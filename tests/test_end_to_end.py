@@ -306,7 +306,6 @@ def test_a_captured_step_is_the_same_in_another_layout(workplace: Path, layout: 
     relative = {one["name"]: one["relative"] for one in ordered}  # the largest of each
     assert max(relative.pop(name) for name in ("mismatch_max", "grad_norm")) < 1e-4
     assert max(relative.values()) < 1e-5
-    assert found["weights"] < 1e-4
 
 
 @matrix

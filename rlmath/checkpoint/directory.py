@@ -181,9 +181,6 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise_if_out_of_reach(path, error)
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
-    outside = [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]
-    if outside:
-        raise ValueError(f"{path} names files outside of its folder ({outside[0]!r})")
     return checkpoint
 
 
@@ -281,37 +278,14 @@ def _flush(path: Path) -> None:
 
 
 def write_error_text(error: Exception, path: Path) -> str:
-    """Why a file of a checkpoint was not written. torch raises a RuntimeError of its zip format, without a word about
-    the disk: the OSError behind it is told, and where there is none the one that a further write to `path` raises."""
-    told, cause = (
-        f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-        _os_error(error),
-    )
-    if isinstance(error, RuntimeError) and cause is None:
-        try:
-            with path.open("ab", buffering=0) as file:
-                file.write(bytes(2**20))
-                os.fsync(file.fileno())
-        except OSError as refused:
-            cause = refused
-    if cause is None or cause.strerror is None:
-        return told
-    room = ""
-    if cause.errno in (errno.ENOSPC, errno.EDQUOT):
-        with contextlib.suppress(OSError):
-            disk = os.statvfs(path.parent)
-            gib = disk.f_bavail * disk.f_frsize / 2**30
-            room = f"; the disk has {gib:.3f} GiB and {disk.f_favail} files (inodes) left"
-    return f"{cause.filename or path} cannot be written: {cause.strerror} (errno {cause.errno}{room})" + (
-        "" if cause is error else f" [{told}]"
-    )
-
-
-def _os_error(error: BaseException | None) -> OSError | None:
-    """The first OSError among an error and what it was raised from."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
+    """Why a file of a checkpoint was not written, and how full its disk is: torch raises a RuntimeError of its zip
+    format, without a word about the disk."""
+    told = f"{path} was not written: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    with contextlib.suppress(OSError):
+        disk = os.statvfs(path.parent)
+        gib = disk.f_bavail * disk.f_frsize / 2**30
+        told += f"; its disk has {gib:.3f} GiB and {disk.f_favail} files (inodes) left"
+    return told
 
 
 def set_aside(folder: Path, ending: str) -> Path:

@@ -56,27 +56,6 @@ _LAST_REMOVALS_SECONDS = 30.0
 """How long the end of a run waits for superseded checkpoints to be removed."""
 
 
-@dataclass(frozen=True)
-class Retention:
-    """How many checkpoints stay; see `directory.set_superseded_aside`."""
-
-    keep_last: int
-    keep_models: int | None
-    judged_after: int = 0
-    always: frozenset[int] = frozenset()
-    """Steps done in checkpoints that stay in any case."""
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A save that has succeeded or failed."""
-
-    step: int
-    checkpoint: Checkpoint | None
-    """None where it failed; then `error` says why, and all its files are removed."""
-    error: str | None
-
-
 @dataclass
 class _SaveInFlight:
     partial: Path
@@ -100,9 +79,9 @@ class CheckpointManager:
         models: Callable[[], Sequence[SavedModel]],
         device: Device,
         metadata_files: Mapping[str, bytes],
-        retention: Retention,
+        **retention: Any,
     ) -> None:
-        """`models` gives what a save holds, the policy among it."""
+        """`models` gives what a save holds, the policy among it; `retention` is that of `set_superseded_aside`."""
         checkpointing.patch(SafeReader)
         self._root, self._metadata_files, self._retention = root, metadata_files, retention
         self._models, self._device = models, device
@@ -132,6 +111,12 @@ class CheckpointManager:
         return self._unfinished is not None
 
     @property
+    def step(self) -> int:
+        """Steps done in the save in flight."""
+        assert self._unfinished is not None
+        return self._unfinished.step
+
+    @property
     def written(self) -> bool:
         """This rank's part of the save in flight is on disk, or has failed. Not a collective."""
         assert self._unfinished is not None
@@ -139,9 +124,9 @@ class CheckpointManager:
 
     def start(
         self, progress: Progress, kept: bool, settings_yaml: str, files: Mapping[str, bytes] | None = None
-    ) -> Saved | None:
-        """Start a save. Returns None, or the failed save. The names of tensors in `progress` are filled in here.
-        `files` are written beside, by rank 0 and at once."""
+    ) -> str | None:
+        """Start a save. Returns why it failed, where all its files are removed, or None. The names of tensors in
+        `progress` are filled in here. `files` are written beside, by rank 0 and at once."""
         assert not self.busy, "finish the save in flight first"
         state, progress = self._state(progress)
         partial = directory.partial_of(self._root, progress.step)
@@ -155,9 +140,9 @@ class CheckpointManager:
             error = error or collectives.first_error(self._submit(save, buckets))
         return None if error is None else self._give_up(error)
 
-    def finish(self, waiting: Callable[[], None] = lambda: None) -> Saved:
-        """Wait until all ranks' parts are on disk and complete the checkpoint, or remove its files. Calls `waiting`
-        while the writer process advances."""
+    def finish(self, waiting: Callable[[], None] = lambda: None) -> Checkpoint | str:
+        """Wait until all ranks' parts are on disk and complete the checkpoint, or remove its files and return why.
+        Calls `waiting` while the writer process advances."""
         save = self._unfinished
         assert save is not None
         mine = Written([], {}, None)
@@ -173,7 +158,7 @@ class CheckpointManager:
         if isinstance(outcome, str):
             return self._give_up(outcome)
         self._unfinished = None
-        return Saved(save.step, outcome, None)
+        return outcome
 
     def close(self) -> None:
         """End the writer process. A save in flight is aborted, and never becomes visible."""
@@ -217,19 +202,17 @@ class CheckpointManager:
             if isinstance(part, ShardedTensor) and is_main_replica(part.replica_id)
         )
         needed = sum(collectives.all_gather_objects(mine)) + 64 * 2**20  # which stay free
-        return collectives.broadcast_from_rank_zero(self._lacks(needed) if self._rank == 0 else None)
-
-    def _lacks(self, needed: int) -> str | None:
-        try:
-            self._root.mkdir(parents=True, exist_ok=True)
-            if shutil.disk_usage(self._root).free < needed:
-                self.wait_for_removals()  # what they free counts
-            free = shutil.disk_usage(self._root).free
-        except OSError as error:
-            return f"{self._root} cannot be used: {error}"
-        if free >= needed:
-            return None
-        return f"the disk of {self._root} has {free / 2**30:.2f} GiB free; needed: {needed / 2**30:.2f} GiB"
+        error = None
+        if self._rank == 0:
+            try:
+                self._root.mkdir(parents=True, exist_ok=True)
+                if shutil.disk_usage(self._root).free < needed:
+                    self.wait_for_removals()  # what they free counts
+                if (free := shutil.disk_usage(self._root).free) < needed:
+                    error = f"{self._root} has {free / 2**30:.2f} GiB free; needed: {needed / 2**30:.2f} GiB"
+            except OSError as refused:
+                error = f"{self._root} cannot be used: {refused}"
+        return collectives.broadcast_from_rank_zero(error)
 
     def _open(self, progress: Progress, settings_yaml: str, files: Mapping[str, bytes]) -> str | None:
         """Rank 0 creates the folder and the small files; every rank must see it."""
@@ -288,11 +271,8 @@ class CheckpointManager:
         except (OSError, RuntimeError, ValueError) as error:
             return directory.write_error_text(error, state / "common.pt")
         try:
-            self._remove(
-                directory.set_superseded_aside(
-                    self._root, learned_step=save.learned_step, **vars(self._retention)
-                )
-            )
+            learned = save.learned_step
+            self._remove(directory.set_superseded_aside(self._root, learned_step=learned, **self._retention))
         except (OSError, ValueError) as error:
             logger.warning("superseded checkpoints cannot be removed: %s", error)
         return checkpoint
@@ -304,7 +284,7 @@ class CheckpointManager:
             self._removals.append(threading.Thread(target=directory.remove, args=(folder,), daemon=True))
             self._removals[-1].start()
 
-    def _give_up(self, error: str) -> Saved:
+    def _give_up(self, error: str) -> str:
         """Abort the writers, and remove the files of the save."""
         save = self._unfinished
         assert save is not None
@@ -313,7 +293,7 @@ class CheckpointManager:
         if self._rank == 0:
             directory.remove(save.partial)
         self._unfinished = None
-        return Saved(save.step, None, error)
+        return error
 
 
 class _Strategy(TorchDistSaveShardedStrategy):

@@ -7,12 +7,10 @@
 
 `capture.json` has digests of the last two: a changed byte is noticed. Paths in config.yaml may be edited.
 
-Written after the steps of `telemetry.capture_steps`, with a digest and random projections of the weights before and
-after; and, without those, for the last step of a run that fails or diverges. The weights that the step began with are
-those of the run's checkpoint with so many steps done; before the first step, of `model.path`.
+Written after the steps of `telemetry.capture_steps`, with digests of the weights before and after; and, without those,
+for the last step of a run that fails or diverges. The weights that the step began with are those of the run's
+checkpoint with so many steps done; before the first step, of `model.path`.
 """
-
-# Shape legend: K projections of a tensor.
 
 from __future__ import annotations
 
@@ -41,21 +39,9 @@ CAPTURE_FILE = "capture.json"
 GROUPS_FILE = "groups.jsonl"
 TOKENS_FILE = "tokens.safetensors"
 VERSION = 2
-PROJECTIONS = 8
-"""Of every tensor. Their mean squared difference between two models estimates their squared distance."""
 _MOST_BYTES = 2**34
 """Of a file that is read."""
 _DIGESTED = (GROUPS_FILE, TOKENS_FILE)
-
-
-@dataclass(frozen=True)
-class WeightSketch:
-    """What tells the weights of two models apart, whatever their layouts."""
-
-    digest: str
-    """SHA-256 of all tensors as Hugging Face names them."""
-    projections: dict[str, list[float]]
-    """K of each tensor: its product with signs that follow from the place."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +62,8 @@ class CapturedUpdate:
     critic_minibatches: list[CapturedMinibatch]
     advantages: list[list[float]]
     """By learned group and completion."""
-    weights_after: WeightSketch | None = None
+    weights_after: str | None = None
+    """SHA-256 of all tensors as Hugging Face names them; None where it was not taken, or on a rank but 0."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +93,8 @@ class Capture:
     """By learned group and completion, where a function of the user's gave them."""
     update: CapturedUpdate | None = None
     """None where the update did not end."""
-    weights_before: WeightSketch | None = None
+    weights_before: str | None = None
+    """As `CapturedUpdate.weights_after`."""
     versions: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -117,18 +105,6 @@ class Capture:
             for group, samples in zip(self.groups, self.chosen, strict=True)
             if samples
         ]
-
-
-def distance(one: WeightSketch, other: WeightSketch) -> float:
-    """The estimated L2 distance of two models of the same tensors. ValueError for models of different ones."""
-    if one.projections.keys() != other.projections.keys():
-        raise ValueError("the models have different tensors")
-    squares = [
-        (a - b) ** 2
-        for name, row in one.projections.items()
-        for a, b in zip(row, other.projections[name], strict=True)
-    ]
-    return math.sqrt(math.fsum(squares) / PROJECTIONS)
 
 
 # ---------------------------------------------------------------- files
@@ -246,7 +222,7 @@ def read_capture(folder: Path) -> Capture:
             groups=[group for group, _ in rows],
             chosen=[samples for _, samples in rows],
             update=None if update is None else _read_update(update),
-            weights_before=None if before is None else WeightSketch(**before),
+            weights_before=_read_digest(before),
             **header,
         )
     except (SafetensorError, LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -257,7 +233,12 @@ def _read_update(row: dict[str, Any]) -> CapturedUpdate:
     for kind in ("minibatches", "critic_minibatches"):
         row[kind] = [CapturedMinibatch(**one) for one in row[kind]]
     after = row.pop("weights_after")
-    return CapturedUpdate(**row, weights_after=None if after is None else WeightSketch(**after))
+    return CapturedUpdate(**row, weights_after=_read_digest(after))
+
+
+def _read_digest(value: Any) -> str | None:
+    """Earlier captures have further figures beside it."""
+    return value["digest"] if isinstance(value, dict) else value
 
 
 def _read_groups(

@@ -1,7 +1,5 @@
 """Keeps the records of a run's last step, and writes them where they are wanted (`capture`)."""
 
-# Shape legend: N values of a tensor, K projections.
-
 from __future__ import annotations
 
 import hashlib
@@ -19,14 +17,7 @@ from rlmath.checkpoint.hf.weights import stream_hf_tensors
 from rlmath.config.load import config_as_yaml
 from rlmath.distributed.process import library_versions
 from rlmath.models.learner import MinibatchResult
-from rlmath.replay.capture import (
-    PROJECTIONS,
-    Capture,
-    CapturedMinibatch,
-    CapturedUpdate,
-    WeightSketch,
-    write_capture,
-)
+from rlmath.replay.capture import Capture, CapturedMinibatch, CapturedUpdate, write_capture
 from rlmath.trainer.metrics import UpdateRecord
 
 if TYPE_CHECKING:
@@ -69,14 +60,14 @@ class StepRecorder:
             own_advantages=own_advantages,
         )
         if number + 1 in self._steps:
-            self._last = replace(self._last, weights_before=sketch_of(trainer))
+            self._last = replace(self._last, weights_before=weights_digest(trainer))
 
     def after_update(self, update: UpdateRecord) -> None:
         """The update of that step has ended. Writes it where it is to be written, which is a collective; what the disk
         refuses is a warning."""
         assert self._last is not None
         is_due = self._last.step + 1 in self._steps
-        weights = sketch_of(self._trainer) if is_due else None
+        weights = weights_digest(self._trainer) if is_due else None
         captured = captured_update(update, weights)
         self._last = replace(self._last, update=captured)
         if is_due and self._trainer.mesh.rank == 0:
@@ -102,7 +93,7 @@ class StepRecorder:
             logger.info(text, found.step + 1, folder)
 
 
-def captured_update(update: UpdateRecord, weights_after: WeightSketch | None = None) -> CapturedUpdate:
+def captured_update(update: UpdateRecord, weights_after: str | None = None) -> CapturedUpdate:
     """What a capture keeps of an update."""
     minibatches, of_critic = (
         [_captured(one) for one in results] for results in (update.results, update.critic_results)
@@ -115,36 +106,12 @@ def _captured(result: MinibatchResult) -> CapturedMinibatch:
     return CapturedMinibatch(numbers | result.sums | result.maxima, result.discarded)
 
 
-def sketch_of(trainer: PolicyTrainer) -> WeightSketch | None:
-    """Of the policy as it is now, on rank 0; None elsewhere. A collective."""
-    digest, projections = hashlib.sha256(), {}
+def weights_digest(trainer: PolicyTrainer) -> str | None:
+    """SHA-256 of the policy as it is now, whatever its layout, on rank 0; None elsewhere. A collective."""
+    digest = hashlib.sha256()
     for name, tensor in stream_hf_tensors(trainer.actor.chunks, trainer.shape, trainer.mesh):
         if trainer.mesh.rank == 0:
             digest.update(name.encode())
             # A copy: a parameter that NumPy has seen cannot be offloaded any more.
             digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).clone().numpy().data)
-            projections[name] = project(tensor.detach().flatten())
-    return WeightSketch(digest.hexdigest(), projections) if trainer.mesh.rank == 0 else None
-
-
-def project(values_N: torch.Tensor, at_once: int = 2**22) -> list[float]:
-    """K sums of the values with signs, which follow from place and projection alone (float64); of `at_once` values at a
-    time, which take 40 bytes each on their device.
-
-    The squared difference of such a sum for two tensors has their squared distance as its mean over all signs
-    (Johnson and Lindenstrauss 1984, with the signs of Achlioptas 2003).
-    """
-    sums = [0.0] * PROJECTIONS
-    for start in range(0, len(values_N), at_once):
-        piece_N = values_N[start : start + at_once].double()
-        place_N = (
-            torch.arange(start + 1, start + 1 + len(piece_N), device=piece_N.device) * 0x1E3779B97F4A7C15
-        )
-        place_N ^= place_N >> 29
-        for k in range(PROJECTIONS):
-            mixed_N = place_N * (0x3F58476D1CE4E5BB + 2 * k)
-            mixed_N ^= mixed_N >> 32
-            mixed_N *= 0x14D049BB133111EB
-            signs_N = ((mixed_N >> 41) & 1).double().mul_(2).sub_(1)
-            sums[k] += float(piece_N @ signs_N)
-    return sums
+    return digest.hexdigest() if trainer.mesh.rank == 0 else None

@@ -109,20 +109,16 @@ def find_capture(run: Path, step: int | None) -> Path:
         there = sorted(one.parent for one in (run / CAPTURES_FOLDER).glob(f"step-*/{CAPTURE_FILE}"))
     except OSError as error:
         raise ValueError(f'"{run}" cannot be read: {error.strerror}') from error
-    if not there:
-        raise ValueError(
-            f'"{run}" has no capture. Needed: the folder of a run with {CAPTURES_FOLDER}/, which '
-            "telemetry.capture_steps=[10] makes, and a failure does"
+    fitting = [one for one in there if step is None or one == folder_of(run, step - 1)]
+    if len(fitting) != 1:
+        what = (
+            "several captures" if fitting else "no capture" if step is None else f"no capture of step {step}"
         )
-    names = ", ".join(one.name for one in there[:10]) + (", ..." if there[10:] else "")
-    if step is None:
-        if len(there) > 1:
-            raise ValueError(f'"{run}" has several captures ({names}). Say which: --step N')
-        return there[0]
-    folder = folder_of(run, step - 1)
-    if folder not in there:
-        raise ValueError(f'"{run}" has no capture of step {step}; it has {names}')
-    return folder
+        raise ValueError(
+            f'"{run}" has {what}; captures there: {", ".join(one.name for one in there) or "none"}. Give the folder of '
+            "a run that telemetry.capture_steps or a failure made one in, and --step N"
+        )
+    return fitting[0]
 
 
 def find_state(folder: Path, capture: Capture, given: Path | None) -> tuple[CheckpointToResume | None, str]:
@@ -139,18 +135,16 @@ def find_state(folder: Path, capture: Capture, given: Path | None) -> tuple[Chec
         found = [one for one in found if one.step <= capture.step]
     if not found:
         wanted = given or folder.parent.parent / CHECKPOINTS_FOLDER / f"step-{capture.step:06d}"
-        told = "".join(f". {note}" for note in notes)
         raise ValueError(
-            f'there is no complete checkpoint "{wanted}", with which step {capture.step + 1} began{told}. Give one: '
-            "--state FOLDER"
+            f'there is no complete checkpoint "{wanted}", with which step {capture.step + 1} began. '
+            f"{' '.join([*notes, 'Give one: --state FOLDER'])}"
         )
     checkpoint, progress = found[0], read_progress(found[0].folder)
     warning = ""
     if checkpoint.step != capture.step or len(progress.rollback_steps) > capture.rollbacks:
-        since = "" if checkpoint.step != capture.step else ", made again after a rollback"
         warning = (
-            f"the replay of step {capture.step + 1} starts from {checkpoint.folder}, of step {checkpoint.step}{since}; "
-            f"the step began with what there was after step {capture.step}: figures are those of other weights"
+            f"the replay of step {capture.step + 1} starts from {checkpoint.folder}, and the step began with other "
+            f"weights, those after step {capture.step}: figures differ"
         )
     return (checkpoint, progress), warning
 

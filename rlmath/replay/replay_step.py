@@ -29,8 +29,8 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.distributed.rendezvous import Rendezvous
 from rlmath.planning.memory_estimate import mesh_of
-from rlmath.replay.capture import Capture, CapturedMinibatch, CapturedUpdate, WeightSketch, distance
-from rlmath.replay.recorder import captured_update, sketch_of
+from rlmath.replay.capture import Capture, CapturedMinibatch, CapturedUpdate
+from rlmath.replay.recorder import captured_update, weights_digest
 from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers
 from rlmath.rollout.collector import CollectGroups, Collector
 from rlmath.rollout.engine import Engine
@@ -76,29 +76,22 @@ class Comparison:
     """All numbers of all minibatches."""
     start: str
     """Whether it began with the captured weights: "equal", "other" or "not captured"."""
-    weights: float | None
-    """Distance of the weights afterwards from the captured ones, as a share of how far the update moved them; 0 where
-    all bits are the same, None where they were not captured."""
+    weights: str
+    """Whether the weights afterwards are the captured ones to the bit, in the same words."""
     mistakes: tuple[str, ...] = ()
     """Why the two cannot be compared number by number."""
 
-    def largest(self, tolerance: float) -> Difference | None:
-        """The largest of those that count."""
-        return max(self._counted(tolerance), key=lambda one: one.relative, default=None)
-
     def same(self, tolerance: float) -> bool:
-        """Whether all numbers, and the weights, are within the tolerance. What a single token has, the largest
-        mismatch, is rounded more than means are: it counts only where all bits must be the same."""
-        if self.mistakes or self.start == "other" or not (self.weights is None or self.weights <= tolerance):
-            return False
-        return all(one.relative <= tolerance for one in self._counted(tolerance))
-
-    def _counted(self, tolerance: float) -> list[Difference]:
-        return [one for one in self.differences if tolerance == 0 or one.name not in MAXIMA]
+        """Whether all numbers are within the tolerance. What a single token has, the largest mismatch, is rounded more
+        than means are: it counts only where all bits must be the same."""
+        counted = [one for one in self.differences if tolerance == 0 or one.name not in MAXIMA]
+        return (
+            not self.mistakes and self.start != "other" and all(one.relative <= tolerance for one in counted)
+        )
 
     @property
     def bit_equal(self) -> bool:
-        return self.same(0.0) and self.weights == 0
+        return self.same(0.0) and self.weights == "equal"
 
 
 # ---------------------------------------------------------------- update
@@ -149,9 +142,9 @@ def replay_update(
         trainer.build_models(context)
         trainer.scale_learning_rate()
         restore(trainer, _whole(state, heartbeat), heartbeat)
-        before = sketch_of(trainer)  # on rank 0
+        before = weights_digest(trainer)  # on rank 0
         trainer.step(capture.step)
-        replayed = captured_update(trainer.last, sketch_of(trainer))
+        replayed = captured_update(trainer.last, weights_digest(trainer))
         status = exit_codes.FINISHED
         if before is not None:
             found = compare(capture, before, replayed)
@@ -164,14 +157,11 @@ def replay_update(
     return status
 
 
-def compare(capture: Capture, before: WeightSketch, replayed: CapturedUpdate) -> Comparison:
-    """What the replay of an update gave with what the run's gave."""
-    start = "not captured"
-    if capture.weights_before is not None:
-        start = "equal" if capture.weights_before.digest == before.digest else "other"
-    there = capture.update
+def compare(capture: Capture, before: str, replayed: CapturedUpdate) -> Comparison:
+    """What the replay of an update gave with what the run's gave; `before` is the digest of the replay's weights."""
+    start, there = _compared(capture.weights_before, before), capture.update
     if there is None:
-        return Comparison((), start, None, ("the captured update did not end",))
+        return Comparison((), start, "not captured", ("the captured update did not end",))
     mistakes, differences = [], []
     for kind in ("minibatches", "critic_minibatches"):
         rows, again = getattr(there, kind), getattr(replayed, kind)
@@ -183,12 +173,14 @@ def compare(capture: Capture, before: WeightSketch, replayed: CapturedUpdate) ->
                 mistakes.append(f"{word}minibatch {number}: discarded in one of the two only")
             differences += _differences(f"{word}{number}", row, other)
     differences += _advantage_differences(there.advantages, replayed.advantages)
-    after, again = there.weights_after, replayed.weights_after
-    weights = None
-    if after is not None and again is not None:
-        moved = distance(before, again)
-        weights = 0.0 if after.digest == again.digest else distance(after, again) / max(moved, 1e-300)
+    weights = _compared(there.weights_after, replayed.weights_after)
     return Comparison(tuple(differences), start, weights, tuple(mistakes))
+
+
+def _compared(captured: str | None, replayed: str | None) -> str:
+    if captured is None:
+        return "not captured"
+    return "equal" if captured == replayed else "other"
 
 
 def _differences(label: str, one: CapturedMinibatch, other: CapturedMinibatch) -> Iterator[Difference]:
@@ -224,37 +216,29 @@ def comparison_lines(
     capture: Capture, found: Comparison, replayed: CapturedUpdate, tolerance: float
 ) -> list[str]:
     """For the console."""
-    lines = []
-    if found.start == "other":
-        lines.append(
-            "The weights before the step are not those that were captured: another model.path or checkpoint"
-        )
+    lines = [f"The weights before the step, beside the captured ones: {found.start}"]
     for one in found.differences:
         if one.name in SHOWN:
             lines.append(
                 f"  minibatch {one.minibatch:<3} {one.name:<14} {one.captured:>15.8g} {one.replayed:>15.8g} "
                 f"{one.relative:.1e}"
             )
+    lines += [f"  {mistake}" for mistake in found.mistakes]
     if capture.update is None:
         results = [asdict(one) for one in replayed.minibatches]
-        return [*lines, f"The captured update did not end ({capture.reason}); the replay gave {results}"]
-    lines += [f"  {mistake}" for mistake in found.mistakes]
-    if found.weights is not None:
-        lines.append(f"  weights: apart by {found.weights:.1e} of what the update moved them")
-    largest = found.largest(tolerance)
-    where = f" ({largest.name} of minibatch {largest.minibatch})" if largest and largest.relative else ""
-    worst = 0.0 if largest is None else largest.relative
-    if found.bit_equal:
-        lines.append("The same to the bit: all numbers, and the weights afterwards")
-    elif found.same(tolerance):
-        lines.append(
-            f"The same: the largest relative difference is {worst:.1e}{where}, at most {tolerance:g}"
-        )
-    else:
-        lines.append(
-            f"NOT the same: the largest relative difference is {worst:.1e}{where}; allowed, also of weights: "
-            f"{tolerance:g}"
-        )
+        return [*lines, f"The run ended in the update ({capture.reason}); the replay gave {results}"]
+    largest = max(found.differences, key=lambda one: one.relative, default=None)
+    where = (
+        ""
+        if largest is None
+        else f" is {largest.relative:.1e}, {largest.name} of minibatch {largest.minibatch}"
+    )
+    word = (
+        "The same to the bit" if found.bit_equal else "The same" if found.same(tolerance) else "NOT the same"
+    )
+    lines.append(
+        f"{word}: the largest relative difference{where}; allowed: {tolerance:g}; weights afterwards: {found.weights}"
+    )
     return lines
 
 
@@ -351,9 +335,9 @@ def _sample_again(
 
 
 def compare_groups(captured: Sequence[ScoredGroup], replayed: Sequence[ScoredGroup]) -> dict[str, Any]:
-    """How many completions are the same, and where the first one differs."""
+    """How many completions are the same, and how far log-probs (nats) of the same tokens are apart."""
     same_tokens = same_rewards = total = 0
-    apart, first = 0.0, None
+    apart = 0.0
     for group, other in zip(captured, replayed, strict=True):
         for one, again, score, score_again in zip(
             group.completions, other.completions, group.scores, other.scores, strict=True
@@ -363,33 +347,21 @@ def compare_groups(captured: Sequence[ScoredGroup], replayed: Sequence[ScoredGro
             if list(one.token_ids) == list(again.token_ids):
                 same_tokens += 1
                 apart = max([apart, *(abs(a - b) for a, b in zip(one.logprobs, again.logprobs, strict=True))])
-            elif first is None:
-                pairs = enumerate(zip(one.token_ids, again.token_ids, strict=False))
-                shorter = min(len(one.token_ids), len(again.token_ids))
-                place = next((i for i, (a, b) in pairs if a != b), shorter)
-                first = {"prompt_id": group.prompt.prompt_id, "sample": one.sample_index, "token": place}
     return {
         "same": same_tokens == same_rewards == total,
         "completions": total,
         "same_tokens": same_tokens,
         "same_rewards": same_rewards,
         "logprobs_apart": apart,
-        "first_difference": first,
     }
 
 
 def rollout_line(found: Mapping[str, Any]) -> str:
     """For the console."""
-    total = found["completions"]
-    line = (
-        f"{found['same_tokens']} of {total} completions have the same tokens, {found['same_rewards']} the same reward; "
-        f"log-probs of the same tokens are apart by at most {found['logprobs_apart']:.1e} nats"
+    return (
+        f"{found['same_tokens']} of {found['completions']} completions have the same tokens, {found['same_rewards']} "
+        f"the same reward; log-probs of the same tokens are apart by at most {found['logprobs_apart']:.1e} nats"
     )
-    first = found["first_difference"]
-    if first is not None:
-        place = f"prompt {first['prompt_id']}, sample {first['sample']}, at token {first['token']}"
-        line += f"; the first that differs: {place}"
-    return line
 
 
 # ---------------------------------------------------------------- both

@@ -263,11 +263,11 @@ class TrainingRun:
         self.stop.done()
         left = "no checkpoint is from before that"
         try:
-            sound = self.checkpointer.newest_sound() if self.trainer.mesh.rank == 0 else None
+            sound = self.checkpointer.sound()[:1] if self.trainer.mesh.rank == 0 else []
         except (OSError, ValueError) as refused:
-            sound, left = None, f"the checkpoints cannot be looked at: {refused}"
-        if sound is not None:
-            left = f"the newest checkpoint from before that is {sound}, of which rlmath convert to-hf makes a model"
+            sound, left = [], f"the checkpoints cannot be looked at: {refused}"
+        for one in sound:
+            left = f"the newest checkpoint from before that is {one.folder}; rlmath convert to-hf makes a model of it"
         return self.ending("diverged", step=self.heartbeat.step, error=error, left=left)
 
     def ending_of_failed_function(self, error: UserFunctionError) -> Ending:

@@ -38,12 +38,11 @@ def progress(step: int, updates: int, world_size: int) -> Any:
 
 
 def open_store(stage: Stage, root: Path, keep_last: int = 2) -> Any:
-    from rlmath.checkpoint.manager import CheckpointManager, Retention
+    from rlmath.checkpoint.manager import CheckpointManager
 
     metadata_files = {"config.json": b"{}"}
-    return CheckpointManager(
-        root, lambda: [policy_of(stage)], stage.device, metadata_files, Retention(keep_last, None)
-    )
+    kept = {"keep_last": keep_last, "keep_models": None}
+    return CheckpointManager(root, lambda: [policy_of(stage)], stage.device, metadata_files, **kept)
 
 
 def policy_of(stage: Stage) -> Any:
@@ -79,7 +78,7 @@ def save(folder: Path, case: Case, samples: list[Sample], root: Path) -> Outcome
         numbers = draws()
         learn(stage, samples)
         saved = store.finish()
-        assert saved.error is None, saved.error
+        assert not isinstance(saved, str), saved
     finally:
         store.close()
     return Outcome(state, weights, whole_tensors(stage), numbers)
@@ -108,7 +107,7 @@ def save_often(folder: Path, case: Case, root: Path, steps: list[tuple[int, bool
     try:
         for step, kept in steps:
             assert store.start(progress(step, 0, stage.mesh.world_size), kept, SETTINGS) is None
-            assert store.finish().error is None
+            assert not isinstance(store.finish(), str)
     finally:
         store.close()
 
@@ -129,11 +128,15 @@ def signal_the_writers(folder: Path, case: Case, root: Path) -> list[str | None]
             refused = store.start(progress(step, 0, stage.mesh.world_size), False, SETTINGS)
             for number in SIGNALS:
                 writer.send_signal(number)
-            errors.append((refused or store.finish()).error)
+            errors.append(refused or error_of(store.finish()))
             assert store._writer._process is writer
     finally:
         store.close()
     return errors
+
+
+def error_of(saved: Any) -> str | None:
+    return saved if isinstance(saved, str) else None
 
 
 def lose_a_writer(folder: Path, case: Case, root: Path) -> list[str | None]:
@@ -148,9 +151,9 @@ def lose_a_writer(folder: Path, case: Case, root: Path) -> list[str | None]:
         assert store.start(progress(1, 0, stage.mesh.world_size), False, SETTINGS) is None
         if stage.mesh.rank == 1:
             writer.kill()
-        errors.append(store.finish().error)
+        errors.append(error_of(store.finish()))
         refused = store.start(progress(2, 0, stage.mesh.world_size), False, SETTINGS)
-        errors.append((refused or store.finish()).error)
+        errors.append(refused or error_of(store.finish()))
     finally:
         store.close()
     return errors

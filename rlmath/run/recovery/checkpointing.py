@@ -21,7 +21,7 @@ from rlmath.checkpoint.hf.weights import (
     with_stop_tokens,
     write_hf_folder,
 )
-from rlmath.checkpoint.manager import CheckpointManager, Retention, Saved
+from rlmath.checkpoint.manager import CheckpointManager
 from rlmath.config.length_curriculum import has_length_stages, length_stages
 from rlmath.config.load import config_as_yaml
 from rlmath.config.run_files import ADAPTER_FOLDER, CHECKPOINTS_FOLDER, EXPORT_FOLDER, MODELS_FOLDER
@@ -63,12 +63,10 @@ class Checkpointer:
             trainer.saved_models,
             trainer.device,
             self._metadata_files,
-            Retention(
-                config.save.keep_last,
-                config.save.keep_models,
-                0 if divergence.rule is None else divergence.rule.steps,
-                save_schedule.steps_before_captures(config),
-            ),
+            keep_last=config.save.keep_last,
+            keep_models=config.save.keep_models,
+            judged_after=0 if divergence.rule is None else divergence.rule.steps,
+            always=save_schedule.steps_before_captures(config),
         )
         self._origin = origin
         self._stop = stop
@@ -126,13 +124,9 @@ class Checkpointer:
         if self._store.busy:
             self._finish()
 
-    def newest_sound(self) -> Path | None:
-        """The folder of the newest checkpoint whose weights learned in a later step, and are no worse than the best.
-        Reads the disk; ValueError where it cannot."""
-        return next((one.folder for one in self.sound()), None)
-
     def sound(self) -> list[Checkpoint]:
-        """All such, the newest first; as `newest_sound`."""
+        """The checkpoints whose weights learned in a later step, and are no worse than the best, the newest first.
+        Reads the disk; ValueError where it cannot."""
         found, _ = complete_checkpoints(self._folder / CHECKPOINTS_FOLDER)
         return sound_checkpoints(found, self._divergence.sound_before)
 
@@ -191,12 +185,10 @@ class Checkpointer:
             free = shutil.disk_usage(self._folder).free
             refused = f"{error} ({free / 2**30:.3f} GiB free, {needed / 2**30:.3f} needed)"
         refused = broadcast_from_rank_zero(refused)
-        if trainer.mesh.rank == 0 and refused is None and not save_schedule.exports_merged(trainer.config):
-            logger.info("The trained adapters are in %s", folder / ADAPTER_FOLDER)
+        if trainer.mesh.rank == 0 and refused is None and save_schedule.exports_merged(trainer.config):
+            logger.info("The trained model is in %s", folder)
         elif trainer.mesh.rank == 0 and refused is None:
-            size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-            note = save_schedule.export_note(trainer.config, self._metadata_files["config.json"], size)
-            logger.info("The trained model is in %s%s", folder, note)
+            logger.info("The trained adapters are in %s", folder / ADAPTER_FOLDER)
         return refused
 
     def export_length_stage(self, step: int, even_if_there: bool) -> None:
@@ -249,29 +241,27 @@ class Checkpointer:
         with self._trainer.models_on_device(self._trainer.saved_models()):
             failed = self._store.start(self._progress(step), kept, settings, files)
         if failed is not None:
-            self._log_failure(failed)
+            self._log_failure(step, failed)
 
     def _finish(self) -> None:
+        step = self._store.step
         saved = self._store.finish(self._on_progress)
-        if saved.checkpoint is None:
-            self._log_failure(saved)
+        if isinstance(saved, str):
+            self._log_failure(step, saved)
             return
-        self.newest = self._stop.saved_step = saved.step
+        self.newest = self._stop.saved_step = step
         if self._trainer.mesh.rank == 0:
-            size = sum(entry.size for entry in saved.checkpoint.files.values())
-            logger.info(
+            gib, text = (
+                sum(one.size for one in saved.files.values()) / 2**30,
                 "Checkpoint of step %d: %s (%.3f GiB)",
-                saved.step,
-                saved.checkpoint.folder,
-                size / 2**30,
-                extra=event("checkpoint", saved.step),
             )
+            logger.info(text, step, saved.folder, gib, extra=event("checkpoint", step))
 
-    def _log_failure(self, saved: Saved) -> None:
+    def _log_failure(self, step: int, error: str) -> None:
         if self._trainer.mesh.rank == 0:
             last = "there is none yet" if self.newest is None else f"the newest is that of step {self.newest}"
             text = "The checkpoint of step %d was not saved: %s. The run continues; %s"
-            logger.warning(text, saved.step, saved.error, last)
+            logger.warning(text, step, error, last)
 
     def _progress(self, step: int) -> Progress:
         trainer = self._trainer
