@@ -55,7 +55,6 @@ FORMAT = 1
 """Version of this layout, in every manifest."""
 _NAME = re.compile(r"step-(\d{6,})")
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
-"""Errors of a file that is lost. Others (no permission, a disk that does not answer) may be gone tomorrow."""
 
 
 class OutOfReachError(ValueError):
@@ -159,9 +158,15 @@ def _named(root: Path) -> Iterator[tuple[int, Path]]:
             yield int(match[1]), root / name
 
 
+def means_loss(error: OSError) -> bool:
+    """Whether the error means that a file is lost. Others (no permission, a disk that does not answer) may be gone
+    tomorrow."""
+    return error.errno in _DAMAGE
+
+
 def raise_if_out_of_reach(path: Path, error: Exception) -> None:
     """OutOfReachError where the error does not mean that the file is lost."""
-    if isinstance(error, OSError) and error.errno not in _DAMAGE:
+    if isinstance(error, OSError) and not means_loss(error):
         raise OutOfReachError(f'"{path}" cannot be read now ({error.strerror})') from error
 
 

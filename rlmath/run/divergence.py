@@ -23,12 +23,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from rlmath.algorithms.types import Sample
 from rlmath.checkpoint.directory import Progress
 from rlmath.checkpoint.hf.weights import all_finite
-from rlmath.checkpoint.sharded_state import SavedModel, held_by
+from rlmath.checkpoint.sharded_state import held_by
 from rlmath.data.packing import pack
 from rlmath.distributed.collectives import first_error
 from rlmath.models.learner import MinibatchResult
@@ -38,20 +37,16 @@ ADVICE = (
     "Lower optimizer.lr, raise optimizer.warmup_steps, or lower optimizer.clip_grad, algorithm.n_minibatches or "
     "algorithm.epochs, and start a new run.output_dir"
 )
-
-
 NO_STEP = 2**62
 """Later than every step: there are no best rewards."""
-
-
-class DivergedError(Exception):
-    """The run ends; raised on all ranks alike. The message says why, in one line."""
-
-
 MIN_DEVIATIONS = 3.0
 """By how many deviations of single steps rewards must have fallen, too."""
 ROUNDING = 1e-9
 """By how much means of a reward may differ that is always the same."""
+
+
+class DivergedError(Exception):
+    """The run ends; raised on all ranks alike. The message says why, in one line."""
 
 
 @dataclass(frozen=True)
@@ -184,30 +179,19 @@ class DivergenceCheck:
         mine = None
         for model in self._trainer.saved_models():
             with self._trainer.models_on_device([model]):
-                mine = mine or self._not_finite(model)
-        found = first_error(mine and f"{mine} on rank {dist.get_rank()}")
+                if not all_state_finite(model.chunks, model.optimizer):
+                    mine = f"{model.name or 'policy'} on rank {dist.get_rank()}"
+        found = first_error(mine)
         if found is not None:
-            raise DivergedError(f"there are values that are not finite in {found}")
-
-    @staticmethod
-    def _not_finite(model: SavedModel) -> str | None:
-        found = first_not_finite(model.chunks, model.optimizer)
-        return f"{found} of the {model.name}" if found and model.name else found
+            raise DivergedError(
+                f"there are values that are not finite in the parameters, or the optimizer's state, of the {found}"
+            )
 
 
 @torch.no_grad()
-def first_not_finite(chunks: Sequence[Any], optimizer: Any) -> str | None:
-    """The first parameter, or tensor of the optimizer's state, of this rank that has a NaN or an infinity, in words;
-    None where all are finite. One pass over the memory, without a copy."""
-    names: dict[int, str] = {}
-    tensors: list[tuple[str, Tensor]] = []
-    for number, chunk in enumerate(chunks):
-        for name, parameter in chunk.named_parameters():
-            # The chunks of a virtual pipeline have the same names.
-            names[id(parameter)] = f"{name} of chunk {number}" if len(chunks) > 1 else name
-            tensors.append((f"the parameter {names[id(parameter)]}", parameter))
+def all_state_finite(chunks: Sequence[Any], optimizer: Any) -> bool:
+    """Whether all parameters and the optimizer's state of this rank are finite. One pass over the memory, no copy."""
+    tensors = [parameter for chunk in chunks for parameter in chunk.parameters()]
     for held in held_by(optimizer) if optimizer is not None else ():
-        for kind, tensor in held.tensors().items():
-            tensors.append((f'the optimizer\'s "{kind}" of {names[id(held.parameter)]}', tensor))
-    found = torch.stack([all_finite(tensor) for _, tensor in tensors]).tolist()
-    return next((name for (name, _), finite in zip(tensors, found, strict=True) if not finite), None)
+        tensors += held.tensors().values()
+    return bool(torch.stack([all_finite(tensor) for tensor in tensors]).all())

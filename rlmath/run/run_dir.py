@@ -1,20 +1,8 @@
 """The folder that a run owns: which run may use it, and what becomes of what an earlier run left there.
 
-`startup` and `loop` call it in this order on every rank:
-
-    config = load_config(...)                               every rank: reads files
-    shape = check_config(config, world_size)                every rank: reads files
-    recovery = find_recovery(config, origin, steps)         every rank: reads manifests
-    check_output_folder(config.run.output_dir, config)      every rank: reads the folder
-    sole_user, reserve_exit_status, find_recovery again     rank 0: keeps other runs out
-    init_process_group, choose_checkpoint(recovery)         every rank
-    if rank == 0: claim_run_folder(config.run.output_dir, config)
-    a barrier                                               every rank
-
-In the check all ranks raise the same ValueError, or none does. No barrier is needed before the claim: every
-state that the folder has while rank 0 claims it (not there, empty, a scratch file, an equal config.yaml, old
-files half moved) passes the check of a late rank, and config.yaml, once there, is there at every moment. The
-barrier behind the claim is for what other ranks write into the folder.
+Every rank checks it (`check_output_folder`) before rank 0 claims it, without a barrier between: every state that it has
+meanwhile (not there, empty, a scratch file, an equal config.yaml, old files half moved) passes a late check, and
+config.yaml, once there, is there at every moment. A barrier follows the claim, before other ranks write.
 """
 
 from __future__ import annotations
@@ -30,7 +18,7 @@ from pathlib import Path
 
 from rlmath.checkpoint.directory import nearest_folder, remove, remove_partial, set_newer_aside
 from rlmath.config.files import require_regular
-from rlmath.config.help import raise_problems
+from rlmath.config.help import raise_problems, setting_values
 from rlmath.config.load import load_config, save_config
 from rlmath.config.run_files import (
     CAPTURES_FOLDER,
@@ -59,13 +47,15 @@ logger = logging.getLogger(__name__)
 
 MIN_FREE_BYTES = 2**30
 """Free disk space below which a run does not start."""
-MIN_FREE_FILES = 256
-"""The same of inodes, where the disk counts them."""
 
 _OWN_FILES = (METRICS_FILE, VALIDATION_FILE, SUMMARY_FILE, LOG_FILE, ROLLBACKS_FILE, EXIT_STATUS_FILE)
 """What a run reads again, or writes over."""
 _NO_OBSTACLE = (LOCK_FILE, EXIT_STATUS_FILE, exit_codes.RESERVED_NAME, STACKS_FOLDER)
 """What a start that broke early leaves."""
+_INPUTS = (
+    *("model.path", "model.adapter_path", "critic.path", "teacher.path"),
+    *("data.train_path", "data.more_train_paths", "validation.paths", "sft.held_out_path"),
+)
 _SCRATCH = re.compile(f"{TEMPORARY_FILE.pattern}|{exit_codes.SCRATCH.pattern}")
 
 
@@ -165,9 +155,7 @@ def folder_problems(output_dir: str, config: Config, needed_bytes: int, resumes:
         yield f"{error}. Mount or correct it, move it away, or give another run.output_dir."
         return
     if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
-        read_only = os.statvfs(nearest).f_flag & os.ST_RDONLY
-        why = "its disk is read-only" if read_only else "no permission"
-        yield f'"{nearest}" cannot be written into: {why}. Give another run.output_dir.'
+        yield f'"{nearest}" cannot be written into. Mend its permissions, or give another run.output_dir.'
         return
     free, needed = shutil.disk_usage(nearest).free, MIN_FREE_BYTES + needed_bytes
     if free < needed:
@@ -175,12 +163,6 @@ def folder_problems(output_dir: str, config: Config, needed_bytes: int, resumes:
             f"the disk has {free / 2**30:.2f} GiB free; needed: at least {needed / 2**30:.2f} GiB, of which "
             f"{needed_bytes / 2**30:.2f} GiB for the trained model and its checkpoints. "
             "Make room, or give a run.output_dir on another disk."
-        )
-    disk = os.statvfs(nearest)
-    if disk.f_files and disk.f_favail < MIN_FREE_FILES:
-        yield (
-            f"the disk has room for {disk.f_favail} more files (inodes); needed: {MIN_FREE_FILES}. Remove files, or "
-            "give a run.output_dir on another disk."
         )
     yield from _input_problems(folder, config, resumes)
     for name in _OWN_FILES:
@@ -196,20 +178,11 @@ def folder_problems(output_dir: str, config: Config, needed_bytes: int, resumes:
 
 def _input_problems(folder: Path, config: Config, resumes: bool) -> Iterator[str]:
     """Inputs inside the folder would be moved aside when the run is repeated."""
-    paths = [("model.path", config.model.path), ("data.train_path", config.data.train_path)]
-    paths += [("data.more_train_paths", path) for path in config.data.more_train_paths]
-    paths += [("validation.paths", path) for path in config.validation.paths]
-    more = {"sft.held_out_path": config.sft.held_out_path, "critic.path": config.critic.path}
-    more |= {"teacher.path": config.teacher.path, "model.adapter_path": config.model.adapter_path}
-    if (config.data.chat_template or "").endswith(".jinja") and not resumes:
-        more["data.chat_template"] = config.data.chat_template
-    paths += [(key, path) for key, path in more.items() if path]
-    paths += (
-        [("data.history_path", config.data.history_path)] if config.data.history_path and not resumes else []
-    )
-    for key, path in paths:
-        if Path(path).resolve().is_relative_to(folder.resolve()):
-            yield f'{key} "{path}" lies in it; it may hold only what the run writes. Move one of the two.'
+    values = setting_values(config)
+    for key in _INPUTS if resumes else (*_INPUTS, "data.history_path"):
+        for path in values[key] if isinstance(values[key], list) else [values[key]]:
+            if path and Path(path).resolve().is_relative_to(folder.resolve()):
+                yield f'{key} "{path}" lies in it; it may hold only what the run writes. Move one of the two.'
 
 
 def _content_problems(folder: Path, config: Config) -> Iterator[str]:

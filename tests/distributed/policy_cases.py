@@ -345,26 +345,26 @@ def overflows(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Any]
     return {"results": results, "same": same, "state": after, "updates": stage.actor.learner.updates}
 
 
-def finds_values_that_are_not_finite(folder: Path, case: Case, samples: list[Sample]) -> list[str | None]:
+def finds_values_that_are_not_finite(folder: Path, case: Case, samples: list[Sample]) -> list[bool]:
     """What is found on this rank after an update, and with a NaN at the end of a parameter of each chunk, and of a
     tensor of the optimizer's state for it, one after the other."""
     from rlmath.checkpoint.sharded_state import held_by
-    from rlmath.run.divergence import first_not_finite
+    from rlmath.run.divergence import all_state_finite
 
     stage = build(folder, case)
     chunks, optimizer = stage.actor.chunks, stage.actor.learner.optimizer
     assert stage.actor.learner.learn(microbatches(stage, samples), None, None).discarded is None
     states = {id(held.parameter): held.tensors()["exp_avg"] for held in held_by(optimizer)}
-    found = [first_not_finite(chunks, optimizer)]
+    found = [all_state_finite(chunks, optimizer)]
     for chunk in chunks:
         parameter = next(one for one in chunk.parameters() if id(one) in states)
         for tensor in (parameter.detach(), states[id(parameter)]):
             last = tensor.view(-1)[-1:]
             before = last.clone()
             last.fill_(float("nan"))
-            found.append(first_not_finite(chunks, optimizer))
+            found.append(all_state_finite(chunks, optimizer))
             last.copy_(before)
-    return [*found, first_not_finite(chunks, optimizer)]
+    return [*found, all_state_finite(chunks, optimizer)]
 
 
 def _poisoned(samples: list[Sample], poison: str) -> list[Sample]:

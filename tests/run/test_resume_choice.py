@@ -409,18 +409,11 @@ def test_stages_that_have_not_begun_may_change(tmp_path: Path, now: tuple[str, .
 @pytest.mark.parametrize(
     ("now", "told"),
     [
-        (
-            ("stages.steps=[2,5,6]", "stages.max_new_tokens=[8,16,24]"),
-            "stages: stage 2, which has begun, is 4 steps of at most 16 new tokens there, 5 steps of at most 16 new "
-            "tokens now",
-        ),
-        (
-            (),
-            "stage 1, which has begun, is 2 steps of at most 8 new tokens there, all steps of at most 16384",
-        ),
+        (("stages.steps=[2,9]", "stages.max_new_tokens=[8,17]"), "step 3, which is done, had at most 16 new"),
+        ((), "step 1, which is done, had at most 8 new tokens there, 16384 now"),
     ],
 )
-def test_stages_that_have_begun_are_kept_and_named(tmp_path: Path, now: tuple[str, ...], told: str) -> None:
+def test_lengths_of_steps_that_are_done_are_kept(tmp_path: Path, now: tuple[str, ...], told: str) -> None:
     checkpoint(tmp_path, 3, make_config(tmp_path, *STAGED))
     with pytest.raises(ValueError, match="cannot resume from") as error:
         find_recovery(make_config(tmp_path, *now), ORIGIN, TOTAL)
@@ -433,9 +426,9 @@ def test_a_run_may_get_stages_when_the_first_is_what_it_was(tmp_path: Path) -> N
     assert refused_changes(plain, staged, 3) == []
     assert refused_changes(staged, plain, 3) == []
     (told,) = refused_changes(plain, staged, 4)
-    assert "stage 1, which has begun" in told
-    told = refused_changes(staged, plain, 4)
-    assert "stage 2, which has begun, is 4 steps of at most 16 new tokens there, none now" in told[-1]
+    assert "step 4, which is done, had at most 8 new tokens there, 16 now" in told
+    (told,) = refused_changes(staged, plain, 4)
+    assert "step 4, which is done, had at most 16 new tokens there, 8 now" in told
     longer = make_config(tmp_path, "stages.steps=[3,4]", "stages.max_new_tokens=[9,16]")
     assert len(refused_changes(plain, longer, 3)) == 1
     assert refused_changes(plain, make_config(tmp_path, "rollout.max_new_tokens=9"), 3) == [
@@ -464,7 +457,7 @@ def test_without_a_checkpoint_all_stages_are_compared(tmp_path: Path) -> None:
     then = make_config(tmp_path, *STAGED)
     now = make_config(tmp_path, "stages.steps=[2,4,7]", "stages.max_new_tokens=[8,16,24]")
     (told,) = refused_changes(then, now)
-    assert told.startswith("stages: stage 3 is 6 steps of at most 24 new tokens there, 7 steps")
+    assert told.startswith("stages.steps: [2, 4, 6] there, [2, 4, 7] now")
 
 
 def test_the_split_of_ranks_may_change_but_not_whether_engines_have_their_own(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import os
 import shutil
 from collections import namedtuple
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -242,9 +241,7 @@ def test_no_path_is_refused(folder: str):
 
 def test_a_folder_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "access", lambda path, mode: not (mode & os.W_OK))
-    assert f'"{tmp_path}" cannot be written into: no permission.' in refusal(tmp_path / "a" / "run")
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY | os.ST_NOSUID))
-    assert "its disk is read-only" in refusal(tmp_path / "a" / "run")
+    assert f'"{tmp_path}" cannot be written into.' in refusal(tmp_path / "a" / "run")
 
 
 def test_the_trained_model_must_fit_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

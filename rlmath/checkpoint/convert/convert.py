@@ -203,7 +203,7 @@ def _found_in(
         rules = adapter_rules(shape.architecture, run.lora.rank, run.lora.target)
     found = find_all(reader, shape, rules)
     placed = [one for one in found if not is_value_head(one.stored.placed.rule)]
-    formats = {reader.tensors[key].properties.dtype for one in placed for key, *_ in one.regions}
+    formats = {reader.tensors[one.key].properties.dtype for one in placed}
     words = ", ".join(sorted(str(one).removeprefix("torch.") for one in formats))
     if not formats <= set(_DTYPES.values()):
         raise ValueError(f"{state} has numbers in {words}; needed: float32, bfloat16 or float16.")

@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from rlmath.checkpoint.convert.torch_dist_io import StateReader
@@ -37,8 +36,6 @@ _NAMES_IN_ERRORS = 8
 _MOST_PADDING = 2**14
 """More rows than that beyond the vocabulary are no padding: it is filled up to a multiple of 128 times the tensor
 parallel size."""
-Region = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""Key, offset and size of a rectangle in a checkpoint."""
 
 
 # ---------------------------------------------------------------- in any checkpoint
@@ -191,19 +188,18 @@ def object_keys(shape: ModelShape) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Found:
-    """Where a checkpoint has a tensor: rectangles that together are its rows."""
+    """Where a checkpoint has a tensor: a rectangle."""
 
     stored: Stored
-    regions: tuple[Region, ...]
+    key: str
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
 
     def tensors(self, reader: StateReader, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
         """The Hugging Face tensors."""
         placed = self.stored.placed
-        size = self.stored.shape
-        read = [reader.read(*region).reshape(-1, *size[1:]) for region in self.regions]
-        rows = read[0] if len(read) == 1 else torch.cat(read)
+        rows = reader.read(self.key, self.offset, self.size).reshape(-1, *self.stored.shape[1:])
         canonical = rows if placed.rule.form == "vocab" else rows.reshape(self.stored.canonical)
-        del read, rows
         yield from zip(placed.hf_names, from_canonical(placed.rule, canonical, shape), strict=True)
 
 
@@ -213,7 +209,7 @@ def find_all(reader: StateReader, shape: ModelShape, rules: tuple[Rule, ...] | N
     found, missing, wrong, known = [], [], [], set()
     for stored in stored_tensors(shape) if rules is None else stored_adapters(shape, rules):
         for key in (*stored.keys, *stored.numbered):
-            known |= {key, *_halves(key)}
+            known.add(key)
         place = _find(reader, stored)
         if isinstance(place, Found):
             found.append(place)
@@ -233,32 +229,21 @@ def find_all(reader: StateReader, shape: ModelShape, rules: tuple[Rule, ...] | N
     return found
 
 
-def _halves(key: str) -> tuple[str, str]:
-    """Newer Megatron can keep gate and up apart (`singleton_local_shards`)."""
-    return f"{key}_w", f"{key}_v"
-
-
 def _find(reader: StateReader, stored: Stored) -> Found | str | None:
     """Where a tensor is; an error text where its shape is wrong; None where it is missing."""
-    for key in (*reversed(stored.keys), *reversed(stored.numbered)):
-        for names in ((key,), _halves(key)):
-            if all(name in reader.tensors for name in names):
-                return _placed_in(reader, stored, names, is_stack=key in stored.keys)
-    return None
-
-
-def _placed_in(reader: StateReader, stored: Stored, names: tuple[str, ...], is_stack: bool) -> Found | str:
-    lead, lead_shape = (x if is_stack else x[1:] for x in (stored.lead, stored.lead_shape))
-    wanted = (*lead_shape, stored.shape[0] // len(names), *stored.shape[1:])
-    for name in names:
-        size = tuple(reader.tensors[name].size)
-        is_vocab = stored.placed.rule.form == "vocab"
-        filled_up = is_vocab and 0 <= size[0] - wanted[0] <= _MOST_PADDING and size[1:] == wanted[1:]
-        if size != wanted and not filled_up:
-            return f"{name} has shape {size}, config.json makes it {wanted}"
+    name = next(
+        (key for key in (*reversed(stored.keys), *reversed(stored.numbered)) if key in reader.tensors), None
+    )
+    if name is None:
+        return None
+    lead, lead_shape = (x if name in stored.keys else x[1:] for x in (stored.lead, stored.lead_shape))
+    wanted, size = (*lead_shape, *stored.shape), tuple(reader.tensors[name].size)
+    is_vocab = stored.placed.rule.form == "vocab"
+    filled_up = is_vocab and 0 <= size[0] - wanted[0] <= _MOST_PADDING and size[1:] == wanted[1:]
+    if size != wanted and not filled_up:
+        return f"{name} has shape {size}, config.json makes it {wanted}"
     offset = (*lead, *(0 for _ in stored.shape))
-    region = ((1,) * len(lead)) + wanted[len(lead) :]
-    return Found(stored, tuple((name, offset, region) for name in names))
+    return Found(stored, name, offset, size=((1,) * len(lead)) + wanted[len(lead) :])
 
 
 def listed(what: str, names: list[str]) -> list[str]:

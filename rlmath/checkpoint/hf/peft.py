@@ -20,27 +20,11 @@ from rlmath.config.schema import LoraConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SAME_MODEL = [
-    "auto_mapping",
-    "base_model_name_or_path",
-    "eva_config",
-    "exclude_modules",
-    "inference_mode",
-    "init_lora_weights",
-    "layers_pattern",
-    "layers_to_transform",
-    "lora_alpha",
-    "lora_dropout",
-    "megatron_core",
-    "peft_type",
-    "peft_version",
-    "qalora_group_size",
-    "r",
-    "revision",
-    "runtime_config",
-    "target_modules",
-    "task_type",
-]
+_SAME_MODEL = """
+auto_mapping base_model_name_or_path eva_config exclude_modules inference_mode init_lora_weights layers_pattern
+layers_to_transform lora_alpha lora_dropout megatron_core peft_type peft_version qalora_group_size r revision
+runtime_config target_modules task_type
+""".split()
 """Fields whose value changes nothing of what the tensors mean, or is compared; any other must be off."""
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """How values of `init_lora_weights` begin that make other weights of the base, too."""

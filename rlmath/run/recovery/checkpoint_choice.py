@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from rlmath.checkpoint import directory
 from rlmath.checkpoint.directory import Checkpoint
@@ -20,7 +20,7 @@ def choose_checkpoint(
 ) -> CheckpointToResume | None:
     """The newest candidate of rank 0's whose files are all as they were written. A collective: each rank reads a share
     of the files, and calls `on_progress` for every few MiB of them. ValueError on all ranks where one cannot read what
-    rank 0 can, and where no candidate is whole."""
+    is there, and where no candidate is whole."""
     recovery = broadcast_from_rank_zero(recovery)
     if recovery is None:
         return None
@@ -41,40 +41,21 @@ def choose_checkpoint(
 
 
 def _damage(checkpoint: Checkpoint, on_progress: Callable[[], None]) -> str | None:
-    """What is wrong with the files, as all ranks together find it."""
+    """What is wrong with the files, as all ranks together find it. What another rank than 0 does not find is not lost:
+    that rank lacks the disk."""
     rank, ranks = environment_rank(), environment_world_size()
-    mine, unreadable, out_of_reach = [], None, None
+    wrong, refused = [], None
     for name in sorted(checkpoint.files)[rank::ranks]:
         try:
-            mine += directory.wrong_contents(checkpoint, [name], on_progress)
+            wrong += directory.wrong_contents(checkpoint, [name], on_progress)
         except OSError as error:
             text = f"rank {rank} on {socket.gethostname()} cannot read {name} ({error.strerror})"
-            unreadable = name, text
-            try:
-                directory.raise_if_out_of_reach(checkpoint.folder / name, error)
-            except directory.OutOfReachError as refused:
-                out_of_reach = out_of_reach_text(refused)
-    gathered = all_gather_objects((mine, unreadable, out_of_reach))
-    found = [(wrong, one) for wrong, one, _ in gathered]
-    names = [one for _, one in found if one is not None]
-    if names:
-        _shared_or_raise(checkpoint, names, on_progress)
-    if texts := [text for *_, text in gathered if text is not None]:
-        raise ValueError(texts[0])
-    return next((text for wrong, one in found for text in (*wrong, *([one[1]] if one else []))), None)
-
-
-def _shared_or_raise(
-    checkpoint: Checkpoint, unreadable: Sequence[tuple[str, str]], on_progress: Callable[[], None]
-) -> None:
-    """A file that rank 0 can read and another rank cannot is not damaged: it is not shared."""
-    for name, text in unreadable:
-        try:
-            file = checkpoint.folder / name
-            readable = environment_rank() == 0 and bool(directory.file_entry(file, on_progress))
-        except OSError:
-            readable = False
-        if broadcast_from_rank_zero(readable):
-            raise ValueError(
-                f"{text}, and rank 0 can. run.output_dir must lie on a disk that all nodes share and may read."
-            )
+            if directory.means_loss(error) and (rank == 0 or not isinstance(error, FileNotFoundError)):
+                wrong.append(text)
+            else:
+                refused = out_of_reach_text(ValueError(f"of {checkpoint.folder} {text}"))
+    gathered = all_gather_objects((wrong, refused))
+    for _, text in gathered:
+        if text is not None:
+            raise ValueError(text)
+    return next((text for found, _ in gathered for text in found), None)

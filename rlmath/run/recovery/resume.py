@@ -22,7 +22,12 @@ from rlmath.checkpoint.directory import Checkpoint, Progress
 from rlmath.checkpoint.hf.headers import model_fingerprint
 from rlmath.config.help import as_yaml_word, is_among, setting_values
 from rlmath.config.hub import is_same
-from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stages, stage_list_problems
+from rlmath.config.length_curriculum import (
+    has_length_stages,
+    length_stage_at,
+    length_stages,
+    stage_list_problems,
+)
 from rlmath.config.load import load_config, shown_values
 from rlmath.config.run_files import ADAPTER_CONFIG, CHECKPOINTS_FOLDER
 from rlmath.config.schema import Config, RewardConfig
@@ -54,14 +59,14 @@ MAY_CHANGE = """
 run.output_dir run.total_epochs run.total_steps run.device run.recover_mode run.distributed_timeout_seconds
 run.start_timeout_seconds run.stop_grace_seconds run.heartbeat_timeout_seconds run.hang_timeout_seconds
 run.hub_timeout_seconds run.max_discarded_steps run.plugins algorithm.rollback data.history_path parallel. policy.
-stages. optimizer.distributed optimizer.overlap_grad_reduce algorithm.reference_every_steps critic.path
+optimizer.distributed optimizer.overlap_grad_reduce algorithm.reference_every_steps critic.path
 rollout.tensor_parallel rollout.memory_share rollout.kv_cache_gib rollout.cpu_kv_cache_gib rollout.max_num_seqs
 rollout.max_num_batched_tokens rollout.chunked_prefill rollout.cuda_graphs rollout.progress_bar rollout.slice_tokens
 rollout.max_groups_in_flight rollout.max_concurrent_sequences sync. memory. validation. reward.timeout_seconds
 reward.workers reward.max_failure_share sft.eval_every_steps telemetry. save.
 """.split()
 """Settings, or whole sections, that may differ in a resumed run: where and how it computes, what it keeps and measures,
-how long it is. Length stages only as far as they have not begun (`refused_changes`)."""
+how long it is. Of length stages what is not done yet (`refused_changes`)."""
 
 
 BY_CONTENT = tuple(
@@ -310,13 +315,15 @@ def refused_changes(
     """["rollout.group_size: 8 there, 16 now", ...] of the settings that a run must keep. `reward_code` is the
     fingerprint of its reward function: another spelling of the same function is no change.
 
-    Of stages it must keep those that have begun with `steps_done` steps (None: all).
+    Of stages it must keep the lengths of the `steps_done` (None: all stages).
     """
     there, here = setting_values(then), setting_values(now)
     was, is_now = shown_values(then), shown_values(now)
     staged = has_length_stages(then) or has_length_stages(now)
     # Where there are stages, it is their max_new_tokens that count.
-    may_change = (*MAY_CHANGE, "rollout.max_new_tokens") if staged else MAY_CHANGE
+    may_change = (*MAY_CHANGE, "rollout.max_new_tokens") if staged else tuple(MAY_CHANGE)
+    if steps_done is not None:
+        may_change = (*may_change, "stages.")
     own_ranks = then.rollout.ranks > 0, now.rollout.ranks > 0
     if all(own_ranks):
         may_change = (*may_change, "rollout.ranks")  # but not to or from 0: what is in flight is another
@@ -334,40 +341,17 @@ def refused_changes(
         for key in here
         if not is_same(there[key], here[key]) and not is_among(key, may_change)
     ]
-    return [*changes, *(_stage_changes(then, now, steps_done) if staged else ())]
+    return [*changes, *(_stage_changes(then, now, steps_done) if staged and steps_done is not None else ())]
 
 
-def _stage_changes(then: Config, now: Config, steps_done: int | None) -> Iterator[str]:
-    """Of stages that have begun. A run without stages is a stage of as many steps as it likes."""
+def _stage_changes(then: Config, now: Config, steps_done: int) -> Iterator[str]:
+    """Whether a step that is done had completions of another length than it would have now."""
     if problems := list(stage_list_problems(now)):
         yield problems[0]
         return
-    there, here = length_stages(then, None), length_stages(now, None)
-    for number in range(max(len(there), len(here))):
-        old, new = _stage_text(there, number), _stage_text(here, number)
-        begun = steps_done is None or (number < len(there) and there[number].first_step < steps_done)
-        if begun and old != new and not (number == 0 and _adds_or_drops_stages(there, here, steps_done)):
-            so_far = "" if steps_done is None else ", which has begun,"
-            yield f"stages: stage {number + 1}{so_far} is {old} there, {new} now"
-
-
-def _stage_text(stages: Sequence[LengthStage], number: int) -> str:
-    if number >= len(stages):
-        return "none"
-    stage = stages[number]
-    steps = f"{stage.steps} steps" if stage.steps else "all steps"
-    return f"{steps} of at most {stage.config.rollout.max_new_tokens} new tokens"
-
-
-def _adds_or_drops_stages(
-    there: Sequence[LengthStage], here: Sequence[LengthStage], steps_done: int | None
-) -> bool:
-    """Whether a run without stages gets some, or one with stages none, and its first stage stays what it was so far."""
-    first, same = (there[0], here[0]), (there[0].config.rollout, here[0].config.rollout)
-    lengths = [stage.steps for stage in first if stage.steps]
-    return (
-        steps_done is not None
-        and len(lengths) < len(first)
-        and same[0].max_new_tokens == same[1].max_new_tokens
-        and all(steps >= steps_done for steps in lengths)
-    )
+    for step in range(steps_done):
+        stages = (length_stage_at(length_stages(config, steps_done), step) for config in (then, now))
+        old, new = (stage.config.rollout.max_new_tokens for stage in stages)
+        if old != new:
+            yield f"stages: step {step + 1}, which is done, had at most {old} new tokens there, {new} now"
+            return
