@@ -417,8 +417,6 @@ class Progress:
     """Fingerprint of the file of `reward.function`; "" where there is none."""
     hooks_fingerprint: str = ""
     """Fingerprint of the files of functions that select groups and give advantages; "" where there is none."""
-    cpu_sampler: int = 1
-    """`CPU_SAMPLER_VERSION` of its time."""
     models: tuple[str, ...] = ()
     """Names of the models that it has beside the policy."""
     critic_updates: int = 0

@@ -88,6 +88,9 @@ class Rollback:
     """Steps done in that checkpoint."""
     draw_step: int
     """The first step whose prompts and samples have another seed; later than `step` where groups were in flight."""
+    diverged_step: int = 0
+    """The step, counted from 1, in which the run diverged; 0: not known."""
+    reason: str = ""
 
 
 def seed_after(run_seed: int, rollbacks: int) -> int:

@@ -21,6 +21,7 @@ from rlmath.checkpoint.directory import Progress, read_progress
 from rlmath.checkpoint.manager import load_checkpoint
 from rlmath.config.run_files import ROLLBACKS_FILE
 from rlmath.config.schema import AlgorithmConfig
+from rlmath.data.order import Rollback
 from rlmath.distributed import process
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.device import device_bytes, held_bytes, run_device
@@ -42,7 +43,7 @@ from rlmath.run.recovery.checkpoint_choice import choose_checkpoint
 from rlmath.run.recovery.checkpointing import Checkpointer
 from rlmath.run.recovery.hub_inputs import push_model
 from rlmath.run.recovery.resume import CheckpointToResume, Recovery
-from rlmath.run.recovery.rollback import RollbackRecord, numbered, records_of, unnumbered, write_rollbacks
+from rlmath.run.recovery.rollback import rollbacks_of, write_rollbacks
 from rlmath.run.run_dir import take_back
 from rlmath.telemetry.events import event
 from rlmath.telemetry.profile import StepProfiler
@@ -132,7 +133,7 @@ class TrainingRun:
         trainer = self.trainer
         try:
             if self.resumed is not None:
-                trainer.roll_back(numbered(shared_rollbacks(trainer, self.resumed[1])))
+                trainer.roll_back(shared_rollbacks(trainer, self.resumed[1]))
             progress = restore(trainer, self.resumed, self.heartbeat)
             while True:
                 self.open_reporter(progress)
@@ -287,53 +288,44 @@ class TrainingRun:
         if most == 0:
             return None
         self.checkpointer.finish()
-        records = shared_rollbacks(trainer, None)
-        if len(records) < len(trainer.rollbacks):  # the file is lost
-            records = unnumbered(trainer.rollbacks)
-        resumed = None
-        if len(records) < most:
-            resumed = self.good_checkpoint()
+        made = shared_rollbacks(trainer, None)
+        if len(made) < len(trainer.rollbacks):  # the file is lost
+            made = list(trainer.rollbacks)
+        resumed = self.good_checkpoint() if len(made) < most else None
         if resumed is None:
-            left = len(records) < most
-            why = "no checkpoint is good" if left else f"all {most} of algorithm.rollback are made"
+            why = (
+                "no checkpoint is good" if len(made) < most else f"all {most} of algorithm.rollback are made"
+            )
             if trainer.mesh.rank == 0:
                 logger.error("No rollback after the divergence in step %d: %s", diverged_step, why)
             return None
         checkpoint, progress = resumed
+        number, step = len(made) + 1, progress.step
         # What is restored has the rate of the new rollback.
-        trainer.roll_back(numbered([*records, RollbackRecord(progress.step, progress.step)]))
+        trainer.roll_back([*made, Rollback(number, step, step)])
         restore(trainer, resumed, self.heartbeat)
-        records.append(
-            RollbackRecord(progress.step, trainer.next_draw_step(progress.step), diverged_step, str(error))
-        )
-        trainer.roll_back(numbered(records))
+        made.append(Rollback(number, step, trainer.next_draw_step(step), diverged_step, str(error)))
+        trainer.roll_back(made)
         refused = None
         if trainer.mesh.rank == 0:
             try:
-                write_rollbacks(config.run.output_dir, records)
+                write_rollbacks(config.run.output_dir, made)
             except OSError as failed:
                 refused = str(failed)
         refused = broadcast_from_rank_zero(refused)
-        if trainer.mesh.rank == 0 and refused is not None:
+        if refused is not None:
+            if trainer.mesh.rank == 0:
+                logger.error("No rollback, which would not be counted: %s: %s", ROLLBACKS_FILE, refused)
+            return None
+        if trainer.mesh.rank == 0:
             logger.error(
-                "No rollback: %s cannot be written, and it would not be counted: %s", ROLLBACKS_FILE, refused
+                "Rollback %d of at most %d: the run diverged in step %d: %s. It goes back to %s; the learning rate is "
+                "%g times what the settings say, and prompts and samples have other seeds from step %d on",
+                *(number, most, diverged_step, error, checkpoint.folder),
+                *(trainer.actor.learner.lr_scale, made[-1].draw_step + 1),
+                extra=event("rollback", step, diverged_step=diverged_step),
             )
-        elif trainer.mesh.rank == 0:
-            logger.error(
-                "Rollback %d of at most %d: the run diverged in step %d: %s. It goes back to %s, of step %d; the "
-                "learning rate is %g times what the settings say, and from step %d on prompts and samples have "
-                "other seeds",
-                len(records),
-                most,
-                diverged_step,
-                error,
-                checkpoint.folder,
-                progress.step,
-                trainer.actor.learner.lr_scale,
-                records[-1].draw_step + 1,
-                extra=event("rollback", progress.step, diverged_step=diverged_step),
-            )
-        return None if refused is not None else progress
+        return progress
 
     def good_checkpoint(self) -> CheckpointToResume | None:
         """The newest good one whose files are as they were written. A collective."""
@@ -384,12 +376,12 @@ def reward_rule(algorithm: AlgorithmConfig) -> RewardRule | None:
     return RewardRule(algorithm.rollback_reward_drop, algorithm.rollback_reward_steps)
 
 
-def shared_rollbacks(trainer: Trainer, progress: Progress | None) -> list[RollbackRecord]:
+def shared_rollbacks(trainer: Trainer, progress: Progress | None) -> list[Rollback]:
     """The run's rollbacks, as rank 0 reads them. A collective. ValueError on all ranks where it cannot."""
-    found: list[RollbackRecord] | str = []
+    found: list[Rollback] | str = []
     if trainer.mesh.rank == 0:
         try:
-            found = records_of(trainer.config.run.output_dir, progress)
+            found = rollbacks_of(trainer.config.run.output_dir, progress)
         except ValueError as error:
             found = str(error)
     found = broadcast_from_rank_zero(found)

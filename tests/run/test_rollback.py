@@ -23,20 +23,13 @@ from rlmath.models.learner import MinibatchResult
 from rlmath.planning.checks import run_problems
 from rlmath.run.divergence import NO_STEP, DivergedError, DivergenceCheck, RewardRule, best_rewards
 from rlmath.run.loop import reward_rule
-from rlmath.run.recovery.rollback import (
-    RollbackRecord,
-    numbered,
-    read_rollbacks,
-    records_of,
-    superseded_by,
-    write_rollbacks,
-)
+from rlmath.run.recovery.rollback import read_rollbacks, rollbacks_of, superseded_by, write_rollbacks
 from tests.checkpoint.test_directory import make as make_checkpoint
 
-RECORDS = [RollbackRecord(20, 20, 23, "values"), RollbackRecord(10, 12, 31, "rewards")]
+RECORDS = [Rollback(1, 20, 20, 23, "values"), Rollback(2, 10, 12, 31, "rewards")]
 
 
-def progress(step: int, *rollbacks: RollbackRecord) -> Progress:
+def progress(step: int, *rollbacks: Rollback) -> Progress:
     steps, draws = tuple(one.step for one in rollbacks), tuple(one.draw_step for one in rollbacks)
     return Progress(
         step, 0, 0, step, step, "", 1, (), (), "", "", {}, rollback_steps=steps, rollback_draw_steps=draws
@@ -52,7 +45,6 @@ def test_the_list_of_rollbacks_comes_back_as_it_was_written(tmp_path: Path) -> N
     write_rollbacks(tmp_path, RECORDS)
     assert read_rollbacks(tmp_path) == RECORDS
     assert [path.name for path in tmp_path.iterdir()] == [ROLLBACKS_FILE]
-    assert numbered(RECORDS) == (Rollback(1, 20, 20), Rollback(2, 10, 12))
 
 
 @pytest.mark.parametrize(
@@ -73,14 +65,14 @@ def test_a_list_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
 
 
 def test_the_longer_of_the_folder_s_and_the_checkpoint_s_list_counts(tmp_path: Path) -> None:
-    bare = [RollbackRecord(one.step, one.draw_step) for one in RECORDS]
-    assert records_of(tmp_path, progress(12, *RECORDS)) == bare  # the file is lost
+    bare = [Rollback(one.number, one.step, one.draw_step) for one in RECORDS]
+    assert rollbacks_of(tmp_path, progress(12, *RECORDS)) == bare  # the file is lost
     write_rollbacks(tmp_path, RECORDS)
     for known in (0, 1, 2):
-        assert records_of(tmp_path, progress(10, *RECORDS[:known])) == RECORDS
-    assert records_of(tmp_path, None) == RECORDS
+        assert rollbacks_of(tmp_path, progress(10, *RECORDS[:known])) == RECORDS
+    assert rollbacks_of(tmp_path, None) == RECORDS
     with pytest.raises(ValueError, match="that of another run"):
-        records_of(tmp_path, progress(10, RollbackRecord(5, 5)))
+        rollbacks_of(tmp_path, progress(10, Rollback(1, 5, 5)))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +81,8 @@ def test_the_longer_of_the_folder_s_and_the_checkpoint_s_list_counts(tmp_path: P
 def test_a_checkpoint_from_before_a_rollback_is_superseded_where_it_is_newer(
     step: int, known: int, number: int | None
 ) -> None:
-    assert superseded_by(RECORDS, progress(step, *RECORDS[:known])) == number
+    later = superseded_by(RECORDS, progress(step, *RECORDS[:known]))
+    assert (later and later.number) == number
 
 
 def test_progress_has_rollbacks_and_rewards_and_older_files_have_none(tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ from rlmath.config.run_files import ADAPTER_FOLDER, CHECKPOINTS_FOLDER, EXPORT_F
 from rlmath.distributed.collectives import broadcast_from_rank_zero, reduce_over_ranks
 from rlmath.distributed.fault_tolerance.preemption import REASONS, StopRequest
 from rlmath.distributed.process import library_versions
-from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.run.divergence import DivergenceCheck
 from rlmath.run.recovery import save_schedule
 from rlmath.run.recovery.resume import Origin
@@ -285,7 +284,6 @@ class Checkpointer:
             discarded_steps=self._divergence.discarded_steps,
             learned_step=self._divergence.learned_step,
             loss_scale=trainer.actor.learner.loss_scale_state,
-            cpu_sampler=CPU_SAMPLER_VERSION,
             good_step=self._divergence.good_step,
             rewards=tuple(self._divergence.rewards),
             rollback_steps=tuple(one.step for one in trainer.rollbacks),

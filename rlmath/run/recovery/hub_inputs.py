@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlmath.config import hub
-from rlmath.config.help import raise_problems, schema_problems, setting_values
+from rlmath.config.help import raise_problems, schema_problems
 from rlmath.config.hub import HubFailedError, HubId
 from rlmath.config.load import load_config
 from rlmath.config.run_files import ADAPTER_FOLDER, CONFIG_FILE, EXPORT_FOLDER
 from rlmath.config.schema import Config
 from rlmath.distributed.ranks import RankReport, RendezvousResult, environment_rank
-from rlmath.run.recovery.resume import newest_settings
 from rlmath.run.recovery.save_schedule import exports_merged
 
 if TYPE_CHECKING:
@@ -106,19 +105,13 @@ def _sync(
 
 
 def recorded_ids(config: Config) -> list[str]:
-    """What the run in the folder was made of: its config.yaml, and its newest checkpoint, which comes last. Empty where
-    it starts from the beginning anyway."""
+    """What the run in the folder was made of, as its config.yaml says. Empty where it starts from the beginning."""
     if config.run.recover_mode == "disabled":
         return []
-    found = []
     with suppress(OSError, ValueError):
-        found.append(load_config([Path(config.run.output_dir) / CONFIG_FILE], [], saved=True))
-    found.append(newest_settings(config))
-    texts = []
-    for settings in filter(None, found):
-        for value in setting_values(settings).values():
-            texts += [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
-    return [text for text in texts if hub.is_hub_id(text)]
+        settings = load_config([Path(config.run.output_dir) / CONFIG_FILE], [], saved=True)
+        return [str(one) for one in hub.hub_ids(settings)]
+    return []
 
 
 # ---------------------------------------------------------------- a dry run

@@ -12,7 +12,6 @@ import itertools
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,10 +32,8 @@ from rlmath.config.run_files import ADAPTER_CONFIG, CHECKPOINTS_FOLDER
 from rlmath.config.schema import Config, RewardConfig
 from rlmath.data.dataset import PromptFiles, SftInputs
 from rlmath.data.sft_sequences import sequences_fingerprint
-from rlmath.distributed.device_kind import resolve_kind
 from rlmath.rewards.several_rewards import functions_of
-from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
-from rlmath.run.recovery.rollback import read_rollbacks, records_of, superseded_by
+from rlmath.run.recovery.rollback import read_rollbacks, rollbacks_of, superseded_by
 from rlmath.workers.hooks import Hook, code_fingerprint, hooks_fingerprint, is_same_function
 from rlmath.workers.user_functions import advantage_hook, selection_hook
 
@@ -137,15 +134,15 @@ def reward_fingerprint(reward: RewardConfig, plugins: Sequence[str] = ()) -> str
 
 
 def sft_origin_of(config: Config, inputs: SftInputs, has_weights: bool = True) -> Origin:
-    """Of a supervised run; what is held out is no part of it, but decides what is left. With weights it matters where
-    a file ends and the next begins."""
-    model = model_fingerprint(config.model.path) if has_weights else ""
+    """Of a supervised run; what is held out is no part of it, but decides what is left. It matters where files end."""
     sequences = iter(inputs.sequences)
     files = [list(itertools.islice(sequences, share.n_prompts)) for share in inputs.order.shares]
-    in_files = sequences_fingerprint(*(files or [inputs.sequences]))
-    older = sequences_fingerprint(inputs.sequences)
-    adapter = adapter_fingerprint(config) if has_weights else ""
-    return Origin(model, in_files, older_data=older, adapter=adapter)
+    return Origin(
+        model_fingerprint(config.model.path) if has_weights else "",
+        sequences_fingerprint(*(files or [inputs.sequences])),
+        older_data=sequences_fingerprint(inputs.sequences),
+        adapter=adapter_fingerprint(config) if has_weights else "",
+    )
 
 
 def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery | None:
@@ -163,17 +160,15 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
     found = list(_readable_checkpoints(config, notes))
     rollbacks, candidates = read_rollbacks(config.run.output_dir), []
     for checkpoint, progress, then in found:
-        if (number := superseded_by(rollbacks, progress)) is not None:
-            step = rollbacks[number - 1].step
-            notes.append(
-                f"the checkpoint {checkpoint.folder} is skipped: rollback {number} of the run went back to step {step}"
-            )
+        if (later := superseded_by(rollbacks, progress)) is not None:
+            text = f"rollback {later.number} of the run went back to step {later.step}"
+            notes.append(f"the checkpoint {checkpoint.folder} is skipped: {text}")
             continue
         problems = list(_other_run(then, config, progress, origin, total_steps))
         if problems:
             what = [*(f"  - {problem}" for problem in problems), f"{START_OVER.capitalize()}."]
             raise ValueError("\n".join([f"The run cannot resume from {checkpoint.folder}:", *what]))
-        records_of(config.run.output_dir, progress, rollbacks)  # raises where the file is another run's
+        rollbacks_of(config.run.output_dir, progress, rollbacks)  # raises where the file is another run's
         candidates.append((checkpoint, progress))
     if candidates:
         return Recovery(candidates, notes, tuple(_changed_code(config, candidates[0], origin)))
@@ -195,14 +190,6 @@ def changes_since_newest(config: Config) -> list[str] | None:
         return None
     for _, progress, then in _readable_checkpoints(config, []):
         return _changed_settings(then, config, progress)
-    return None
-
-
-def newest_settings(config: Config) -> Config | None:
-    """The settings of the newest whole checkpoint in the run's folder that can be read; None where there is none, or
-    it cannot be known. Reads manifests and small files only."""
-    with suppress(ValueError):
-        return next((then for _, _, then in _readable_checkpoints(config, [])), None)
     return None
 
 
@@ -278,29 +265,17 @@ def _other_run(
 
 def _changed_code(config: Config, newest: CheckpointToResume, origin: Origin) -> Iterator[str]:
     checkpoint, progress = newest
-    functions = functions_of(config.reward)
+    changed = []
     if progress.reward_fingerprint not in ("", origin.reward):
-        yield (
-            f"{', '.join(functions) or 'reward.function'}: the file of {', '.join(functions.values()) or 'None'} has "
-            f"changed since the checkpoint of step {checkpoint.step} (fingerprint {progress.reward_fingerprint} there, "
-            f"{origin.reward or 'none'} now). The "
-            "run continues with it as it is now: rewards before and after may not be comparable; groups in flight that "
-            "it has scored a part of are sampled anew"
-        )
+        changed += [f"{setting}={function}" for setting, function in functions_of(config.reward).items()]
+        changed = changed or ["reward.function"]
     if progress.hooks_fingerprint not in ("", origin.hooks):
-        settings = ", ".join(f"{hook.setting}={hook}" for hook in learning_hooks(config))
+        changed += [f"{hook.setting}={hook}" for hook in learning_hooks(config)]
+    if changed:
         yield (
-            f"{settings}: the code has changed since the checkpoint of step {checkpoint.step} (fingerprint "
-            f"{progress.hooks_fingerprint} there, {origin.hooks or 'none'} now). The run continues with it as it is now"
-        )
-    if (
-        progress.syncs
-        and progress.cpu_sampler != CPU_SAMPLER_VERSION
-        and resolve_kind(config.run.device) == "cpu"
-    ):
-        yield (
-            f"The checkpoint of step {checkpoint.step} is from a version whose engines drew other tokens from the same "
-            "seeds on CPU: the completions from here on are others than they would have been, as good as those"
+            f"{', '.join(changed)}: the code has changed since the checkpoint of step {checkpoint.step}. The run "
+            "continues with it as it is now: what was measured before and after may not be comparable; groups in "
+            "flight that a reward function has scored a part of are sampled anew"
         )
 
 
