@@ -104,24 +104,17 @@ def nearest_folder(path: Path) -> Path:
     """
     for nearest in (path, *path.parents):
         try:
-            nearest.lstat()
-            break
-        except (FileNotFoundError, NotADirectoryError):
-            continue
+            if stat.S_ISDIR(nearest.stat().st_mode):
+                return nearest
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if not nearest.is_symlink():
+                continue
+            text = f'a link to "{os.readlink(nearest)}", where nothing is (a disk that is not mounted?)'
+            raise ValueError(f'"{nearest}" is not a folder but {text}') from error
         except OSError as error:
-            if error.errno != errno.ELOOP:  # of a link above, which is looked at next
-                raise ValueError(f'"{nearest}" cannot be looked at ({error.strerror})') from error
-    link = f'a link to "{os.readlink(nearest)}"' if nearest.is_symlink() else ""
-    try:
-        if stat.S_ISDIR(nearest.stat().st_mode):
-            return nearest
-    except FileNotFoundError as error:
-        text = f'"{nearest}" is not a folder but {link}, where nothing is (a disk that is not mounted?)'
-        raise ValueError(text) from error
-    except OSError as error:
-        what = f"{link}, which cannot be followed" if link else "there, and cannot be used"
-        raise ValueError(f'"{nearest}" is {what} ({error.strerror})') from error
-    raise ValueError(f'"{nearest}" is not a folder')
+            raise ValueError(f'"{nearest}" cannot be looked at ({error.strerror})') from error
+        raise ValueError(f'"{nearest}" is not a folder')
+    return path  # not reached: "/" and "." are folders
 
 
 def complete_checkpoints(root: Path) -> tuple[list[Checkpoint], list[str]]:

@@ -22,11 +22,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlmath.config.help import raise_problems
+from rlmath.config.help import raise_problems, setting_values
 from rlmath.config.schema import Config, SaveConfig
 
 logger = logging.getLogger(__name__)
@@ -78,19 +78,6 @@ class HubId:
         return f"{PREFIX}{kind}{self.repo}{revision}{commit}{file}"
 
 
-def with_commit(one: HubId, commit: str) -> HubId:
-    """ValueError where it is no hash of a commit."""
-    if not _COMMIT.fullmatch(commit):
-        raise ValueError(f"{one}: {commit!r:.60} is no commit of 40 hexadecimal digits")
-    return replace(one, commit=commit)
-
-
-def is_plain_name(name: str) -> bool:
-    """Whether a name is that of a file below its folder, in printable characters."""
-    parts = name.split("/")
-    return "\\" not in name and name.isprintable() and not {"", ".", ".."} & set(parts)
-
-
 def is_hub_id(text: str | None) -> bool:
     """Whether a path is meant as an id of the hub, rightly written or not. Nothing else is ever looked for there."""
     return text is not None and text.startswith("hf:/")
@@ -106,7 +93,13 @@ def parse_hub_id(text: str, setting: str) -> HubId:
     found = (_DATA_ID if is_data else _MODEL_ID).fullmatch(text)
     parts = {name: part or "" for name, part in found.groupdict().items()} if found else {"repo": ""}
     revision, file = parts.get("revision", "").replace("%2F", "/"), parts.get("file", "")
-    is_plain = all(is_plain_name(name) for name in (revision, file) if name)
+    names = f"{revision}/{file}"
+    is_plain = (
+        names.isprintable()
+        and "\\" not in names
+        and not {".", ".."} & {*names.split("/")}
+        and "//" not in file
+    )
     if not (is_plain and _is_repo(parts["repo"]) and (file.endswith(DATA_SUFFIXES) or not is_data)):
         form = f"{DATA_FORM}, a file of {', '.join(DATA_SUFFIXES)}" if is_data else MODEL_FORM
         raise ValueError(f'{setting}: got "{text}"; needed: {form}.')
@@ -124,8 +117,10 @@ def _is_repo(name: str) -> bool:
 def hub_ids(config: Config) -> list[HubId]:
     """Those that the settings name. ValueError that lists all that are wrong, and other settings that name one."""
     found, problems = [], []
-    for key, text in _texts(config):
-        if not is_hub_id(text):
+    values = setting_values(config).items()
+    texts = [(key, text) for key, value in values for text in (value if isinstance(value, list) else [value])]
+    for key, text in texts:
+        if not isinstance(text, str) or not is_hub_id(text):
             continue
         try:
             if key not in (*MODEL_SETTINGS, *DATA_SETTINGS):
@@ -135,15 +130,6 @@ def hub_ids(config: Config) -> list[HubId]:
             problems.append(str(error))
     raise_problems("the names of the Hugging Face hub", problems)
     return list(dict.fromkeys(found))
-
-
-def _texts(config: Config) -> Iterator[tuple[str, str]]:
-    """Paths of the settings by key."""
-    for section, values in asdict(config).items():
-        for name, value in values.items():
-            for one in value if isinstance(value, list) else [value]:
-                if isinstance(one, str) and name.rpartition("_")[2] in ("path", "paths", "dir"):
-                    yield f"{section}.{name}", one
 
 
 def with_places(config: Config, places: Mapping[HubId, str]) -> Config:
@@ -185,37 +171,27 @@ def is_same(then: Any, now: Any) -> bool:
 # ---------------------------------------------------------------- the hub
 
 
-@dataclass(frozen=True)
-class Fetched:
-    """What a fetch found of an id."""
-
-    pinned: HubId
-    """The id with its commit."""
-    missing_bytes: int
-    """Size of a model's weights that were not in the cache before."""
-
-
 def resolve(ids: Sequence[HubId], seconds: float, recorded: Collection[str] = ()) -> dict[HubId, HubId]:
     """Every id with its commit: that of `recorded`, texts of an earlier start of the run, where one asks for the same,
     else the hub's, or where that gives no answer the cache's. Errors: as `fetch`."""
     known = {one.asked: one for one in _parsed(recorded) if one.commit}
     pins = {one: one if one.commit else known.get(one) for one in ids}
     unknown = [one for one, pinned in pins.items() if pinned is None]
-    fetched = fetch(unknown, seconds, weights=False)
-    pins |= {one: found.pinned for one, found in zip(unknown, fetched, strict=True)}
+    pins |= zip(unknown, fetch(unknown, seconds, weights=False), strict=True)
     return {one: pinned for one, pinned in pins.items() if pinned is not None}
 
 
-def fetch(ids: Sequence[HubId], seconds: float, weights: bool = True) -> list[Fetched]:
-    """Have ids in this machine's cache, of models without their weights where those are not needed. ValueError or
-    HubFailedError within `seconds` where that cannot be done. For one process of a node."""
+def fetch(ids: Sequence[HubId], seconds: float, weights: bool = True) -> dict[HubId, int]:
+    """Have ids in this machine's cache, of models without their weights where those are not needed. Gives every id with
+    its commit, and the size of its weights that were not there (bytes). ValueError or HubFailedError within `seconds`
+    where that cannot be done. For one process of a node."""
     ends = time.monotonic() + seconds
-    found = []
+    found = {}
     for one in ids:
         request = {"action": "fetch", "text": str(one), "name": one.repo, "weights": weights}
         request |= {"revision": one.revision, "commit": one.commit, "file": one.file}
         answer = _ask(request, seconds, ends)
-        found.append(Fetched(with_commit(one, answer["commit"]), answer["missing_bytes"]))
+        found[replace(one, commit=answer["commit"])] = answer["missing_bytes"]
     return found
 
 
@@ -242,7 +218,7 @@ def local_folder(place: str, option: str, weights: bool = True, seconds: float =
     if not is_hub_id(place):
         return Path(place)
     (found,) = fetch([parse_hub_id(place, option)], seconds, weights)
-    return Path(places([found.pinned])[found.pinned])
+    return Path(places([found])[found])
 
 
 def _parsed(texts: Collection[str]) -> Iterator[HubId]:

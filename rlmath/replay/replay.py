@@ -201,13 +201,9 @@ class Replay:
             )
 
     def _check_rollout(self, rollout: RolloutConfig) -> None:
-        segments = [
-            one
-            for group in self.capture.groups
-            for completion in group.completions
-            for one in completion.segments
-        ]
-        if rollout.ranks or rollout.tail != "wait" or any(one.step != self.capture.step for one in segments):
+        completions = [one for group in self.capture.groups for one in group.completions]
+        steps = {segment.step for one in completions for segment in one.segments}
+        if rollout.ranks or rollout.tail != "wait" or steps - {self.capture.step}:
             raise ValueError(
                 f"step {self.capture.step + 1} learned from completions that were drawn in, or carried through, other "
                 "steps (rollout.tail, rollout.ranks): its rollout cannot be made again. --part update can"

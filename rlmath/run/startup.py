@@ -163,7 +163,10 @@ class StartingRank:
                 raise ValueError(mistake)
             return _take_folder(prepared, stack) if environment_rank() == 0 else prepared
         except (ValueError, OSError) as found:
-            error = _with_launcher_mistake(found)
+            mistake = (
+                launcher_mistake()
+            )  # without torchrun there is one rank, which may be why settings do not fit
+            error = found if mistake is None or mistake in str(found) else ValueError(f"{found}\n{mistake}")
             several = self.rendezvous is not None and self.rendezvous.rank_info.several_nodes
             if self.rendezvous is not None and several and not isinstance(found, SharedMistakeError):
                 meet_with_mistake(self.rendezvous, error, self.start_timeout)
@@ -209,12 +212,6 @@ def launcher_mistake() -> str | None:
         f"--nproc-per-node=N {program} ..., with N=1 for one rank, or by `rlmath train`; "
         "only --help and a dry run need none."
     )
-
-
-def _with_launcher_mistake(error: ValueError | OSError) -> ValueError | OSError:
-    """Without torchrun there is one rank, which may be why the settings do not fit."""
-    mistake = launcher_mistake()
-    return error if mistake is None or mistake in str(error) else ValueError(f"{error}\n{mistake}")
 
 
 def _take_folder(prepared: PreparedRun[Any], stack: ExitStack) -> PreparedRun[Any]:

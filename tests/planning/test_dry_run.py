@@ -349,8 +349,8 @@ def test_what_a_start_refuses_to_resume_a_dry_run_refuses(dry, tied_model: Path,
     save_config(config, output / "config.yaml")
     _, _, err = dry(SMALL_R1, *words, "run.total_steps=4")
     assert err.startswith("1 problem with this run:") and err.count("cannot resume from") == 1
-    assert "8 steps are done there, the run has 4 now" in err and "the model that" not in err
-    there = re.search(r"the prompts have changed \(fingerprint another there, (\w+) of", err)
+    assert "8 steps are done there, the run has 4 now" in err and "model.path: what" not in err
+    there = re.search(r"data.train_path: what .* has changed \(fingerprint another there, (\w+) of", err)
     assert there is not None
     checkpoint(9, there[1])
     shutil.rmtree(output / CHECKPOINTS_FOLDER / "step-000008")

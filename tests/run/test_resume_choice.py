@@ -293,9 +293,9 @@ def test_another_model_and_other_prompts_are_refused_and_their_paths_are_not(tmp
         tmp_path, "model.path=elsewhere", "data.train_path=elsewhere.jsonl", "data.more_train_paths=[x]"
     )
     assert found_steps(moved) == [3]
-    with pytest.raises(ValueError, match="the model that the run started from has changed"):
+    with pytest.raises(ValueError, match=r"model.path: what the run started from has changed"):
         find_recovery(moved, replace(ORIGIN, model="model-2"), TOTAL)
-    with pytest.raises(ValueError, match="the prompts have changed"):
+    with pytest.raises(ValueError, match=r"data.train_path: what the run started from has changed"):
         find_recovery(moved, replace(ORIGIN, data="data-2"), TOTAL)
 
 
@@ -321,7 +321,7 @@ def test_the_adapters_that_a_run_began_with_are_compared_by_content(tmp_path: Pa
     origin = replace(ORIGIN, adapter="a")
     assert found_steps(make_config(tmp_path, "model.adapter_path=moved"), origin) == [3]
     for other in ("b", ""):
-        with pytest.raises(ValueError, match=r"model.adapter_path: the adapters .* have changed"):
+        with pytest.raises(ValueError, match=r"model.adapter_path: what .* has changed"):
             found_steps(make_config(tmp_path), replace(ORIGIN, adapter=other))
 
 
@@ -469,5 +469,5 @@ def test_data_that_a_release_before_named_without_the_ends_of_files_is_the_same(
     checkpoint(tmp_path, 3)
     now = Origin("model-1", "data-2", older_data="data-1")
     assert found_steps(make_config(tmp_path), now) == [3]
-    with pytest.raises(ValueError, match="the prompts have changed"):
+    with pytest.raises(ValueError, match=r"data.train_path: what the run started from has changed"):
         found_steps(make_config(tmp_path, "data.more_train_paths=[u.jsonl]"), now)

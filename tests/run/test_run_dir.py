@@ -223,7 +223,7 @@ def test_a_file_in_the_way_is_named(tmp_path: Path):
         assert f'"{tmp_path}/link" is not a folder' in told and "a disk that is not mounted?" in told
     (tmp_path / "loop").symlink_to("loop")
     for folder in (tmp_path / "loop", tmp_path / "loop" / "run"):
-        assert f'"{tmp_path}/loop" is a link to "loop", which cannot be followed' in refusal(folder)
+        assert f'"{folder}" cannot be looked at (Too many levels of symbolic links)' in refusal(folder)
     assert "cannot be looked at (File name too long)" in refusal(tmp_path / ("x" * 300) / "run")
 
 

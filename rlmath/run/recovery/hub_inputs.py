@@ -63,35 +63,34 @@ def fetch_ids(
 ) -> dict[HubId, str]:
     """The place of every id in this node's cache. Errors and arguments: as `fetch_inputs`; `recorded` is rank 0's."""
     logger.info("Looking for what is named by ids of the Hugging Face hub ...")
-    if rendezvous is None:
-        pins = hub.resolve(ids, seconds, recorded)
+    rank = None if rendezvous is None else rendezvous.rank_info
+    limit = seconds + start_seconds
+
+    def resolve() -> dict[str, str]:
+        return {str(one): pinned.commit for one, pinned in hub.resolve(ids, seconds, recorded).items()}
+
+    def fetch() -> dict[str, str]:
         hub.fetch(list(pins.values()), seconds)
-    else:
-        rank, limit = rendezvous.rank_info, seconds + start_seconds
+        return {}
 
-        def resolve() -> dict[str, str]:
-            return {str(one): pinned.commit for one, pinned in hub.resolve(ids, seconds, recorded).items()}
-
-        def fetch() -> dict[str, str]:
-            hub.fetch(list(pins.values()), seconds)
-            return {}
-
-        commits = _sync(rendezvous, "hub commits", limit, resolve if rank.rank == 0 else dict)
-        lost = [str(one) for one in ids if str(one) not in commits]
-        if lost:
-            raise ValueError(
-                f"the settings of this rank name {lost[0]}, those of rank 0 do not. Give all the same."
-            )
-        pins = {one: hub.with_commit(one, commits[str(one)]) for one in ids}
-        _sync(rendezvous, "hub files", limit, fetch if rank.is_node_leader else dict)
+    commits = _sync(rendezvous, "hub commits", limit, resolve if rank is None or rank.rank == 0 else dict)
+    lost = [str(one) for one in ids if str(one) not in commits]
+    if lost:
+        raise ValueError(
+            f"the settings of this rank name {lost[0]}, those of rank 0 do not. Give all the same."
+        )
+    pins = {one: replace(one, commit=commits[str(one)]) for one in ids}
+    _sync(rendezvous, "hub files", limit, fetch if rank is None or rank.is_node_leader else dict)
     places = hub.places(pins.values())
     return {one: places[pinned] for one, pinned in pins.items()}
 
 
 def _sync(
-    rendezvous: Rendezvous, name: str, seconds: float, work: Callable[[], Mapping[str, str]]
+    rendezvous: Rendezvous | None, name: str, seconds: float, work: Callable[[], Mapping[str, str]]
 ) -> Mapping[str, str]:
     """What `work` gives on rank 0; where it fails on a rank, all ranks raise. A collective."""
+    if rendezvous is None:
+        return work()
     rank, values = rendezvous.rank_info, {}
     report = RankReport(rank.host, rank.node)
     try:
@@ -127,8 +126,8 @@ def plan_inputs(config: Config) -> tuple[Config, list[str]]:
     seconds = config.run.hub_timeout_seconds
     pins = hub.resolve(ids, seconds, recorded_ids(config))
     lines = []
-    for found in hub.fetch(list(pins.values()), seconds, weights=False):
-        lines.append(f"Hub: {found.pinned}: a start downloads {found.missing_bytes / 1e9:.3f} GB of weights")
+    for pinned, missing in hub.fetch(list(pins.values()), seconds, weights=False).items():
+        lines.append(f"Hub: {pinned}: a start downloads {missing / 1e9:.3f} GB of weights")
     places = hub.places(pins.values())
     return hub.with_places(config, {one: places[pinned] for one, pinned in pins.items()}), lines
 

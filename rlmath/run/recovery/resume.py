@@ -243,24 +243,21 @@ def _other_run(
         keys = "stages.steps" if has_length_stages(now) else "run.total_steps, run.total_epochs"
         yield f"{keys}: {progress.step} steps are done there, the run has {total_steps} now"
     yield from _changed_settings(then, now, progress)
-    if origin.model not in ("", progress.model_fingerprint):
-        yield (
-            f"model.path: the model that the run started from has changed (fingerprint {progress.model_fingerprint} "
-            f"there, {origin.model} of {now.model.path} now)"
-        )
-    if origin.model and origin.adapter != progress.adapter_fingerprint:
-        yield (
-            f"model.adapter_path: the adapters that the run started from have changed (fingerprint "
-            f"{progress.adapter_fingerprint or 'none'} there, {origin.adapter or 'none'} of "
-            f"{now.model.adapter_path} now)"
-        )
     as_many_files = len(then.data.more_train_paths) == len(now.data.more_train_paths)
-    known = (origin.data, origin.older_data) if as_many_files else (origin.data,)
-    if origin.data and progress.data_fingerprint not in known:
-        yield (
-            f"data.train_path: the prompts have changed (fingerprint {progress.data_fingerprint} there, {origin.data} "
-            f"of {now.data.train_path} now)"
-        )
+    data = progress.data_fingerprint
+    if as_many_files and data == origin.older_data:
+        data = origin.data
+    for key, path, was, is_now in (
+        ("model.path", now.model.path, progress.model_fingerprint, origin.model),
+        ("model.adapter_path", now.model.adapter_path, progress.adapter_fingerprint, origin.adapter),
+        ("data.train_path", now.data.train_path, data, origin.data),
+    ):
+        is_known = is_now or (key == "model.adapter_path" and origin.model)
+        if is_known and was != is_now:
+            yield (
+                f"{key}: what the run started from has changed (fingerprint {was or 'none'} there, {is_now or 'none'} "
+                f"of {path} now)"
+            )
 
 
 def _changed_code(config: Config, newest: CheckpointToResume, origin: Origin) -> Iterator[str]:
