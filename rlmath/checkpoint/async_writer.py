@@ -52,25 +52,21 @@ class Staged:
 
 @dataclass(frozen=True)
 class FileToWrite:
-    """One file to write."""
+    """One file, by its path and its name in the checkpoint."""
 
     path: str
     key: str
-    """The file's name in the checkpoint."""
     objects: list[tuple[Any, bytes]]
     tensors: list[Staged]
 
 
 @dataclass(frozen=True)
 class Written:
-    """The result of a job."""
+    """The result of a job: torch's `WriteResult` of every item, and the files by name; or why it failed."""
 
     results: list[Any]
-    """torch's `WriteResult` of every item."""
     files: dict[str, FileEntry]
-    """By name of the file."""
     error: str | None
-    """Why it failed; then the rest is empty."""
 
 
 def lacks_memory(buckets: Sequence[Any]) -> str | None:
@@ -89,13 +85,8 @@ class WriterProcess:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        modules = os.pathsep.join(path for path in sys.path if path)
-        environment = os.environ | {
-            "PYTHONPATH": modules,
-            "PYTHONWARNINGS": "ignore",
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environment |= {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         with theirs, _blocked_stop_signals():
             # -P: a file of the current folder is no module
             self._process = subprocess.Popen(

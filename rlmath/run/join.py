@@ -134,7 +134,7 @@ def claim_folder(
 
 
 def log_settings(config: Config, kind: Kind) -> None:
-    """Open the run's log file, and log all settings there; on the console those that are not at their defaults."""
+    """Log all settings into the run's log file; on the console those that are not at their defaults."""
     folder = Path(config.run.output_dir)
     try:
         open_log_file(folder)
@@ -147,9 +147,7 @@ def log_settings(config: Config, kind: Kind) -> None:
     if unused:
         logger.warning("Without effect in a GRPO run: %s", ", ".join(f"sft.{one}" for one in unused))
     logger.debug("The settings of this run:\n%s", config_as_yaml(config))
-    logger.debug(
-        "Versions: %s", ", ".join(f"{name} {version}" for name, version in library_versions().items())
-    )
+    logger.debug("Versions: %s", library_versions())
 
 
 def with_details(lines: Iterable[str]) -> list[str]:

@@ -56,7 +56,7 @@ def test_a_model_that_is_not_what_config_json_says_is_refused_with_a_list(
 ):
     edit(copy, change)
     with pytest.raises(ValueError) as error:
-        hf_to_megatron(copy, shape_of(source), tmp_path / "out", 1, 1, None)
+        hf_to_megatron(copy, shape_of(source), tmp_path / "out", 1, None)
     assert all(part in str(error.value) for part in told), str(error.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
 
@@ -79,7 +79,7 @@ def test_numbers_that_are_not_finite_are_refused_with_tensor_and_file(
 ):
     edit(copy, in_norm(*numbers))
     with pytest.raises(ValueError) as error:
-        hf_to_megatron(copy, shape_of(source), tmp_path / "out", 2, 1, dtype)
+        hf_to_megatron(copy, shape_of(source), tmp_path / "out", 2, dtype)
     assert f"{NORM} in {copy / 'model.safetensors'} has {told}" in str(error.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
 
@@ -91,7 +91,7 @@ def test_a_checkpoint_with_numbers_that_are_not_finite_is_refused(
     edit(copy, in_norm(float("nan")))
     with monkeypatch.context() as unchecked:
         unchecked.setattr(convert, "all_finite", lambda tensor, dtype: True)
-        state = to_megatron(copy, tmp_path / "out", 2, 1)
+        state = to_megatron(copy, tmp_path / "out", 2)
     with pytest.raises(ValueError, match=f"{NORM} has numbers that are NaN"):
         to_hf(state, source, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
@@ -104,21 +104,6 @@ def test_tensors_that_older_releases_wrote_are_passed_over(tmp_path: Path):
     edit(copy, lambda held: held.update({"lm_head.weight": held["model.embed_tokens.weight"].clone()}))
     state = to_megatron(copy, tmp_path / "out")
     assert_same(weights(to_hf(state, copy, tmp_path / "hf")), weights(tied))
-
-
-@pytest.mark.parametrize(
-    ("tensor", "pipeline", "told"),
-    [
-        (4, 1, "tensor parallel 4 does not divide the model's 2 key-value heads"),
-        (1, 5, "pipeline parallel 5 is more than the model's 4 layers"),
-    ],
-)
-def test_a_split_that_does_not_fit_is_told(
-    source: Path, tmp_path: Path, tensor: int, pipeline: int, told: str
-):
-    with pytest.raises(ValueError, match=told):
-        to_megatron(source, tmp_path / "out", tensor, pipeline)
-    assert not (tmp_path / "out").exists()
 
 
 # ---------------------------------------------------------------- what goes wrong in the middle

@@ -35,7 +35,7 @@ def test_both_run_as_programs_and_say_what_they_did(source: Path, tmp_path: Path
     megatron, back = tmp_path / "megatron" / "out", tmp_path / "hf" / "out"
     there = run(
         *("-m", "rlmath.cli.convert", "to-megatron", "--hf", str(source), "--output", str(megatron)),
-        *("--tensor-parallel", "2", "--pipeline-parallel", "2"),
+        *("--tensor-parallel", "2"),
     )
     again = run("-m", "rlmath.cli.convert", "to-hf", "--checkpoint", str(megatron), "--output", str(back))
     assert re.fullmatch(LINE, there.stdout) and re.fullmatch(LINE, again.stdout)
@@ -101,15 +101,9 @@ def test_a_mistake_ends_with_2_and_writes_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
 
 
-@pytest.mark.parametrize(
-    ("more", "told"),
-    [(["--tensor-parallel", "0"], "needed: at least 1"), (["--tensor-parallel", "3"], "does not divide")],
-)
-def test_sizes_that_cannot_be_are_told(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], told: str
-):
-    assert to_megatron(source, tmp_path / "out", *more) == convert.MISTAKE
-    assert told in capsys.readouterr().err
+def test_a_size_that_cannot_be_is_told(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert to_megatron(source, tmp_path / "out", "--tensor-parallel", "0") == convert.MISTAKE
+    assert "needed: at least 1" in capsys.readouterr().err
 
 
 def test_what_is_no_folder_is_told(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -20,13 +20,10 @@ from torch import Tensor
 from rlmath.checkpoint.convert.adapters import base_model, lora_run, merged_tensors
 from rlmath.checkpoint.convert.names import (
     Found,
-    Part,
     Stored,
     find_all,
     listed,
     object_keys,
-    parts,
-    split_problems,
     stored_tensors,
     written_keys,
 )
@@ -76,17 +73,17 @@ class Converted:
 
 
 def hf_to_megatron(
-    source: Path, shape: ModelShape, output: Path, tensor: int, pipeline: int, dtype: torch.dtype | None
+    source: Path, shape: ModelShape, output: Path, vocab_multiple: int, dtype: torch.dtype | None
 ) -> Converted:
     """Write the checkpoint `output`/release, Megatron-LM's file that names the one to load, and the model's metadata
-    files under `output`/hf.
+    files under `output`/hf. Any layout can load it.
 
-    `tensor` and `pipeline` say over how many files the tensors are spread, and `tensor` to a multiple of what the
-    vocabulary is filled up; any layout can load it. `dtype` None: as in the source. ValueError for a mistake.
+    The vocabulary is filled up to a multiple of `vocab_multiple`. `dtype` None: as in the source. ValueError for a
+    mistake.
     """
     held, problems = tensor_headers(source)
     problems += [] if problems else [*tensor_problems(source, shape, held), *_unknown(shape, held)]
-    raise_problems(f"converting {source}", [*split_problems(shape, tensor, pipeline), *problems])
+    raise_problems(f"converting {source}", problems)
     reader, names = HFReader(source), hf_tensors(shape)
     formats = {_DTYPES[held[name].dtype_name] for name in names} if dtype is None else {dtype}
     if len(formats) > 1:
@@ -96,10 +93,12 @@ def hf_to_megatron(
         state = folder / RELEASE
         state.mkdir()
         writer = StateWriter(state)
-        for stored in stored_tensors(shape, tensor):
-            _store(reader, stored, shape, writer=writer, tensor=tensor, pipeline=pipeline, dtype=dtype)
-        for key, layer in object_keys(shape).items():
-            writer.add_object(tensor * (layer * pipeline // shape.num_layers), key)
+        for stored in stored_tensors(shape, vocab_multiple):
+            rows = _rows(reader, stored, shape, vocab_multiple, dtype)
+            for key in written_keys(stored, shape):
+                writer.add(key, (*stored.lead, *(0 for _ in stored.shape)), stored.global_shape, rows)
+        for key in object_keys(shape):
+            writer.add_object(key)
         writer.close()
         (folder / METADATA_FILES).mkdir()
         write_metadata_files(folder / METADATA_FILES, read_metadata_files(source), dtype)
@@ -232,39 +231,16 @@ def _unknown(shape: ModelShape, held: Iterable[str]) -> list[str]:
     return listed(f"tensors are unknown to {shape.architecture}", extra)
 
 
-def _store(
-    reader: HFReader,
-    stored: Stored,
-    shape: ModelShape,
-    writer: StateWriter,
-    tensor: int,
-    pipeline: int,
-    dtype: torch.dtype,
-) -> None:
-    """Write one tensor, each rank's part by itself."""
-    stage = 0 if stored.placed.rule.owner == "first" else pipeline - 1
-    if stored.placed.layer is not None:
-        stage = stored.placed.layer * pipeline // shape.num_layers
+def _rows(
+    reader: HFReader, stored: Stored, shape: ModelShape, vocab_multiple: int, dtype: torch.dtype
+) -> Tensor:
+    """One tensor as it is stored, with its leading axes."""
     weights = [reader.tensor(name) for name in stored.placed.hf_names]
     for name, weight in zip(stored.placed.hf_names, weights, strict=True):
         if not all_finite(weight, dtype):
             raise_problems("the weights", list(not_finite(reader, {name: weight}, dtype)))
-    whole = weights[0] if len(weights) == 1 else to_canonical(stored.placed.rule, weights, shape, tensor)
-    rows = whole if len(weights) == 1 else whole.reshape(stored.shape)
-    ones = (1,) * len(stored.lead)
-    for part in parts(stored, tensor):
-        piece = _cut(rows, part).to(dtype)
-        for key in written_keys(stored, shape):
-            offset = (*stored.lead, *part.offset)
-            view = piece.reshape(*ones, *piece.shape)
-            writer.add(stage * tensor + part.tensor_rank, key, offset, stored.global_shape, view)
-
-
-def _cut(rows: Tensor, part: Part) -> Tensor:
-    """A part of a tensor; rows that it does not have are zeros, those that the vocabulary is filled up with."""
-    piece = rows[tuple(slice(a, a + n) for a, n in zip(part.offset, part.size, strict=True))]
-    lacking = part.size[0] - piece.shape[0]
-    return piece if lacking == 0 else torch.nn.functional.pad(piece, (0, 0, 0, lacking))
+    canonical = to_canonical(stored.placed.rule, weights, shape, vocab_multiple)
+    return canonical.to(dtype).reshape(*(1 for _ in stored.lead), *stored.shape)
 
 
 # ---------------------------------------------------------------- both

@@ -63,15 +63,6 @@ class Stored:
         return (*self.lead_shape, *self.shape)
 
 
-@dataclass(frozen=True)
-class Part:
-    """What one tensor-parallel rank holds of a `Stored` as one rectangle."""
-
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-    tensor_rank: int
-
-
 def stored_adapters(shape: ModelShape, rules: tuple[Rule, ...]) -> Iterator[Stored]:
     """The adapters of a model, in streaming order: in their canonical form, each layer's by itself."""
     for placed in placed_tensors(shape, rules):
@@ -123,51 +114,10 @@ def written_keys(stored: Stored, shape: ModelShape) -> tuple[str, ...]:
     )
 
 
-def parts(stored: Stored, tensor: int) -> list[Part]:
-    """How tensor-parallel ranks share a tensor: offsets and sizes without the leading axes. What all ranks have is rank
-    0's.
-
-    Of a gate_up of 2 x 6 rows, rank 1 of 2 has rows 3 to 6 (gate) and 9 to 12 (up).
-    """
-    axis = stored.placed.rule.split_axis
-    if axis is None:
-        return [Part((0,) * len(stored.shape), stored.shape, 0)]
-    merged = _MERGED[stored.placed.rule.form]
-    before, row_axis = math.prod(stored.canonical[:axis]) if axis < merged else 1, max(0, axis - merged + 1)
-    block = stored.shape[row_axis] // before
-    found = []
-    for rank in range(tensor):
-        for number in range(before):
-            offset, size = [0] * len(stored.shape), list(stored.shape)
-            offset[row_axis] = number * block + rank * (block // tensor)
-            size[row_axis] = block // tensor
-            found.append(Part(tuple(offset), tuple(size), rank))
-    return found
-
-
-def split_problems(shape: ModelShape, tensor: int, pipeline: int) -> list[str]:
-    """Why a model cannot be split over so many ranks; [] where it can."""
-    problems = []
-    if pipeline > shape.num_layers:
-        problems.append(f"pipeline parallel {pipeline} is more than the model's {shape.num_layers} layers")
-    uneven = {}
-    for stored in stored_tensors(shape, tensor):
-        axis = stored.placed.rule.split_axis
-        if axis is not None and stored.canonical[axis] % tensor:
-            uneven[stored.placed.rule.sizes[axis]] = stored.canonical[axis]
-    words = {"group": "key-value heads", "query": "rows of all query heads", "ffn": "feed-forward units"}
-    problems += [
-        f"tensor parallel {tensor} does not divide the model's {size} {words.get(name, name)}"
-        for name, size in uneven.items()
-    ]
-    return problems
-
-
-def object_keys(shape: ModelShape) -> dict[str, int]:
-    """The pipeline layer of each empty object that Megatron's modules keep beside their weights ("_extra_state"), by
-    its key. Megatron does not load without them: its local layers ask for those of the linear modules, Transformer
-    Engine's for those of all."""
-    found: dict[str, int] = {}
+def object_keys(shape: ModelShape) -> list[str]:
+    """The keys of the empty objects that Megatron's modules keep beside their weights ("_extra_state"), and does not
+    load without: its local layers ask for those of the linear modules, Transformer Engine's for those of all."""
+    found: dict[str, None] = {}
     for stored in stored_tensors(shape):
         modules = [key.rpartition(".")[0] for key in written_keys(stored, shape)]
         if stored.placed.layer is not None:
@@ -176,11 +126,9 @@ def object_keys(shape: ModelShape) -> dict[str, int]:
             continue
         lead = ".".join(map(str, stored.lead or (0,)))
         lead_shape = ".".join(map(str, stored.lead_shape or (1,)))
-        layer = shape.num_layers - 1 if stored.placed.layer is None else stored.placed.layer
         experts = [module for module in modules if ".experts." in module]
-        for module in experts or modules:
-            found[f"{module}._extra_state/shard_{lead}_{lead_shape}"] = layer
-    return found
+        found |= dict.fromkeys(f"{one}._extra_state/shard_{lead}_{lead_shape}" for one in experts or modules)
+    return list(found)
 
 
 # ---------------------------------------------------------------- in a given checkpoint

@@ -33,12 +33,11 @@ class Frequency:
 
 
 def recovery_frequency(save: SaveConfig) -> Frequency:
-    """How often the settings want a recovery point."""
     return Frequency(save.ckpt_freq_epochs, save.ckpt_freq_steps, save.ckpt_freq_secs)
 
 
 def kept_frequency(save: SaveConfig) -> Frequency:
-    """How often the settings want a checkpoint that stays."""
+    """Of checkpoints that stay."""
     return Frequency(save.save_freq_epochs, save.save_freq_steps, save.save_freq_secs)
 
 
