@@ -90,14 +90,6 @@ class CheckpointManager:
         self._unfinished: _SaveInFlight | None = None
         self._removals: list[threading.Thread] = []
 
-    def warm_up(self) -> None:
-        """Start the writer process, so that the first save does not wait for it. Where that fails, the next save tries
-        again and returns the error."""
-        try:
-            self._running_writer()
-        except OSError as error:
-            logger.warning("the process that writes checkpoints does not start: %s", error)
-
     def _running_writer(self) -> WriterProcess:
         if self._writer is not None and not self._writer.alive:
             self.close()

@@ -37,10 +37,6 @@ STALE_SECONDS = 3600.0
 _PR_SET_PDEATHSIG = 1
 
 
-class HubError(Exception):
-    """What the user is told of a mistake."""
-
-
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to a request; `error` in it says what is wrong, `may_pass` whether it is the hub or the network."""
     try:
@@ -48,8 +44,6 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     except ImportError as error:
         text = f"huggingface_hub is missing or broken ({error}). Install it: rlmath install cpu (or gpu)."
         may_pass = False
-    except HubError as error:
-        text, may_pass = str(error), False
     except Exception as error:  # of the HTTP library, whose classes are not huggingface_hub's
         text, may_pass = _told(request, error)
     return {"error": f"{request['text']}: {text}", "may_pass": may_pass}
@@ -86,7 +80,9 @@ def _fetch(request: Mapping[str, Any]) -> dict[str, Any]:
     if is_model and request["weights"]:
         wanted = [*wanted, *WEIGHT_PATTERNS]
     folder = Path(snapshot_download(allow_patterns=wanted, **options))
-    _check_complete(request, folder)
+    if request["file"] and not (folder / request["file"]).is_file():
+        text = f'{request["text"]}: there is no file "{request["file"]}" in it. Look at its files on the hub.'
+        return {"error": text, "may_pass": False}
     lacking = [one for one in listed if one.will_download and one.filename.endswith(".safetensors")]
     return {"commit": folder.name, "missing_bytes": sum(one.file_size or 0 for one in lacking)}
 
@@ -100,18 +96,6 @@ def _remove_stale_parts(options: Mapping[str, Any]) -> None:
         with suppress(OSError):
             if time.time() - part.lstat().st_mtime > STALE_SECONDS:
                 part.unlink()
-
-
-def _check_complete(request: Mapping[str, Any], folder: Path) -> None:
-    """HubError where the commit has not what is needed of it."""
-    name = request["name"]
-    if request["file"]:
-        if not (folder / request["file"]).is_file():
-            raise HubError(f'{name} has no file "{request["file"]}". Look at its files on the hub.')
-    elif not (folder / "config.json").is_file():
-        raise HubError(f"{name} has no config.json; needed: a model in the Hugging Face format.")
-    elif request["weights"] and not list(folder.glob("*.safetensors")):
-        raise HubError(f"{name} has no weights in safetensors, the only format that is downloaded.")
 
 
 def _told(request: Mapping[str, Any], error: Exception) -> tuple[str, bool]:
@@ -133,16 +117,9 @@ def _told(request: Mapping[str, Any], error: Exception) -> tuple[str, bool]:
     may_pass = not isinstance(cause, OfflineModeIsEnabled)
     if request["action"] == "push":
         return f"the hub cannot be asked ({why}).", may_pass
-    words = [
-        "hf download",
-        request["name"],
-        *([f"{request['file']} --repo-type dataset"] * bool(request["file"])),
-    ]
-    if revision := request["commit"] or request["revision"]:
-        words.append(f"--revision {revision}")
     return (
         f"it could not be downloaded ({why}), and is not, or not whole, in the cache. The same command goes on with "
-        f'what is missing. Or run "{" ".join(words)}" where there is a network, or give a local folder.',
+        "what is missing. Or run `hf download` where there is a network, or give a local folder.",
         may_pass,
     )
 

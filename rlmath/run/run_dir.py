@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlmath.checkpoint.directory import nearest_folder, remove, remove_partial, set_newer_aside
-from rlmath.config.files import require_regular
 from rlmath.config.help import raise_problems, setting_values
 from rlmath.config.load import load_config, save_config
 from rlmath.config.run_files import (
@@ -27,10 +26,8 @@ from rlmath.config.run_files import (
     EARLIER_FOLDER,
     EXIT_STATUS_FILE,
     LOCK_FILE,
-    LOG_FILE,
     METRICS_FILE,
     MODELS_FOLDER,
-    ROLLBACKS_FILE,
     STACKS_FOLDER,
     SUMMARY_FILE,
     TEMPORARY_FILE,
@@ -48,8 +45,6 @@ logger = logging.getLogger(__name__)
 MIN_FREE_BYTES = 2**30
 """Free disk space below which a run does not start."""
 
-_OWN_FILES = (METRICS_FILE, VALIDATION_FILE, SUMMARY_FILE, LOG_FILE, ROLLBACKS_FILE, EXIT_STATUS_FILE)
-"""What a run reads again, or writes over."""
 _NO_OBSTACLE = (LOCK_FILE, EXIT_STATUS_FILE, exit_codes.RESERVED_NAME, STACKS_FOLDER)
 """What a start that broke early leaves."""
 _INPUTS = (
@@ -165,13 +160,6 @@ def folder_problems(output_dir: str, config: Config, needed_bytes: int, resumes:
             "Make room, or give a run.output_dir on another disk."
         )
     yield from _input_problems(folder, config, resumes)
-    for name in _OWN_FILES:
-        try:
-            require_regular(folder / name)
-        except ValueError as error:
-            yield f"{error}. Move it away."
-        except OSError:
-            pass  # it is not there, or the claim of the folder says what is wrong
     if nearest == folder and not resumes:
         yield from _content_problems(folder, config)
 

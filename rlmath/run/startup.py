@@ -204,13 +204,9 @@ def launcher_mistake() -> str | None:
     missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
     if not missing:
         return None
-    program = sys.argv[0] or "launch/train_grpo.py"
-    if program.endswith("__main__.py"):
-        program = "-m rlmath.trainer"
     return (
-        f"this program was started without torchrun: {', '.join(missing)} not set. Start it by torchrun "
-        f"--nproc-per-node=N {program} ..., with N=1 for one rank, or by `rlmath train`; "
-        "only --help and a dry run need none."
+        f"this program was started without torchrun: {', '.join(missing)} not set. Start it by `rlmath train`, or by "
+        f"torchrun --nproc-per-node=N {sys.argv[0]} ...; only --help and a dry run need none."
     )
 
 

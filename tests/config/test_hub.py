@@ -134,13 +134,6 @@ def test_a_model_is_fetched_without_pickles_code_and_folders(there: Hub) -> None
     assert there.downloads() == dict.fromkeys(NEEDED, 1)
 
 
-def test_a_model_without_safetensors_is_refused(there: Hub) -> None:
-    there.add("org/old").commit({"config.json": b"{}", "pytorch_model.bin": b"a pickle"})
-    with pytest.raises(ValueError, match="has no weights in safetensors"):
-        fetched(model("hf://org/old"))
-    assert set(there.downloads()) == {"config.json"}
-
-
 def test_a_name_that_leads_out_of_its_folder_is_not_fetched(there: Hub, tmp_path: Path) -> None:
     names = ("../../evil.json", "/etc/evil.json", "a/../../evil.json")
     there.add("org/evil").commit(MODEL | dict.fromkeys(names, b"evil"))
@@ -207,7 +200,7 @@ def test_settings_are_written_with_the_commit_and_read_again(there: Hub) -> None
     [
         (model("hf://org/missing"), r"hf://org/missing: the hub refuses it .*status 401.*HF_TOKEN"),
         (model("hf://org/model@v9"), r"@v9: the hub refuses it .*status 404.*Correct .* the revision"),
-        (data("hf://datasets/org/rows/train.jsonl"), r'org/rows has no file "train.jsonl"'),
+        (data("hf://datasets/org/rows/train.jsonl"), r'org/rows/train.jsonl: there is no file "train.jsonl"'),
         (model("hf://org/gated"), r"the hub refuses it .*accept its terms"),
     ],
 )
@@ -282,12 +275,9 @@ def test_without_hub_and_cache_the_command_is_told(
     cut_off(monkeypatch, how)
     # What the user has set stays, a network comes back.
     kind = ValueError if how == "offline" else hub.HubFailedError
-    with pytest.raises(kind, match=r'run "hf download org/rows data/train.jsonl --repo'):
-        fetched(data())
-    with pytest.raises(kind, match="is not, or not whole, in the cache") as error:
-        fetched(model())
-    assert f'run "hf download org/model --revision {pinned.commit}"' in str(error.value)
-    assert "or give a local folder" in str(error.value)
+    for one in (data(), model()):
+        with pytest.raises(kind, match=r"is not, or not whole, in the cache.*run `hf download`"):
+            fetched(one)
 
 
 def cut_off(monkeypatch: pytest.MonkeyPatch, how: str) -> None:

@@ -121,8 +121,7 @@ def signal_the_writers(folder: Path, case: Case, root: Path) -> list[str | None]
     errors = []
     try:
         for step in (1, 2):
-            store.warm_up()
-            writer = store._writer._process
+            writer = store._running_writer()._process
             for number in SIGNALS:
                 writer.send_signal(number)
             refused = store.start(progress(step, 0, stage.mesh.world_size), False, SETTINGS)
@@ -145,8 +144,7 @@ def lose_a_writer(folder: Path, case: Case, root: Path) -> list[str | None]:
     store = open_store(stage, root)
     errors = []
     try:
-        store.warm_up()
-        writer = store._writer._process
+        writer = store._running_writer()._process
         writer.send_signal(signal.SIGSTOP if stage.mesh.rank == 1 else signal.SIGCONT)
         assert store.start(progress(1, 0, stage.mesh.world_size), False, SETTINGS) is None
         if stage.mesh.rank == 1:

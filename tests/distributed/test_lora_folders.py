@@ -141,7 +141,7 @@ WRONG = [
     (lambda folder: (folder / ADAPTER_CONFIG).write_text("{"), "cannot be read"),
     (
         lambda folder: (folder / ADAPTER_FILE).rename(folder / "adapter_model.bin"),
-        "adapter_model.bin is a pickle",
+        "has no adapter_model.safetensors",
     ),
     (lambda folder: shutil.rmtree(folder), "there is no such folder"),
 ]

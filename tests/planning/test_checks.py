@@ -378,11 +378,6 @@ def test_a_folder_without_the_files_of_a_model(place: Path):
     assert "has no config.json" in told[0]
     assert "neither model.safetensors nor model.safetensors.index.json" in told[1]
     assert "no tokenizer: neither tokenizer.json nor vocab.json with merges.txt" in told[2]
-    (place / "empty" / "pytorch_model.bin").write_text("")
-    assert (
-        "There is pytorch_model.bin: save it as safetensors"
-        in problems(place, f"model.path={place}/empty")[1]
-    )
 
 
 def test_a_tokenizer_may_be_a_vocabulary_with_merges(place: Path):

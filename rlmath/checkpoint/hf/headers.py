@@ -86,16 +86,9 @@ def weight_files(folder: Path, name: str = SINGLE_FILE) -> tuple[dict[Path, set[
     if single.is_file():
         return {single: set()}, []
     if not index.is_file():
-        problem = f'"{folder}" has neither {name} nor {index.name}.'
-        others = [
-            other
-            for kind in ("bin", "safetensors")
-            for other in sorted(p.name for p in folder.glob(f"*.{kind}"))
+        return {}, [
+            f'"{folder}" has neither {name} nor {index.name}. Save the model as safetensors (save_pretrained) there.'
         ]
-        if others:
-            there = ", ".join(others[:3])
-            problem += f" There is {there}: save it as safetensors (transformers' save_pretrained)."
-        return {}, [problem]
     try:
         weight_map = read_json_object(index, MAX_INDEX_BYTES).get("weight_map")
     except ValueError as error:

@@ -67,9 +67,7 @@ def adapter_problems(folder: Path, lora: LoraConfig, shape: ModelShape) -> Itera
         yield f"{setting}: there is no such folder.{nearest_path(folder)}"
         return
     if not (folder / ADAPTER_FILE).is_file():
-        pickled = (folder / "adapter_model.bin").is_file()
-        there = " adapter_model.bin is a pickle, and is not read: save it as safetensors." if pickled else ""
-        yield f"{setting} has no {ADAPTER_FILE}.{there} Give a folder that PEFT's save_pretrained wrote."
+        yield f"{setting} has no {ADAPTER_FILE}. Give a folder that PEFT's save_pretrained wrote (no pickle, .bin)."
         return
     try:
         config, held = read_json_object(folder / ADAPTER_CONFIG), read_header(folder / ADAPTER_FILE)

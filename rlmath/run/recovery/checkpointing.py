@@ -81,8 +81,6 @@ class Checkpointer:
         """Steps done in the newest complete checkpoint, None where there is none."""
         self.seconds = 0.0
         """How long training stood still for saving after the last step."""
-        if not (points.never and models.never):
-            self._store.warm_up()
 
     def after_step(self, step: int, is_last: bool) -> str | None:
         """Save what is due with `step` steps done. Returns the reason if any rank was asked to stop: the save is then
