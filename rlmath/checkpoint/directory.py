@@ -88,11 +88,7 @@ class Checkpoint:
 
 
 def partial_of(root: Path, step: int) -> Path:
-    """The folder of a step's checkpoint while it is written.
-
-    >>> str(partial_of(Path("run/checkpoints"), 20))
-    'run/checkpoints/step-000020.partial'
-    """
+    """The folder of a step's checkpoint while it is written: `root`/step-000020.partial."""
     return root / f"step-{step:06d}{PARTIAL}"
 
 

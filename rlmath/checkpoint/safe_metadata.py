@@ -54,26 +54,14 @@ def read_metadata(folder: Path | str) -> dcp.Metadata:
 
 
 class SafeReader(FileSystemReader):
-    """torch's reader of a checkpoint folder, with `read_metadata` in place of pickle. Reads an index once."""
-
-    def __init__(self, path: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(path, *args, **kwargs)
-        self._read: dict[Path, dcp.Metadata] = {}
+    """torch's reader of a checkpoint folder, with `read_metadata` of this module in place of pickle."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """See `read_metadata` of this module; with `rank` the index of one rank's own, as in torch."""
-        path = Path(self._get_metadata_path(kwargs.get("rank")))
-        if path not in self._read:
-            self._read[path] = _read_index(path)
-        metadata = self._read[path]
+        """With `rank` the index of one rank's own, as in torch."""
+        metadata = _read_index(Path(self._get_metadata_path(kwargs.get("rank"))))
         assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self.load_id
         return metadata
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Switch to another checkpoint, or read the same one again."""
-        super().reset(checkpoint_id)
-        self._read = {}
 
 
 def _read_index(path: Path) -> dcp.Metadata:

@@ -24,7 +24,6 @@ CONVERTED = "converted_model"
 """Name of the converted checkpoint in the output folder. A run's folder has nothing of that name, so a partial one that
 a killed process left is removed, even if a run's folder was given as the output."""
 _SOURCE = "converted_from.json"
-_SHARD_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True)
@@ -86,14 +85,7 @@ def _convert(path: Path, output: Path) -> Path:
     logger.info("Converting %s to %s", source.state, folder)
     shape = read_model_shape(source.metadata_files)
     metadata_files = read_metadata_files(source.metadata_files)
-    megatron_to_hf(
-        source.state,
-        shape,
-        metadata_files=metadata_files,
-        output=folder,
-        dtype=None,
-        shard_bytes=_SHARD_BYTES,
-    )
+    megatron_to_hf(source.state, shape, metadata_files=metadata_files, output=folder, dtype=None)
     note.write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
     return folder
 

@@ -31,11 +31,12 @@ from rlmath.distributed.rendezvous import Rendezvous
 from rlmath.planning.memory_estimate import mesh_of
 from rlmath.replay.capture import Capture, CapturedMinibatch, CapturedUpdate
 from rlmath.replay.recorder import captured_update, weights_digest
-from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers
+from rlmath.rewards.reward_manager import RewardWorkers
 from rlmath.rollout.collector import CollectGroups, Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import RolloutSeed, training_sampling
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
+from rlmath.run.engine_rank import open_scorers
 from rlmath.run.join import join_run
 from rlmath.run.loop import restore
 from rlmath.run.prepared import PreparedRun
@@ -49,7 +50,6 @@ logger = logging.getLogger(__name__)
 
 REPLAY_FILE = "replay.json"
 MODEL_FOLDER = "model"
-SHARD_BYTES = 4 * 2**30
 PLAIN = ("grad_norm", "learning_rate")
 MAXIMA = ("mismatch_max",)
 """Numbers of a minibatch that are no sums over its tokens; the second are of one token (nats)."""
@@ -257,9 +257,7 @@ def replay_rollout(
     config, shape = prepared.config, prepared.shape
     mesh = mesh_of(config, environment_world_size(), environment_rank())
     with ExitStack() as stack:
-        workers = None
-        if mesh.is_engine_leader:
-            workers = stack.enter_context(open_reward_workers(config.reward, config.run.plugins))
+        workers = stack.enter_context(open_scorers(config, mesh))
         mesh, device, heartbeat = begin(stack, prepared, rendezvous)
         heartbeat.enter_phase("load checkpoint")
         model = _model_folder(prepared, _whole(state, heartbeat), mesh, device)
@@ -301,7 +299,7 @@ def _model_folder(
         try:
             shutil.rmtree(folder, ignore_errors=True)
             if state is None:
-                begun_model_to_hf(config, shape, folder, device.params_dtype, SHARD_BYTES)
+                begun_model_to_hf(config, shape, folder, device.params_dtype)
             else:
                 megatron_to_hf(
                     state[0].state,
@@ -309,7 +307,6 @@ def _model_folder(
                     metadata_files=read_metadata_files(base),
                     output=folder,
                     dtype=None,
-                    shard_bytes=SHARD_BYTES,
                     base=base if config.lora.rank else None,
                 )
         except (OSError, ValueError) as error:

@@ -174,7 +174,9 @@ class TrainingRun:
             before = trainer.evaluate_before_training()
             if self.reporter is not None:
                 self.reporter.before_training(before)
-        stragglers, profiler = StragglerDetector(mesh), self.profiler()
+        stragglers, folder = StragglerDetector(mesh), Path(trainer.config.run.output_dir)
+        on_gpu = trainer.device.kind == "cuda"
+        profiler = StepProfiler(trainer.config.telemetry.profile_steps, folder, mesh.rank, on_gpu)
         self.stop.in_steps = True
         for number in range(steps_done, total_steps):
             self.heartbeat.step = number + 1
@@ -223,11 +225,6 @@ class TrainingRun:
             self.reporter.close()
             if status not in (None, exit_codes.SAVED_AND_STOPPED):
                 write_run_report(self.prepared.config)
-
-    def profiler(self) -> StepProfiler:
-        config, mesh = self.prepared.config, self.trainer.mesh
-        folder, on_gpu = Path(config.run.output_dir), self.trainer.device.kind == "cuda"
-        return StepProfiler(config.telemetry.profile_steps, folder, mesh.rank, on_gpu)
 
     def log_measured_memory(self) -> None:
         """Rank 0 logs what the first step held of a GPU beside what was planned."""

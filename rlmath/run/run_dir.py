@@ -55,11 +55,7 @@ _SCRATCH = re.compile(f"{TEMPORARY_FILE.pattern}|{exit_codes.SCRATCH.pattern}")
 
 
 def stage_folder(output_dir: str | Path, number: int) -> Path:
-    """Where a run keeps the model of a stage, which is counted from 0 as in `LengthStage`.
-
-    >>> str(stage_folder("outputs/a", 0))
-    'outputs/a/models/stage-1'
-    """
+    """Where a run keeps the model of a stage, which is counted from 0: models/stage-1 of the first."""
     return Path(output_dir) / MODELS_FOLDER / f"stage-{number + 1}"
 
 

@@ -30,11 +30,12 @@ from rlmath.checkpoint.convert.names import (
 from rlmath.checkpoint.convert.sources import RELEASE, TRACKER, check_output
 from rlmath.checkpoint.convert.torch_dist_io import StateReader, StateWriter
 from rlmath.checkpoint.directory import METADATA_FILES
-from rlmath.checkpoint.hf.headers import ADAPTER_FILE, tensor_headers, tensor_problems
+from rlmath.checkpoint.hf.headers import ADAPTER_FILE, tensor_headers, tensor_problems, unexpected_tensors
 from rlmath.checkpoint.hf.peft import adapter_files
 from rlmath.checkpoint.hf.weight_map import adapter_rules, hf_tensors, is_value_head
 from rlmath.checkpoint.hf.weights import (
     DTYPE_NAMES,
+    SHARD_BYTES,
     HFReader,
     SafetensorsWriter,
     all_finite,
@@ -82,7 +83,8 @@ def hf_to_megatron(
     mistake.
     """
     held, problems = tensor_headers(source)
-    problems += [] if problems else [*tensor_problems(source, shape, held), *_unknown(shape, held)]
+    unknown = listed(f"tensors are unknown to {shape.architecture}", unexpected_tensors(shape, held))
+    problems += [] if problems else [*tensor_problems(source, shape, held), *unknown]
     raise_problems(f"converting {source}", problems)
     reader, names = HFReader(source), hf_tensors(shape)
     formats = {_DTYPES[held[name].dtype_name] for name in names} if dtype is None else {dtype}
@@ -112,7 +114,7 @@ def megatron_to_hf(
     metadata_files: Mapping[str, bytes],
     output: Path,
     dtype: torch.dtype | None,
-    shard_bytes: int,
+    shard_bytes: int = SHARD_BYTES,
     model: str = "",
     base: Path | None = None,
 ) -> Converted:
@@ -142,7 +144,7 @@ def megatron_to_hf(
 
 
 def begun_model_to_hf(
-    run: Config, shape: ModelShape, output: Path, dtype: torch.dtype, shard_bytes: int
+    run: Config, shape: ModelShape, output: Path, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES
 ) -> Converted:
     """Write the model that a run with `model.adapter_path` begins with in `dtype`. ValueError for a mistake."""
     base, reader = Path(run.model.path), HFReader(run.model.adapter_path or "", ADAPTER_FILE)
@@ -222,13 +224,6 @@ def _finite(name: str, weight: Tensor, dtype: torch.dtype, state: Path) -> Tenso
 
 
 # ---------------------------------------------------------------- from Hugging Face
-
-
-def _unknown(shape: ModelShape, held: Iterable[str]) -> list[str]:
-    known = {*hf_tensors(shape), "lm_head.weight"} if shape.tied_embeddings else hf_tensors(shape)
-    # Older files have the frequencies, which follow from config.json.
-    extra = [x for x in held if x not in known and not x.endswith(".rotary_emb.inv_freq")]
-    return listed(f"tensors are unknown to {shape.architecture}", extra)
 
 
 def _rows(

@@ -93,8 +93,6 @@ def _key(name: str, layer: int | None = None) -> str:
 
     >>> _key("decoder.layers.{m}.mlp.linear_fc2.weight"), _key("decoder.layers.{m}.mlp.linear_fc2.weight", 7)
     ('decoder.layers.mlp.linear_fc2.weight', 'decoder.layers.7.mlp.linear_fc2.weight')
-    >>> _key("decoder.layers.{m}.mlp.experts.local_experts.{x}.linear_fc2.weight")
-    'decoder.layers.mlp.experts.experts.linear_fc2.weight'
     >>> _key("decoder.layers.{m}.mlp.experts.linear_fc2.weight{x}")
     'decoder.layers.mlp.experts.experts.linear_fc2.weight'
     """

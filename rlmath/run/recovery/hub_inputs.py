@@ -38,12 +38,8 @@ class SharedMistakeError(ValueError):
 
 def fetch_inputs(config: Config, rendezvous: Rendezvous | None) -> Config:
     """The settings with places in this node's cache for ids of the hub. All ranks call it; `rendezvous` is None where
-    there is one rank.
-
-    Errors: ValueError for ids and numbers that are wrong, SharedMistakeError where the hub, the cache or another rank
-    refuses, HubFailedError where the hub or the network fails, MissingRanksError where ranks are missing or the hub has
-    failed another one.
-    """
+    there is one rank. ValueError for what is wrong, SharedMistakeError where another rank says so, HubFailedError where
+    the hub or the network fails, MissingRanksError where ranks are missing or the hub has failed another one."""
     ids = hub.hub_ids(config)
     if not ids:
         return config
