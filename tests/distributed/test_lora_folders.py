@@ -122,9 +122,9 @@ def of_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[
 
 Q_A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
 WRONG = [
-    (of_config(r=8), '"r" is 8, and lora.rank 3'),
-    (of_config(lora_alpha=16), '"lora_alpha" is 16, and lora.alpha 5'),
-    (of_config(target_modules=["q_proj"]), '"target_modules" are q_proj, and lora.target "all"'),
+    (of_config(r=8), '"r" is 8; needed, by lora.rank, lora.alpha and lora.target: 3'),
+    (of_config(lora_alpha=16), '"lora_alpha" is 16; needed, by lora.rank, lora.alpha and lora.target: 5'),
+    (of_config(target_modules=["q_proj"]), "\"target_modules\" is ['q_proj']; needed"),
     (of_config(peft_type="IA3"), '"peft_type" is'),
     (of_config(use_rslora=True), '"use_rslora" is true, which is not supported'),
     (of_config(use_dora=True), '"use_dora"'),

@@ -86,19 +86,16 @@ def adapter_problems(folder: Path, lora: LoraConfig, shape: ModelShape) -> Itera
 
 
 def _config_problems(config: dict[str, Any], lora: LoraConfig, shape: ModelShape) -> Iterator[str]:
-    if config.get("peft_type") != "LORA":
-        yield f'"peft_type" is {config.get("peft_type")!r}; needed: "LORA".'
-        return
-    for field, ours, setting in (("r", lora.rank, "lora.rank"), ("lora_alpha", lora.alpha, "lora.alpha")):
-        if config.get(field) != ours:
-            yield f"\"{field}\" is {config.get(field)!r}, and {setting} {ours:g}: the adapter's must be the run's."
     modules, needed = config.get("target_modules"), _modules(lora, shape)
-    found = {str(name).split(".")[-1] for name in modules} if isinstance(modules, list) else needed
-    if found != needed:
-        yield (
-            f'"target_modules" are {", ".join(sorted(found))}, and lora.target "{lora.target}" adapts '
-            f"{', '.join(sorted(needed))}: the adapter's must be the run's."
-        )
+    names = {str(name).split(".")[-1] for name in modules} if isinstance(modules, list) else needed
+    for field, found, ours in (
+        ("peft_type", config.get("peft_type"), "LORA"),
+        ("r", config.get("r"), lora.rank),
+        ("lora_alpha", config.get("lora_alpha"), lora.alpha),
+        ("target_modules", sorted(names), sorted(needed)),
+    ):
+        if found != ours:
+            yield f'"{field}" is {found!r}; needed, by lora.rank, lora.alpha and lora.target: {ours!r}.'
     for field, value in sorted(config.items()):
         if value and value != "none" and field not in _SAME_MODEL:
             yield f'"{field}" is {json.dumps(value):.80}, which is not supported: needed is an adapter without it.'
@@ -106,5 +103,5 @@ def _config_problems(config: dict[str, Any], lora: LoraConfig, shape: ModelShape
     if isinstance(start, str) and start.startswith(_CHANGED_BASE):
         yield (
             f'"init_lora_weights" is "{start}", which changes the weights of the model, too: needed is an adapter for '
-            "the model as it is (PEFT: path_initial_model_for_weight_conversion)."
+            "the model as it is."
         )
