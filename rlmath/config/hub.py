@@ -4,12 +4,9 @@
     hf://datasets/org/name[@revision]/path/file.jsonl  a file of a data set; a slash in the revision is written %2F
 
 A revision is a branch, a tag or a commit; none is the default branch. Once it is resolved, its commit stands behind it,
-`hf://org/name@main#<commit>`: that is what a run records, and what it reads again when it resumes, though the branch
-has moved. Files lie in the cache of huggingface_hub; settings then hold their places there, and `as_hub_ids` gives the
-ids back for whatever is written or compared.
-
-huggingface_hub runs in processes of their own (`hub_client`), which are killed at the time limit. Nothing here is
-called where no setting names an id.
+`hf://org/name@main#<commit>`: that is what a run records, and reads again when it resumes. Files lie in the cache of
+huggingface_hub; settings then hold their places there, and `as_hub_ids` gives the ids back for whatever is written or
+compared. huggingface_hub runs in processes of their own (`hub_client`), which are killed at the time limit.
 """
 
 from __future__ import annotations
@@ -93,14 +90,14 @@ def parse_hub_id(text: str, setting: str) -> HubId:
     found = (_DATA_ID if is_data else _MODEL_ID).fullmatch(text)
     parts = {name: part or "" for name, part in found.groupdict().items()} if found else {"repo": ""}
     revision, file = parts.get("revision", "").replace("%2F", "/"), parts.get("file", "")
-    names = f"{revision}/{file}"
-    is_plain = (
-        names.isprintable()
-        and "\\" not in names
-        and not {".", ".."} & {*names.split("/")}
-        and "//" not in file
-    )
-    if not (is_plain and _is_repo(parts["repo"]) and (file.endswith(DATA_SUFFIXES) or not is_data)):
+    is_plain = not {"", ".", ".."} & {*f"{revision or 'main'}/{file or 'file'}".split("/")}
+    if not (
+        is_plain
+        and "\\" not in file
+        and file.isprintable()
+        and _is_repo(parts["repo"])
+        and (file.endswith(DATA_SUFFIXES) or not is_data)
+    ):
         form = f"{DATA_FORM}, a file of {', '.join(DATA_SUFFIXES)}" if is_data else MODEL_FORM
         raise ValueError(f'{setting}: got "{text}"; needed: {form}.')
     commit = parts["commit"] or (revision if _COMMIT.fullmatch(revision) else "")

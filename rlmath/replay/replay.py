@@ -1,12 +1,5 @@
-"""Make a captured step of a run again: `rlmath replay RUN --step 10`, `torchrun ... -m rlmath.trainer replay`.
-
-    update    the step's update from its recorded samples: neither engines nor the data set are needed
-    rollout   the step's samples and rewards from the weights that it began with: the policy is not built
-
-What comes out is compared with what was captured, in replays/ of the capture's folder. On the same layout, machine and
-versions it is the same to the bit; on another one to rounding.
-
-Nothing that is imported here loads Megatron and vLLM: a mistake is reported before.
+"""Make a captured step of a run again (`rlmath replay`): its update from the recorded samples, or its samples and
+rewards from the weights that it began with; and compare. Nothing that is imported here loads Megatron and vLLM.
 """
 
 from __future__ import annotations
