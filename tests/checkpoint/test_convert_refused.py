@@ -71,7 +71,11 @@ def in_norm(*numbers: float) -> Any:
     [
         ((float("nan"), float("inf")), None, "numbers that are NaN, infinite or too large for float32"),
         ((float("-inf"),), torch.bfloat16, "numbers that are NaN, infinite or too large for bfloat16"),
-        ((torch.finfo(torch.float32).max,), torch.bfloat16, "or too large for bfloat16"),
+        (
+            (torch.finfo(torch.float32).max,),
+            torch.bfloat16,
+            "numbers that are NaN, infinite or too large for bfloat16",
+        ),
     ],
 )
 def test_numbers_that_are_not_finite_are_refused_with_tensor_and_file(

@@ -84,10 +84,11 @@ class StateReader:
         return self._stacks[key].get(offset[0], [])
 
     def _part(self, key: str, chunk: dcp.ChunkStorageMetadata) -> Tensor:
-        dtype = self.tensors[key].properties.dtype
+        dtype, path = self.tensors[key].properties.dtype, self.folder
         try:
             place = self._places[dcp.MetadataIndex(self._prefix + key, chunk.offsets)]
-            with (self.folder / place.relative_path).open("rb") as file:
+            path = self.folder / place.relative_path
+            with path.open("rb") as file:
                 file.seek(place.offset)
                 content = file.read(place.length)
             with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -100,9 +101,7 @@ class StateReader:
                 raise ValueError(f"it is no tensor of {tuple(chunk.sizes)} in {dtype}")
         except Exception as error:  # of any kind: whatever the file holds
             reason = " ".join(str(error).split())[:200]
-            raise ValueError(
-                f"{self.folder} is damaged where {key} is stored ({reason}). Copy it again."
-            ) from error
+            raise ValueError(f"{path} is damaged where {key} is stored ({reason}). Copy it again.") from error
         return part
 
 
