@@ -136,4 +136,4 @@ def test_memory_does_not_grow_with_the_model(source: Path, tmp_path: Path):
         there = run("-m", "rlmath.cli.convert", "to-megatron", "--hf", str(model), "--output", state)
         again = run("-m", "rlmath.cli.convert", "to-hf", "--checkpoint", state, "--output", back, *small)
         peaks[name] = [peak_gb(there.stdout), peak_gb(again.stdout)]
-    assert max(large - small for small, large in zip(*peaks.values(), strict=True)) < 0.1
+    assert max(large - small for small, large in zip(*peaks.values(), strict=True)) < 0.15
