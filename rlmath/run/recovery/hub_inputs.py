@@ -123,7 +123,8 @@ def plan_inputs(config: Config) -> tuple[Config, list[str]]:
     pins = hub.resolve(ids, seconds, recorded_ids(config))
     lines = []
     for pinned, missing in hub.fetch(list(pins.values()), seconds, weights=False).items():
-        lines.append(f"Hub: {pinned}: a start downloads {missing / 1e9:.3f} GB of weights")
+        rest = f"a start downloads {missing / 1e9:.3f} GB of weights" if missing else "no weights are missing"
+        lines.append(f"Hub: {pinned}: {rest}")
     places = hub.places(pins.values())
     return hub.with_places(config, {one: places[pinned] for one, pinned in pins.items()}), lines
 
