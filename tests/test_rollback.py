@@ -45,7 +45,7 @@ def test_a_run_goes_back_with_a_lower_rate_and_other_prompts_also_when_it_is_kil
     console = train(arithmetic, whole, spoiled("sft", "nan", 1))
     assert read_exit_status(whole).status == FINISHED and (whole / "hf_model").is_dir()
     assert f"Rollback 1 of at most 2: the run diverged in step {SPOILED_STEP}" in console
-    assert f"step-{SOUND:06d}, of step {SOUND}; the learning rate is 0.25 times" in console
+    assert f"step-{SOUND:06d}; the learning rate is 0.25 times" in console
     (record,) = read_rollbacks(whole)
     assert (record.step, record.draw_step, record.diverged_step) == (SOUND, SOUND, SPOILED_STEP)
     assert "not finite" in record.reason

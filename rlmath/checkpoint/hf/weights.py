@@ -462,7 +462,8 @@ class SafetensorsWriter:
 
     def close(self) -> None:
         """Write the last file, give all their final names, and write the index where there are several."""
-        self._write_shard()
+        if self._shard:
+            self._write_shard()
         count, file_of = len(self._files), {}
         for number, names in enumerate(self._files):
             name = f"model-{number + 1:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE_FILE
