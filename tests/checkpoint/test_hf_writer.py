@@ -35,6 +35,11 @@ def test_formats_and_shapes(tmp_path: Path):
         assert file.metadata() == {"format": "pt"}
 
 
+def test_an_export_of_adapters_alone_has_no_file_of_weights(tmp_path: Path):
+    write_hf_folder(iter([]), {"adapter/a.json": b"{}"}, tmp_path / "model", torch.float32, writes=True)
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["adapter"]
+
+
 def test_a_folder_takes_the_place_of_files_that_have_its_names(tmp_path: Path):
     for name in ("model", "model.partial"):
         (tmp_path / name).write_text("what else used this name")
