@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -59,7 +60,11 @@ class Hub:
     cut: set[str] = field(default_factory=set)
     """Files of which half is sent as if it were all."""
     endless: set[str] = field(default_factory=set)
-    """Files that come without an end (of which 160 MiB are sent)."""
+    """Files, and "tree" for listings, that come without an end (of which 160 MiB are sent)."""
+    etag: str = ""
+    """What every file is named in place of its hash."""
+    sha: str = ""
+    """What every commit is named."""
     silent: bool = False
     """Nothing is answered."""
     refuses_commits: bool = False
@@ -160,11 +165,18 @@ class _Handler(BaseHTTPRequestHandler):
         commit = repo.find(revision)
         if commit is None and verb == "revision":
             return self._refuse(404, "RevisionNotFound")
+        if verb in self.hub.endless:
+            return self._endless("application/json")
         if verb == "tree" and commit is not None:
             return self._json([_tree_entry(name, data) for name, data in repo.commits[commit].items()])
         if verb == "revision":
             assert commit is not None
-            what = {"id": found["name"], "sha": commit, "siblings": [], "private": repo.private}
+            what = {
+                "id": found["name"],
+                "sha": self.hub.sha or commit,
+                "siblings": [],
+                "private": repo.private,
+            }
             return self._json(what | {"downloads": 0, "likes": 0, "tags": []})
         if verb == "preupload":
             files = [
@@ -232,9 +244,10 @@ class _Handler(BaseHTTPRequestHandler):
         if data is None:
             return self._refuse(404, "EntryNotFound")
         digest = hashlib.sha256(data).hexdigest()
-        headers = {"X-Repo-Commit": commit, "ETag": f'"{digest}"'}
+        headers = {"X-Repo-Commit": commit, "ETag": self.hub.etag or f'"{digest}"'}
         if with_body and found["file"] in self.hub.endless:
-            return self._endless()
+            status = 302 if "redirect" in self.hub.endless else 200
+            return self._endless("application/octet-stream", status, {"Location": self.hub.url})
         if found["file"].endswith(LARGE):
             headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(data))}
             elsewhere = self.hub.url.replace("127.0.0.1", "localhost")  # as the hub's storage is another host
@@ -259,9 +272,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     # ------------------------------------------------------------ answers
 
-    def _endless(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "application/octet-stream")
+    def _endless(
+        self, kind: str, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Type": kind}.items():
+            self.send_header(name, value)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         self.close_connection = True

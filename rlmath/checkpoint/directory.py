@@ -175,6 +175,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise_if_out_of_reach(path, error)
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
+    outside = [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]
+    if outside:
+        raise ValueError(f"{path} names files outside of its folder ({outside[0]!r})")
     return checkpoint
 
 
@@ -406,6 +409,8 @@ class Progress:
     """Fingerprint of the file of `reward.function`; "" where there is none."""
     hooks_fingerprint: str = ""
     """Fingerprint of the files of functions that select groups and give advantages; "" where there is none."""
+    cpu_sampler: int = 1
+    """`CPU_SAMPLER_VERSION` of its time."""
     models: tuple[str, ...] = ()
     """Names of the models that it has beside the policy."""
     critic_updates: int = 0

@@ -56,6 +56,17 @@ _LAST_REMOVALS_SECONDS = 30.0
 """How long the end of a run waits for superseded checkpoints to be removed."""
 
 
+@dataclass(frozen=True)
+class Retention:
+    """How many checkpoints stay; see `directory.set_superseded_aside`."""
+
+    keep_last: int
+    keep_models: int | None
+    judged_after: int = 0
+    always: frozenset[int] = frozenset()
+    """Steps done in checkpoints that stay in any case."""
+
+
 @dataclass
 class _SaveInFlight:
     partial: Path
@@ -79,9 +90,9 @@ class CheckpointManager:
         models: Callable[[], Sequence[SavedModel]],
         device: Device,
         metadata_files: Mapping[str, bytes],
-        **retention: Any,
+        retention: Retention,
     ) -> None:
-        """`models` gives what a save holds, the policy among it; `retention` is that of `set_superseded_aside`."""
+        """`models` gives what a save holds, the policy among it."""
         checkpointing.patch(SafeReader)
         self._root, self._metadata_files, self._retention = root, metadata_files, retention
         self._models, self._device = models, device
@@ -264,7 +275,9 @@ class CheckpointManager:
             return directory.write_error_text(error, state / "common.pt")
         try:
             learned = save.learned_step
-            self._remove(directory.set_superseded_aside(self._root, learned_step=learned, **self._retention))
+            self._remove(
+                directory.set_superseded_aside(self._root, learned_step=learned, **vars(self._retention))
+            )
         except (OSError, ValueError) as error:
             logger.warning("superseded checkpoints cannot be removed: %s", error)
         return checkpoint

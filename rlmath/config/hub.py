@@ -75,6 +75,13 @@ class HubId:
         return f"{PREFIX}{kind}{self.repo}{revision}{commit}{file}"
 
 
+def with_commit(one: HubId, commit: str) -> HubId:
+    """ValueError where it is no hash of a commit."""
+    if not _COMMIT.fullmatch(commit):
+        raise ValueError(f"{one}: {commit!r:.60} is no commit of 40 hexadecimal digits")
+    return replace(one, commit=commit)
+
+
 def is_hub_id(text: str | None) -> bool:
     """Whether a path is meant as an id of the hub, rightly written or not. Nothing else is ever looked for there."""
     return text is not None and text.startswith("hf:/")
@@ -188,7 +195,7 @@ def fetch(ids: Sequence[HubId], seconds: float, weights: bool = True) -> dict[Hu
         request = {"action": "fetch", "text": str(one), "name": one.repo, "weights": weights}
         request |= {"revision": one.revision, "commit": one.commit, "file": one.file}
         answer = _ask(request, seconds, ends)
-        found[replace(one, commit=answer["commit"])] = answer["missing_bytes"]
+        found[with_commit(one, answer["commit"])] = answer["missing_bytes"]
     return found
 
 

@@ -2,8 +2,9 @@
 
     python -P hub_client.py PARENT   with a request in JSON on standard input, and the answer in JSON on standard output
 
-It imports huggingface_hub and nothing of rlmath. Locks and the cache are huggingface_hub's. No word of a server's is
-repeated in a message, and no file becomes larger than the largest that is listed.
+It imports huggingface_hub and nothing of rlmath. Locks and the cache are huggingface_hub's. A server is not trusted: of
+its answer nothing but the status is repeated in a message, what huggingface_hub makes paths of are plain names, and
+listings and files are bounded.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import errno
 import glob
 import json
 import os
+import re
 import resource
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,16 +32,26 @@ FOLDERS = ["*/*"]
 """What lies in folders of a model's repository is not fetched."""
 CACHE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 """Errors of the disk that has the cache, which the user can mend; any other may be the network's, and pass."""
+MAX_LISTING_BYTES = 2**26
+"""Of all listings that one answer takes."""
 MIN_FILE_BYTES = 2**26
-"""Any file may have so many."""
+"""Any file may have so many; a larger one at most as many as the largest that is listed and asked for."""
 STALE_SECONDS = 3600.0
 """A part of a file that has not grown for so long is of a download that was ended: it is removed, and begins anew."""
+_NAMES = ("sha", "oid", "etag", "x-linked-etag", "x-repo-commit")
+"""What huggingface_hub makes names of files and folders of, in listings and headers."""
+_PLAIN = re.compile(r'(?:W/)?"?[A-Za-z0-9][A-Za-z0-9._:-]{0,199}"?')
 _PR_SET_PDEATHSIG = 1
+
+
+class HubError(Exception):
+    """What the user is told of a server that is not to be trusted."""
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to a request; `error` in it says what is wrong, `may_pass` whether it is the hub or the network."""
     try:
+        _distrust_server()
         return _push(request) if request["action"] == "push" else _fetch(request)
     except ImportError as error:
         text = f"huggingface_hub is missing or broken ({error}). Install it: rlmath install cpu (or gpu)."
@@ -87,6 +99,59 @@ def _fetch(request: Mapping[str, Any]) -> dict[str, Any]:
     return {"commit": folder.name, "missing_bytes": sum(one.file_size or 0 for one in lacking)}
 
 
+def _distrust_server() -> None:
+    """From now on every answer of a server is looked at before huggingface_hub sees it."""
+    import httpx2
+    from huggingface_hub import set_client_factory
+    from huggingface_hub.utils._http import default_client_factory
+
+    received = 0
+
+    class Bounded(httpx2.SyncByteStream):
+        def __init__(self, stream: httpx2.SyncByteStream) -> None:
+            self._stream = stream
+
+        def __iter__(self) -> Iterator[bytes]:
+            nonlocal received
+            for part in self._stream:
+                received += len(part)
+                if received > MAX_LISTING_BYTES:
+                    raise HubError(f"the hub's listings have more than {MAX_LISTING_BYTES} bytes")
+                yield part
+
+        def close(self) -> None:
+            self._stream.close()
+
+    def look_at(response: httpx2.Response) -> None:
+        if response.request.method == "HEAD":
+            _check_names({name: value for name, value in response.headers.items() if name in _NAMES})
+        elif "/api/" in response.url.path or not response.is_success:
+            if response.headers.get("content-encoding", "identity") != "identity":
+                raise HubError("the hub sends a compressed listing, which was not asked for")
+            response.stream = Bounded(response.stream)  # pyright: ignore[reportArgumentType]
+            response.read()
+            if response.is_success and "json" in response.headers.get("content-type", ""):
+                _check_names(response.json())
+
+    def client() -> httpx2.Client:
+        made = default_client_factory()
+        made.event_hooks = {**made.event_hooks, "response": [look_at]}
+        made.headers["Accept-Encoding"] = "identity"
+        return made
+
+    set_client_factory(client)
+
+
+def _check_names(listing: Any) -> None:
+    """HubError for a name in a listing or in headers that is more than a name."""
+    for value in listing if isinstance(listing, list) else ():
+        _check_names(value)
+    for name, value in listing.items() if isinstance(listing, dict) else ():
+        if name in _NAMES and not (isinstance(value, str) and _PLAIN.fullmatch(value)):
+            raise HubError(f"the hub gives a name that is none ({name}), of which no file is made")
+        _check_names(value)
+
+
 def _remove_stale_parts(options: Mapping[str, Any]) -> None:
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.file_download import repo_folder_name
@@ -104,6 +169,8 @@ def _told(request: Mapping[str, Any], error: Exception) -> tuple[str, bool]:
 
     is_missing = isinstance(error, LocalEntryNotFoundError)
     cause = error.__cause__ if is_missing and error.__cause__ is not None else error
+    if isinstance(cause, HubError):
+        return str(cause), False
     status = int(getattr(getattr(cause, "response", None), "status_code", 0) or 0)
     why = type(cause).__name__ + (f", status {status}" if status else "")
     if status and status < 500 and status not in (408, 429):
@@ -117,9 +184,14 @@ def _told(request: Mapping[str, Any], error: Exception) -> tuple[str, bool]:
     may_pass = not isinstance(cause, OfflineModeIsEnabled)
     if request["action"] == "push":
         return f"the hub cannot be asked ({why}).", may_pass
+    words = f"hf download {request['name']}" + (
+        f" {request['file']} --repo-type dataset" if request["file"] else ""
+    )
+    if revision := request["commit"] or request["revision"]:
+        words += f" --revision {revision}"
     return (
         f"it could not be downloaded ({why}), and is not, or not whole, in the cache. The same command goes on with "
-        "what is missing. Or run `hf download` where there is a network, or give a local folder.",
+        f'what is missing. Or run "{words}" where there is a network, with the same HF_HOME, or give a local folder.',
         may_pass,
     )
 

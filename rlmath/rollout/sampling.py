@@ -28,6 +28,10 @@ from rlmath.config.schema import RolloutConfig
 Key = tuple[int, int]
 """(row of the request in its rollout, sample index); a row has requests for the same prompt."""
 
+CPU_SAMPLER_VERSION = 2
+"""On CPU, engines of another version draw other tokens from the same seeds: 1, every request's generator in turn; 2,
+noise from seed and position."""
+
 _NAMES = itertools.count()
 """Names of requests, never used twice in a process: an engine may still hold the last ones of the step before."""
 

@@ -92,16 +92,22 @@ def test_a_folder_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
         '{"format": 99, "step": 1, "kept": false, "files": {}}',
         '{"format": 1, "step": "x", "kept": false, "files": {}}',
         '{"format": 1, "step": 1, "kept": false, "files": []}',
+        '{"format": 1, "step": 1, "kept": false, "files": {"../../etc/passwd": {"size": 1, "sha256": ""}%s}}',
         '{"format": 1, "step": 1e999, "kept": false, "files": {}}',
         '{"format": 1, "step": 1, "kept": false, "files": {"a": {"size": 1e999, "sha256": ""}}}',
         '{"format": 1, "step": 1, "kept": false, "files": {}}',
         '{"format": 1, "step": true, "kept": false, "files": {}}',
+        '{"format": 1, "step": 1, "kept": false, "files": {"/etc/passwd": {"size": 1, "sha256": ""}%s}}',
     ],
 )
 def test_a_manifest_that_cannot_be_used_is_told(tmp_path: Path, manifest: str) -> None:
     folder = make(tmp_path, 1)
-    (folder / "manifest.json").write_text(manifest)
-    with pytest.raises(ValueError, match=r"manifest\.json cannot be read"):
+    needed = "".join(
+        f', "{name}": {{"size": 2, "sha256": ""}}'
+        for name in ("progress.json", "config.yaml", "state/.metadata")
+    )
+    (folder / "manifest.json").write_text(manifest.replace("%s", needed))
+    with pytest.raises(ValueError, match=r"manifest.json (cannot be read|names files outside)"):
         read_checkpoint(folder)
     assert steps(tmp_path) == []
 

@@ -90,6 +90,15 @@ def test_parts_that_leave_a_gap_are_refused(tmp_path: Path):
         StateReader(tmp_path).read("t", (0,), (4,))
 
 
+def test_parts_that_overlap_and_leave_a_gap_are_refused(tmp_path: Path):
+    writer = StateWriter(tmp_path)
+    writer.add("t", (0,), (4,), torch.zeros(2))
+    writer.add("t", (1,), (4,), torch.ones(2))
+    writer.close()
+    with pytest.raises(ValueError, match="parts of t overlap"):
+        StateReader(tmp_path).read("t", (0,), (4,))
+
+
 def replace_part(folder: Path, content: bytes) -> None:
     """Put other bytes in the place of an index's one part."""
     metadata = FileSystemReader(folder).read_metadata()

@@ -141,11 +141,29 @@ def test_a_name_that_leads_out_of_its_folder_is_not_fetched(there: Hub, tmp_path
     assert "evil.json" not in there.downloads() and not list(tmp_path.rglob("*evil.json"))
 
 
+@pytest.mark.parametrize("where", ["/etag", "../../etag", "sha"])
+def test_a_name_of_the_server_s_is_no_path(there: Hub, tmp_path: Path, where: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    if where == "sha":
+        there.sha = f"../../../../{victim.name}"
+    else:
+        there.etag = where.replace("/etag", str(victim) if where == "/etag" else "/../../victim")
+    with pytest.raises(ValueError, match="gives a name that is none"):
+        hub.fetch([model()], LIMIT)
+    assert victim.read_text() == "mine" and there.downloads() == {}
+    assert {path.name for path in tmp_path.iterdir()} <= {"victim", "home"}
+
+
 def test_what_has_no_end_is_bounded_by_what_was_listed(there: Hub, tmp_path: Path) -> None:
     there.endless = {"config.json"}
     with pytest.raises(hub.HubFailedError, match="could not be downloaded"):
         hub.fetch([model()], LIMIT)
     assert not list(tmp_path.rglob("*.incomplete"))
+    for endless in ({"tree"}, {"config.json", "redirect"}):
+        there.endless = endless
+        with pytest.raises(ValueError, match="the hub's listings have more than"):
+            hub.fetch([model()], LIMIT)
 
 
 def test_parts_of_a_download_that_was_ended_do_not_stay(there: Hub, tmp_path: Path) -> None:
@@ -275,9 +293,12 @@ def test_without_hub_and_cache_the_command_is_told(
     cut_off(monkeypatch, how)
     # What the user has set stays, a network comes back.
     kind = ValueError if how == "offline" else hub.HubFailedError
-    for one in (data(), model()):
-        with pytest.raises(kind, match=r"is not, or not whole, in the cache.*run `hf download`"):
-            fetched(one)
+    with pytest.raises(kind, match=r'Or run "hf download org/rows data/train.jsonl --repo-type dataset"'):
+        fetched(data())
+    with pytest.raises(kind, match="is not, or not whole, in the cache") as error:
+        fetched(model())
+    assert f'run "hf download org/model --revision {pinned.commit}"' in str(error.value)
+    assert "with the same HF_HOME, or give a local folder" in str(error.value)
 
 
 def cut_off(monkeypatch: pytest.MonkeyPatch, how: str) -> None:

@@ -84,7 +84,7 @@ def values(folder: Path, case: Case, samples: list[Any], critic: CriticConfig) -
 def save(folder: Path, case: Case, samples: list[Any], critic: CriticConfig, root: Path) -> dict[str, Tensor]:
     """Two updates of the critic, and a checkpoint of both models; the critic's weights after a third."""
     from rlmath.checkpoint.directory import CRITIC
-    from rlmath.checkpoint.manager import CheckpointManager
+    from rlmath.checkpoint.manager import CheckpointManager, Retention
     from rlmath.checkpoint.sharded_state import SavedModel
     from tests.distributed.store_cases import SETTINGS, policy_of, progress
 
@@ -92,7 +92,7 @@ def save(folder: Path, case: Case, samples: list[Any], critic: CriticConfig, roo
     for _ in range(2):
         learn(stage, built, samples)
     models = [policy_of(stage), SavedModel(CRITIC, built.chunks, built.learner.optimizer)]
-    store = CheckpointManager(root, lambda: models, stage.device, {}, keep_last=1, keep_models=None)
+    store = CheckpointManager(root, lambda: models, stage.device, {}, Retention(1, None))
     try:
         now = replace(progress(2, 0, stage.mesh.world_size), critic_updates=2)
         failed = store.start(now, False, SETTINGS)

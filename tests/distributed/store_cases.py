@@ -38,11 +38,12 @@ def progress(step: int, updates: int, world_size: int) -> Any:
 
 
 def open_store(stage: Stage, root: Path, keep_last: int = 2) -> Any:
-    from rlmath.checkpoint.manager import CheckpointManager
+    from rlmath.checkpoint.manager import CheckpointManager, Retention
 
     metadata_files = {"config.json": b"{}"}
-    kept = {"keep_last": keep_last, "keep_models": None}
-    return CheckpointManager(root, lambda: [policy_of(stage)], stage.device, metadata_files, **kept)
+    return CheckpointManager(
+        root, lambda: [policy_of(stage)], stage.device, metadata_files, Retention(keep_last, None)
+    )
 
 
 def policy_of(stage: Stage) -> Any:

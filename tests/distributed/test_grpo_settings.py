@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rlmath.algorithms.losses import Normalisation
+from rlmath.checkpoint.manager import Retention
 from rlmath.models.logprobs import MinTokensMask
 from rlmath.rollout.sampling import request_seed
 from rlmath.run.divergence import RewardRule
@@ -77,7 +78,7 @@ def test_when_it_diverges_and_which_steps_are_profiled(found: dict[str, Any], fo
 
 
 def test_what_is_saved_and_what_stays(found: dict[str, Any]) -> None:
-    assert found["keeps"] == dict(keep_last=13, keep_models=14, judged_after=11, always=frozenset({98}))
+    assert found["keeps"] == Retention(keep_last=13, keep_models=14, judged_after=11, always=frozenset({98}))
     assert found["saves"] == (Frequency(None, 53, None), Frequency(None, 54, None))
 
 

@@ -18,6 +18,7 @@ from rlmath.config.length_curriculum import unfinished_problem
 from rlmath.config.load import config_as_yaml, load_config
 from rlmath.config.schema import Config, RewardConfig
 from rlmath.data.order import Rollback
+from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.run.recovery.checkpoint_choice import choose_checkpoint
 from rlmath.run.recovery.resume import (
     MAY_CHANGE,
@@ -41,7 +42,21 @@ DECOUPLED = (
 ORIGIN = Origin("model-1", "data-1")
 TOTAL = 20
 """Steps of the run."""
-PROGRESS = Progress(3, 0, 24, 6, 3, "TP1", 1, ("exp_avg",), ("torch",), "model-1", "data-1", {"torch": "2"})
+PROGRESS = Progress(
+    3,
+    0,
+    24,
+    6,
+    3,
+    "TP1",
+    1,
+    ("exp_avg",),
+    ("torch",),
+    "model-1",
+    "data-1",
+    {"torch": "2"},
+    cpu_sampler=CPU_SAMPLER_VERSION,
+)
 
 
 def make_config(folder: Path, *overrides: str) -> Config:
@@ -87,6 +102,20 @@ def test_the_rollbacks_of_another_run_are_told_before_the_start(tmp_path: Path) 
     write_rollbacks(tmp_path, [Rollback(1, 8, 9)])
     with pytest.raises(ValueError, match=r"steps \[8\], the checkpoint of step 12 those to \[4\]"):
         found_steps(make_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("made_by", "told"),
+    [({}, 0), ({"cpu_sampler": 1}, 1), ({"cpu_sampler": 1, "syncs": 0}, 0), ({"cpu_sampler": None}, 1)],
+    ids=["this", "another", "another without engines", "one that did not write it"],
+)
+def test_a_checkpoint_of_another_sampler_is_told_on_cpu(
+    tmp_path: Path, made_by: dict[str, int | None], told: int
+) -> None:
+    checkpoint(tmp_path, 3, changed=made_by)
+    recovery = find_recovery(make_config(tmp_path, "run.device=cpu"), ORIGIN, TOTAL)
+    assert recovery is not None and len(recovery.warnings) == told
+    assert all("drew other tokens from the same seeds" in warning for warning in recovery.warnings)
 
 
 def test_another_spelling_of_the_same_reward_function_is_no_change(

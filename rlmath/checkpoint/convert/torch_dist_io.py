@@ -54,13 +54,18 @@ class StateReader:
         entry = self.tensors[key]
         near = replace(entry, chunks=self._chunks_near(key, offset, size))
         wanted = dcp.ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
-        whole, numbers = torch.empty(tuple(size), dtype=entry.properties.dtype), 0
+        whole = torch.empty(tuple(size), dtype=entry.properties.dtype)
+        numbers, found = 0, list[list[tuple[int, int]]]()
         for item in create_read_items_for_chunk_list(key, near, [wanted]):
             assert item.storage_index.index is not None
             part = self._part(key, near.chunks[item.storage_index.index])
             piece = part[_slices(item.storage_offsets, item.lengths)]
             if piece.shape == whole.shape:
                 return piece
+            bounds = [(start, start + n) for start, n in zip(item.dest_offsets, item.lengths, strict=True)]
+            if any(_overlap(bounds, other) for other in found):
+                raise ValueError(f"{self.folder / INDEX}: parts of {key} overlap. Save or copy it again.")
+            found.append(bounds)
             whole[_slices(item.dest_offsets, item.lengths)] = piece
             numbers += piece.numel()
         if numbers != whole.numel():
@@ -107,6 +112,10 @@ class StateReader:
 
 def _slices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
+
+
+def _overlap(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> bool:
+    return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True))
 
 
 class StateWriter:

@@ -21,13 +21,14 @@ from rlmath.checkpoint.hf.weights import (
     with_stop_tokens,
     write_hf_folder,
 )
-from rlmath.checkpoint.manager import CheckpointManager
+from rlmath.checkpoint.manager import CheckpointManager, Retention
 from rlmath.config.length_curriculum import has_length_stages, length_stages
 from rlmath.config.load import config_as_yaml
 from rlmath.config.run_files import ADAPTER_FOLDER, CHECKPOINTS_FOLDER, EXPORT_FOLDER, MODELS_FOLDER
 from rlmath.distributed.collectives import broadcast_from_rank_zero, reduce_over_ranks
 from rlmath.distributed.fault_tolerance.preemption import REASONS, StopRequest
 from rlmath.distributed.process import library_versions
+from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.run.divergence import DivergenceCheck
 from rlmath.run.recovery import save_schedule
 from rlmath.run.recovery.resume import Origin
@@ -62,10 +63,12 @@ class Checkpointer:
             trainer.saved_models,
             trainer.device,
             self._metadata_files,
-            keep_last=config.save.keep_last,
-            keep_models=config.save.keep_models,
-            judged_after=0 if divergence.rule is None else divergence.rule.steps,
-            always=save_schedule.steps_before_captures(config),
+            Retention(
+                config.save.keep_last,
+                config.save.keep_models,
+                0 if divergence.rule is None else divergence.rule.steps,
+                save_schedule.steps_before_captures(config),
+            ),
         )
         self._origin = origin
         self._stop = stop
@@ -183,7 +186,9 @@ class Checkpointer:
             refused = f"{error} ({free / 2**30:.3f} GiB free, {needed / 2**30:.3f} needed)"
         refused = broadcast_from_rank_zero(refused)
         if trainer.mesh.rank == 0 and refused is None and save_schedule.exports_merged(trainer.config):
-            logger.info("The trained model is in %s", folder)
+            size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+            note = save_schedule.export_note(trainer.config, self._metadata_files["config.json"], size)
+            logger.info("The trained model is in %s%s", folder, note)
         elif trainer.mesh.rank == 0 and refused is None:
             logger.info("The trained adapters are in %s", folder / ADAPTER_FOLDER)
         return refused
@@ -279,6 +284,7 @@ class Checkpointer:
             hooks_fingerprint=self._origin.hooks,
             adapter_fingerprint=self._origin.adapter,
             versions=library_versions(),
+            cpu_sampler=CPU_SAMPLER_VERSION,
             discarded_steps=self._divergence.discarded_steps,
             learned_step=self._divergence.learned_step,
             loss_scale=trainer.actor.learner.loss_scale_state,

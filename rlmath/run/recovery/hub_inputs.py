@@ -75,7 +75,7 @@ def fetch_ids(
         raise ValueError(
             f"the settings of this rank name {lost[0]}, those of rank 0 do not. Give all the same."
         )
-    pins = {one: replace(one, commit=commits[str(one)]) for one in ids}
+    pins = {one: hub.with_commit(one, commits[str(one)]) for one in ids}
     _sync(rendezvous, "hub files", limit, fetch if rank is None or rank.is_node_leader else dict)
     places = hub.places(pins.values())
     return {one: places[pinned] for one, pinned in pins.items()}

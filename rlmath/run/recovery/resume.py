@@ -32,7 +32,9 @@ from rlmath.config.run_files import ADAPTER_CONFIG, CHECKPOINTS_FOLDER
 from rlmath.config.schema import Config, RewardConfig
 from rlmath.data.dataset import PromptFiles, SftInputs
 from rlmath.data.sft_sequences import sequences_fingerprint
+from rlmath.distributed.device_kind import resolve_kind
 from rlmath.rewards.several_rewards import functions_of
+from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.run.recovery.rollback import read_rollbacks, rollbacks_of, superseded_by
 from rlmath.workers.hooks import Hook, code_fingerprint, hooks_fingerprint, is_same_function
 from rlmath.workers.user_functions import advantage_hook, selection_hook
@@ -273,6 +275,15 @@ def _changed_code(config: Config, newest: CheckpointToResume, origin: Origin) ->
             f"{', '.join(changed)}: the code has changed since the checkpoint of step {checkpoint.step}. The run "
             "continues with it as it is now: what was measured before and after may not be comparable; groups in "
             "flight that a reward function has scored a part of are sampled anew"
+        )
+    if (
+        progress.syncs
+        and progress.cpu_sampler != CPU_SAMPLER_VERSION
+        and resolve_kind(config.run.device) == "cpu"
+    ):
+        yield (
+            f"The checkpoint of step {checkpoint.step} is from a version whose engines drew other tokens from the same "
+            "seeds on CPU: the completions from here on are others than they would have been, as good as those"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,23 @@ def export_format(config: Config) -> NumberFormat:
     """Of the exported model, by the name that torch has for it; "auto" is the format of training."""
     named = config.save.export_dtype
     return _trained_format(config) if named == "auto" else named
+
+
+def export_note(config: Config, model_config: bytes, size: int) -> str:
+    """What to say of an exported model of `size` bytes whose numbers have another format than those of the model that
+    the run started from; `model_config` is that one's config.json.
+
+    >>> from rlmath.config.schema import RunConfig
+    >>> export_note(Config(run=RunConfig(device="cpu")), b'{"dtype": "bfloat16"}', 2_000_000_000)
+    ', in float32, 2.000 GB; that of model.path has bfloat16 (save.export_dtype)'
+    """
+    known, ours = json.loads(model_config), export_format(config)
+    theirs = known.get("dtype") or known.get("torch_dtype") or ours
+    return (
+        ""
+        if theirs == ours
+        else f", in {ours}, {size / 1e9:.3f} GB; that of model.path has {theirs} (save.export_dtype)"
+    )
 
 
 def exports_merged(config: Config) -> bool:
