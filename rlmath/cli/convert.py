@@ -1,6 +1,6 @@
 """Convert models between Hugging Face's form and Megatron-Core's checkpoints.
 
-rlmath convert to-megatron --hf DIR --output DIR [--tensor-parallel 2]
+rlmath convert to-megatron --hf DIR --output DIR [--tensor-parallel 2] [--pipeline-parallel 2]
 rlmath convert to-hf --checkpoint DIR --output DIR [--config HF_DIR] [--critic | --adapter | --base HF_DIR]
 
 No GPU, no torchrun; memory for the largest tensor, not for the model. It exits with 2 for a mistake or a damaged
@@ -34,7 +34,8 @@ TO_MEGATRON = """Convert a Hugging Face model to a Megatron-Core torch_dist chec
 The output has what Megatron-LM's --load looks for: release/, the weights alone,
 latest_checkpointed_iteration.txt, and hf/, config.json and tokenizer for the way
 back. Any layout can load it. --tensor-parallel says to a multiple of what the
-vocabulary is filled up with zero rows.
+vocabulary is filled up with zero rows, --pipeline-parallel over how many files
+the layers are spread.
 """
 TO_HF = """Convert a checkpoint to a Hugging Face model: safetensors, config.json, tokenizer.
 
@@ -73,13 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def to_megatron(given: argparse.Namespace) -> Converted:
-    if given.tensor_parallel < 1:
-        raise ValueError(f"--tensor-parallel is {given.tensor_parallel}; needed: at least 1.")
+    sizes = (given.tensor_parallel, given.pipeline_parallel)
+    if min(sizes) < 1:
+        raise ValueError(f"--tensor-parallel and --pipeline-parallel are {sizes}; needed: at least 1.")
     source = local_folder(given.hf, "--hf")
     shape = read_model_shape(source, "--hf")
     from rlmath.checkpoint.convert.convert import DTYPES, hf_to_megatron  # torch, when nothing is wrong
 
-    return hf_to_megatron(source, shape, given.output, given.tensor_parallel, DTYPES[given.dtype])
+    return hf_to_megatron(source, shape, given.output, *sizes, DTYPES[given.dtype])
 
 
 def to_hf(given: argparse.Namespace) -> Converted:
@@ -147,6 +149,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--hf", required=True, help="folder with config.json and safetensors, or hf://org/name[@revision]")
     add("--output", type=Path, required=True, help=output_help)
     add("--tensor-parallel", type=int, default=1, metavar="N", help="default 1")
+    add("--pipeline-parallel", type=int, default=1, metavar="N", help="default 1")
     add("--dtype", choices=FORMATS, default="auto", help="default auto: as in the source")
 
     add = (way := ways.add_parser("to-hf", description=TO_HF, formatter_class=raw)).add_argument

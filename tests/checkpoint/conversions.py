@@ -22,9 +22,9 @@ QKV = "decoder.layers.self_attention.linear_qkv.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
-def to_megatron(source: Path, output: Path, tensor: int = 1, dtype: Any = None) -> Path:
+def to_megatron(source: Path, output: Path, tensor: int = 1, pipeline: int = 1, dtype: Any = None) -> Path:
     """The torch_dist folder of a conversion."""
-    hf_to_megatron(source, shape_of(source), output, tensor, dtype)
+    hf_to_megatron(source, shape_of(source), output, tensor, pipeline, dtype)
     return find_megatron(output).state
 
 

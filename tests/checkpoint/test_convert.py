@@ -55,9 +55,12 @@ def source(models: dict[str, Path]) -> Path:
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_there_and_back_is_the_same_model(models: dict[str, Path], tmp_path: Path, name: str, tensor: int):
-    state = to_megatron(models[name], tmp_path / "megatron", tensor)
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 4), (2, 3)])
+def test_there_and_back_is_the_same_model(
+    models: dict[str, Path], tmp_path: Path, name: str, tensor: int, pipeline: int
+):
+    state = to_megatron(models[name], tmp_path / "megatron", tensor, pipeline)
+    assert len(list(state.glob("__*_0.distcp"))) == pipeline
     assert_same(weights(to_hf(state, models[name], tmp_path / "hf")), weights(models[name]))
 
 

@@ -56,7 +56,7 @@ def test_a_model_that_is_not_what_config_json_says_is_refused_with_a_list(
 ):
     edit(copy, change)
     with pytest.raises(ValueError) as error:
-        hf_to_megatron(copy, shape_of(source), tmp_path / "out", 1, None)
+        hf_to_megatron(copy, shape_of(source), tmp_path / "out", 1, 1, None)
     assert all(part in str(error.value) for part in told), str(error.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
 
@@ -83,7 +83,7 @@ def test_numbers_that_are_not_finite_are_refused_with_tensor_and_file(
 ):
     edit(copy, in_norm(*numbers))
     with pytest.raises(ValueError) as error:
-        hf_to_megatron(copy, shape_of(source), tmp_path / "out", 2, dtype)
+        hf_to_megatron(copy, shape_of(source), tmp_path / "out", 2, 1, dtype)
     assert f"{NORM} in {copy / 'model.safetensors'} has {told}" in str(error.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
 

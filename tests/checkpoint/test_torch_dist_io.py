@@ -26,7 +26,7 @@ def grid(folder: Path) -> torch.Tensor:
     for row in (0, 2):
         for column in (0, 3):
             part = whole[row : row + 2, column : column + 3]
-            writer.add("grid", (row, column), (4, 6), part)
+            writer.add(0, "grid", (row, column), (4, 6), part)
     writer.close()
     return whole
 
@@ -52,7 +52,7 @@ def test_torch_loads_what_was_written_in_parts(tmp_path: Path):
 def test_a_part_takes_its_own_numbers_on_disk_and_not_the_whole_tensor_it_was_cut_from(tmp_path: Path):
     tmp_path.joinpath("s").mkdir()
     writer = StateWriter(tmp_path / "s")
-    writer.add("t", (0,), (10,), torch.zeros(1_000_000)[:10])
+    writer.add(0, "t", (0,), (10,), torch.zeros(1_000_000)[:10])
     assert writer.bytes < 5_000
 
 
@@ -83,8 +83,8 @@ def test_one_flipped_bit_among_the_numbers_is_found(tmp_path: Path):
 
 def test_parts_that_leave_a_gap_are_refused(tmp_path: Path):
     writer = StateWriter(tmp_path)
-    writer.add("t", (0,), (4,), torch.zeros(2))
-    writer.add("t", (3,), (4,), torch.ones(1))
+    writer.add(0, "t", (0,), (4,), torch.zeros(2))
+    writer.add(0, "t", (3,), (4,), torch.ones(1))
     writer.close()
     with pytest.raises(ValueError, match="t is not stored whole"):
         StateReader(tmp_path).read("t", (0,), (4,))
@@ -92,8 +92,8 @@ def test_parts_that_leave_a_gap_are_refused(tmp_path: Path):
 
 def test_parts_that_overlap_and_leave_a_gap_are_refused(tmp_path: Path):
     writer = StateWriter(tmp_path)
-    writer.add("t", (0,), (4,), torch.zeros(2))
-    writer.add("t", (1,), (4,), torch.ones(2))
+    writer.add(0, "t", (0,), (4,), torch.zeros(2))
+    writer.add(0, "t", (1,), (4,), torch.ones(2))
     writer.close()
     with pytest.raises(ValueError, match="parts of t overlap"):
         StateReader(tmp_path).read("t", (0,), (4,))
@@ -111,7 +111,7 @@ def replace_part(folder: Path, content: bytes) -> None:
 @pytest.mark.parametrize("kind", ["bomb", "code", "other shape", "other numbers"])
 def test_a_part_that_is_not_the_tensor_it_should_be_is_refused(tmp_path: Path, kind: str):
     writer = StateWriter(tmp_path)
-    writer.add("t", (0,), (4,), torch.zeros(4))
+    writer.add(0, "t", (0,), (4,), torch.zeros(4))
     writer.close()
     file = io.BytesIO()
     if kind == "bomb":

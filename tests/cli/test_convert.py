@@ -35,7 +35,7 @@ def test_both_run_as_programs_and_say_what_they_did(source: Path, tmp_path: Path
     megatron, back = tmp_path / "megatron" / "out", tmp_path / "hf" / "out"
     there = run(
         *("-m", "rlmath.cli.convert", "to-megatron", "--hf", str(source), "--output", str(megatron)),
-        *("--tensor-parallel", "2"),
+        *("--tensor-parallel", "2", "--pipeline-parallel", "2"),
     )
     again = run("-m", "rlmath.cli.convert", "to-hf", "--checkpoint", str(megatron), "--output", str(back))
     assert re.fullmatch(LINE, there.stdout) and re.fullmatch(LINE, again.stdout)
@@ -130,10 +130,10 @@ def test_memory_does_not_grow_with_the_model(source: Path, tmp_path: Path):
     sizes = {"hidden_size": 384, "intermediate_size": 2560, "num_hidden_layers": 30, "vocab_size": 16_000}
     make_model_folder(tmp_path / "model", **sizes)
     assert (tmp_path / "model" / "model.safetensors").stat().st_size > 0.4e9
-    peaks, small = {}, ("--shard-gib", "0.02")
+    peaks = {}
     for name, model in (("small", source), ("large", tmp_path / "model")):
         state, back = str(tmp_path / f"{name}-megatron"), str(tmp_path / f"{name}-hf")
         there = run("-m", "rlmath.cli.convert", "to-megatron", "--hf", str(model), "--output", state)
-        again = run("-m", "rlmath.cli.convert", "to-hf", "--checkpoint", state, "--output", back, *small)
+        again = run("-m", "rlmath.cli.convert", "to-hf", "--checkpoint", state, "--output", back)
         peaks[name] = [peak_gb(there.stdout), peak_gb(again.stdout)]
-    assert max(large - small for small, large in zip(*peaks.values(), strict=True)) < 0.15
+    assert max(large - small for small, large in zip(*peaks.values(), strict=True)) < 0.1

@@ -58,7 +58,7 @@ def test_megatron_loads_a_converted_model_bit_by_bit(
     ranks: RankPool, models: dict[str, Path], tmp_path: Path, name: str, case: Case, tensor: int
 ) -> None:
     model = models[name]
-    hf_to_megatron(model, shape_of(model), tmp_path / "out", tensor, None)
+    hf_to_megatron(model, shape_of(model), tmp_path / "out", tensor, 3, None)
     state = find_megatron(tmp_path / "out").state
     for count, differ in ranks.run(case.ranks, convert_cases.differing, model, state, case):
         assert count > 10

@@ -74,13 +74,13 @@ class Converted:
 
 
 def hf_to_megatron(
-    source: Path, shape: ModelShape, output: Path, vocab_multiple: int, dtype: torch.dtype | None
+    source: Path, shape: ModelShape, output: Path, tensor: int, pipeline: int, dtype: torch.dtype | None
 ) -> Converted:
     """Write the checkpoint `output`/release, Megatron-LM's file that names the one to load, and the model's metadata
     files under `output`/hf. Any layout can load it.
 
-    The vocabulary is filled up to a multiple of `vocab_multiple`. `dtype` None: as in the source. ValueError for a
-    mistake.
+    The vocabulary is filled up to a multiple of `tensor`, and tensors are spread over `pipeline` files by their layers.
+    `dtype` None: as in the source. ValueError for a mistake.
     """
     held, problems = tensor_headers(source)
     unknown = listed(f"tensors are unknown to {shape.architecture}", unexpected_tensors(shape, held))
@@ -95,12 +95,15 @@ def hf_to_megatron(
         state = folder / RELEASE
         state.mkdir()
         writer = StateWriter(state)
-        for stored in stored_tensors(shape, vocab_multiple):
-            rows = _rows(reader, stored, shape, vocab_multiple, dtype)
+        for stored in stored_tensors(shape, tensor):
+            placed, rows = stored.placed, _rows(reader, stored, shape, tensor, dtype)
+            stage = 0 if placed.rule.owner == "first" else pipeline - 1
+            if placed.layer is not None:
+                stage = placed.layer * pipeline // shape.num_layers
             for key in written_keys(stored, shape):
-                writer.add(key, (*stored.lead, *(0 for _ in stored.shape)), stored.global_shape, rows)
+                writer.add(stage, key, (*stored.lead, *(0 for _ in stored.shape)), stored.global_shape, rows)
         for key in object_keys(shape):
-            writer.add_object(key)
+            writer.add_object(0, key)
         writer.close()
         (folder / METADATA_FILES).mkdir()
         write_metadata_files(folder / METADATA_FILES, read_metadata_files(source), dtype)
@@ -165,10 +168,9 @@ def _write_hf(
 ) -> Converted:
     names = hf_tensors(shape)
     with _fresh_folder(output, _elements(names.values()) * dtype.itemsize) as folder:
-        writer = SafetensorsWriter(folder, shard_bytes)
-        for name, weight in tensors:
-            writer.add(name, weight, dtype)
-        writer.close()
+        with SafetensorsWriter(folder, shard_bytes) as writer:
+            for name, weight in tensors:
+                writer.add(name, weight, dtype)
         write_metadata_files(folder, metadata_files, dtype)
     return Converted(len(names), writer.bytes, dtype)
 
@@ -226,15 +228,13 @@ def _finite(name: str, weight: Tensor, dtype: torch.dtype, state: Path) -> Tenso
 # ---------------------------------------------------------------- from Hugging Face
 
 
-def _rows(
-    reader: HFReader, stored: Stored, shape: ModelShape, vocab_multiple: int, dtype: torch.dtype
-) -> Tensor:
+def _rows(reader: HFReader, stored: Stored, shape: ModelShape, tensor: int, dtype: torch.dtype) -> Tensor:
     """One tensor as it is stored, with its leading axes."""
     weights = [reader.tensor(name) for name in stored.placed.hf_names]
     for name, weight in zip(stored.placed.hf_names, weights, strict=True):
         if not all_finite(weight, dtype):
             raise_problems("the weights", list(not_finite(reader, {name: weight}, dtype)))
-    canonical = to_canonical(stored.placed.rule, weights, shape, vocab_multiple)
+    canonical = to_canonical(stored.placed.rule, weights, shape, tensor)
     return canonical.to(dtype).reshape(*(1 for _ in stored.lead), *stored.shape)
 
 

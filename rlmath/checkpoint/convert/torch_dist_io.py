@@ -119,7 +119,7 @@ def _overlap(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -
 
 
 class StateWriter:
-    """Writes a torch_dist folder part by part, into one file. It is a checkpoint only after `close`."""
+    """Writes a torch_dist folder part by part, into numbered files. It is a checkpoint only after `close`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -128,8 +128,10 @@ class StateWriter:
         self.bytes = 0
         """Written so far."""
 
-    def add(self, key: str, offset: Sequence[int], global_shape: Sequence[int], part: Tensor) -> None:
-        """Write a part of the tensor `key`, of as many axes as the tensor."""
+    def add(
+        self, number: int, key: str, offset: Sequence[int], global_shape: Sequence[int], part: Tensor
+    ) -> None:
+        """Write a part of the tensor `key`, of as many axes as the tensor, into the file `number`."""
         whole = torch.Size(global_shape)
         properties = dcp.TensorProperties(dtype=part.dtype)
         entry = self._entries.setdefault(key, dcp.TensorStorageMetadata(properties, whole, []))
@@ -137,12 +139,12 @@ class StateWriter:
         assert entry.properties.dtype == part.dtype
         chunk = dcp.ChunkStorageMetadata(torch.Size(offset), part.shape)
         entry.chunks.append(chunk)
-        self._append(dcp.MetadataIndex(key, chunk.offsets), _alone(part))
+        self._append(number, dcp.MetadataIndex(key, chunk.offsets), _alone(part))
 
-    def add_object(self, key: str) -> None:
+    def add_object(self, number: int, key: str) -> None:
         """Write an empty object of Megatron's."""
         self._entries[key] = dcp.BytesStorageMetadata()
-        self._append(dcp.MetadataIndex(key), [None])
+        self._append(number, dcp.MetadataIndex(key), [None])
 
     def close(self) -> None:
         """Write the index and the small files beside it."""
@@ -152,8 +154,8 @@ class StateWriter:
         with (self._folder / INDEX).open("wb") as file:
             pickle.dump(metadata, file)
 
-    def _append(self, index: dcp.MetadataIndex, value: Any) -> None:
-        path = self._folder / "__0_0.distcp"
+    def _append(self, number: int, index: dcp.MetadataIndex, value: Any) -> None:
+        path = self._folder / f"__{number}_0.distcp"
         with path.open("ab") as file:
             start = file.tell()
             torch.save(value, file)

@@ -1,7 +1,9 @@
 """Hugging Face weights: loaded into a sharded Megatron model, streamed from one, and written as safetensors files.
 
-Every direction passes tensor by tensor, by the rules of `weight_map`: at most one tensor is whole at a time, and those
-of one file that is written.
+Every direction passes tensor by tensor, by the rules of `weight_map`: at most one tensor is whole at a time. The writer
+goes further. It writes each tensor to disk as it comes, block by block, and the header last, into space reserved at the
+start of the file, so that its memory is one block whatever the size of the model or of a tensor (safetensors' own
+`save_file` needs all tensors of a file at once).
 """
 
 from __future__ import annotations
@@ -10,12 +12,11 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rlmath.checkpoint.directory import PARTIAL, remove, set_aside
@@ -38,6 +39,9 @@ from rlmath.models.scratch_sizes import MERGED_BLOCK_BYTES
 
 SHARD_BYTES = 4 * 2**30
 """Most bytes of one exported safetensors file."""
+HEADER_BYTES = 2**18
+"""Space reserved for the header of one file, some 2,000 tensors; then the next file begins. Padded with spaces, as the
+format allows."""
 DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, dtype): name for name, dtype in FORMATS.items()}
 """Names of number formats in safetensors headers."""
 logger = logging.getLogger(__name__)
@@ -49,6 +53,8 @@ MORE_TEMPLATES = "additional_chat_templates"
 MAX_METADATA_BYTES = 2**29
 _MOST_SHOWN = 5
 """Tensors named in an error."""
+_BLOCK = 2**22
+"""Elements converted and written at a time."""
 
 
 # ---------------------------------------------------------------- reading a folder
@@ -403,20 +409,21 @@ def write_hf_folder(
     try:
         remove(partial_folder)
         partial_folder.mkdir(parents=True)
-        files = SafetensorsWriter(partial_folder, SHARD_BYTES)
-        for name, tensor in tensors:
-            files.add(name, tensor, dtype)
-        files.close()
+        with SafetensorsWriter(partial_folder, SHARD_BYTES) as files:
+            for name, tensor in tensors:
+                files.add(name, tensor, dtype)
         write_metadata_files(partial_folder, metadata_files, dtype)
         # What has the final name is renamed first: an incomplete model never has it.
         before = set_aside(output, f".before{PARTIAL}") if output.exists() else None
         partial_folder.rename(output)
         if before is not None:
             remove(before)
-    except OSError:
+    except OSError as error:
         for _ in tensors:  # a collective: the others wait for it
             pass
         remove(partial_folder)
+        if error.filename is None:
+            error.filename = str(partial_folder)
         raise
 
 
@@ -441,44 +448,96 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 class SafetensorsWriter:
-    """Writes the weights of one model into a folder, in files of bounded size, named as the Hub does. They are complete
-    after `close`. Memory holds the tensors of one file. OSError where the disk refuses."""
+    """Writes the weights of one model into a folder, in files of bounded size, named as the Hub does. At the end of its
+    `with` block they are complete."""
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:
         self._folder, self._shard_bytes = folder, shard_bytes
-        self._shard: dict[str, Tensor] = {}
         self._files: list[list[str]] = []
+        self._open: _File | None = None
         self.bytes = 0
-        """Size of all numbers so far."""
+        """Size of the numbers written so far."""
 
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-        """Append one tensor as `dtype`; it may be on any device."""
-        # A copy: a parameter that NumPy has seen cannot be offloaded any more.
-        host = tensor.detach().to("cpu", dtype, copy=True).contiguous()
-        if self._shard and sum(one.nbytes for one in self._shard.values()) + host.nbytes > self._shard_bytes:
-            self._write_shard()
-        self._shard[name] = host
-        self.bytes += host.nbytes
+        """Append one tensor as `dtype` (float32, bfloat16 or float16); it may be on any device."""
+        if self._open is None or not self._open.has_room(name, tensor, dtype, self._shard_bytes):
+            self._close_file()
+            self._open = _File(self._folder / f"part-{len(self._files)}")
+            self._files.append([])
+        self._open.add(name, tensor, dtype)
+        self._files[-1].append(name)
+        self.bytes += tensor.numel() * dtype.itemsize
 
-    def close(self) -> None:
-        """Write the last file, give all their final names, and write the index where there are several."""
-        if self._shard:
-            self._write_shard()
-        count, file_of = len(self._files), {}
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is None:
+                self._complete()
+        finally:
+            if self._open is not None:
+                self._open.file.close()
+
+    def _complete(self) -> None:
+        """Complete the last file, give all their final names, and write the index where there are several."""
+        self._close_file()
+        count = len(self._files)
+        file_of = {}
         for number, names in enumerate(self._files):
-            name = f"model-{number + 1:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE_FILE
+            name = f"model-{number + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
             (self._folder / f"part-{number}").rename(self._folder / name)
             file_of |= dict.fromkeys(names, name)
         if count > 1:
             index = {"metadata": {"total_size": self.bytes}, "weight_map": file_of}
-            path = self._folder / f"{SINGLE_FILE}.index.json"
+            path = self._folder / "model.safetensors.index.json"
             path.write_text(json.dumps(index, indent=2), encoding="utf-8")
 
-    def _write_shard(self) -> None:
-        path = self._folder / f"part-{len(self._files)}"
-        try:
-            save_file(self._shard, path, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(f"{path} cannot be written: {error}") from error
-        self._files.append(list(self._shard))
-        self._shard = {}
+    def _close_file(self) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+
+class _File:
+    """A safetensors file that is being written."""
+
+    def __init__(self, path: Path) -> None:
+        self.file: BinaryIO = path.open("wb", buffering=0)
+        self.file.seek(8 + HEADER_BYTES)  # the first 8 bytes are the header's length
+        self._header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        self._header_bytes = len(json.dumps(self._header))
+        self._size = 0
+
+    def has_room(self, name: str, tensor: Tensor, dtype: torch.dtype, most: int) -> bool:
+        """Whether a tensor fits; one of wider numbers must start at a multiple of their width."""
+        size = tensor.numel() * dtype.itemsize
+        entry = len(json.dumps({name: self._entry(tensor, dtype)}))
+        fits = self._size + size <= most and self._header_bytes + entry <= HEADER_BYTES
+        return fits and self._size % dtype.itemsize == 0
+
+    def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+        entry = self._entry(tensor, dtype)
+        for block in tensor.detach().contiguous().view(-1).split(_BLOCK):
+            # A copy: `numpy` makes a storage impossible to resize, which offloading a parameter on CPU needs.
+            host = block.to("cpu", dtype, copy=True)
+            _write(self.file, memoryview(host.view(torch.uint8).numpy()))
+        self._header[name] = entry
+        self._header_bytes += len(json.dumps({name: entry}))
+        self._size += tensor.numel() * dtype.itemsize
+
+    def _entry(self, tensor: Tensor, dtype: torch.dtype) -> dict[str, object]:
+        offsets = [self._size, self._size + tensor.numel() * dtype.itemsize]
+        return {"dtype": DTYPE_NAMES[dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+
+    def close(self) -> None:
+        header = json.dumps(self._header).encode().ljust(HEADER_BYTES)
+        self.file.seek(0)
+        _write(self.file, memoryview(len(header).to_bytes(8, "little") + header))
+        self.file.close()
+
+
+def _write(file: BinaryIO, content: memoryview) -> None:
+    """Write all of it: one call may write less."""
+    while content:
+        content = content[file.write(content) :]
