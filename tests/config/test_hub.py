@@ -161,6 +161,7 @@ def test_what_has_no_end_is_bounded_by_what_was_listed(there: Hub, tmp_path: Pat
         hub.fetch([model()], LIMIT)
     assert not list(tmp_path.rglob("*.incomplete"))
     for endless in ({"tree"}, {"config.json", "redirect"}):
+        there.add("org/model").commit(MODEL)  # another commit, whose listing is not in the cache
         there.endless = endless
         with pytest.raises(ValueError, match="the hub's listings have more than"):
             hub.fetch([model()], LIMIT)
