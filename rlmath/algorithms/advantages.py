@@ -141,11 +141,8 @@ def _scaled_by_batch(groups: Sequence[Tensor], eps: float) -> list[Tensor]:
 def batch_normalised(
     values_N: Float[Tensor, "N"], weights_N: Float[Tensor, "N"], eps: float
 ) -> Float[Tensor, "N"]:
-    """(value - mean) / (deviation + eps), both over all tokens: a completion counts as often as it has tokens.
-
-    The deviation is that of the tokens at hand (divided by their number), as in AReaL's `masked_normalization`.
-    Completions without tokens get 0.
-    """
+    """(value - mean) / (deviation + eps), both over all tokens (AReaL's `masked_normalization`): a completion counts as
+    often as it has tokens, and without any gets 0."""
     counted_N = weights_N > 0
     if not counted_N.all():
         result_N = torch.zeros_like(values_N)
@@ -160,13 +157,9 @@ def batch_normalised(
 def gdpo_advantages(
     parts: Sequence[Sequence[Sequence[float | None]]], weights: Sequence[float], eps: float
 ) -> list[list[float]]:
-    """Advantages of several rewards by group and sample (GDPO, arXiv:2601.05242): every reward is
-    normalised in its own group as "grpo" does, their weighted sum over all N samples of the batch.
-
-    `parts` are the K rewards by group and sample, None where one failed: that one has no part in mean and deviation
-    and adds nothing. What a reward adds to a group sums to 0, with failures or without, so the mean over the batch is 0
-    and is not subtracted: a group without contrast in any reward has exact zeros. The deviation over the batch is
-    divided by N - 1.
+    """Advantages of several rewards by group and sample (GDPO, arXiv:2601.05242): every reward is normalised in its own
+    group as "grpo" does, their weighted sum over all N samples of the batch, whose mean is 0 (the deviation is divided
+    by N - 1). `parts` are the K rewards by group and sample, None where one failed, which then adds nothing.
 
     >>> found = gdpo_advantages([[(1.0, 0.0), (0.0, 0.0)], [(1.0, 1.0), (0.0, None)]], [1.0, 9.0], eps=0.0)
     >>> [[round(one, 3) for one in row] for row in found]
@@ -243,12 +236,9 @@ def kl_shaped_advantages(
     kind: AdvantageKind,
     eps: float,
 ) -> ShapedAdvantages:
-    """As `advantages`, with -kl_coef times its KL added to the reward of every token.
-
-    Kinds that look at groups compare whole completions: r - kl_coef * (KL of the completion). "ppo" has a return per
-    token, the reward plus the penalties from there on (discount and lambda of generalised advantage estimation 1,
-    values 0: AReaL's `disable_value`), which is normalised over all tokens of the batch.
-    """
+    """As `advantages`, with -kl_coef times its KL added to the reward of every token. Kinds that look at groups compare
+    whole completions; "ppo" has a return per token, the reward plus the penalties from there on (AReaL's
+    `disable_value`), which is normalised over all tokens of the batch."""
     if kind != "ppo":
         shaped = [
             [r - kl_coef * t.total for r, t in zip(*rows, strict=True)]

@@ -20,9 +20,7 @@ from torch import Tensor
 CorrectionLevel = Literal["token", "sequence"]
 
 MOST_LOG_WEIGHT = 20.0
-"""Log weights are clipped to -20 .. 20, so that no weight overflows: e^20 is 5e8."""
-
-
+"""Log weights are clipped to -20 .. 20, so that no weight overflows."""
 LEAST_OTHERS = 1e-6
 """Least probability of all other tokens together in `binary_kl`: float32 log-probs near 0 say no more about it."""
 LEAST_LOGPROB = -50.0
@@ -92,10 +90,8 @@ def sequence_log_ratio(
     segments_T: Int[Tensor, "T"],
     n_segments: int,
 ) -> Float[Tensor, "T"]:
-    """Log of the geometric mean of a completion's ratios, at each of its tokens (GSPO, arXiv:2507.18071).
-
-    `log_ratio_T` is 0 where no token counts.
-    """
+    """Log of the geometric mean of a completion's ratios, at each of its tokens (GSPO, arXiv:2507.18071), of log ratios
+    that are 0 where no token counts."""
     tokens_S = segment_sums(counted_T.to(log_ratio_T.dtype), segments_T, n_segments)
     mean_S = segment_sums(log_ratio_T, segments_T, n_segments) / tokens_S.clamp(min=1.0)
     return mean_S[segments_T]

@@ -3,19 +3,13 @@
     draws -> groups in flight -> rounds: every sequence that is sampled gets at most so many new tokens
           -> complete groups leave in the order of their draws; the others stay in flight
 
-- "carry" (`advance_carry`): what is not complete goes on in the next step, from where it is. After Kimi k1.5
-  (arXiv:2501.12599, section 2.6.2).
+- "carry" (`advance_carry`): what is not complete goes on in the next step, from where it is (Kimi k1.5,
+  arXiv:2501.12599, section 2.6.2).
 - "defer" (`advance_defer`): what is not complete is discarded. Its group waits until there are enough such groups for a
-  step, which samples them anew and whole. After RollPacker's tail batching (arXiv:2509.21009), with the same noise when
-  a group is sampled anew, where RollPacker has other noise.
+  step, which samples them anew and whole (RollPacker's tail batching, arXiv:2509.21009, with the same noise).
 
-For both:
-
-1. What a step samples and learns follows from tokens, settings and this state, never from the clock: how many engines
-   there are, and which one sampled what, changes nothing.
-2. A step learns from exactly `groups_per_step` groups that selection keeps, as a step without partial rollouts does. It
-   makes rounds while fewer are complete, and none where they are there already. Every group that was drawn leaves once:
-   learned, or dropped by selection. Groups are never cut, and completions never chosen by when they were finished.
+What a step samples and learns follows from tokens, settings and this state, never from the clock. It learns from
+`groups_per_step` groups that selection keeps; every group that was drawn leaves once, learned or dropped by selection.
 
 Draws are counted over the whole run: draw d is place d of all steps' prompts, one step behind the other, so that a run
 with partial rollouts learns from the same prompts, with the same seeds, as one without.
@@ -131,15 +125,12 @@ def advance_carry(
 ) -> Leaving:
     """Make step `step`, counted from 0, of a run that has `steps_left` steps more, this one among them: draw groups of
     so many `samples`, make rounds, and take out of the unfinished groups what the step learns from. Where enough
-    groups are complete already, nothing is drawn and no round is made.
+    groups are complete already, nothing is drawn and no round is made, unless the step would leave a group behind that
+    could not be learned within `max_staleness` steps of its first token.
 
     `sample_round` gets all groups in flight and returns them after a round; `choose` says what is learned from of a
-    complete group. The last steps finish what is in flight, so that at the end of `steps_left` steps nothing is; but
-    at most `max_dropped` groups may stay, from which no step learns: selection drops some, which are replaced, and then
-    an older group becomes complete and leaves in place of one of them.
-
-    Rounds are made, too, while the step would leave a group behind that could not be learned within `max_staleness`
-    steps of its first token, each of the next steps taking the oldest.
+    complete group. At the end of `steps_left` steps nothing is in flight, but for at most `max_dropped` groups from
+    which no step learns: others took their place where selection dropped some.
     """
     found, rounds, waits = leaving(unfinished, rules, choose), 0, 0
     while not (enough := is_enough(found, rules)) or too_old(
@@ -164,14 +155,13 @@ def advance_defer(
     sample_round: Callable[[list[UnfinishedGroup], bool], list[UnfinishedGroup]],
     choose: Callable[[UnfinishedGroup], Chosen],
 ) -> Leaving:
-    """As `advance_carry`, but nothing that is sampled stays in flight: a group is learned from in the step that sampled
-    all of it. `sample_round` gets groups of which nothing is sampled and whether to sample them whole, and returns them
-    after that.
+    """As `advance_carry`, but nothing that is sampled stays in flight. `sample_round` gets groups of which nothing is
+    sampled and whether to sample them whole, and returns them after that.
 
     - A short round samples groups that are not deferred, more than are missing, since some do not become complete:
-      those are deferred. Complete ones beyond what the step learns from are sampled again in the next short round.
-    - A whole round, as soon as a step's groups are deferred, samples as many of these as are missing. So does a round
-      for which the run has too few draws left.
+      those are deferred.
+    - A whole round, as soon as a step's groups are deferred, or the run has too few draws left for a short one, samples
+      as many as are missing.
     """
     found, rounds = Leaving([], []), 0
     while not is_enough(found, rules):

@@ -2,8 +2,8 @@
 
     Prompt -> (PartialCompletion ->) Completion -> ScoredGroup -> Sample -> MicroBatch
 
-Every stage returns a new frozen record; no later stage fills a field in. All are plain Python data, cheap to gather to
-every rank, but `MicroBatch`, which has tensors and is in `rlmath.data.packing`.
+All are frozen, plain Python data, cheap to gather to every rank, but `MicroBatch`, which has tensors and is in
+`rlmath.data.packing`.
 """
 
 from __future__ import annotations
