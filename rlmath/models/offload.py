@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlmath.config.schema import MemoryConfig
 from rlmath.distributed.device import Device
-from rlmath.distributed.tensor_offload import OffloadStats, StorageSet
+from rlmath.distributed.tensor_offload import OffloadStats, StorageSet, Tensors
 from rlmath.models.build import Actor
 from rlmath.models.critic import Critic
 from rlmath.models.forward_backward import ForwardBackward
@@ -113,39 +113,32 @@ def training_sets(
     def gradients(model: Actor | Critic = actor) -> list[Tensor]:
         return [parameter.main_grad for parameter in parameters(model) if parameter.requires_grad]
 
-    sets = []
-    if settings.offload_gradients:
-        sets.append(StorageSet("gradients", gradients, keep=False, device=device))
-    if settings.offload_optimizer:
-        sets.append(
-            StorageSet(
-                "optimizer",
-                lambda: optimizer_tensors(actor.learner.optimizer),
-                keep=True,
-                device=device,
-                exclude=lambda: parameters() + gradients(),
-            )
-        )
-    if settings.offload_parameters:
-        sets.append(StorageSet("parameters", parameters, keep=True, device=device))
-    if settings.offload_reference and reference is not None and not isinstance(reference, WithoutAdapters):
-        sets.append(StorageSet("reference", lambda: parameters(reference), keep=True, device=device))
-    if critic is not None and settings.offload_critic:
+    sets: list[StorageSet] = []
+
+    def add(
+        name: SetName, wanted: bool, tensors: Tensors, keep: bool = True, exclude: Tensors = tuple
+    ) -> None:
+        if wanted:
+            sets.append(StorageSet(name, tensors, keep=keep, device=device, exclude=exclude))
+
+    add("gradients", settings.offload_gradients, gradients, keep=False)
+    in_optimizer = partial(optimizer_tensors, actor.learner.optimizer)
+    add("optimizer", settings.offload_optimizer, in_optimizer, exclude=lambda: parameters() + gradients())
+    add("parameters", settings.offload_parameters, parameters)
+    if reference is not None and not isinstance(reference, WithoutAdapters):
+        add("reference", settings.offload_reference, partial(parameters, reference))
+    if critic is not None:
 
         def critic_tensors() -> list[Tensor]:
             return [*parameters(critic), *optimizer_tensors(critic.learner.optimizer)]
 
         own = partial(gradients, critic)
-        sets.append(StorageSet("critic", critic_tensors, keep=True, device=device, exclude=own))
-    if critic is not None and (settings.offload_critic or settings.offload_gradients):
-        sets.append(StorageSet("critic_gradients", partial(gradients, critic), keep=False, device=device))
-    if settings.offload_teacher and teacher is not None:
+        add("critic", settings.offload_critic, critic_tensors, exclude=own)
+        add("critic_gradients", settings.offload_critic or settings.offload_gradients, own, keep=False)
+    if teacher is not None:
         head = teacher.head_parameters if teacher_in_update else tuple
-        sets.append(
-            StorageSet("teacher", lambda: parameters(teacher), keep=True, device=device, exclude=head)
-        )
-        if teacher_in_update:
-            sets.append(StorageSet("teacher_head", head, keep=True, device=device))
+        add("teacher", settings.offload_teacher, partial(parameters, teacher), exclude=head)
+        add("teacher_head", settings.offload_teacher and teacher_in_update, head)
     return OffloadSets(sets)
 
 
