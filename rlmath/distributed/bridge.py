@@ -7,9 +7,8 @@
 In its own world a rank is numbered from 0: neither library sees the ranks of the other. The default process group of
 torch is that of the world; the bridge is a gloo group beside it, which no library knows.
 
-Messages are our own dataclasses, pickled between our own ranks, as the objects of `collectives` are. A thread of every
-rank with a `Mailbox` reads them; what is sent arrives in order, and sending does not wait for the receiver's main
-thread. Whether the other side lives is the heartbeat's business, which watches all N ranks.
+Messages are our own dataclasses, pickled. A thread of every rank with a `Mailbox` reads them; what is sent arrives in
+order, and sending does not wait for the receiver's main thread. The heartbeat knows whether the other side lives.
 """
 
 from __future__ import annotations
@@ -134,9 +133,7 @@ def open_worlds(device: Device, timeout_seconds: float, store: dist.Store, engin
 class Mailbox:
     """The messages of one rank to and from some others. `close` is a collective of them.
 
-    Where a message breaks off all methods raise RuntimeError, and UnreadableMessageError where one cannot be read. A
-    partner that ends between two messages is not noticed here: the heartbeat finds it.
-    """
+    Where a message breaks off all methods raise RuntimeError, and UnreadableMessageError where one cannot be read."""
 
     def __init__(self, bridge: Bridge, partners: Sequence[int]) -> None:
         """`partners`: the ranks that it exchanges messages with; each of them has this rank among its own."""

@@ -50,11 +50,7 @@ class Device:
 
 def prepare_imports(kind: DeviceKind) -> None:
     """Call it before Megatron and vLLM are imported. On CPU they then import no package for GPUs, and what they mark
-    for `torch.compile` runs as it is.
-
-    With layers of our own that is a few small functions. Compiling them takes a C++ compiler, and 2 s of a start (20 s
-    where nothing is cached), more than they ever save.
-    """
+    for `torch.compile`, a few small functions, runs as it is: compiling takes longer than it ever saves."""
     if kind == "cpu":
         never_import(*GPU_PACKAGES)
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -72,11 +68,8 @@ def open_device(
     dtype: NumberFormat | Literal["auto"] = "auto",
     head_dtype: NumberFormat | None = None,
 ) -> Device:
-    """The device of this rank; on GPU it is made torch's current one. On CPU the layers of models are always local.
-
-    On CPU every rank computes with one thread: ranks are the parallelism, and spinning threads of several ranks
-    on the same cores cost far more than they bring.
-    """
+    """The device of this rank; on GPU it is made torch's current one. On CPU the layers of models are always local, and
+    every rank computes with one thread: ranks are the parallelism."""
     kind = resolve_kind(requested)
     params_dtype = getattr(torch, number_format(dtype, kind))
     logits = None if head_dtype is None else getattr(torch, head_dtype)
@@ -202,9 +195,8 @@ def release_freed_memory() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep up to 2 GiB of what is freed until `release_cached`. By default it maps every allocation above 32
-    MiB anew and unmaps it when it is freed; the kernel then clears each page again, a third of the time of a large
-    product. Above 256 MiB, such as KV caches, it still does; above 32 MiB with glibc before 2.35."""
+    """Let glibc keep up to 2 GiB of what is freed until `release_cached`: clearing pages that are mapped anew takes a
+    third of the time of a large product. What is above 256 MiB (32 with glibc before 2.35) is still mapped anew."""
     if _MALLOPT is not None:
         _MALLOPT(_M_MMAP_THRESHOLD, 2**28) or _MALLOPT(_M_MMAP_THRESHOLD, 2**25)
         _MALLOPT(_M_TRIM_THRESHOLD, 2**31 - 1)

@@ -11,8 +11,7 @@ elsewhere by torch's operations over chunks of rows small enough to stay in the 
 are shifted by the row's maximum; they are scaled to bits, exponents of 2, since torch's `exp2` takes a quarter of the
 time of its `exp` on a CPU. Sums are in float32.
 
-The teacher's logits are never whole: in both passes they are computed from its last hidden states for a block of
-rows at a time (`TeacherRows`).
+The teacher's logits are never whole: they are computed for a block of rows at a time (`TeacherRows`).
 """
 
 # Shape legend: T packed tokens, R rows of a chunk or block, V columns of this rank's vocabulary shard, H hidden units

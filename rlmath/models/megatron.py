@@ -99,10 +99,8 @@ def selective_modules(shape: ModelShape, local_layers: bool) -> list[str]:
 
 
 def start_megatron(mesh: Mesh, device: Device, seed: int, timeout_seconds: float) -> None:
-    """Patch Megatron where the device needs it and lay out its process groups. Needs `init_process_group` before.
-
-    Megatron counts the timeout of its groups in whole minutes; it is rounded up.
-    """
+    """Patch Megatron where the device needs it and lay out its process groups, whose timeout is rounded up to minutes.
+    Needs `init_process_group` before."""
     megatron_patches.apply(device.kind)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=mesh.tensor,

@@ -20,8 +20,7 @@ def build_optimizer(
     settings: OptimizerConfig, chunks: Sequence[DistributedDataParallel], device: Device
 ) -> Any:
     """Megatron's optimizer over this rank's parameters; with `distributed` its state is shared over data-parallel
-    ranks. Without Transformer Engine and apex, as on CPU, it is torch's, which steps all tensors of a group in one call
-    only where it is asked to."""
+    ranks."""
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer=settings.kind,
@@ -41,7 +40,7 @@ def build_optimizer(
         ),
         list(chunks),
     )
-    if USING_PYTORCH_OPTIMIZER:
+    if USING_PYTORCH_OPTIMIZER:  # one call steps all tensors of a group only where it is asked to
         for group in optimizer.param_groups:
             group["fused"] = True
     return optimizer
@@ -85,11 +84,8 @@ class LossScale:
 
 
 def build_scheduler(settings: OptimizerConfig, optimizer: Any, total_updates: int) -> OptimizerParamScheduler:
-    """Linear warm-up, then constant, linear or cosine; counted in optimizer steps.
-
-    The warm-up starts one part above 0, so that the first step is not lost: with `warmup_steps` 3 the first steps have
-    1/4, 2/4, 3/4 and all of the rate.
-    """
+    """Linear warm-up, then constant, linear or cosine; counted in optimizer steps. With `warmup_steps` 3 the first
+    steps have 1/4, 2/4, 3/4 and all of the rate."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=settings.lr / (settings.warmup_steps + 1),

@@ -2,9 +2,8 @@
 
     requests -> work queue -> engine -> completions -> reward workers -> gathered to all ranks -> groups
 
-`collect` samples whole groups; `sample` also slices of completions, which further slices continue.
-
-Completions are scored where they were sampled, by worker processes, while the engine still generates.
+`collect` samples whole groups; `sample` also slices of completions, which further slices continue. Completions are
+scored where they were sampled, by worker processes, while the engine still generates.
 """
 
 # Shape legend: P prompts, G samples per prompt.
@@ -129,8 +128,7 @@ class Collector:
         return Rollout(groups, engines)
 
     def reset_prefix_cache(self) -> None:
-        """Let the engine compute all prompts anew: what it has cached depends on which completions it sampled, and may
-        differ in the last bits from what it computes of a prompt."""
+        """Let the engine compute all prompts anew: what it has cached may differ in the last bits."""
         self._engine.reset_prefix_cache()
 
     def sample(

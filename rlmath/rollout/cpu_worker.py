@@ -76,10 +76,8 @@ class RlmathCPUWorker(CPUWorker):
         top_k_R: torch.Tensor | None,
         top_p_R: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(sampled tokens [R], log-probs [R, V] of the distribution that they are from).
-
-        vLLM's own makes a draw from every request's generator, one call for each request and token.
-        """
+        """(sampled tokens [R], log-probs [R, V] of the distribution that they are from). vLLM's own makes a draw from
+        every request's generator."""
         logits_RV = apply_top_k_top_p(logits_RV.float(), top_k_R, top_p_R)
         logprobs_RV = logits_RV.log_softmax(dim=-1)
         tokens_R = torch.ops._C.fused_gumbel_argmax(logits_RV, self._noise_seeds(len(logits_RV), generators))

@@ -259,19 +259,13 @@ class Engine:
         return [found[index] for index in range(len(sequences))]
 
     def close(self) -> None:
-        """End vLLM's part in this process. It takes the process's own process group with it: close it last.
-
-        On GPU it keeps its memory: see `end_engine`.
-        """
+        """`end_engine`: close it last."""
         end_engine(self._llm, self._device_kind)
 
 
 def end_engine(llm: Any, device_kind: DeviceKind) -> None:
-    """End a vLLM engine and the process's own process group.
-
-    On GPU the end of the process frees both: vLLM would free memory that its sleep has freed already. Its finalizer,
-    which would do so when the interpreter exits and the process groups are gone, is detached.
-    """
+    """End a vLLM engine and the process's own process group. On GPU the end of the process frees both, and vLLM's
+    finalizer is detached: it would free memory that its sleep has freed already."""
     core = llm.llm_engine.engine_core
     if device_kind == "cpu":
         core.shutdown()
@@ -287,11 +281,8 @@ def open_standalone(
     mesh: Mesh | None = None,
     stop_token_ids: Sequence[int] | None = None,
 ) -> Any:
-    """A vLLM `LLM` with the weights of a Hugging Face folder, without the trainer.
-
-    Without a `mesh` it belongs to one process. With one, it is the engine that this rank is part of: every rank of a
-    process group calls this.
-    """
+    """A vLLM `LLM` with the weights of a Hugging Face folder, without the trainer: of one process, or with a `mesh` the
+    engine that this rank is part of, which every rank of a process group opens."""
     prepare_environment(device_kind)
     if device_kind == "cpu":
         arguments = _cpu_arguments(settings)

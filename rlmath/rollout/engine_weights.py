@@ -18,10 +18,8 @@ from torch import Tensor
 
 
 def holds_packed_experts(module: torch.nn.Module) -> bool:
-    """Whether a module of vLLM's keeps experts packed. RuntimeError for a layout that is not supported here.
-
-    vLLM 0.32 packs them on CPU; of its kernels for GPUs, the one of the Triton backend takes them unpacked.
-    """
+    """Whether a module of vLLM's keeps experts packed, as on CPU; Triton's kernel takes them unpacked. RuntimeError for
+    another layout."""
     kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
     if kernel is None:
         return False

@@ -5,8 +5,7 @@
 A request's seed follows from (run seed, step, prompt id, sample index): its tokens depend neither on which engine
 samples it nor on how many engines there are.
 
-`sample` gives requests to vLLM's engine core and takes tokens from it, without what `LLM` does around it for text and
-for other processes: of a small model's rollout that was a fifth.
+`sample` gives requests to vLLM's engine core and takes tokens from it, without what `LLM` does around it for text.
 """
 
 # Shape legend: P prompts, G samples per prompt.
@@ -275,11 +274,8 @@ class RunningRequests:
 
 @dataclass(frozen=True)
 class _Pending:
-    """What vLLM has sampled of a request so far.
-
-    A step has tens of millions of tokens, which go to every rank: an array takes 8 bytes for each with its log-prob
-    (float32, as vLLM computes it), Python's own numbers 70 in memory and 14 on the way.
-    """
+    """What vLLM has sampled of a request so far. An array takes 8 bytes for a token with its log-prob, Python's own
+    numbers 70."""
 
     key: Key
     token_ids: array[int] = field(default_factory=lambda: array("i"))

@@ -12,11 +12,11 @@ A second counter leads all engines together past the prompts whose remaining sam
 looked at once, not once by every engine: what a rollout asks of the store grows with prompts plus engines, not their
 product.
 
-An engine pops as long as vLLM has a free place for a sequence, and nothing beyond: what it holds, no other engine can
-pop. Before its first completion it pops the first samples of its own part only: another engine may still be waking up.
+An engine pops as long as vLLM has a free place for a sequence. Before its first completion it pops the first samples of
+its own part only: another engine may still be waking up.
 
 The counters and the marks of taken items are values in a store that all ranks reach. One rank of each engine pops; the
-others get what it popped at the same point, as all of them run vLLM's scheduler in lockstep, and not through the store.
+others get what it popped at the same point, as all of them run vLLM's scheduler in lockstep.
 """
 
 # Shape legend: P prompts, G samples per prompt.

@@ -246,11 +246,8 @@ def _mean(results: Sequence[MinibatchResult], name: str, of: str = "tokens") -> 
 
 
 def mismatch_metrics(results: Sequence[MinibatchResult], only_first: bool) -> dict[str, float]:
-    """Difference between the engine's log-probs and the policy's own, per token (nats).
-
-    With `only_first` the first minibatch alone is looked at: without recomputed log-probs, that is the only one whose
-    policy is the one that sampled.
-    """
+    """Difference between the engine's log-probs and the policy's own, per token (nats); with `only_first` of the first
+    minibatch: without recomputed log-probs, only its policy is the one that sampled."""
     looked_at = results[:1] if only_first else results
     if not looked_at:
         return {}

@@ -145,10 +145,8 @@ class Heartbeat:
         return slowest
 
     def report_failure(self, error: BaseException) -> None:
-        """Report to the other ranks why this one ends; returns when that is done, or after REPORT_SECONDS.
-
-        The caller ends the process then. If it does not, the beat thread does REPORT_SECONDS later.
-        """
+        """Report to the other ranks why this one ends; returns when that is done, or after REPORT_SECONDS. The caller
+        ends the process then, else the beat thread does REPORT_SECONDS later."""
         if self._failure is None:
             self._failure = error
             self._wake.set()
