@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -18,41 +19,30 @@ class EarlyStop:
     """Most of the mean k3 estimate of KL(proximal || new) per token (nats), the `target_kl` of PPO implementations."""
 
 
-@dataclass(frozen=True)
-class MinibatchSums:
-    """Sums over all tokens of a minibatch, over every micro-batch and data-parallel rank."""
-
-    ratio: float
-    """Of the importance ratio of single tokens to the proximal policy."""
-    proximal_kl: float
-    """Of the k3 estimate of KL(proximal || new) (nats)."""
-    loss: float
-    tokens: float
-    """Number of tokens."""
-
-
-def discard_reason(sums: MinibatchSums, grad_norm: float, bounds: EarlyStop) -> str | None:
+def discard_reason(sums: Mapping[str, float], grad_norm: float, bounds: EarlyStop) -> str | None:
     """Why a minibatch must be discarded, or None if it may be learned from.
 
-    Means are counted by token, whatever the tokens' weights in the loss. Whatever is not finite discards, with and
-    without bounds.
+    `sums` are over all tokens of the minibatch, of every micro-batch and data-parallel rank: "ratio" to the proximal
+    policy, "proximal_kl" (k3, nats), "loss" and the number of "tokens". Means are counted by token, whatever the
+    tokens' weights in the loss. Whatever is not finite discards, with and without bounds.
 
-    >>> discard_reason(MinibatchSums(60.0, 0.1, 1.0, 10.0), 1.0, EarlyStop(ratio_high=5.0))
+    >>> sums = {"ratio": 60.0, "proximal_kl": 0.1, "loss": 1.0, "tokens": 10.0}
+    >>> discard_reason(sums, 1.0, EarlyStop(ratio_high=5.0))
     'mean importance ratio 6 is above 5'
     """
     finite = {
-        "importance ratio": sums.ratio,
-        "approximate KL": sums.proximal_kl,
-        "loss": sums.loss,
+        "importance ratio": sums["ratio"],
+        "approximate KL": sums["proximal_kl"],
+        "loss": sums["loss"],
         "gradient norm": grad_norm,
-        "number of tokens": sums.tokens,
+        "number of tokens": sums["tokens"],
     }
     for name, value in finite.items():
         if not math.isfinite(value):
             return f"the {name} is not finite ({value})"
-    if not sums.tokens > 0:
-        return f"no token has a weight (their number is {sums.tokens:g})"
-    ratio, kl = sums.ratio / sums.tokens, sums.proximal_kl / sums.tokens
+    if not sums["tokens"] > 0:
+        return f"no token has a weight (their number is {sums['tokens']:g})"
+    ratio, kl = sums["ratio"] / sums["tokens"], sums["proximal_kl"] / sums["tokens"]
     if bounds.ratio_high is not None and ratio > bounds.ratio_high:
         return f"mean importance ratio {ratio:.6g} is above {bounds.ratio_high:g}"
     if bounds.ratio_low is not None and ratio < bounds.ratio_low:

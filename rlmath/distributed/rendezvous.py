@@ -329,10 +329,16 @@ def open_rendezvous(seconds: float) -> Rendezvous | None:
         )
         return Rendezvous(own, store)
     except RuntimeError as error:
+        if opens:
+            raise MissingRanksError(
+                f"{own} cannot open the run's key-value store at port {port}; does another program use it? Set "
+                "MASTER_PORT to a free one, or start the run by torchrun, which finds one: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
         raise MissingRanksError(
-            f"{own} cannot {'open' if opens else 'reach'} the key-value store of the run at {address}:{port} within "
-            f"{seconds:.0f} s. Is the first node there, is {address} its address for this node, too (torchrun "
-            f"--local-addr), is the port free and open in firewalls? {str(error).splitlines()[0]}"
+            f"{own} does not reach the key-value store of the run at {address}:{port} within {seconds:.0f} s. "
+            f"Is the first node there, is {address} its address for this node, too (torchrun --local-addr), and "
+            f"does no firewall close that port? {str(error).splitlines()[0]}"
         ) from error
 
 
@@ -375,7 +381,10 @@ def route_to(host: str) -> Route | None:
 
 
 def prefer_for_gloo(route: Route | None) -> None:
-    """Make gloo listen where the other nodes can reach this one, unless the user has chosen an interface: it takes the
-    address of this host's own name, which Debian's /etc/hosts maps to 127.0.1.1. NCCL searches for interfaces."""
+    """Make gloo listen where the other nodes can reach this one, unless the user has chosen an interface.
+
+    gloo takes the address of this host's own name. On Debian and its derivatives /etc/hosts maps that to 127.0.1.1,
+    which no other node can reach. NCCL searches for interfaces itself, and is not changed.
+    """
     if route is not None and route.interface and not route.is_loopback:
         os.environ.setdefault(GLOO_INTERFACE, route.interface)

@@ -84,6 +84,9 @@ class StorageSet:
     sets, and those on another device are not touched.
 
     The memory returns to torch's allocator; `torch.cuda.empty_cache` returns it to the device.
+
+    After an error in `offload` or `onload`, for example for want of memory, each storage is complete on the device or
+    complete on the host, and `onload` may be called as often as needed.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class StorageSet:
 
     @property
     def offloaded(self) -> bool:
-        """From the start of `offload` to the end of `onload`."""
+        """From the start of `offload`, even one that fails, to the end of a `onload` that succeeds."""
         return self._offloaded
 
     @property

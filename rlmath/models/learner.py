@@ -21,7 +21,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from rlmath.algorithms.early_stop import EarlyStop, MinibatchSums, discard_reason
+from rlmath.algorithms.early_stop import EarlyStop, discard_reason
 from rlmath.algorithms.importance_sampling import interpolated_proximal
 from rlmath.algorithms.losses import LossSettings, TokenInputs, TokenLoss, policy_loss
 from rlmath.data.packing import MicroBatch
@@ -195,11 +195,8 @@ class GrpoLearner(Learner):
         """
         on_logits = partial(self._loss, old, reference, on_policy, teacher=teacher)
         metrics = self.forward_backward.run(batches, on_logits, forward_only=False)
-        return self._optimizer_step(metrics, self._discard_reason, GRPO_SUMS, GRPO_MAXIMA)
-
-    def _discard_reason(self, sums: Mapping[str, float], grad_norm: float) -> str | None:
-        totals = MinibatchSums(sums["ratio"], sums["proximal_kl"], sums["loss"], sums["tokens"])
-        return discard_reason(totals, grad_norm, self.bounds)
+        rule = partial(discard_reason, bounds=self.bounds)
+        return self._optimizer_step(metrics, rule, GRPO_SUMS, GRPO_MAXIMA)
 
     def _loss(
         self,

@@ -22,24 +22,18 @@ import torch.distributed as dist
 
 from rlmath.distributed.collectives import gather_to_rank_zero
 from rlmath.distributed.mesh import Mesh
-from rlmath.distributed.ranks import ranks_text
+from rlmath.distributed.ranks import hosts_text
 
 logger = logging.getLogger(__name__)
 
 RECENT_STEPS = 5
 """A rank is slow if it was slow in most of so many steps: one step may be chance."""
-SLOW_FACTOR = 1.5
-"""A slow rank takes at least so many times the usual seconds of its pipeline stage,"""
-SLOW_SECONDS = 0.5
-"""and so many seconds more: on shared cores, short steps vary by chance."""
-ANSWER_SECONDS = 0.25
-"""An answer of the store is slow if it takes longer (seconds) and ANSWER_FACTOR times the usual."""
-ANSWER_FACTOR = 4.0
+SLOW_FACTOR, SLOW_SECONDS = 1.5, 0.5
+"""A slow rank takes more than so many times the usual seconds of its pipeline stage, and so many seconds more."""
+ANSWER_FACTOR, ANSWER_SECONDS = 4.0, 0.25
+"""A slow answer of the store takes more than so many times the usual, and so many seconds."""
 REPEAT_STEPS = 100
 """The same warning is repeated only after so many steps."""
-
-Bound = Callable[[float], float]
-"""The most seconds of a rank that is not slow, from the usual ones."""
 
 
 class StragglerDetector:
@@ -95,49 +89,34 @@ def slow_texts(
     """(who, warning) of the recent steps, each by rank (seconds alone, seconds until the store answered)."""
     if len(steps) < RECENT_STEPS:
         return []
-    kinds: tuple[tuple[str, int, Bound], ...] = (
-        ("alone", mesh.world_size // mesh.pipeline, lambda x: max(SLOW_FACTOR * x, x + SLOW_SECONDS)),
-        ("answer", mesh.world_size, lambda x: max(ANSWER_FACTOR * x, ANSWER_SECONDS)),
-    )
-    texts = []
-    for column, (kind, alike, bound) in enumerate(kinds):
-        by_step = [[row[column] for row in step] for step in steps]
-        means = [statistics.mean(values) for values in zip(*by_step, strict=True)]
-        found = [_slow(values, alike, bound) for values in by_step]
-        on_average = _slow(means, alike, bound)
-        slow = sorted(rank for rank in on_average if 2 * sum(rank in one for one in found) > len(steps))
-        if not slow:
-            continue
-        slowest = max(slow, key=means.__getitem__)
-        who, seconds = f"rank {slowest} on {hosts[slowest]}", f"{means[slowest]:.2f} s"
-        others, where = f"{usual(means):.2f} s (over {RECENT_STEPS} steps)", _on(slow, hosts)
-        if kind == "alone":
-            text = (
-                f"A slow rank holds the others up: {who} computes for {seconds} a step, others for {others}. "
-                f"Slow: {where}. Look for other programs, heat and clocks there"
-            )
-        else:
-            text = (
-                f"A slow network or host: the run's key-value store answers {who} after {seconds}, others after "
-                f"{others}. Slow: {where}. Look at their links"
-            )
-        texts.append((f"{kind} {where}", text))
+    alone, answers = ([[row[column] for row in step] for step in steps] for column in (0, 1))
+    stage, texts = mesh.world_size // mesh.pipeline, []
+    if slow := _slow_ranks(alone, stage, lambda usual: max(SLOW_FACTOR * usual, usual + SLOW_SECONDS)):
+        text = f"compute longer in a step than others and hold them up: {_seconds(alone, slow, hosts)}. Look for "
+        texts.append((f"alone {slow}", f"Slow ranks {text}other programs, heat and clocks there"))
+    if slow := _slow_ranks(
+        answers, mesh.world_size, lambda usual: max(ANSWER_FACTOR * usual, ANSWER_SECONDS)
+    ):
+        text = f"get later answers from the run's key-value store than others: {_seconds(answers, slow, hosts)}. Look "
+        texts.append((f"answer {slow}", f"Ranks on a slow network or host {text}at their links"))
     return texts
 
 
-def _slow(seconds: Sequence[float], alike: int, bound: Bound) -> set[int]:
-    """The ranks above the bound; compared are so many consecutive ones at a time."""
-    found: set[int] = set()
-    for first in range(0, len(seconds), alike):
-        most = bound(usual(seconds[first : first + alike]))
-        found |= {rank for rank in range(first, first + alike) if seconds[rank] > most}
-    return found
+def _slow_ranks(steps: Sequence[Sequence[float]], alike: int, bound: Callable[[float], float]) -> list[int]:
+    """The ranks above the bound in most of the steps and on average; compared are `alike` consecutive ones."""
+    means = [statistics.mean(values) for values in zip(*steps, strict=True)]
+
+    def above(seconds: Sequence[float]) -> set[int]:
+        limits = [bound(usual(seconds[first : first + alike])) for first in range(0, len(seconds), alike)]
+        return {rank for rank, one in enumerate(seconds) if one > limits[rank // alike]}
+
+    found = [above(seconds) for seconds in steps]
+    return sorted(rank for rank in above(means) if 2 * sum(rank in one for one in found) > len(steps))
 
 
-def _on(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """ "ranks 2-3 on node1, rank 7 on node3"."""
-    by_host: dict[str, list[int]] = {}
-    for rank in ranks:
-        by_host.setdefault(hosts[rank], []).append(rank)
-    named = [f"{ranks_text(ranks)} on {host}" for host, ranks in by_host.items()]
-    return ", ".join(named[:8]) + (f" and those of {len(named) - 8} more hosts" if named[8:] else "")
+def _seconds(steps: Sequence[Sequence[float]], slow: Sequence[int], hosts: Sequence[str]) -> str:
+    """ "rank 3 on node1 2.40 s, rank 2 on node1 2.00 s; usual are 1.10 s (over 5 steps)", the slowest first."""
+    means = [statistics.mean(values) for values in zip(*steps, strict=True)]
+    slowest = sorted(slow, key=means.__getitem__, reverse=True)
+    named = hosts_text([f"rank {rank} on {hosts[rank]} {means[rank]:.2f} s" for rank in slowest])
+    return f"{named}; usual are {usual(means):.2f} s (over {RECENT_STEPS} steps)"
