@@ -93,11 +93,8 @@ def partial_of(root: Path, step: int) -> Path:
 
 
 def nearest_folder(path: Path) -> Path:
-    """The folder itself, or the nearest one above it that is there.
-
-    ValueError where that cannot be known or is no folder: a link to nothing or to itself, a file, no permission, a
-    disk that does not answer. None of these means that there is nothing of that name.
-    """
+    """The folder itself, or the nearest one above it that is there. ValueError where that cannot be known or is no
+    folder: a link to nothing or to itself, a file, no permission, a disk that does not answer."""
     for nearest in (path, *path.parents):
         try:
             if stat.S_ISDIR(nearest.stat().st_mode):
@@ -148,8 +145,7 @@ def _named(root: Path) -> Iterator[tuple[int, Path]]:
 
 
 def means_loss(error: OSError) -> bool:
-    """Whether the error means that a file is lost. Others (no permission, a disk that does not answer) may be gone
-    tomorrow."""
+    """Whether a file is lost. Other errors (no permission, a disk that does not answer) may be gone tomorrow."""
     return error.errno in _DAMAGE
 
 
@@ -209,8 +205,7 @@ def wrong_sizes(checkpoint: Checkpoint) -> list[str]:
 def wrong_contents(
     checkpoint: Checkpoint, names: Iterable[str], on_block: Callable[[], None] = lambda: None
 ) -> list[str]:
-    """A sentence for every named file whose contents are not those that were written. Reads all of them. OSError where
-    one cannot be read."""
+    """A sentence for every named file whose contents have changed. Reads all; OSError where one cannot be read."""
     return [
         f"{name} has other contents than were written (SHA-256 differs)"
         for name in names
@@ -240,8 +235,7 @@ def open_partial(root: Path, step: int) -> Path:
 
 def finish_partial(partial: Path, step: int, kept: bool, known: dict[str, FileEntry]) -> Checkpoint:
     """Write the manifest and rename the folder to its final name. `known` are the entries that were computed where the
-    files were written; the others are read now. OSError on a disk error, ValueError where a file has changed.
-    """
+    files were written; the others are read now. OSError on a disk error, ValueError where a file has changed."""
     files = {}
     for path in sorted(path for path in partial.rglob("*") if path.is_file()):
         name = path.relative_to(partial).as_posix()
@@ -275,8 +269,7 @@ def _flush(path: Path) -> None:
 
 
 def write_error_text(error: Exception, path: Path) -> str:
-    """Why a file of a checkpoint was not written, and how full its disk is: torch raises a RuntimeError of its zip
-    format, without a word about the disk."""
+    """Why a file was not written, and how full its disk is: torch's RuntimeError of its zip format does not say it."""
     told = f"{path} was not written: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     with contextlib.suppress(OSError):
         disk = os.statvfs(path.parent)
@@ -353,8 +346,7 @@ def set_newer_aside(root: Path, step: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with all that is in it, a file or a link; nothing where there is none, and no error where it
-    cannot be removed: what takes its place fails then, and says why."""
+    """Remove a folder, file or link, if it is there. No error where it cannot be: what takes its place says why."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -374,9 +366,8 @@ def remove_partial(root: Path) -> None:
 
 @dataclass(frozen=True)
 class Progress:
-    """The state of a run that is not a tensor. The rest follows from it: the order of prompts, what dynamic sampling
-    draws beyond them and every request's seed depend on nothing but `run.seed`, the step and the run's rollbacks, but
-    for what `prompt_history.jsonl` and `flight.safetensors` have."""
+    """The state of a run that is not a tensor. The rest (prompts, draws, seeds) follows from `run.seed`, the step and
+    the rollbacks, but for what `prompt_history.jsonl` and `flight.safetensors` have."""
 
     step: int
     """Steps done; the next one has this number, counted from 0."""
@@ -437,8 +428,7 @@ class Progress:
 
     @property
     def sound_before(self) -> int:
-        """A checkpoint of a step before this one is good: its weights learned afterwards, and the best rewards came no
-        earlier."""
+        """Checkpoints before this step are good: weights learned afterwards, and the best rewards came no earlier."""
         return min(self.learned_step, self.good_step + 1)
 
 

@@ -177,7 +177,6 @@ class CheckpointManager:
     # ------------------------------------------------------------ steps of a save
 
     def _state(self, progress: Progress) -> tuple[dict[str, Any], Progress]:
-        """Everything to save, and `progress` with its names."""
         models = self._models()
         optimizers = [model.optimizer for model in models if model.optimizer is not None]
         mine = {name for one in optimizers for held in held_by(one) for name in held.tensors()}
@@ -250,7 +249,6 @@ class CheckpointManager:
         return request.async_fn_args[1] if request.async_fn is not None else []
 
     def _submit(self, save: _SaveInFlight, buckets: Sequence[Any]) -> str | None:
-        """Pass this rank's part to the writer process; returns the error."""
         save.writes = bool(buckets)
         try:
             if buckets:
@@ -290,7 +288,6 @@ class CheckpointManager:
             self._removals[-1].start()
 
     def _give_up(self, error: str) -> str:
-        """Abort the writers, and remove the files of the save."""
         save = self._unfinished
         assert save is not None
         self.close()
@@ -347,9 +344,8 @@ def load_checkpoint(
 
 
 def _weights(optimizer: Any | None, pieces: Sequence[Piece], saved: Sequence[str]) -> list[ShardedTensor]:
-    """What to load of a model and its optimizer, whose tensors `saved` the checkpoint has. Weights are read at the
-    highest precision that was saved: a bfloat16 run has float32 copies of its parameters, a float32 run has not, and
-    there is none of what is float32 in any run."""
+    """What to load of a model and its optimizer, of the tensors `saved`. Weights are read at the highest precision
+    saved: a bfloat16 run has float32 copies of its parameters, but none of what is float32 in any run."""
     plain = [piece.sharded for piece in pieces]
     if optimizer is None:
         return plain

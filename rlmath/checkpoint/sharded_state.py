@@ -38,8 +38,7 @@ MASTER = "param"
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a parameter that is one rectangle of a global tensor: most often all of it; of a gated MLP's first
-    matrix, gate and up are one each."""
+    """A rectangle of a global tensor: most often all of a parameter; of a gated MLP's first matrix, gate or up."""
 
     parameter: Tensor
     start: int

@@ -93,7 +93,6 @@ def read_unfinished(
 def _read_group(
     row: dict[str, Any], reader: TokenReader, text_of: Callable[[Sequence[int], bool], str]
 ) -> UnfinishedGroup:
-    """A group of the header; `reader` has its tokens."""
     samples = []
     for index, one in enumerate(row["samples"]):
         segments = read_segments(one)

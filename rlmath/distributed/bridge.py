@@ -131,9 +131,8 @@ def open_worlds(device: Device, timeout_seconds: float, store: dist.Store, engin
 
 
 class Mailbox:
-    """The messages of one rank to and from some others. `close` is a collective of them.
-
-    Where a message breaks off all methods raise RuntimeError, and UnreadableMessageError where one cannot be read."""
+    """The messages of one rank to and from some others. `close` is a collective of them. Where a message breaks off all
+    methods raise RuntimeError, and UnreadableMessageError where one cannot be read."""
 
     def __init__(self, bridge: Bridge, partners: Sequence[int]) -> None:
         """`partners`: the ranks that it exchanges messages with; each of them has this rank among its own."""

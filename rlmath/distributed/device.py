@@ -124,10 +124,8 @@ def init_process_group(
     place: tuple[int, int] | None = None,
 ) -> None:
     """Join the run's process group. A collective that waits longer than the timeout ends the rank with an error.
-
     `store` is where all ranks find each other, by `Rendezvous.group_store`; None: from the launcher's environment.
-    `place` is (rank, number of ranks) in a group of some of the run's ranks; None: of all.
-    """
+    `place` is (rank, number of ranks) in a group of some of the run's ranks; None: of all."""
     let_gloo_connect_lazily()
     timeout = timedelta(seconds=timeout_seconds)
     if store is None:
@@ -144,8 +142,7 @@ def resident_bytes() -> int:
 
 
 def most_resident_bytes() -> int:
-    """Most resident memory that this program had so far (bytes). Not `ru_maxrss`: that counts what the process that
-    started it held, too."""
+    """Most resident memory that this program had (bytes). Not `ru_maxrss`, which counts what its starter held, too."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as status:
         (line,) = (line for line in status if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
@@ -165,8 +162,7 @@ def synchronize(device: Device) -> None:
 
 
 def finish_computation(device: Device) -> None:
-    """Wait until the device has finished the queued computation of this thread's stream; collectives that overlap with
-    it have streams of their own."""
+    """Wait until the device has finished this thread's stream; overlapping collectives have streams of their own."""
     if device.kind == "cuda":
         torch.cuda.current_stream(device.torch_device).synchronize()
 

@@ -13,8 +13,7 @@ _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_
 
 
 def available_bytes() -> int:
-    """Free memory of this machine, within the limit of this process's control group (a container's, a Slurm job's):
-    a process that takes more is killed (bytes)."""
+    """Free memory of this machine, within this process's control group, beyond which it is killed (bytes)."""
     free = int(psutil.virtual_memory().available)
     return min([free, *(room for room in map(_room, *zip(*_groups(), strict=True)) if room is not None)])
 

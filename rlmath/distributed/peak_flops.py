@@ -24,12 +24,9 @@ ROUNDS = 2
 
 
 def peak_flops(shape: ModelShape, mesh: Mesh, device: Device) -> float | None:
-    """FLOP/s of all ranks together; None where it is not known. A collective.
-
-    On CPU the best float32 multiplication with a rank's share of the model's largest matrices, measured while all ranks
-    do it. On GPU what the data sheet says of bfloat16 on this rank's GPU, times the ranks; None for another GPU than
-    those of `GPUS`.
-    """
+    """FLOP/s of all ranks together; None where it is not known. A collective. On CPU the best float32 multiplication
+    with a rank's share of the model's largest matrices, measured while all ranks do it. On GPU what the data sheet says
+    of bfloat16 on this rank's GPU, times the ranks; None for another GPU than those of `GPUS`."""
     if device.kind == "cuda":
         mine = gpu_peak(torch.cuda.get_device_name(device.torch_device))
         return None if mine is None else mine * mesh.world_size

@@ -13,9 +13,8 @@ PHASE_PREFIX = "phase: "
 
 
 class PhaseTimers:
-    """Adds up the seconds of named phases; a phase may be entered many times and may hold others.
-
-    A phase's seconds include those of the phases inside it. One that is nested in itself counts once.
+    """Adds up the seconds of named phases, which may be entered many times and may hold others, whose seconds they
+    include. One that is nested in itself counts once.
 
     >>> timers = PhaseTimers()
     >>> with timers.phase("rollout"):

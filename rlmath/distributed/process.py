@@ -95,8 +95,7 @@ def skip_collection_at_exit() -> None:
 
 @contextlib.contextmanager
 def without_module(name: str) -> Iterator[None]:
-    """Inside, `import name` raises ImportError, for libraries that import it where it is installed and do without it
-    where it is not. A module that is there already stays."""
+    """Inside, `import name` raises ImportError, for libraries that can do without it. A module that is there stays."""
     if name in sys.modules:
         yield
         return
@@ -108,8 +107,7 @@ def without_module(name: str) -> Iterator[None]:
 
 
 def never_import(*names: str) -> None:
-    """From now on `import name` raises ImportError in this process, for libraries that import these modules where they
-    are installed and do without them where they are not. What is imported already stays, with a warning."""
+    """From now on `import name` raises ImportError in this process; what is imported already stays, with a warning."""
     there = [name for name in names if sys.modules.setdefault(name, None) is not None]  # type: ignore[arg-type]
     if there:
         logger.warning("Imported before this program could prevent it: %s", ", ".join(there))

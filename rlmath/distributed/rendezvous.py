@@ -108,12 +108,9 @@ class Rendezvous:
 
     def sync(self, name: str, report: RankReport, seconds: float, check: CheckReports) -> Mapping[str, str]:
         """Wait for all ranks; each of them calls it, with the same name, a new one each time. The `values` of rank 0's
-        result.
-
-        `check` is rank 0's; it gets the reports once all ranks are here. On all ranks ValueError where it or a rank
-        found a mistake, MissingRanksError where ranks are missing after `seconds`, one has failed, or the store is
-        lost.
-        """
+        result. `check` is rank 0's; it gets the reports once all ranks are here. On all ranks ValueError where it or a
+        rank found a mistake, MissingRanksError where ranks are missing after `seconds`, one has failed, or the store is
+        lost."""
         try:
             if self.rank_info.rank == 0:
                 result = self._coordinate(name, report, seconds, check)
@@ -365,8 +362,7 @@ class Route:
 
 
 def route_to(host: str) -> Route | None:
-    """The address and interface that packets to a host leave by; nothing is sent. None where there is no route, or the
-    name is unknown."""
+    """The address and interface by which packets to a host leave; None without a route or name. Nothing is sent."""
     try:
         family, kind, *_, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -381,10 +377,8 @@ def route_to(host: str) -> Route | None:
 
 
 def prefer_for_gloo(route: Route | None) -> None:
-    """Make gloo listen where the other nodes can reach this one, unless the user has chosen an interface.
-
-    gloo takes the address of this host's own name. On Debian and its derivatives /etc/hosts maps that to 127.0.1.1,
-    which no other node can reach. NCCL searches for interfaces itself, and is not changed.
-    """
+    """Make gloo listen where the other nodes can reach this one, unless the user has chosen an interface. gloo takes
+    the address of this host's own name. On Debian and its derivatives /etc/hosts maps that to 127.0.1.1, which no other
+    node can reach. NCCL searches for interfaces itself, and is not changed."""
     if route is not None and route.interface and not route.is_loopback:
         os.environ.setdefault(GLOO_INTERFACE, route.interface)

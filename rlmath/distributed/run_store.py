@@ -27,9 +27,8 @@ def run_id() -> str:
 
 
 class RunStore:
-    """Values by key, of this run only. RuntimeError (torch's) where the store does not answer.
-
-    Not for several threads at once, as torch's stores."""
+    """Values by key, of this run only, for one thread at a time. RuntimeError (torch's) where the store does not
+    answer."""
 
     def __init__(self, store: dist.Store, name: str) -> None:
         """`name` comes before all keys."""

@@ -21,8 +21,7 @@ BLOCK_BYTES = 64 * 2**20
 """Size of one piece of host memory. torch may round pinned memory up to a power of two: in pieces of one, only what
 remains at the end costs more than it holds."""
 ALIGNMENT_BYTES = 512
-"""Every storage starts at a multiple of this in host memory, as it does on the device, so that copies run at full
-speed."""
+"""Every storage starts at a multiple of this on the host, as on the device, so that copies run at full speed."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +82,9 @@ class StorageSet:
     without, it is dropped, and `onload` fills them with zeros. Storages behind the tensors of `exclude` belong to other
     sets, and those on another device are not touched.
 
-    The memory returns to torch's allocator; `torch.cuda.empty_cache` returns it to the device.
-
-    After an error in `offload` or `onload`, for example for want of memory, each storage is complete on the device or
-    complete on the host, and `onload` may be called as often as needed.
+    The memory returns to torch's allocator (`torch.cuda.empty_cache` returns it to the device). After an error in
+    `offload` or `onload`, such as want of memory, each storage is complete on the device or on the host, and `onload`
+    may be called as often as needed.
     """
 
     def __init__(

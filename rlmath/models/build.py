@@ -1,5 +1,4 @@
-"""The models of a run, built from the settings: the actor of GRPO, that of supervised training, reference, critic and
-teacher.
+"""The models of a run, built from the settings: the actors of GRPO and SFT, reference, critic and teacher.
 
     transformer config -> chunks with the weights of model.path -> wrapped for training -> optimizer -> learner
 
@@ -52,8 +51,7 @@ def build_actor(
     total_updates: int,
     stop_token_ids: tuple[int, ...],
 ) -> Actor[GrpoLearner]:
-    """The policy of GRPO with the weights of `model.path`; `total_updates` optimizer steps end a decaying learning
-    rate."""
+    """GRPO's policy with the weights of `model.path`; `total_updates` optimizer steps end a decaying learning rate."""
     chunks, wrapped, optimizer = _trained_chunks(config, shape, mesh, device, config.optimizer, config.lora)
     learner = GrpoLearner(
         _as_the_engine(config, wrapped, mesh, device, vocab_size=shape.vocab_size, stops=stop_token_ids),

@@ -50,11 +50,9 @@ def _split_once(bounds: tuple[int, ...], context: int, multiple: int, device: to
 
 
 class ForwardBackward:
-    """Runs micro-batches through one Megatron model, over all pipeline stages.
-
-    `chunks` are this rank's parts of the model in the order of their layers, wrapped for training or bare: one, unless
-    a pipeline stage has several (`Mesh.virtual_pipeline`).
-    """
+    """Runs micro-batches through one Megatron model, over all pipeline stages. `chunks` are this rank's parts of the
+    model in the order of their layers, wrapped for training or bare: one, unless a pipeline stage has several
+    (`Mesh.virtual_pipeline`)."""
 
     def __init__(
         self,
@@ -83,11 +81,8 @@ class ForwardBackward:
         self, batches: Sequence[MicroBatch], on_logits: Callable[..., Any], forward_only: bool
     ) -> list[Any]:
         """Forward (and backward) of every micro-batch; returns what `on_logits(index, batch, logits)` returned, on the
-        last stage only.
-
-        Forward only, `on_logits` may return anything; otherwise (loss sum, token count, metrics). All ranks need the
-        same number of micro-batches, a multiple of `Mesh.microbatch_multiple`.
-        """
+        last stage only. Forward only, `on_logits` may return anything; otherwise (loss sum, token count, metrics). All
+        ranks need the same number of micro-batches, a multiple of `Mesh.microbatch_multiple`."""
         numbered = list(enumerate(batches))
         if not forward_only:
             get_model_config(self.chunks[0]).finalize_model_grads_func = self._finalize_gradients
@@ -173,8 +168,7 @@ class ForwardBackward:
         return output, partial(on_logits, index, batch)
 
     def counted_once(self, count: Tensor) -> Tensor:
-        """The denominator that `on_logits` returns of a pack: every context rank has the whole pack's, and the first
-        one counts it."""
+        """The denominator that `on_logits` returns: every context rank has the pack's, and the first counts it."""
         return count if self.mesh.context_rank == 0 else torch.zeros_like(count)
 
     def _inputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor, PackedSequences]:

@@ -193,8 +193,7 @@ def _unsupported(path: Path, values: dict[str, Any], shape: ModelShape) -> Itera
 
 
 def read_model_shape(folder: Path, option: str = "model.path") -> ModelShape:
-    """The shape that config.json gives; ValueError that lists what is wrong with that file. `option` names the
-    folder."""
+    """The shape that config.json gives; ValueError that lists what is wrong with it. `option` names the folder."""
     if not os.path.exists(folder):
         raise ValueError(missing_folder_problem(folder, option))
     return _sound(f'the model "{folder}"', *read_shape(folder, option))
@@ -292,8 +291,7 @@ def _tokenizer_problems(folder: Path) -> Iterator[str]:
 
 
 def missing_folder_problem(folder: Path, option: str = "model.path") -> str:
-    """What to do where there is no such folder, which `option` names: for a name of the Hugging Face hub, how it is
-    downloaded."""
+    """What to do where the folder that `option` names is missing: for a name of the hub, how it is downloaded."""
     name = hub_name(folder)
     if name is None:
         return f'{option}: there is no folder "{folder}".{nearest_path(folder)}'
@@ -305,8 +303,7 @@ def missing_folder_problem(folder: Path, option: str = "model.path") -> str:
 
 
 def hub_name(folder: Path) -> str | None:
-    """The name of a model on the hub that a path which does not exist must be, such as Qwen/Qwen2.5-0.5B; None where it
-    may be a folder."""
+    """The name on the hub that a missing path must be, such as Qwen/Qwen2.5-0.5B; None where it may be a folder."""
     name = str(folder)
     is_one = _HUB_NAME.fullmatch(name) and folder.parts[0].lower() not in _OWN_FOLDERS
     return name if is_one and not os.path.exists(folder.parent) else None

@@ -137,8 +137,7 @@ class Learner:
     def _reduce(
         self, metrics: Sequence[dict[str, Tensor]], sum_names: Sequence[str], max_names: Sequence[str] = ()
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Over micro-batches and data-parallel ranks: the sums of some metrics and the maxima of others, returned on
-        every rank. A collective."""
+        """Sums and maxima over micro-batches and data-parallel ranks, returned on every rank. A collective."""
         counted = metrics if self.forward_backward.mesh.counts_loss else []
         names = (*sum_names, *max_names)
         # One transfer from the device for all micro-batches.
@@ -187,12 +186,10 @@ class GrpoLearner(Learner):
         on_policy: bool = False,
         teacher: TeacherStates | None = None,
     ) -> MinibatchResult:
-        """One optimizer step on a minibatch, or none where it is discarded.
-
-        `old` are the proximal log-probs, None to use the engine's; with `on_policy` they are those of the same forward
-        pass, which saves a pass where there is one minibatch a step. `reference` None leaves KL out of the loss. With
-        the states of a `teacher` the KL to its whole distributions is part of the loss.
-        """
+        """One optimizer step on a minibatch, or none where it is discarded. `old` are the proximal log-probs, None to
+        use the engine's; with `on_policy` they are those of the same forward pass, which saves a pass where there is
+        one minibatch a step. `reference` None leaves KL out of the loss. With the states of a `teacher` the KL to its
+        whole distributions is part of the loss."""
         on_logits = partial(self._loss, old, reference, on_policy, teacher=teacher)
         metrics = self.forward_backward.run(batches, on_logits, forward_only=False)
         rule = partial(discard_reason, bounds=self.bounds)

@@ -38,10 +38,9 @@ def shard_sums(
     masked_columns: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
     """Minus the largest logit of every row over its first `columns`, and three sums: with b the logits less the largest
-    one, in bits, the mass, sum of 2^b, the moment, sum of b 2^b, and b of the target at `column_T1`.
-
-    In the rows of `masked_T` the `masked_columns` count as if they were not there. float32; a row without any token has
-    -1e30 for its largest logit, and sums of 0."""
+    one, in bits, the mass, sum of 2^b, the moment, sum of b 2^b, and b of the target at `column_T1`. In the rows of
+    `masked_T` the `masked_columns` count as if they were not there. float32; a row without any token has -1e30 for its
+    largest logit, and sums of 0."""
     T, V = logits_TV.shape
     neg_max_T = torch.empty(T, dtype=torch.float32, device=logits_TV.device)
     sums_3T = torch.empty(3, T, dtype=torch.float32, device=logits_TV.device)

@@ -104,8 +104,7 @@ def _rows_of(parts: int, shape_B: tuple[int, ...], like: Tensor) -> Tensor | Non
 def add_adapters(
     chunks: Sequence[Any], shape: ModelShape, mesh: Mesh, device: Device, lora: LoraConfig, seed: int
 ) -> None:
-    """Freeze bare chunks and give their linear layers adapters: A uniform, as PEFT has it, the same on every layout, B
-    zero."""
+    """Freeze bare chunks and give their linear layers adapters: A uniform as in PEFT, alike on every layout; B zero."""
     placed = list(placed_tensors(shape, adapter_rules(shape.architecture, lora.rank, lora.target)))
     for chunk in chunks:
         chunk.requires_grad_(False)

@@ -43,8 +43,7 @@ RESTING: tuple[SetName, ...] = ("reference", "critic", "critic_gradients", "teac
 
 
 class OffloadSets:
-    """The sets that the settings offload, by name. Other names are accepted everywhere and ignored: their memory stays
-    on the device."""
+    """The sets that the settings offload, by name. Other names are accepted and ignored: they stay on the device."""
 
     def __init__(self, sets: Sequence[StorageSet]) -> None:
         self._sets = {one.name: one for one in sets}
@@ -80,8 +79,7 @@ class OffloadSets:
 
     @contextmanager
     def on_device(self, *names: SetName) -> Iterator[list[OffloadStats]]:
-        """Inside, these sets of RESTING are on the device; afterwards they are offloaded. Gives the statistics of
-        both."""
+        """Inside, these sets of RESTING are on the device; then they are offloaded. Gives both statistics."""
         stats = self.onload(*(name for name in names if name in self.offloaded))
         try:
             yield stats

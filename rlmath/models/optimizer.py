@@ -19,8 +19,7 @@ from rlmath.distributed.device import Device
 def build_optimizer(
     settings: OptimizerConfig, chunks: Sequence[DistributedDataParallel], device: Device
 ) -> Any:
-    """Megatron's optimizer over this rank's parameters; with `distributed` its state is shared over data-parallel
-    ranks."""
+    """Megatron's optimizer over this rank's parameters; `distributed`: its state is shared over data-parallel ranks."""
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer=settings.kind,
@@ -53,10 +52,8 @@ LEAST_LOSS_SCALE = 2**-8
 @dataclass
 class LossScale:
     """What a loss is multiplied by before a backward pass in float16, which has nothing between 0 and 6e-8, and its
-    gradients are divided by afterwards; a power of two costs them no bit. It halves where gradients overflow.
-
-    Megatron has a scale in each optimizer: that of a model's experts could get another than that of the rest.
-    """
+    gradients are divided by afterwards; a power of two costs them no bit. It halves where gradients overflow. Megatron
+    has a scale in each optimizer: that of a model's experts could get another than that of the rest."""
 
     scale: float
     window: int

@@ -110,10 +110,7 @@ def plan_ranks(
     config: Config, shape: ModelShape, world_size: int, target: Target, kind: Kind = "grpo"
 ) -> list[MemoryPlan]:
     """The plan of the first rank of every pipeline stage; all ranks of a stage hold the same. Ranks of the engines' own
-    are not among them (`plan_engine_ranks`).
-
-    The layout must have no problems (`parallelism`).
-    """
+    are not among them (`plan_engine_ranks`). The layout must have no problems (`parallelism`)."""
     parallel = config.parallel
     per_stage = training_ranks(config, world_size) // parallel.pipeline
     return [
@@ -123,8 +120,7 @@ def plan_ranks(
 
 
 def plan_engine_ranks(config: Config, shape: ModelShape, world_size: int, target: Target) -> list[MemoryPlan]:
-    """The plan of the first rank of the engines' own, which stands for all; empty where they live in the training
-    ranks."""
+    """The plan of the first of the engines' own ranks, which stands for all; empty where they have none."""
     if config.rollout.ranks == 0:
         return []
     return [plan_engine_rank(config, shape, training_ranks(config, world_size), target)]
@@ -344,11 +340,8 @@ def parameter_sizes(
     shape: ModelShape, mesh: Mesh, layers: int, rules: tuple[Rule, ...] | None = None
 ) -> list[list[int]]:
     """Elements of every parameter, or of those of other `rules`, of every model chunk of a rank whose stage has so many
-    layers, but for experts.
-
-    The table of Hugging Face tensors has how each is split. Behind a pipeline, a tied model's last stage has a copy of
-    the embedding as its head.
-    """
+    layers, but for experts. The table of Hugging Face tensors has how each is split. Behind a pipeline, a tied model's
+    last stage has a copy of the embedding as its head."""
     sizes = {"first": [], "layer": [], "last": []}
     for rule in rules_of(shape.architecture) if rules is None else rules:
         is_head = rule.megatron == ("output_layer.weight",)
@@ -398,12 +391,9 @@ def _dummy_gradient_bytes(shape: ModelShape, mesh: Mesh, target: Target, with_he
 
 
 def buffer_elements(sizes: list[int], distributed: bool, shares: int) -> int:
-    """Elements of Megatron's flat buffer of one model chunk.
-
-    With the distributed optimizer every parameter starts at a multiple of 64 and the end is one of 128 and of the ranks
-    that share it (megatron-core 0.16, `_ParamAndGradBuffer`; that a tied embedding has a bucket of its own moves it by
-    less than that).
-    """
+    """Elements of Megatron's flat buffer of one model chunk. With the distributed optimizer every parameter starts at a
+    multiple of 64 and the end is one of 128 and of the ranks that share it (megatron-core 0.16, `_ParamAndGradBuffer`;
+    that a tied embedding has a bucket of its own moves it by less than that)."""
     if not distributed:
         return sum(sizes)
     end = 0
@@ -417,12 +407,10 @@ def _up(number: int, multiple: int) -> int:
 
 
 def _resident(config: Config, shape: ModelShape, mesh: Mesh, target: Target, layers: int) -> dict[str, int]:
-    """Bytes of what outlives a pass of a model, with its reference.
-
-    Gradients are float32 on every device. Adam keeps two float32 moments, SGD nothing; where parameters have 16
-    bits the optimizer also keeps them in float32. The distributed optimizer shares these over data-parallel ranks.
-    With LoRA all that is the adapters' alone, the weights are in no buffer, and they are the reference.
-    """
+    """Bytes of what outlives a pass of a model, with its reference. Gradients are float32 on every device. Adam keeps
+    two float32 moments, SGD nothing; where parameters have 16 bits the optimizer also keeps them in float32. The
+    distributed optimizer shares these over data-parallel ranks. With LoRA all that is the adapters' alone, the weights
+    are in no buffer, and they are the reference."""
     optimizer, buffers = config.optimizer, gradient_buffers(config, shape, mesh, layers)
     learned = sum(sum(sizes) for sizes, _ in buffers)
     lengths = [buffer_elements(sizes, optimizer.distributed, shares) for sizes, shares in buffers]

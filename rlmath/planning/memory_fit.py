@@ -1,7 +1,5 @@
-"""Whether a run fits its GPU, known before anything starts, and what to change where it does not.
-
-A phase that holds too much is reported with its three largest parts and up to three changes of settings.
-"""
+"""Whether a run fits its GPU, known before anything starts, and what to change where it does not: a phase that holds
+too much is reported with its three largest parts and up to three changes of settings."""
 
 from __future__ import annotations
 
@@ -34,10 +32,8 @@ RESERVE = f"the {RESERVE_GIB:g} GiB and {RESERVE_SHARE:.0%} that stay free for C
 
 def planned_target(config: Config) -> Target:
     """The GPU that `memory` names, or the one that is there, or the CPU; the smaller one where a run with these
-    settings would run on a GPU that is there, and another is named.
-
-    Errors: ValueError where the GPU is named twice, or its memory cannot be read.
-    """
+    settings would run on a GPU that is there, and another is named. ValueError where the GPU is named twice, or its
+    memory cannot be read."""
     memory = config.memory
     if memory.gpu is not None and memory.gpu_gib is not None:
         both = f'memory.gpu is "{memory.gpu}" and memory.gpu_gib is {memory.gpu_gib:g}; give one of the two.'
@@ -62,9 +58,7 @@ def planned_target(config: Config) -> Target:
 def _bytes_of_gpu_here() -> int:
     """Memory of the first GPU that this process may use, by NVML: torch would start CUDA in this process, too early for
     settings that CUDA reads at its start, and for the reward workers. Half a percent above what CUDA reports.
-
-    Errors: ValueError where it cannot be read.
-    """
+    ValueError where it cannot be read."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
     try:
         import pynvml
@@ -152,10 +146,8 @@ def measured_line(
     config: Config, shape: ModelShape, mesh: Mesh, kind: Kind, most: int, engine: int, used: int
 ) -> str:
     """The `most` that torch has reserved on this rank's GPU until the end of the first step, and what `engine` its
-    engine's weights and KV cache have of it, beside the plan; and what the driver counts as `used` now (bytes).
-
-    Torch goes on counting what a sleeping engine has given back: vLLM's allocator unmaps it behind torch's back.
-    """
+    engine's weights and KV cache have of it, beside the plan; and what the driver counts as `used` now (bytes). Torch
+    goes on counting what a sleeping engine has given back: vLLM's allocator unmaps it behind torch's back."""
     plan = memory_estimate.plan_rank(config, shape, mesh, planned_target(config), kind)
     beside = {phase: plan.held(phase) - _of_engine(parts) for phase, parts in plan.phases.items()}
     worst = max(beside, key=beside.__getitem__)
@@ -177,8 +169,7 @@ def _of_engine(parts: Mapping[str, int]) -> int:
 
 
 def figures(plan: MemoryPlan, phase: str, most: int | None = None) -> str:
-    """ "61.2 GiB (activations 40.1, parameters 14.2)", at most so many parts, largest first; what rounds to 0 is left
-    out."""
+    """ "61.2 GiB (activations 40.1, parameters 14.2)", at most so many parts, largest first, without those of 0."""
     held = sorted(plan.phases[phase].items(), key=lambda item: -item[1])[:most]
     parts = [f"{part} {_gib(size)}" for part, size in held if size >= 0.005 * GIB]
     return f"{_gib(plan.held(phase))} GiB" + (f" ({', '.join(parts)})" if parts else "")

@@ -90,10 +90,8 @@ class PassBytes:
 
 
 def in_flight(pipeline: int, pipeline_rank: int, virtual: int) -> int:
-    """Forward passes of one model chunk that are held for their backward pass, at most.
-
-    Megatron's schedules, 1F1B and interleaved: the warm-up passes and the one that follows. Fewer where a minibatch
-    has fewer micro-batches than that.
+    """Forward passes of one model chunk that are held for their backward pass, at most: by Megatron's schedules, 1F1B
+    and interleaved, the warm-up passes and the next; fewer where a minibatch has fewer micro-batches.
 
     >>> [in_flight(4, stage, 1) for stage in range(4)]
     [4, 3, 2, 1]
@@ -109,13 +107,11 @@ def hidden_elements(shape: ModelShape, work: StageWork) -> int:
 
 def layer_elements(shape: ModelShape, work: StageWork, selective: bool = False) -> int:
     """Elements of one token that a layer keeps for its backward pass, beside the layer's input. With `selective`
-    (`models.megatron.selective_modules`) the MLP's are recomputed, of local layers the attention's.
-
-    Per norm: its input (the first norm's is the output of the layer before) and its output. Per MLP: gate and up (2),
-    and silu(gate) up; of a local expert, before and after it is weighted. Per token sent to an expert also its hidden
-    state as the expert gets it, of a local expert also what comes back. With LoRA what enters linear layers without an
-    adapter is not kept, and what adapters keep is.
-    """
+    (`models.megatron.selective_modules`) the MLP's are recomputed, of local layers the attention's. Per norm: its input
+    (the first norm's is the output of the layer before) and its output. Per MLP: gate and up (2), and silu(gate) up; of
+    a local expert, before and after it is weighted. Per token sent to an expert also its hidden state as the expert
+    gets it, of a local expert also what comes back. With LoRA what enters linear layers without an adapter is not kept,
+    and what adapters keep is."""
     attention = _attention_elements(shape, work, selective and work.local_layers)
     attention += adapter_elements(shape, work, "attention") + work.keeps_inputs(
         "attention"
@@ -159,15 +155,13 @@ def _sent_elements(shape: ModelShape, work: StageWork) -> int:
 
 
 def _attention_elements(shape: ModelShape, work: StageWork, selective: bool) -> int:
-    """Query Q, key and value K elements of a token.
-
-    Transformer Engine's: the projection (Q + 2 K), of which value is a part, query and key turned (Q + K), the output
-    (Q), the inputs of norms (Q + K). Ours, recomputed ("selective"): projection and output; with torch's flash kernel:
-    query, key, value (Q + 2 K) and output; else, on CPU: query, key and value laid out by segment, the latter two
-    repeated to Q, and the output in both layouts (without repetition, where segments are equally long, value stays a
-    part of the projection: 2 Q more). Our norms of query and key keep the projection.
-    Without LoRA's adapter of the projection behind it, the output stays in one layout, and not if it is recomputed.
-    """
+    """Query Q, key and value K elements of a token. Transformer Engine's: the projection (Q + 2 K), of which value is a
+    part, query and key turned (Q + K), the output (Q), the inputs of norms (Q + K). Ours, recomputed ("selective"):
+    projection and output; with torch's flash kernel: query, key, value (Q + 2 K) and output; else, on CPU: query, key
+    and value laid out by segment, the latter two repeated to Q, and the output in both layouts (without repetition,
+    where segments are equally long, value stays a part of the projection: 2 Q more). Our norms of query and key keep
+    the projection. Without LoRA's adapter of the projection behind it, the output stays in one layout, and not if it is
+    recomputed."""
     query = shape.num_heads * shape.head_dim // work.tensor
     key = shape.num_kv_heads * shape.head_dim // work.tensor
     projection = query + 2 * key
@@ -183,13 +177,11 @@ def _attention_elements(shape: ModelShape, work: StageWork, selective: bool) -> 
 
 
 def backward_bytes(shape: ModelShape, work: StageWork, policy: PolicyConfig, in_loss: int = 0) -> PassBytes:
-    """A stage's update at its fullest moment; `in_loss` is what the loss holds beside the logits for a teacher.
-
-    Three moments are looked at, the other micro-batches in flight being there in each: the logits' (with the chunks of
-    the log-probs or the head's gradient), a layer's backward pass (with what it recomputes, and the gradients of gate
-    and up, or what experts return), and the gradient of the embedding, when its micro-batch's activations are gone.
-    Behind other stages, hidden states that travel are held beside: two while the logits are there, one in a layer.
-    """
+    """A stage's update at its fullest moment; `in_loss` is what the loss holds beside the logits for a teacher. Three
+    moments are looked at, the other micro-batches in flight being there in each: the logits' (with the chunks of the
+    log-probs or the head's gradient), a layer's backward pass (with what it recomputes, and the gradients of gate and
+    up, or what experts return), and the gradient of the embedding, when its micro-batch's activations are gone. Behind
+    other stages, hidden states that travel are held beside: two while the logits are there, one in a layer."""
     size, hidden = work.tokens * work.itemsize, hidden_elements(shape, work)
     kept, deepest = (elements * size for elements in _chunk_elements(shape, work, policy))
     final_norm = size * hidden if work.has_head else 0
@@ -219,11 +211,9 @@ def backward_bytes(shape: ModelShape, work: StageWork, policy: PolicyConfig, in_
 
 
 def _chunk_elements(shape: ModelShape, work: StageWork, policy: PolicyConfig) -> tuple[int, int]:
-    """(elements per token that a chunk keeps, those that are there when its backward pass is at its deepest).
-
-    With "full" the inputs of what is recomputed are kept: of groups of so many layers ("uniform"), or of the first so
-    many layers, one by one ("block"), whose turn comes when the other layers' activations are gone.
-    """
+    """(elements per token that a chunk keeps, those that are there when its backward pass is at its deepest). With
+    "full" the inputs of what is recomputed are kept: of groups of so many layers ("uniform"), or of the first so many
+    layers, one by one ("block"), whose turn comes when the other layers' activations are gone."""
     hidden, layers = hidden_elements(shape, work), work.chunk_layers
     whole = layer_elements(shape, work)
     if policy.recompute_granularity != "full":
@@ -320,8 +310,7 @@ class EngineBytes:
 
     weights: int
     workspace: int
-    """Activations of the largest engine step, logits and sampling, CUDA graphs; 0 on CPU, where it is small beside the
-    training's."""
+    """Activations of the largest engine step, logits and sampling, CUDA graphs; 0 on CPU, where it is small."""
     kv_cache: int
     """On GPU what the share leaves, below 0 where it leaves nothing, or as much as the settings give."""
     asleep: int
@@ -349,11 +338,9 @@ def engine_bytes(
 
 @lru_cache(maxsize=64)
 def weight_bytes(shape: ModelShape, ranks: int, itemsize: int, packed_head: bool) -> int:
-    """Weights of one of `ranks` engine ranks, with the table of rotary angles that all layers share.
-
-    `packed_head`: on CPU the head is held twice, plain and packed for oneDNN. Every other matrix is held packed only,
-    in as many bytes.
-    """
+    """Weights of one of `ranks` engine ranks, with the table of rotary angles that all layers share. `packed_head`: on
+    CPU the head is held twice, plain and packed for oneDNN. Every other matrix is held packed only, in as many
+    bytes."""
     shapes = engine_shapes(shape, ranks)
     elements = sum(rows * columns for rows, columns in shapes.values())
     if packed_head:
@@ -380,11 +367,9 @@ def longest_sequence_bytes(
 
 
 def workspace_bytes(shape: ModelShape, rollout: RolloutConfig, itemsize: int, device_bytes: int) -> int:
-    """What vLLM sets aside on GPU beside weights and cache: a formula, not measured.
-
-    Per token of an engine step the residual, two hidden states, the fused projection or the MLP's gate, up and product;
-    per sequence four rows of logits in float32 (raw, processed, sorted, log-probs).
-    """
+    """What vLLM sets aside on GPU beside weights and cache: a formula, not measured. Per token of an engine step the
+    residual, two hidden states, the fused projection or the MLP's gate, up and product; per sequence four rows of
+    logits in float32 (raw, processed, sorted, log-probs)."""
     # vLLM 0.32's default (`arg_utils`); an A100 has the smaller one, whatever its memory.
     default = 16384 if device_bytes >= 70 * 2**30 else 8192
     tokens = max(rollout.max_num_batched_tokens or default, rollout.max_num_seqs)

@@ -1,5 +1,4 @@
-"""How many ranks a layout takes, and what can be wrong with it: Megatron's rules for ranks, pipeline stages and layers,
-and the engine's."""
+"""How many ranks a layout takes, and Megatron's and the engine's rules for ranks, pipeline stages and layers."""
 
 from __future__ import annotations
 

@@ -63,11 +63,9 @@ def try_data(
     calls_functions: bool = True,
     examples: int = 1,
 ) -> RunData:
-    """What was read, with the validation's files; ValueError where a function of the user's fails on it.
-
-    `checks_data` audits them, with so many `examples` of what is odd, and `calls_functions` tries the user's functions:
-    of a run's ranks one does.
-    """
+    """What was read, with the validation's files; ValueError where a function of the user's fails on it. `checks_data`
+    audits them, with so many `examples` of what is odd, and `calls_functions` tries the user's functions: of a run's
+    ranks one does."""
     found = read.inputs
     if isinstance(found, dataset.SftInputs):
         lines = (*found.lines, *found.audit.lines())
@@ -82,8 +80,7 @@ def try_data(
 
 
 def tokenizer_problem(config: Config) -> str | None:
-    """Why a plan is made without the model's tokenizer; None where its folder has one, and the package is there that
-    reads it."""
+    """Why a plan is made without the model's tokenizer; None where its folder has one, and a package that reads it."""
     folder = Path(config.model.path)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         return f'"{folder}" has no tokenizer here'

@@ -82,10 +82,8 @@ Check = Callable[[Config], Iterable[str]]
 
 
 def in_every_stage(config: Config, check: Check) -> list[str]:
-    """The problems of every stage, which is named; one that all stages have alike is listed once.
-
-    Where the lists do not go together, there is no stage to check.
-    """
+    """The problems of every stage, which is named; one that all stages have alike is listed once. Where the lists do
+    not go together, there is no stage to check."""
     if any(length_curriculum.stage_list_problems(config)):
         return []
     stages = length_curriculum.length_stages(config, None)

@@ -63,8 +63,7 @@ class StepRecorder:
             self._last = replace(self._last, weights_before=weights_digest(trainer))
 
     def after_update(self, update: UpdateRecord) -> None:
-        """The update of that step has ended. Writes it where it is to be written, which is a collective; what the disk
-        refuses is a warning."""
+        """The update of that step has ended. Writes it if wanted, a collective; what the disk refuses is a warning."""
         assert self._last is not None
         is_due = self._last.step + 1 in self._steps
         weights = weights_digest(self._trainer) if is_due else None

@@ -1,6 +1,5 @@
 """Make a captured step of a run again (`rlmath replay`): its update from the recorded samples, or its samples and
-rewards from the weights that it began with; and compare. Nothing that is imported here loads Megatron and vLLM.
-"""
+rewards from the weights that it began with; and compare. Nothing that is imported here loads Megatron and vLLM."""
 
 from __future__ import annotations
 
@@ -143,8 +142,7 @@ def find_state(folder: Path, capture: Capture, given: Path | None) -> tuple[Chec
 
 
 def replay_settings(settings: Config, output: Path, part: str) -> Config:
-    """The settings of a run without what the replay of one step has no part in. It writes into a folder of its own in
-    `output`."""
+    """A run's settings without what the replay of a step has no part in; it has a folder of its own in `output`."""
     layout, ranks = settings.parallel, environment_world_size()
     name = f"{part}-{ranks}-ranks-tp{layout.tensor}-pp{layout.pipeline}"
     rollout = settings.rollout

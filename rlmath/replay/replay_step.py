@@ -194,7 +194,6 @@ def _differences(label: str, one: CapturedMinibatch, other: CapturedMinibatch) -
 def _advantage_differences(
     rows: Sequence[Sequence[float]], again: Sequence[Sequence[float]]
 ) -> Iterator[Difference]:
-    """The largest difference of a completion's advantage."""
     pairs = [(a, b) for row, other in zip(rows, again, strict=True) for a, b in zip(row, other, strict=True)]
     found = [Difference("all", "advantage", a, b, relative_difference(a, b, 1.0)) for a, b in pairs]
     yield from sorted(found, key=lambda one: one.relative)[-1:]
@@ -248,8 +247,7 @@ def replay_rollout(
     prepared: PreparedRun[Inputs],
     rendezvous: Rendezvous | None,
 ) -> int:
-    """Sample and score the groups of a captured step again; FINISHED where all tokens and rewards are the same, else
-    FAILURE."""
+    """Sample and score a captured step again; FINISHED where all tokens and rewards are the same, else FAILURE."""
     config, shape = prepared.config, prepared.shape
     mesh = mesh_of(config, environment_world_size(), environment_rank())
     with ExitStack() as stack:
@@ -378,8 +376,7 @@ def begin(
 
 
 def _whole(state: CheckpointToResume | None, heartbeat: Heartbeat) -> CheckpointToResume | None:
-    """The checkpoint once its files are read and are as they were written. A collective. ValueError where they are
-    not."""
+    """The checkpoint; ValueError where its files, which are read, are not as they were written. A collective."""
     heartbeat.enter_phase("check checkpoint")
     return choose_checkpoint(None if state is None else Recovery([state], []), heartbeat.report_progress)
 

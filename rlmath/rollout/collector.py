@@ -140,10 +140,8 @@ class Collector:
         validates: bool = False,
     ) -> tuple[dict[Key, Sampled], list[EngineUsage]]:
         """Sample every request to its end, the same on every rank: by its key what there is then of the completion,
-        scored where it is finished, which is with a stop token or `max_new_tokens` tokens; and by engine what it did.
-
-        A request's key starts with the place of its row. `step` is the step, counted from 0, that samples.
-        """
+        scored where it is finished, which is with a stop token or `max_new_tokens` tokens; and by engine what it did. A
+        request's key starts with the place of its row. `step` is the step, counted from 0, that samples."""
         store = shared_store(f"rollout/{self._rollouts}")
         self._rollouts += 1
         requests = [[work.request for work in row] for row in rows]
@@ -234,8 +232,7 @@ class SamplingProgress:
     PROGRESS_SECONDS."""
 
     def __init__(self, total: int, mesh: Mesh, store: RunStore, title: str, shown: bool = True) -> None:
-        """All engines sample `total` completions; `title` is for the console. Several at a time need stores of their
-        own."""
+        """All engines sample `total` completions; `title` is for the console. Several at a time need own stores."""
         self._total, self._mesh, self._store, self._title = total, mesh, store, title
         self._shown = shown and mesh.rank == 0
         self._done = 0

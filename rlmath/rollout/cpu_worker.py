@@ -39,12 +39,9 @@ class RlmathCPUWorker(CPUWorker):
 
     def init_device(self) -> None:
         """As vLLM's, with our sampler, and with names of its own for the shared memory in which the ranks of an engine
-        reduce.
-
-        vLLM 0.32 derives the name from the init method, which is the same for all external launchers: engines of two
-        runs on one machine would share it, and the file of a killed run would stop the next. Ours is removed as soon
-        as all ranks have opened it; the mapping stays.
-        """
+        reduce. vLLM 0.32 derives the name from the init method, which is the same for all external launchers: engines
+        of two runs on one machine would share it, and the file of a killed run would stop the next. Ours is removed as
+        soon as all ranks have opened it; the mapping stays."""
         external_launcher = self.parallel_config.distributed_executor_backend == "external_launcher"
         if external_launcher:
             name = self.vllm_config.additional_config["engine_name"]
@@ -138,8 +135,7 @@ class _ZeroPages(TorchFunctionMode):
 
 
 def fill_with_zero_pages(address: int, size: int) -> None:
-    """Zero `size` bytes of private memory. Whole pages are given back to the kernel, which takes none until they are
-    touched again."""
+    """Zero `size` bytes of private memory: whole pages go back to the kernel until they are touched again."""
     first = min(-(-address // PAGE_BYTES) * PAGE_BYTES, address + size)
     last = max((address + size) // PAGE_BYTES * PAGE_BYTES, first)
     ctypes.memset(address, 0, first - address)

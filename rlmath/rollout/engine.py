@@ -177,11 +177,8 @@ def samples_in_one_kernel(llm: Any) -> bool:
 
 
 class Engine:
-    """A vLLM engine over `mesh.engine_size` ranks, which all call every method with the same arguments.
-
-    It starts awake and, as a rule, with undefined weights: put it to sleep, or write its `weights`, before anything
-    else.
-    """
+    """A vLLM engine over `mesh.engine_size` ranks, which all call every method with the same arguments. It starts
+    awake, as a rule with undefined weights: first put it to sleep, or write its `weights`."""
 
     def __init__(
         self,
@@ -214,8 +211,7 @@ class Engine:
         """Version of the policy's weights that it has: their number of optimizer steps."""
 
     def set_weight_version(self, version: int, reset_prefixes: bool = True) -> None:
-        """Call it once `weights` are written: the prefixes cached with the old ones are dropped, unless requests that
-        still run use them."""
+        """Call it once `weights` are written: drops prefixes cached with old ones, unless running requests use them."""
         if reset_prefixes:
             reset_prefix_cache(self._llm)
         self.version = version

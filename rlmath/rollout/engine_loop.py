@@ -178,8 +178,6 @@ class Scored:
 
 @dataclass
 class _Group:
-    """A group that is being sampled or scored."""
-
     prompt: Prompt
     requests: list[Request]
     """The requests of whole completions, by sample index."""
@@ -540,7 +538,6 @@ class EngineLoop:
             del self._groups[draw]  # its leader scores it
 
     def _finish_scored(self, wait: bool = False) -> None:
-        """Send the groups that have all their scores."""
         if self._rewards is None or not len(self._rewards):
             return
         for (draw, g), score in self._rewards.take_finished(wait):

@@ -72,9 +72,7 @@ class EngineMemory:
 
     def force_sleep(self) -> None:
         """Back to sleep from any state in which a failure left the engine. Requests that it still has are aborted.
-
-        vLLM's calls accept what is asleep already, for example a KV cache that found no memory.
-        """
+        vLLM's calls accept what is asleep already, for example a KV cache that found no memory."""
         if self.state == "awake":
             abort_requests(self._llm)
             self.sleep()

@@ -83,7 +83,6 @@ class MemoryMonitor:
         return True
 
     def _log(self, change: str = "") -> None:
-        """The last excess that was found."""
         logger.warning(
             "Memory: cycle %d, rank %d: %s%s (memory.leak_threshold_mib is %g)",
             self._cycle,

@@ -29,8 +29,7 @@ from rlmath.rollout.memory_monitor import MemoryMonitor
 logger = logging.getLogger(__name__)
 
 CPU_COMPARES_EVERY = 16
-"""Cycles on CPU of which one releases what is cached, to be compared; where the host's memory is scarce, all release
-it."""
+"""Cycles on CPU of which one releases what is cached, to be compared; all do where the host's memory is scarce."""
 
 
 class MemorySwitch:
@@ -60,8 +59,7 @@ class MemorySwitch:
 
     @contextmanager
     def generating(self, version: int, step: int) -> Iterator[None]:
-        """Inside, the engine generates for step `step` (from 0) with the policy's weights of that version. A collective
-        of all ranks."""
+        """Inside, the engine generates for step `step` (from 0) with weights of that version. A collective."""
         if self.broken:
             raise RuntimeError(
                 "generation failed before; this switch is broken. Save what is needed, and stop the run"

@@ -211,11 +211,9 @@ def sample(
 
 
 class RunningRequests:
-    """The requests that a vLLM `LLM` of this process samples.
-
-    The log-probs are of the distribution that was sampled from, temperature included. Of the settings those of that
-    distribution count, where a request has none of its own; lengths are the requests' own.
-    """
+    """The requests that a vLLM `LLM` of this process samples. The log-probs are of the distribution that was sampled
+    from, temperature included. Of the settings those of that distribution count, where a request has none of its own;
+    lengths are the requests' own."""
 
     def __init__(self, llm: Any, settings: RolloutConfig) -> None:
         self._core = llm.llm_engine.engine_core

@@ -1,7 +1,4 @@
-"""vLLM's GPU worker for a GPU that other processes use, too.
-
-vLLM imports it by its name (`worker_cls`), in the process of the rank.
-"""
+"""vLLM's GPU worker for a GPU that other processes use, too; vLLM imports it by its name (`worker_cls`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What the settings say of completions that a step leaves unfinished: how many groups of them there may be, of which
-size, and how many tokens a step samples of one."""
+"""What the settings say of unfinished completions: how many groups, of which size, how many tokens a step of each."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ from rlmath.config.schema import Config, RolloutConfig
 
 
 def unfinished_rules(config: Config) -> UnfinishedRules:
-    """The rules of partial rollouts, and of engines on ranks of their own, which have no other bound than
-    `max_staleness`."""
+    """The rules of partial rollouts, and of engines on ranks of their own, whose only bound is `max_staleness`."""
     rollout, per_step = config.rollout, config.data.prompts_per_step
     dropped = config.selection.max_extra_prompts if config.selection.dynamic_sampling is not None else 0
     if rollout.tail == "defer":

@@ -66,10 +66,8 @@ def share_in_engine(items: list[WorkItem]) -> list[WorkItem]:
 
 
 class WorkQueue:
-    """The requests of one rollout as they are popped for the engine of this rank; a source for `Engine.generate`.
-
-    Every rank makes one, with the same requests and a store (see `shared_store`) that no other rollout uses.
-    """
+    """The requests of one rollout as they are popped for this rank's engine; a source for `Engine.generate`. Every rank
+    makes one, with the same requests and a store (see `shared_store`) that no other rollout uses."""
 
     def __init__(
         self,
@@ -241,9 +239,8 @@ class _EngineItems:
 
 
 def idle_shares(seconds_by_rollout: Sequence[Sequence[float]]) -> list[float]:
-    """By engine: the share of some rollouts' time in which it was done while another engine was not (0 to 1).
-
-    Each rollout has the seconds that each engine was busy for, from a common start.
+    """By engine: the share of some rollouts' time in which it was done while another engine was not (0 to 1), by the
+    seconds that each engine was busy, from a common start.
 
     >>> idle_shares([[3.0, 4.0], [1.0, 0.5]])  # of 5 s the first engine idled 1 s, the second 0.5 s
     [0.2, 0.1]

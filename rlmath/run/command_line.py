@@ -1,7 +1,4 @@
-"""The command line of a program of several ranks, and how a mistake of the user's ends all ranks alike.
-
-Nothing that is imported here loads torch: `--help` and plain mistakes are answered before.
-"""
+"""The command line of a program of several ranks, and how a user's mistake ends all alike; torch is not imported."""
 
 from __future__ import annotations
 

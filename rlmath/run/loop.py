@@ -57,11 +57,9 @@ logger = logging.getLogger(__name__)
 def run_training(
     trainer_class: type[Trainer], prepared: PreparedRun[Any], rendezvous: Rendezvous | None
 ) -> int:
-    """Train as prepared; the exit status of the program. `rendezvous` is None where there is one rank.
-
-    After an error the process group is left as it is: peers may wait in it, and taking it down could wait for them.
-    The caller ends the process.
-    """
+    """Train as prepared; the exit status of the program. `rendezvous` is None where there is one rank. After an error
+    the process group is left as it is: peers may wait in it, and taking it down could wait for them. The caller ends
+    the process."""
     started, config = time.perf_counter(), prepared.config
     mesh = mesh_of(config, environment_world_size(), environment_rank())
     device = run_device(config)
@@ -128,8 +126,7 @@ class TrainingRun:
         """Rank 0's, once the run has begun."""
 
     def train(self, started: float) -> Ending:
-        """Steps until the run ends; after a divergence from an earlier checkpoint, where the run may go back.
-        `started` is when the program did, by `time.perf_counter`."""
+        """Steps until the run ends, rollbacks included. `started`: the program's start, by `time.perf_counter`."""
         trainer = self.trainer
         try:
             if self.resumed is not None:
@@ -277,9 +274,8 @@ class TrainingRun:
     # ------------------------------------------------------------ rollbacks
 
     def roll_back(self, error: DivergedError) -> Progress | None:
-        """Go back to the last good checkpoint, after a divergence: where its run stands; None where the run must end,
-        as it has no such checkpoint, or no rollback left. The rollback is on the disk when it returns, and nothing else
-        there is changed."""
+        """Go back to the last good checkpoint: where its run stands; None where there is none, or no rollback is left.
+        The rollback is on the disk when it returns, and nothing else there is changed."""
         trainer, config, diverged_step = self.trainer, self.prepared.config, self.heartbeat.step
         most = config.algorithm.rollback
         if most == 0:

@@ -37,8 +37,7 @@ MOST_CHARACTERS = 200
 
 
 def meet_with_mistake(rendezvous: Rendezvous, mistake: ValueError | OSError, seconds: float) -> None:
-    """Report what only this node may see. Raises ValueError with what all ranks found, MissingRanksError where ranks
-    are missing after `seconds`."""
+    """Report what only this node may see. ValueError with what all ranks found; MissingRanksError after `seconds`."""
     report = RankReport(rendezvous.rank_info.host, rendezvous.rank_info.node, problem=str(mistake))
     try:
         rendezvous.sync("start", report, seconds, _compare_nodes)

@@ -62,22 +62,17 @@ def stage_folder(output_dir: str | Path, number: int) -> Path:
 def check_output_folder(
     output_dir: str | Path, config: Config, needed_bytes: int = 0, resumes: bool = False
 ) -> None:
-    """ValueError that lists why this run may not have the folder. Reads only; any rank, at any time.
-
-    `needed_bytes` is the size of what the run will leave there. With `resumes` it continues from a checkpoint there, to
-    which its settings have been compared.
-    """
+    """ValueError that lists why this run may not have the folder. Reads only; any rank, at any time. `needed_bytes`:
+    what the run will leave there; `resumes`: from a checkpoint there, to which its settings have been compared."""
     problems = list(folder_problems(str(output_dir), config, needed_bytes, resumes))
     raise_problems(f'run.output_dir "{output_dir}"', problems)
 
 
 def claim_run_folder(output_dir: str | Path, config: Config, steps_done: int | None = None) -> Path:
-    """Make the folder this run's, and write config.yaml into it. For rank 0 alone.
-
-    A resumed run gives its `steps_done`: what is there stays, but for metrics and samples of later steps. Else what
-    an earlier run with an equal config left is moved to `<output_dir>/earlier/001` (002, ...), with a copy of its
-    config.yaml. Errors: ValueError as `check_output_folder`, or if the folder cannot be written.
-    """
+    """Make the folder this run's, and write config.yaml into it. For rank 0 alone. A resumed run gives its
+    `steps_done`: what is there stays, but for metrics and samples of later steps. Else what an earlier run with an
+    equal config left is moved to `<output_dir>/earlier/001` (002, ...), with a copy of its config.yaml. ValueError as
+    `check_output_folder`, or if the folder cannot be written."""
     resumes = steps_done is not None
     check_output_folder(output_dir, config, resumes=resumes)
     folder = Path(output_dir)

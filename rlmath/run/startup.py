@@ -108,12 +108,9 @@ def start(
     prepare: Callable[[Config], PreparedRun[Any]],
     load_program: Callable[[], Program],
 ) -> int:
-    """Run a training program on this rank; its exit status, one of `fault_tolerance.exit_codes`.
-
-    `load` and `prepare` raise ValueError for all that can be known to be wrong before the start. `load_program` imports
-    the program, and Megatron with it; it is called only when all ranks have met. An error after that ends this process
-    at once.
-    """
+    """Run a training program on this rank; its exit status, one of `fault_tolerance.exit_codes`. `load` and `prepare`
+    raise ValueError for all that can be known to be wrong before the start. `load_program` imports the program, and
+    Megatron with it; it is called only when all ranks have met. An error after that ends this process at once."""
     set_up_rank_logging()
     end_at_interrupt(environment_rank())
     logger.info("Starting: reading settings, model and data ...", extra=event("start"))
@@ -220,8 +217,7 @@ def _take_folder(prepared: PreparedRun[Any], stack: ExitStack) -> PreparedRun[An
 
 
 def end_broken() -> NoReturn:
-    """Call it where an error is handled: log it, and end this process at once. Threads and process groups of a broken
-    program may wait for peers that wait for us."""
+    """Call it where an error is handled: log it, and end at once, as threads may wait for peers that wait for us."""
     close_bars()
     logger.exception("Rank %d on %s failed:", environment_rank(), socket.gethostname())
     error = sys.exc_info()[1]

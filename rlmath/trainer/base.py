@@ -51,8 +51,7 @@ class Trainer(ABC):
     actor: Actor
 
     def __init__(self, context: RankContext[Any]) -> None:
-        """Starts Megatron's process groups; needs the process group. A subclass builds its models, `actor` among
-        them."""
+        """Starts Megatron's process groups; needs the process group. A subclass builds models, among them `actor`."""
         self.config, self.shape = context.config, context.shape
         self.mesh, self.device = context.mesh, context.device
         self.stop_token_ids = context.inputs.stop_token_ids
@@ -108,8 +107,7 @@ class Trainer(ABC):
         """Continue with the files of `checkpoint_files` in a checkpoint's folder. ValueError where one is damaged."""
 
     def roll_back(self, rollbacks: Sequence[Rollback]) -> None:
-        """The run has made these so far: later prompts and samples have other seeds, and the learning rate is
-        lower."""
+        """The run has made these so far: later prompts and samples have other seeds; the learning rate is lower."""
         self.rollbacks = tuple(rollbacks)
         self.order.roll_back(rollbacks)
         self.actor.learner.lr_scale = self.config.algorithm.rollback_lr_factor ** len(rollbacks)
@@ -139,9 +137,7 @@ class Trainer(ABC):
         return self.actor.forward_backward.pop_busy_seconds()
 
     def write_last_step(self, reason: str) -> None:  # noqa: B027
-        """The run fails or diverges, on this rank at least: write what the last step's update was made of, where the
-        program keeps that. Not a collective."""
+        """The run fails or diverges here: write what the last step's update was made of, if kept. Not a collective."""
 
     def close(self, status: int) -> None:  # noqa: B027
-        """End what the constructor started, when the run has ended or stops early with this exit status; not called
-        after an error."""
+        """End what the constructor started, when the run ends with this exit status; not called after an error."""

@@ -1,5 +1,4 @@
-"""What a training program is made of on one rank: one record for what the trainer, its engines and models are given.
-Importing it loads neither Megatron nor vLLM."""
+"""What a training program is made of on one rank, in one record; importing it loads neither Megatron nor vLLM."""
 
 from __future__ import annotations
 

@@ -74,8 +74,7 @@ class GrpoTrainer(PolicyTrainer):
         return open_reward_workers(config.reward, config.run.plugins)
 
     def __init__(self, context: RankContext[Inputs]) -> None:
-        """Builds engine, actor and reference on this rank; the engine sleeps afterwards. With a bridge the engines
-        are elsewhere."""
+        """Builds engine, actor and reference; the engine sleeps afterwards. With a bridge the engines are elsewhere."""
         super().__init__(context)
         config = context.config
         self.inputs, self.reward_fingerprint = context.inputs, context.reward_fingerprint

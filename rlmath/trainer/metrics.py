@@ -40,8 +40,7 @@ class UpdateRecord:
     """What every minibatch of the critic gave, where there is one."""
     critic_metrics: dict[str, float] = field(default_factory=dict)
     teacher_kl: float | None = None
-    """KL(policy || teacher) per token (nats), estimated from the sampled ones, where the teacher is in the
-    advantages."""
+    """KL(policy || teacher) per token (nats), estimated from sampled tokens, where the teacher is in the advantages."""
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
@@ -71,11 +70,9 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 def engine_metrics(rounds: Sequence[Sequence[EngineUsage]]) -> dict[str, float]:
     """What the engines did in the rollouts of a step, which each have a usage by engine; nothing where there was none.
-
     `idle_share`: of the time, in which an engine had nothing left to sample while another still did (0 to 1): the mean
     over engines, the most, and each engine's own where there are few. `tail_share`: of the engines' steps, in which
-    nothing was left to begin. `batch_fill`: sequences decoded at a time, of the most that the engine decoded.
-    """
+    nothing was left to begin. `batch_fill`: sequences decoded at a time, of the most that the engine decoded."""
     if not rounds:
         return {}
     shares = idle_shares([[usage.seconds for usage in usages] for usages in rounds])
@@ -138,7 +135,6 @@ def part_metrics(groups: Sequence[ScoredGroup], reward: RewardConfig) -> dict[st
 
 @cache
 def _warn_of_names() -> None:
-    """Logged once."""
     text = (
         "reward.function gives more than %d names of metrics in a step; the first %d of each step are logged"
     )
@@ -171,11 +167,9 @@ def update_metrics(
     record: UpdateRecord, groups: Sequence[ScoredGroup], task_reward: float, settings: AlgorithmConfig
 ) -> dict[str, float]:
     """Loss, ratio, KL and gradient of the minibatches that were learned from, means over tokens; of all minibatches
-    where every one was discarded. A step without any minibatch has only their number.
-
-    `kl_reward` is minus the weighted KL per token. `final_reward` is the mean reward of the completions learned from
-    with their KL taken off; where KL is part of the loss it is `task_reward` plus `kl_reward`, for orientation only.
-    """
+    where every one was discarded. A step without any minibatch has only their number. `kl_reward` is minus the weighted
+    KL per token. `final_reward` is the mean reward of the completions learned from with their KL taken off; where KL is
+    part of the loss it is `task_reward` plus `kl_reward`, for orientation only."""
     results = record.results
     kept = [result for result in results if result.discarded is None]
     overflowed = sum(result.overflowed for result in results)
@@ -264,12 +258,9 @@ def pace_metrics(
     learned: Sequence[ScoredGroup],
     passes: float,
 ) -> dict[str, float]:
-    """Seconds of every phase, and tokens per second where a phase works on tokens.
-
-    The rollout is paced by the tokens it sampled, the step by all that its groups have ("learned": by the completion
-    tokens that it learns from), the others by all tokens that they read: the update makes `passes` over what is learned
-    from.
-    """
+    """Seconds of every phase, and tokens per second where a phase works on tokens. The rollout is paced by the tokens
+    it sampled, the step by all that its groups have ("learned": by the completion tokens that it learns from), the
+    others by all tokens that they read: the update makes `passes` over what is learned from."""
     read = _tokens(learned)
     worked = {
         "rollout": sampled_tokens,

@@ -3,10 +3,8 @@
     advantages -> samples -> schedule -> packing -> log-probs (old, reference) -> critic -> teacher
     -> minibatches: loss, early stop, update
 
-`grpo` puts the rollout before it; `replay` makes the update of a captured step again.
-
-The formulas are in `algorithms/`, the loss of a minibatch in `models/learner.py`, the schedule in
-`data/seqlen_balancing.py`.
+`grpo` puts the rollout before it; `replay` makes a captured step's update again. The formulas are in `algorithms/`, the
+loss of a minibatch in `models/learner.py`, the schedule in `data/seqlen_balancing.py`.
 """
 
 # Shape legend: P prompts, G completions of a prompt.
@@ -80,8 +78,7 @@ class PolicyTrainer(Trainer):
     kind: ClassVar = "grpo"
 
     def build_models(self, context: RankContext[Inputs]) -> None:
-        """Build actor, reference, critic and teacher on this rank, as the settings have them, and an updater for each
-        length stage."""
+        """Build actor, reference, critic and teacher, as set, and an updater for each length stage."""
         config, shape, mesh, device = context.config, context.shape, self.mesh, self.device
         total_steps, stops = context.inputs.total_steps, context.inputs.stop_token_ids
         self.actor = build_actor(
@@ -317,8 +314,7 @@ class PolicyUpdater:
         )
 
     def has_no_gradient(self, means_PG: Sequence[Sequence[float]]) -> bool:
-        """Whether there is nothing to learn: all advantages are 0, as where all completions of every group have one
-        reward, and the loss has no other part."""
+        """Whether nothing is to be learned: all advantages are 0, as for equal rewards, and the loss has no more."""
         algorithm = self.config.algorithm
         entropy = algorithm.entropy_coef or algorithm.entropy_target
         other_parts = self.reference or self.critic or self.teacher or entropy
@@ -390,8 +386,7 @@ class PolicyUpdater:
     def minibatches(
         self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages
     ) -> list[Minibatch]:
-        """What each optimizer step learns from; with the teacher's states where its distributions are in the loss. A
-        collective."""
+        """What each optimizer step learns from, with the teacher's states where its loss needs them. A collective."""
         states = None
         if self.teacher is not None and self.teaches("full"):
             with self.timers.phase("teacher"), self.offload.on_device("teacher", "teacher_head"):

@@ -77,8 +77,7 @@ class SftTrainer(Trainer):
         return self.evaluate()
 
     def evaluate(self) -> dict[str, float]:
-        """Loss (nats per token), perplexity and share of likeliest tokens on what is held out; nothing where there is
-        nothing."""
+        """Loss (nats per token), perplexity and share of likeliest tokens on what is held out; {} without any."""
         if not self.held_out:
             return {}
         with self.timers.phase("evaluate"):

@@ -81,8 +81,7 @@ class StepHooks:
         return values
 
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """On rank 0; nothing elsewhere. A function that fails is warned of once, and one that takes too long is not
-        called again."""
+        """On rank 0, {} elsewhere. A failing function is warned of once, a slow one is not called again."""
         found: dict[str, float] = {}
         if not self._metrics:
             return found

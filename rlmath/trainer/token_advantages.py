@@ -284,11 +284,9 @@ def add_teacher_advantages(
     vocab_size: int,
     mesh: Mesh,
 ) -> Advantages:
-    """The advantages with the teacher's part in them. A collective.
-
-    `policy` are the log-probs of the policy that sampled, None to use the engine's own. Tokens from `vocab_size` on are
-    not known to both, and get nothing. `tokens` are the numbers of tokens of all completions by group.
-    """
+    """The advantages with the teacher's part in them. A collective. `policy` are the log-probs of the policy that
+    sampled, None to use the engine's own. Tokens from `vocab_size` on are not known to both, and get nothing. `tokens`
+    are the numbers of tokens of all completions by group."""
     batches, gaps = advantages.batches, []
     if mesh.is_last_stage:
         gaps = [

@@ -87,8 +87,7 @@ class Validator:
         return step % settings.every_steps == 0 or step == self.total_steps
 
     def validate(self, step: int) -> ValidationResult | None:
-        """The accuracy of the weights with `step` steps done, which the engines have, where that is due; None, too,
-        where it is broken off."""
+        """The accuracy with `step` steps done, whose weights the engines have; None if not due, or broken off."""
         if not self.due(step):
             return None
         started, metrics = time.perf_counter(), {}
@@ -204,10 +203,8 @@ def _measure(config: Config) -> dict[str, Any]:
 
 
 def _read_earlier(folder: Path, config: Config) -> tuple[set[int], float | None]:
-    """(steps that are validated, best accuracy that there is a model of) in the folder of a resumed run.
-
-    A best model that was measured otherwise is not compared with, and one whose account cannot be read neither.
-    """
+    """(steps that are validated, best accuracy that has a model) in a resumed run's folder. A best model that was
+    measured otherwise, or whose account cannot be read, is not compared with."""
     if not validates(config):
         return set(), None
     done = set()

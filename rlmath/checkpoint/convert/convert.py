@@ -1,8 +1,7 @@
 """Converts between a Hugging Face folder and a Megatron-Core torch_dist checkpoint, in one process, without Megatron.
 
 Tensors are converted one by one: memory holds the current tensor (for fused ones also its parts), never the model.
-All that can be checked is checked before anything is written; the result is written to a partial folder that is renamed
-when it is complete.
+All is checked before anything is written, into a partial folder that is renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -76,12 +75,9 @@ class Converted:
 def hf_to_megatron(
     source: Path, shape: ModelShape, output: Path, tensor: int, pipeline: int, dtype: torch.dtype | None
 ) -> Converted:
-    """Write the checkpoint `output`/release, Megatron-LM's file that names the one to load, and the model's metadata
-    files under `output`/hf. Any layout can load it.
-
-    The vocabulary is filled up to a multiple of `tensor`, and tensors are spread over `pipeline` files by their layers.
-    `dtype` None: as in the source. ValueError for a mistake.
-    """
+    """Write the checkpoint `output`/release, loadable in any layout, Megatron-LM's file that names it, and the model's
+    metadata files under `output`/hf. The vocabulary is filled up to a multiple of `tensor`, and tensors are spread over
+    `pipeline` files by their layers. `dtype` None: as in the source. ValueError for a mistake."""
     held, problems = tensor_headers(source)
     unknown = listed(f"tensors are unknown to {shape.architecture}", unexpected_tensors(shape, held))
     problems += [] if problems else [*tensor_problems(source, shape, held), *unknown]
@@ -121,12 +117,10 @@ def megatron_to_hf(
     model: str = "",
     base: Path | None = None,
 ) -> Converted:
-    """Write a model of a torch_dist folder as safetensors of up to `shard_bytes` each, beside its metadata files.
-
-    Only the model's tensors are read: the policy's, or those whose keys begin with `model` and a point. `dtype` None:
-    as in the checkpoint; of a bfloat16 critic, whose head is float32, bfloat16. Adapters are merged into the model in
-    `base`, by default that of their run's `model.path`. ValueError for a mistake.
-    """
+    """Write a model of a torch_dist folder as safetensors of up to `shard_bytes` each, beside its metadata files. Only
+    the model's tensors are read: the policy's, or those whose keys begin with `model` and a point. `dtype` None: as in
+    the checkpoint; of a bfloat16 critic, whose head is float32, bfloat16. Adapters are merged into the model in `base`,
+    by default that of their run's `model.path`. ValueError for a mistake."""
     reader = StateReader(state, f"{model}." if model else "")
     if model and not reader.tensors:
         raise ValueError(

@@ -34,8 +34,7 @@ _NOT_THE_MODEL = tuple(
 """How the names begin of what a training run keeps beside the model."""
 _NAMES_IN_ERRORS = 8
 _MOST_PADDING = 2**14
-"""More rows than that beyond the vocabulary are no padding: it is filled up to a multiple of 128 times the tensor
-parallel size."""
+"""More rows beyond the vocabulary are no padding: that reaches a multiple of 128 times the tensor-parallel size."""
 
 
 # ---------------------------------------------------------------- in any checkpoint

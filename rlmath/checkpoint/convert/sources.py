@@ -1,5 +1,4 @@
-"""The checkpoint to convert, ours or Megatron's, found by any folder of it, and where the result may be written.
-Torch is not needed."""
+"""The checkpoint to convert, ours or Megatron's, by any folder of it, and where the result may go. Needs no torch."""
 
 from __future__ import annotations
 

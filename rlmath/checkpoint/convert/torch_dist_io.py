@@ -33,8 +33,7 @@ COMMON = {"checkpoint_version": 3.0, "iteration": 0}
 
 
 class StateReader:
-    """The tensors of a torch_dist folder whose keys begin with `prefix`, by the rest of the key; any rectangle of them
-    is read on demand."""
+    """The tensors of a torch_dist folder under `prefix`, by the rest of the key; any rectangle is read on demand."""
 
     def __init__(self, folder: Path, prefix: str = "") -> None:
         self.folder, self._prefix = folder, prefix
@@ -49,8 +48,7 @@ class StateReader:
         }
 
     def read(self, key: str, offset: Sequence[int], size: Sequence[int]) -> Tensor:
-        """A rectangle of a tensor. Where one part has all of it, that part as it was read, without a copy. ValueError
-        where a file is damaged."""
+        """A rectangle of a tensor; where one part has all of it, that part uncopied. ValueError for a damaged file."""
         entry = self.tensors[key]
         near = replace(entry, chunks=self._chunks_near(key, offset, size))
         wanted = dcp.ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
@@ -75,8 +73,7 @@ class StateReader:
     def _chunks_near(
         self, key: str, offset: Sequence[int], size: Sequence[int]
     ) -> list[dcp.ChunkStorageMetadata]:
-        """The parts that a rectangle may overlap. Of a stack of layers these are a few, where a model with experts has
-        many thousands."""
+        """The parts that a rectangle may overlap: a few, where a model with experts has many thousands."""
         chunks = self.tensors[key].chunks
         if not size or size[0] != 1:
             return chunks
@@ -165,7 +162,6 @@ class StateWriter:
 
 
 def _alone(part: Tensor) -> Tensor:
-    """The same numbers as a tensor that has no others in its storage: torch saves whole storages. Copies only what is
-    not contiguous."""
+    """The tensor alone in its storage, as torch saves whole storages. Copies only what is not contiguous."""
     flat = part.detach().contiguous().view(-1).view(torch.uint8)
     return torch.from_numpy(flat.numpy()).view(part.dtype).view(part.shape)

@@ -145,7 +145,6 @@ def unexpected_tensors(shape: ModelShape, names: Iterable[str]) -> list[str]:
 
 
 def _are_equal(first: TensorHeader, second: TensorHeader, *names: str) -> bool:
-    """Whether two tensors have the same bytes."""
     if (first.shape, first.dtype_name) != (second.shape, second.dtype_name):
         return False
     parts = (_chunks(one.file, name) for one, name in zip((first, second), names, strict=True))

@@ -37,11 +37,9 @@ Size = Literal[
 
 @dataclass(frozen=True)
 class Rule:
-    """One Megatron tensor, and the Hugging Face tensors that it is made of.
-
-    `{m}` in a name stands for the layer's number in its model chunk (Megatron), `{n}` for that in the model; `{x}` for
-    an expert's number among those of its rank (Megatron), `{e}` for that in the layer.
-    """
+    """One Megatron tensor, and the Hugging Face tensors that it is made of. `{m}` in a name stands for the layer's
+    number in its model chunk (Megatron), `{n}` for that in the model; `{x}` for an expert's number among those of its
+    rank (Megatron), `{e}` for that in the layer."""
 
     megatron: tuple[str, ...]
     """The tensor's names: in Megatron's local layers, and in Transformer Engine's where that differs."""
@@ -297,8 +295,7 @@ class Placed:
 
 
 def placed_tensors(shape: ModelShape, rules: tuple[Rule, ...] | None = None) -> Iterator[Placed]:
-    """Every tensor of the model, or of other `rules` (its adapters), in streaming order: the embedding, layer by layer,
-    the head."""
+    """Every tensor of the model, or of other `rules` (its adapters), in streaming order: embedding, layers, head."""
     rules = rules_of(shape.architecture) if rules is None else rules
     for rule in rules:
         if rule.owner == "first":

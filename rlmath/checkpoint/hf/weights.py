@@ -1,9 +1,8 @@
 """Hugging Face weights: loaded into a sharded Megatron model, streamed from one, and written as safetensors files.
 
 Every direction passes tensor by tensor, by the rules of `weight_map`: at most one tensor is whole at a time. The writer
-goes further. It writes each tensor to disk as it comes, block by block, and the header last, into space reserved at the
-start of the file, so that its memory is one block whatever the size of the model or of a tensor (safetensors' own
-`save_file` needs all tensors of a file at once).
+writes each as it comes, block by block, and the header last, into space reserved at the start of the file: its memory
+is one block (safetensors' own `save_file` needs all tensors of a file at once).
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ from rlmath.models.scratch_sizes import MERGED_BLOCK_BYTES
 SHARD_BYTES = 4 * 2**30
 """Most bytes of one exported safetensors file."""
 HEADER_BYTES = 2**18
-"""Space reserved for the header of one file, some 2,000 tensors; then the next file begins. Padded with spaces, as the
-format allows."""
+"""Space for the header of one file, some 2,000 tensors; then the next file begins. Spaces pad it, as is allowed."""
 DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, dtype): name for name, dtype in FORMATS.items()}
 """Names of number formats in safetensors headers."""
 logger = logging.getLogger(__name__)
@@ -195,11 +193,9 @@ def load_hf_weights(
 ) -> None:
     """Fill this rank's shard of a Megatron model from a Hugging Face folder, which the setting `option` names, tensor
     by tensor; with the `rules` of its adapters, these from PEFT's. A value head that the folder does not have stays as
-    it is. Of an embedding with more rows than `shape` has the first are taken; missing ones are 0.
-
-    A collective. ValueError, on all ranks alike, where any of them finds a tensor that cannot be read or has a number
-    that is not finite, in the file or in the model's own format.
-    """
+    it is. Of an embedding with more rows than `shape` has the first are taken; missing ones are 0. A collective.
+    ValueError, on all ranks alike, where any of them finds a tensor that cannot be read or has a number that is not
+    finite, in the file or in the model's own format."""
     problems: list[str] = []
     try:
         reader = HFReader(folder, SINGLE_FILE if rules is None else ADAPTER_FILE)
@@ -326,10 +322,8 @@ def stream_hf_tensors(
     chunks: Sequence[torch.nn.Module], shape: ModelShape, mesh: Mesh, rules: tuple[Rule, ...] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Every Hugging Face tensor of a sharded model, its adapters merged, whole, on every rank, one after the other;
-    with the `rules` of its adapters, these.
-
-    A collective: all ranks must consume it to its end. At most one tensor is whole at a time.
-    """
+    with the `rules` of its adapters, these. A collective: all ranks must consume it to its end. At most one tensor is
+    whole at a time."""
     from megatron.core import parallel_state  # conversions do without
 
     pipeline = parallel_state.get_pipeline_model_parallel_group()
@@ -395,12 +389,9 @@ def write_hf_folder(
     dtype: torch.dtype,
     writes: bool,
 ) -> None:
-    """Write a Hugging Face model: the streamed weights as safetensors beside its `metadata_files`.
-
-    All ranks consume the stream; the one with `writes` writes, into a partial folder that is renamed when complete.
-    Files hold up to SHARD_BYTES. OSError on that rank on a disk error; the stream is still consumed, and the partial
-    folder removed.
-    """
+    """Write a Hugging Face model: the streamed weights as safetensors beside its `metadata_files`. All ranks consume
+    the stream; the one with `writes` writes, into a partial folder that is renamed when complete. Files hold up to
+    SHARD_BYTES. OSError on that rank on a disk error; the stream is still consumed, and the partial folder removed."""
     if not writes:
         for _ in tensors:
             pass
@@ -480,7 +471,6 @@ class SafetensorsWriter:
                 self._open.file.close()
 
     def _complete(self) -> None:
-        """Complete the last file, give all their final names, and write the index where there are several."""
         self._close_file()
         count = len(self._files)
         file_of = {}
@@ -500,8 +490,6 @@ class SafetensorsWriter:
 
 
 class _File:
-    """A safetensors file that is being written."""
-
     def __init__(self, path: Path) -> None:
         self.file: BinaryIO = path.open("wb", buffering=0)
         self.file.seek(8 + HEADER_BYTES)  # the first 8 bytes are the header's length

@@ -29,8 +29,7 @@ FAILURE = 1
 MISTAKE = 2
 """The settings are invalid."""
 SAVED_AND_STOPPED = 75
-"""A signal stopped the run, which saved a checkpoint first unless it had made no step. Start it again to resume
-(sysexits' EX_TEMPFAIL)."""
+"""A signal stopped the run, which saved first unless it had made no step. Start it again to resume (EX_TEMPFAIL)."""
 NOT_SAVED_IN_TIME = 76
 """A signal stopped the run, and saving was not complete `run.stop_grace_seconds` later."""
 DIVERGED = 77
@@ -130,8 +129,7 @@ def _overwrite(path: Path, content: bytes) -> None:
 
 
 def reserve_exit_status(output_dir: str | Path) -> None:
-    """Before a run starts: remove the status of an earlier one and what its writing left over, and reserve the space
-    for this run's. For the only user of the folder."""
+    """Before a run starts, for the folder's only user: remove an earlier status, and reserve space for this run's."""
     folder = Path(output_dir)
     clear_exit_status(folder)
     for left in folder.iterdir():

@@ -1,6 +1,5 @@
 """Why a run ends: what every rank publishes about itself, the failures that the ranks detect, and the shutdown after
-one. `heartbeat` exchanges these records over the run's key-value store.
-"""
+one. `heartbeat` exchanges these records over the run's key-value store."""
 
 from __future__ import annotations
 
@@ -115,8 +114,7 @@ class Shutdown:
         self._output_dir, self._rank, self._world_size = output_dir, rank, world_size
 
     def report_and_exit(self, failure: Failure, store: RunStore, own: RankStatus) -> NoReturn:
-        """Log the failure, write the exit status, end the process. Runs in a thread: the main thread may hang for
-        ever."""
+        """Log the failure, write the exit status, end the process; in a thread, as the main one may hang for ever."""
         try:
             if failure.kind == "hang":
                 self._report_hang(failure, store, own)

@@ -204,7 +204,6 @@ class Heartbeat:
                 stop.done()
 
     def _tell_done(self) -> None:
-        """Rank 0 tells the others when all is saved."""
         if self._rank == 0 and self._stop.is_done:
             self._store.set(DONE_KEY, True)
 

@@ -192,11 +192,9 @@ def under_torchrun() -> bool:
 
 
 def launcher_advice(grace_seconds: float) -> str | None:
-    """The options that torchrun needs so that a run can save and stop; None if it has them.
-
-    torchrun exits on signals that it does not handle without forwarding them, and kills ranks that are alive some
-    seconds (30) after it forwarded a signal.
-    """
+    """The options that torchrun needs so that a run can save and stop; None if it has them. torchrun exits on signals
+    that it does not handle without forwarding them, and kills ranks that are alive some seconds (30) after it forwarded
+    a signal."""
     if not under_torchrun():
         return None
     handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(",")

@@ -4,9 +4,7 @@ Ranks wait for each other in every collective, so the seconds of whole phases ar
 seconds in which a rank computes on its own (`ForwardBackward.pop_busy_seconds`: until the gradients of all are summed),
 and how long the run's key-value store takes to answer it, which measures its network. Work is balanced by FLOPs, so a
 rank that needs longer than those of its pipeline stage is slower. Ranks of one model replica wait for each other: with
-a slow one among them, all of them need longer.
-
-One gather of two numbers per rank and step.
+a slow one among them, all of them need longer. One gather of two numbers per rank and step.
 """
 
 from __future__ import annotations
@@ -48,10 +46,8 @@ class StragglerDetector:
         self._logged_at: dict[str, int] = {}
 
     def after_step(self, alone: float, answer: float) -> dict[str, float]:
-        """Returns metrics on rank 0, {} elsewhere; logs warnings. A collective of all ranks after every step.
-
-        `alone` are the seconds that this rank computed on its own in the step, `answer` the longest wait for the
-        store."""
+        """Metrics on rank 0, {} elsewhere; logs warnings. A collective of all ranks after every step. `alone` are the
+        seconds that this rank computed on its own in the step, `answer` the longest wait for the store."""
         world_size = self._mesh.world_size
         if world_size == 1:
             return {}

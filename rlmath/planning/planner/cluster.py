@@ -72,10 +72,7 @@ COEFFICIENTS = {
 
 def read_coefficients(file: Path, kind: str) -> Coefficients:
     """Coefficients of a JSON file {"kind": "cuda", "coefficients": {name: number}}; what it leaves out is as in the
-    table.
-
-    Errors: ValueError for another kind of device, for an unknown name, and for what is no number above 0.
-    """
+    table. ValueError for another kind of device, for an unknown name, and for what is no number above 0."""
     data, names = read_json_object(file), [field.name for field in fields(Coefficients)]
     values = data.get("coefficients")
     if data.get("kind") != kind or not isinstance(values, dict):
@@ -155,10 +152,8 @@ def on_gpu(config: Config, name: str | None) -> Config:
 
 
 def machine_of(config: Config, target: Target, network_gbps: float | None = None) -> Machine:
-    """The device that a run is planned for; `network_gbps` (Gbit/s for each device) in place of the table's.
-
-    Errors: ValueError for a GPU whose speed is not known, or a network that carries nothing.
-    """
+    """The device that a run is planned for; `network_gbps` (Gbit/s for each device) in place of the table's. ValueError
+    for a GPU whose speed is not known, or a network that carries nothing."""
     if network_gbps is not None and not network_gbps > 0:
         raise ValueError(
             f"the network has {network_gbps:g}; needed: above 0 (Gbit/s for each GPU, --network-gbps)"
@@ -178,10 +173,7 @@ def machine_of(config: Config, target: Target, network_gbps: float | None = None
 def cluster_of(
     machine: Machine, ranks: int, nodes: int | None = None, ranks_per_node: int | None = None
 ) -> Cluster:
-    """The nodes that so many ranks take, or those that are given.
-
-    Errors: ValueError where the ranks do not fill the nodes.
-    """
+    """The nodes that so many ranks take, or those that are given. ValueError where the ranks do not fill them."""
     if nodes is None:
         per_node = min(ranks, RANKS_PER_NODE) if ranks_per_node is None else ranks_per_node
         if per_node < 1 or ranks % per_node:

@@ -46,12 +46,10 @@ class Lengths:
 
 
 def lengths_with_mean(mean: float, longest: int, spread: float = SPREAD) -> Lengths:
-    """The distribution whose mean, with what is cut off, is `mean` tokens.
+    """The distribution whose mean, with what is cut off, is `mean` tokens. ValueError where no lengths have that mean.
 
     >>> round(lengths_with_mean(8000, 16384).truncated, 2)
     0.13
-
-    Errors: ValueError for a mean that no lengths up to `longest` can have.
     """
     if not 1 <= mean <= longest:
         raise ValueError(

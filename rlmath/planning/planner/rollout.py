@@ -26,12 +26,10 @@ class PlannedRollout:
 
 
 def plan_rollout(inputs: StepInputs) -> PlannedRollout:
-    """The rollout of a step, by engines on all ranks of the cluster, or on its `rollout.ranks` last ones.
-
-    With all places taken an engine needs mean x requests / places steps. What waits for every completion of its step
-    takes as many more as the longest has more tokens than the mean. Partial rollouts, tail batching and engines on
-    ranks of their own spread that over the steps that a completion may take.
-    """
+    """The rollout of a step, by engines on all ranks of the cluster, or on its `rollout.ranks` last ones. With all
+    places taken an engine needs mean x requests / places steps. What waits for every completion of its step takes as
+    many more as the longest has more tokens than the mean. Partial rollouts, tail batching and engines on ranks of
+    their own spread that over the steps that a completion may take."""
     rollout, batch, lengths = inputs.config.rollout, inputs.batch, inputs.batch.lengths
     engines = max(1, (rollout.ranks or inputs.cluster.ranks) // rollout.tensor_parallel)
     requests = -(-batch.sequences // engines)

@@ -59,10 +59,8 @@ class RunPrediction:
 
 
 def predict_run(config: Config, asked: Namespace) -> RunPrediction:
-    """Steps of all stages, and whether they fit the memory; `asked` are the options of `rlmath plan`.
-
-    Errors: ValueError that lists what keeps the run from having this layout on this cluster.
-    """
+    """Steps of all stages, and whether they fit the memory; `asked` are the options of `rlmath plan`. ValueError that
+    lists what keeps the run from having this layout on this cluster."""
     config = on_gpu(config, asked.gpu)
     raise_problems("this run", value_problems(config))
     shape, note = required_shape(config.model.path)

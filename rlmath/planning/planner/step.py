@@ -62,9 +62,7 @@ class StepPlan:
 
 def batch_of(config: Config, mean_response: float | None = None, mean_prompt: float | None = None) -> Batch:
     """The sequences of a step with completions and prompts of these mean lengths (tokens), or of typical ones.
-
-    Errors: ValueError for lengths that the settings do not allow.
-    """
+    ValueError for lengths that the settings do not allow."""
     longest, longest_prompt = config.rollout.max_new_tokens, config.data.max_prompt_tokens
     mean = max(1.0, TYPICAL_SHARE * longest) if mean_response is None else mean_response
     prompt = float(min(TYPICAL_PROMPT, longest_prompt)) if mean_prompt is None else mean_prompt

@@ -25,8 +25,7 @@ EngineScores = Callable[[Sequence[Sequence[int]]], Mapping[int, Sequence[Sequenc
 
 
 def is_due(every: int, step: int) -> bool:
-    """Whether what is due every so many steps (`SyncConfig`; 0: never) is due at a step: at 0, N, 2 N, ..., so that a
-    resumed run checks at the same steps."""
+    """Whether what is due every so many steps (0: never) is due: at 0, N, 2 N, ..., the same in a resumed run."""
     return every > 0 and step % every == 0
 
 

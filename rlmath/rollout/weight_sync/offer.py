@@ -189,8 +189,7 @@ class WeightReceiver:
 
     @torch.no_grad()
     def take(self) -> float:
-        """All of the engine's weights become those of the next offer; how long that took (seconds). All ranks of
-        the engine call it."""
+        """All of the engine's weights become the next offer's; the seconds that took. All its ranks call it."""
         started = time.perf_counter()
         self._taken += 1
         if self._mailbox is not None:
@@ -212,7 +211,6 @@ class WeightReceiver:
         return time.perf_counter() - started
 
     def _follow(self, plan: SyncPlan) -> None:
-        """From now on, receive by this plan."""
         rank = self._bridge.training_ranks + self._mesh.rank % self._mesh.engine_size
         self._rounds = rank_rounds(plan, rank)
         self._runs = [runs_of_round(round_) for round_ in self._rounds]

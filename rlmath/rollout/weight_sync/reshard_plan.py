@@ -55,8 +55,7 @@ def bucket_bytes(settings_mib: float, device_kind: str, world_size: int) -> int:
 
 
 class Copy(NamedTuple):
-    """A rectangle of a Hugging Face tensor, to be copied from a rank's parameter into a parameter of a rank's
-    engine."""
+    """A rectangle of a Hugging Face tensor, copied from a rank's parameter into a parameter of a rank's engine."""
 
     source: int
     target: int
@@ -272,7 +271,6 @@ def intersections(needed: Iterable[Block], held: Regions) -> list[Overlap]:
 
 
 def _common(block: Block, other: Block) -> Block | None:
-    """The part of `block` that `other` has, too."""
     row, col = max(block.row, other.row), max(block.col, other.col)
     rows = min(block.row + block.rows, other.row + other.rows) - row
     cols = min(block.col + block.cols, other.col + other.cols) - col

@@ -101,10 +101,8 @@ class WeightTransfer:
 
     @torch.no_grad()
     def run(self, check: bool = False) -> SyncReport:
-        """Every element of the engine's weights becomes the policy's, in the engine's number format.
-
-        With `check` both sides are compared by checksums. RuntimeError on all ranks where they differ.
-        """
+        """Every element of the engine's weights becomes the policy's, in the engine's number format. With `check` both
+        sides are compared by checksums. RuntimeError on all ranks where they differ."""
         started = time.perf_counter()
         checksums = self._new_checksums() if check else None
         self._weights.begin(self._planned_rows)

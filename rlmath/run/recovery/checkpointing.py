@@ -86,8 +86,7 @@ class Checkpointer:
         """How long training stood still for saving after the last step."""
 
     def after_step(self, step: int, is_last: bool) -> str | None:
-        """Save what is due with `step` steps done. Returns the reason if any rank was asked to stop: the save is then
-        on disk, or has failed."""
+        """Save what is due. The reason, if any rank was asked to stop: the save is then on disk, or has failed."""
         started = time.perf_counter()
         with self._trainer.timers.phase("save"):
             kept = self._models.due(step, time.monotonic())
@@ -146,9 +145,8 @@ class Checkpointer:
         return reduce_over_ranks({}, mine)[1]
 
     def export(self, folder: Path, more: Mapping[str, bytes] | None = None) -> None:
-        """Write the model as it is now in Hugging Face form, with some files `more`, and its adapters in
-        ADAPTER_FOLDER there. A collective. OSError on rank 0 where the disk refuses, DivergedError where it is not
-        finite."""
+        """Write the model in Hugging Face form, with some files `more`, and its adapters in ADAPTER_FOLDER there. A
+        collective. OSError on rank 0 where the disk refuses, DivergedError where it is not finite."""
         self._divergence.raise_if_not_finite()
         trainer, stream = self._trainer, iter(())
         dtype, writes = getattr(torch, save_schedule.export_format(trainer.config)), trainer.mesh.rank == 0
@@ -174,8 +172,7 @@ class Checkpointer:
         return {f"{ADAPTER_FOLDER}/{name}": content for name, content in files.items()}
 
     def export_final_model(self) -> str | None:
-        """Write the trained model in Hugging Face form. A collective. Why the disk refuses it, on all ranks; None where
-        it is written."""
+        """Write the trained model in Hugging Face form; why the disk refuses it, else None. A collective."""
         folder, refused, trainer = self._folder / EXPORT_FOLDER, None, self._trainer
         needed = save_schedule.export_bytes(trainer.config, trainer.shape)
         try:
@@ -194,11 +191,8 @@ class Checkpointer:
         return refused
 
     def export_length_stage(self, step: int, even_if_there: bool) -> None:
-        """Export the model to models/stage-N where a length stage ends with `step` steps done. A collective. If the
-        disk is full the model is not kept, and the run continues.
-
-        A run that resumes right after a stage exports what the end of the earlier start may have cut off.
-        """
+        """Export the model to models/stage-N where a length stage ends with `step` steps done; a run that resumes there
+        exports what was cut off. A collective. If the disk is full the model is not kept, and the run continues."""
         config = self._trainer.config
         ended = next((stage for stage in self._length_stages if stage.end == step), None)
         if ended is None or not has_length_stages(config):

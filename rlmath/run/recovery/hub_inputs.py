@@ -113,8 +113,7 @@ def recorded_ids(config: Config) -> list[str]:
 
 
 def plan_inputs(config: Config) -> tuple[Config, list[str]]:
-    """The settings with places for a dry run, which needs all but weights; and lines that say what a start would
-    download."""
+    """The settings with places for a dry run, which needs no weights; and lines about what a start would download."""
     ids = hub.hub_ids(config)
     if not ids:
         return config, []
@@ -133,8 +132,7 @@ def plan_inputs(config: Config) -> tuple[Config, list[str]]:
 
 
 def push_model(config: Config, steps: int) -> None:
-    """Upload the exported model where the settings say so. A failure is logged; it does not change how the run ends.
-    For rank 0 alone, when no other rank waits for it."""
+    """Upload the model if set, on rank 0 when no rank waits for it. A failure is logged, and changes no exit status."""
     name = config.save.push_to_hub
     if name is None:
         return

@@ -149,12 +149,10 @@ def sft_origin_of(config: Config, inputs: SftInputs, has_weights: bool = True) -
 
 def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery | None:
     """What the run resumes from; None for a start from the beginning. Reads manifests, sizes and small files only.
-
     ValueError where the newest checkpoint belongs to another run (batch size, group size, data, model, ...) or is
     beyond its `total_steps`, where the folder's rollbacks are those of another run, where all are damaged, where it
     cannot be known what there is (a link to a disk that is not mounted, no permission), and, with run.recover_mode
-    "resume", where there is none.
-    """
+    "resume", where there is none."""
     if config.run.recover_mode == "disabled":
         return None
     root = Path(config.run.output_dir) / CHECKPOINTS_FOLDER
@@ -296,10 +294,8 @@ def refused_changes(
     then: Config, now: Config, steps_done: int | None = None, reward_code: str = ""
 ) -> list[str]:
     """["rollout.group_size: 8 there, 16 now", ...] of the settings that a run must keep. `reward_code` is the
-    fingerprint of its reward function: another spelling of the same function is no change.
-
-    Of stages it must keep the lengths of the `steps_done` (None: all stages).
-    """
+    fingerprint of its reward function: another spelling of the same function is no change. Of stages it must keep the
+    lengths of the `steps_done` (None: all stages)."""
     there, here = setting_values(then), setting_values(now)
     was, is_now = shown_values(then), shown_values(now)
     staged = has_length_stages(then) or has_length_stages(now)

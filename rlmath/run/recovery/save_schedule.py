@@ -121,9 +121,8 @@ def export_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
-    """Size of a checkpoint on disk: of the policy, or its adapters, and of the critic where there is one parameters,
-    Adam's two moments, and float32 copies of parameters in 16 bits; and of a reference that moves its parameters
-    (bytes)."""
+    """Bytes of a checkpoint on disk, of policy (or adapters) and critic: parameters, Adam's two moments, and float32
+    copies of parameters in 16 bits; and of a reference that moves its parameters."""
     weights = FORMAT_BYTES[_trained_format(config)]
     state = 8 if config.optimizer.kind == "adam" else 0
     copies = 4 if weights < 4 else 0

@@ -209,7 +209,6 @@ class AsynchronousRollouts(RolloutsWithUnfinished):
         self._first, self._begun = unfinished.next_draw, True
 
     def _wait(self, unfinished: UnfinishedGroups, number: int, stage: LengthStage) -> Leaving:
-        """What step `number` takes out of the unfinished groups."""
         rules, steps_left = self._limits, stage.end - number
         found, waits = leaving(unfinished, rules, self._choose), 0
         admitted = -1

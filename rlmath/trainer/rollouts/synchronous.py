@@ -5,9 +5,7 @@
   others are carried into the next step.
 - "defer" (`PartialRollouts`): groups with completions longer than a slice are sampled anew in steps of their own.
 
-The rules of the last two are in `algorithms/partial_rollouts.py`.
-
-Every rank computes the same: what the engines sampled is gathered first.
+The rules of the last two are in `algorithms/partial_rollouts.py`. Every rank computes the same, from what is gathered.
 """
 
 from __future__ import annotations
@@ -74,8 +72,7 @@ Keep = Callable[[Sequence[ScoredGroup]], list[bool]]
 def selection_rules(
     settings: SelectionConfig, reward: RewardConfig, keep: Keep | None = None
 ) -> SelectionRules:
-    """Which groups and completions are learned from. `keep` is the function that selection.dynamic_sampling names, if
-    it names one and it can be called."""
+    """Which groups and completions are learned from; `keep` is the function of selection.dynamic_sampling, if any."""
     word = settings.dynamic_sampling
     return SelectionRules(
         word if word in (None, "accuracy", "reward") else "function",
@@ -326,8 +323,7 @@ class PartialRollouts(RolloutsWithUnfinished):
     def _round(
         self, groups: list[UnfinishedGroup], length: int, number: int, stage: LengthStage, rounds: Rounds
     ) -> list[UnfinishedGroup]:
-        """The groups after at most `length` new tokens of every completion that is not finished, those begun earlier
-        first."""
+        """The groups after at most `length` new tokens of every unfinished completion, those begun earlier first."""
         sampling = training_sampling(stage.config.rollout)
         rows: list[list[Work]] = []
         keys: list[dict[int, Key]] = []
