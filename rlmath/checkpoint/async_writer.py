@@ -70,8 +70,7 @@ class Written:
 
 
 def lacks_memory(buckets: Sequence[Any]) -> str | None:
-    """The error where this machine has no memory for its ranks' copies, assuming that all are as large as this one's.
-    Call it on all ranks before any of them copies."""
+    """Why this machine's ranks lack memory for copies as large as this one's. Call it on all ranks before any copies."""
     release_freed_memory()
     size, _ = _lay_out(buckets)
     ranks = local_world_size() or 1

@@ -330,14 +330,12 @@ def _still_judged(found: Sequence[Checkpoint], steps: int) -> Iterator[Checkpoin
 
 
 def sound_checkpoints(found: Sequence[Checkpoint], learned_step: int) -> list[Checkpoint]:
-    """The checkpoints whose weights learned in a later step, in the same order; `learned_step` is that of
-    `Progress`."""
+    """The checkpoints whose weights learned in a later step, in the same order (`Progress.learned_step`)."""
     return [one for one in found if one.step < learned_step]
 
 
 def set_newer_aside(root: Path, step: int) -> None:
-    """Rename what is newer than the step that a run resumes from to `step-NNNNNN.damaged`: it was skipped, and must not
-    count among the newest that stay."""
+    """Rename what is newer than the resumed step to `step-NNNNNN.damaged`: it must not count among the newest."""
     for newer, folder in list(_named(root)):
         if newer > step:
             other = set_aside(folder, DAMAGED)

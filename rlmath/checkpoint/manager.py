@@ -299,8 +299,7 @@ class CheckpointManager:
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
-    """Megatron's, which also keeps what belongs to the metadata; Megatron's own finalize would leave the other ranks
-    waiting where the disk is full on rank 0."""
+    """Megatron's, with the metadata kept: Megatron's finalize would let ranks wait where rank 0's disk is full."""
 
     planned: tuple[Any, Any]
     """The writer of the files, and the metadata (None but on rank 0)."""

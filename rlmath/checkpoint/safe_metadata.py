@@ -48,8 +48,7 @@ _IN_PLACE_OF = {
 
 
 def read_metadata(folder: Path | str) -> dcp.Metadata:
-    """The index of a torch_dist folder. ValueError where it cannot be read, holds what is no part of an index, or names
-    files outside of the folder."""
+    """The index of a torch_dist folder. ValueError where it is unreadable, no plain index, or names files elsewhere."""
     return _read_index(Path(folder) / INDEX)
 
 

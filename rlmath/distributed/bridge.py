@@ -64,8 +64,7 @@ class Bridge:
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, engine_ranks: int, timeout_seconds: float
     ) -> None:
-        """A collective of all ranks, which ends after `timeout_seconds`, as `broadcast` does. The last `engine_ranks`
-        have the engines."""
+        """A collective of all ranks, of at most `timeout_seconds`. The last `engine_ranks` have the engines."""
         self.rank, self.world_size = rank, world_size
         self.training_ranks = world_size - engine_ranks
         let_gloo_connect_lazily()

@@ -168,8 +168,7 @@ def finish_computation(device: Device) -> None:
 
 
 def device_bytes(device: Device) -> int:
-    """Memory in use on this rank's device, by any program: on GPU all that the driver counts, vLLM's pools
-    included; on CPU the resident memory of the process (bytes)."""
+    """Memory in use on this rank's device (bytes): on GPU by all programs; on CPU what this process has resident."""
     if device.kind == "cuda":
         free, total = torch.cuda.mem_get_info(device.torch_device)
         return total - free

@@ -77,8 +77,7 @@ class Mesh:
 
     @property
     def counts_loss(self) -> bool:
-        """True on one rank of every data-parallel replica: the one whose loss terms count, so that sums over all
-        ranks count every token once."""
+        """True on one rank of every data-parallel replica, so that sums over all ranks count every token once."""
         return self.is_last_stage and self.tensor_rank == 0 and self.context_rank == 0
 
     @property

@@ -55,8 +55,7 @@ def gpu_peak(name: str) -> float | None:
 
 
 def _measured_flops(inner: int, columns: int) -> float:
-    """FLOP/s of multiplying [TOKENS, inner] by [inner, columns]: the best of `ROUNDS` means, of oneDNN's product and
-    torch's own."""
+    """FLOP/s of [TOKENS, inner] times [inner, columns]: the best of `ROUNDS` means, of oneDNN's and torch's product."""
     left, right = torch.ones(TOKENS, inner), torch.ones(columns, inner)
     flops, best = 2.0 * TOKENS * inner * columns, 0.0
     for product in (linear, torch.nn.functional.linear):

@@ -81,8 +81,7 @@ def freeze_imported_objects() -> None:
 
 
 def freeze_live_objects() -> None:
-    """Collect garbage, exclude everything that survives from later collections, and enable the collector. May be called
-    again when more has been created."""
+    """Collect garbage, exclude what survives from later collections, and enable the collector. May be called again."""
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -107,10 +107,9 @@ class Rendezvous:
             self._store.set("start", self._start)
 
     def sync(self, name: str, report: RankReport, seconds: float, check: CheckReports) -> Mapping[str, str]:
-        """Wait for all ranks; each of them calls it, with the same name, a new one each time. The `values` of rank 0's
-        result. `check` is rank 0's; it gets the reports once all ranks are here. On all ranks ValueError where it or a
-        rank found a mistake, MissingRanksError where ranks are missing after `seconds`, one has failed, or the store is
-        lost."""
+        """Wait for all ranks, which call it with the same name, a new one each time; the `values` of rank 0's result.
+        `check` is rank 0's, and gets all reports. On all ranks ValueError where it or a rank found a mistake,
+        MissingRanksError where ranks are missing after `seconds`, one has failed, or the store is lost."""
         try:
             if self.rank_info.rank == 0:
                 result = self._coordinate(name, report, seconds, check)

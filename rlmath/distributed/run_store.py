@@ -27,8 +27,7 @@ def run_id() -> str:
 
 
 class RunStore:
-    """Values by key, of this run only, for one thread at a time. RuntimeError (torch's) where the store does not
-    answer."""
+    """Values by key, of this run only, for one thread at a time. RuntimeError where the store does not answer."""
 
     def __init__(self, store: dist.Store, name: str) -> None:
         """`name` comes before all keys."""

@@ -213,9 +213,8 @@ class Rotary:
 def pack_sequences(
     cu_seqlens_S1: Tensor, max_seqlen: int, position_ids_T: Tensor, rotary: Rotary | None
 ) -> PackedSequences:
-    """Everything that the layers need to know about the packing of one micro-batch, computed once. `rotary` is for
-    Megatron's local layers with our attention; None for Transformer Engine's, which get the longest segment rounded up
-    to a power of two."""
+    """What the layers need to know about the packing of one micro-batch, computed once. `rotary` is for Megatron's
+    local layers; None for Transformer Engine's, which get the longest segment rounded up to a power of two."""
     common: dict[str, Any] = {
         "qkv_format": "thd",
         "cu_seqlens_q": cu_seqlens_S1,

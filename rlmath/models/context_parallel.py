@@ -84,8 +84,7 @@ def gather_and_shift(
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, ...]:
     """As `logprobs.shift_to_tokens`, of the whole pack on every context rank; `of_next(tokens_N, completion_index_N)`
-    has the values for the tokens that this rank's logits predict. A collective over the context ranks, with
-    gradient."""
+    has the values for the tokens that this rank's logits predict. A collective of context ranks, with gradient."""
     T, rank = token_ids_T.numel(), group.rank()
     next_tokens = split.share(token_ids_T.roll(-1), rank)
     next_index = split.share(completion_index_T.roll(-1), rank)

@@ -261,9 +261,8 @@ class ForwardBackward:
 
     @torch.no_grad()
     def hidden_states(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """What the output layer would get, for every micro-batch, in the host's memory: [N, 1, hidden], N being this
-        rank's tokens, under sequence parallelism its part of them; empty off the last pipeline stage. Of bare chunks
-        only."""
+        """The output layer's inputs, for every micro-batch, in the host's memory: [N, 1, hidden], N being this rank's
+        tokens, under sequence parallelism its part; empty off the last pipeline stage. Of bare chunks only."""
 
         def keep(index: int, batch: MicroBatch, hidden: Tensor) -> Tensor:
             return hidden.to("cpu")

@@ -86,8 +86,7 @@ def _rope_scaling(model_type: str, fields: Fields, rotary_dim: int) -> RopeScali
 
 
 def _original_positions(fields: Fields) -> int:
-    """Longest sequence before rotary embeddings were stretched: beside the rotary settings, as Phi-3 has it, or among
-    them."""
+    """Longest sequence before rotary embeddings were stretched: beside the rotary settings (Phi-3), or among them."""
     key, values, default = "original_max_position_embeddings", fields.values, 4096
     if key not in values and values.get("model_type") != "phi3":
         default, values = values.get("max_position_embeddings"), _rope_settings(values)

@@ -112,8 +112,7 @@ def _add_norm_gradient(grad, grad_total, x, weight, grad_x, parts, rows, eps, H,
 
 
 class SplitHeads(Function):
-    """As `local_layers.split_heads`; `weights` are the bias and those of both norms. Without norms nothing of the
-    projection is kept."""
+    """As `local_layers.split_heads`; `weights`: the bias and both norms'. Without norms no projection is kept."""
 
     @staticmethod
     def forward(ctx: Any, x_TGSD: Tensor, eps: float, *weights: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -105,10 +105,9 @@ class Learner:
         sum_names: Sequence[str],
         max_names: Sequence[str] = (),
     ) -> MinibatchResult:
-        """One optimizer step with the gradients of a minibatch's forward and backward pass, whose `metrics` these are,
-        or none where `discard_rule` has a reason. The loss is summed over tokens and divided by the minibatch's global
-        count, by Megatron, once. The names are the arguments of `_reduce`. Gradients are zero before the pass, and
-        again afterwards."""
+        """One optimizer step with the gradients of a minibatch's passes, whose `metrics` these are, or none where
+        `discard_rule` has a reason. Megatron divides the summed loss by the minibatch's global count, once. The names
+        are the arguments of `_reduce`. Gradients are zero before the pass, and again afterwards."""
         sums, maxima = self._reduce(metrics, sum_names, max_names)
         lr, scale, overflowed = learning_rate(self.optimizer), None, False
         if self.loss_scale is not None:

@@ -461,9 +461,8 @@ class _VocabParallelTeacherKL(torch.autograd.Function):
 def _teacher_kl(
     logits_TV: Tensor, both: _Shard, group: dist.ProcessGroup, teacher: TeacherRows
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For the student (row 0) and the teacher (row 1): minus the largest scaled logit (bits), and the mass; and the KL
-    of every row, which is sum of p (b - c) - log mass + log mass of the teacher, b and c being the shifted logits. A
-    collective."""
+    """For student (row 0) and teacher (row 1): minus the largest scaled logit (bits), and the mass; and the KL of every
+    row: sum of p (b - c) - log mass + log mass of the teacher, b and c being the shifted logits. A collective."""
     T, device = logits_TV.shape[0], logits_TV.device
     own_neg_max_2T = torch.full((2, T), -MASKED_LOGIT, dtype=torch.float32, device=device)
     sums_3T = torch.zeros(3, T, dtype=torch.float32, device=device)

@@ -5,8 +5,7 @@ CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 32 * 2**20}
 cache (16 MiB was measured to take twice the time of 4). A GPU has kernels instead, and chunks only without Triton."""
 CHUNKS_HELD = 2
 ROW_BYTES = 80
-"""What is held of a row of logits beside the kernels, among it its sums before and after they are added up over the
-tensor-parallel ranks."""
+"""What is held of a row of logits beside the kernels, with its sums before and after the tensor-parallel reduction."""
 
 TEACHER_BLOCK_BYTES = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
 """Size of one float32 block of a teacher's logits by kind of device; three are held at a time. On a GPU some 200 rows
@@ -20,8 +19,7 @@ MERGED_BLOCK_BYTES = 64 * 2**20
 
 def merging_bytes(rows: int, columns: int, low: int, itemsize: int) -> int:
     """What is held beside a matrix of a rank's shard while it is merged with an adapter whose A has `low` rows: the
-    merged matrix, B among zeros, and in float64 A, that B, and two blocks of rows. A weight sync holds one such matrix
-    at a time."""
+    merged matrix, B among zeros, and in float64 A, that B, and two blocks of rows. A weight sync has one at a time."""
     block = 8 * columns * min(rows, max(1, MERGED_BLOCK_BYTES // (8 * columns)))
     return itemsize * rows * (columns + low) + 8 * low * (rows + columns) + 2 * block
 

@@ -1,6 +1,5 @@
-"""What is wrong with a run, as far as its settings and the names and manifests of files show: no prompt is read, no
-GPU, hub or torch is asked. For what starts a run elsewhere, or before it starts its ranks; their start checks the rest.
-"""
+"""What is wrong with a run, as its settings and the names and manifests of files show: no prompt, GPU, hub or torch is
+asked. For what starts a run elsewhere, or before its ranks; their start checks the rest."""
 
 from __future__ import annotations
 

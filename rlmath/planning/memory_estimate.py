@@ -446,8 +446,7 @@ def _while_generating(
 
 
 def _while_training(resident: Mapping[str, int], memory: MemoryConfig, model: str = "") -> dict[str, int]:
-    """While the policy computes, or the `model` "reference", "critic" or "teacher", or the policy with the
-    "teacher_head"."""
+    """While the policy computes, perhaps with the "teacher_head", or a `model`: "reference", "critic", "teacher"."""
     gone = {
         "reference": memory.offload_reference,
         "critic_parameters": memory.offload_critic,

@@ -72,8 +72,7 @@ class StageWork:
     lora: LoraConfig = NO_LORA
 
     def keeps_inputs(self, part: str) -> bool:
-        """Whether gradients are made of what enters the linear layers of "attention" or "mlp": of their weights, or
-        of their adapters."""
+        """Whether gradients of weights or adapters need the inputs of linear layers of "attention" or "mlp"."""
         return self.lora.rank == 0 or self.lora.target in ("all", part)
 
 
@@ -251,8 +250,7 @@ def forward_bytes(shape: ModelShape, work: StageWork) -> PassBytes:
 
 
 def _scratch_bytes(shape: ModelShape, work: StageWork) -> int:
-    """What the head's output is worked on in: chunks of logits, on a GPU sums of its rows, or float32 hidden states for
-    a value."""
+    """What the head's output is worked on in: chunks of logits, a GPU's sums of rows, or float32 states for a value."""
     hidden_states = work.tokens * shape.hidden_size
     if shape.outputs == 1:
         return 2 * hidden_states * FLOAT32_BYTES if work.itemsize < FLOAT32_BYTES else 0
@@ -339,8 +337,7 @@ def engine_bytes(
 @lru_cache(maxsize=64)
 def weight_bytes(shape: ModelShape, ranks: int, itemsize: int, packed_head: bool) -> int:
     """Weights of one of `ranks` engine ranks, with the table of rotary angles that all layers share. `packed_head`: on
-    CPU the head is held twice, plain and packed for oneDNN. Every other matrix is held packed only, in as many
-    bytes."""
+    CPU the head is held twice, plain and packed for oneDNN; other matrices only packed, in as many bytes."""
     shapes = engine_shapes(shape, ranks)
     elements = sum(rows * columns for rows, columns in shapes.values())
     if packed_head:

@@ -14,8 +14,7 @@ from rlmath.rollout.weight_sync.shard_layouts import engine_vocab_rows
 
 
 def planned_ranks(config: Config, given: int | None) -> int:
-    """Ranks of the run: as given, or those that `parallel.data` makes, or those that a launcher started, or the least
-    that the layout takes."""
+    """Ranks of the run: as given, else those of `parallel.data`, of a launcher, or the least that the layout takes."""
     if given is None and "WORLD_SIZE" in os.environ:
         given = ranks_of_layout(config.parallel, config.rollout.ranks) or environment_world_size()
     return ranks_or_least(config, given)

@@ -64,8 +64,7 @@ def try_data(
     examples: int = 1,
 ) -> RunData:
     """What was read, with the validation's files; ValueError where a function of the user's fails on it. `checks_data`
-    audits them, with so many `examples` of what is odd, and `calls_functions` tries the user's functions: of a run's
-    ranks one does."""
+    audits them, with so many `examples` of what is odd; `calls_functions` tries the user's functions: one rank does."""
     found = read.inputs
     if isinstance(found, dataset.SftInputs):
         lines = (*found.lines, *found.audit.lines())

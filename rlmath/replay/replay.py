@@ -93,8 +93,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def find_capture(run: Path, step: int | None) -> Path:
-    """The folder of a capture: `run` itself, or that of a step, counted from 1, of a run. ValueError where there is
-    none, and for several without a `step`."""
+    """The folder of a capture: `run`, or a step (from 1) of it. ValueError for none, or several without a `step`."""
     try:
         if (run / CAPTURE_FILE).is_file():
             return run

@@ -292,8 +292,7 @@ class EngineLoop:
         self._status: int | None = None
 
     def run(self, on_weights: Callable[[int], None]) -> int:
-        """Sample until the trainers end the run; its exit status. `on_weights` gets the step, counted from 0, of every
-        version that is taken."""
+        """Sample until the trainers end the run; its exit status. `on_weights` gets the step (from 0) of a version."""
         self._on_weights = on_weights
         while True:
             if self._steps % STEPS_BETWEEN_MESSAGES == 0 or not self._running.busy:

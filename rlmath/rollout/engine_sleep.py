@@ -88,8 +88,7 @@ class EngineMemory:
 
 
 def allocator_bytes() -> int:
-    """What vLLM's allocator holds on this process's GPU, or has given back while it sleeps: weights and KV cache
-    (bytes); 0 without an engine."""
+    """What vLLM's allocator holds on this GPU, or gave back in sleep: weights and KV cache (bytes); 0: no engine."""
     module = sys.modules.get("vllm.device_allocator.cumem")
     allocator = None if module is None else module.CuMemAllocator.instance
     return 0 if allocator is None else allocator.get_current_usage()

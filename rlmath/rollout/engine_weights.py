@@ -18,8 +18,7 @@ from torch import Tensor
 
 
 def holds_packed_experts(module: torch.nn.Module) -> bool:
-    """Whether a module of vLLM's keeps experts packed, as on CPU; Triton's kernel takes them unpacked. RuntimeError for
-    another layout."""
+    """Whether a module of vLLM's packs experts, as on CPU; for Triton it does not. RuntimeError for another layout."""
     kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
     if kernel is None:
         return False

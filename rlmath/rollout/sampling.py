@@ -194,8 +194,7 @@ def sample(
     requests: Sequence[Request] | RequestSource,
     on_step: Callable[[], None] = lambda: None,
 ) -> Iterator[RequestResult]:
-    """Sample all requests with a vLLM `LLM` of this process; yields each completion as soon as it is finished, and
-    calls `on_step` before every step of vLLM's."""
+    """Sample all requests with a vLLM `LLM` of this process, each yielded when finished; `on_step` before each step."""
     source = AllAtOnce(requests) if isinstance(requests, Sequence) else requests
     running = RunningRequests(llm, settings)
     while True:
@@ -272,8 +271,7 @@ class RunningRequests:
 
 @dataclass(frozen=True)
 class _Pending:
-    """What vLLM has sampled of a request so far. An array takes 8 bytes for a token with its log-prob, Python's own
-    numbers 70."""
+    """What vLLM has sampled of a request. An array takes 8 bytes for a token with its log-prob, Python's numbers 70."""
 
     key: Key
     token_ids: array[int] = field(default_factory=lambda: array("i"))

@@ -29,8 +29,7 @@ MOST_STATUS_CHARACTERS = 2000
 def read_command_line(
     description: str, argv: Sequence[str] | None = None, keys: Collection[str] | None = None
 ) -> argparse.Namespace:
-    """The words of a training program: `config`, `overrides`, `dry_run` and `ranks`. `--help` lists all settings, or
-    those of `keys`."""
+    """The words of a program: `config`, `overrides`, `dry_run`, `ranks`. `--help` lists settings, all or of `keys`."""
     parser = make_parser(description, keys)
     dry_run_help = "check the settings and print the plan; nothing is started or written"
     parser.add_argument("--dry-run", action="store_true", help=dry_run_help)
@@ -45,8 +44,7 @@ def read_command_line(
 
 @contextmanager
 def mistakes_end_all_ranks() -> Iterator[None]:
-    """Around the parsing of a command line: only rank 0 prints its help or its mistake, and a mistake ends the ranks as
-    in `log_mistake`."""
+    """Around parsing: only rank 0 prints its help or its mistake, and a mistake ends the ranks as in `log_mistake`."""
     try:
         with ExitStack() as stack:
             if environment_rank() != 0:

@@ -138,8 +138,7 @@ class EngineRank:
         )
 
     def run(self, on_weights: Callable[[int], None]) -> int:
-        """Until the trainers end the run; its exit status. `on_weights` gets the step, counted from 0, of every version
-        that the engine takes."""
+        """Until the trainers end the run; its exit status. `on_weights` gets the step, from 0, of every new version."""
         return self._loop.run(on_weights)
 
     def close(self) -> None:

@@ -110,8 +110,7 @@ class OnError:
 def claim_folder(
     prepared: PreparedRun[Any], mesh: Mesh, resumed: CheckpointToResume | None, kind: Kind
 ) -> None:
-    """Make `run.output_dir` this run's, and log its settings and start-up lines. A collective. ValueError where a rank
-    does not see the folder."""
+    """Make `run.output_dir` this run's, and log its start. A collective. ValueError where a rank does not see it."""
     config = prepared.config
     if mesh.rank == 0:
         claim_run_folder(config.run.output_dir, config, None if resumed is None else resumed[1].step)

@@ -21,8 +21,7 @@ from rlmath.config.schema import Config
 
 
 def lora_run(reader: StateReader) -> Config | None:
-    """The settings of the run whose checkpoint holds adapters; None of any other checkpoint. ValueError where they are
-    not beside it."""
+    """The settings of the run whose checkpoint has adapters; None: it has none. ValueError where they are missing."""
     if not any(".adapter." in key for key in reader.tensors):
         return None
     settings = reader.folder.parent / SETTINGS
@@ -32,8 +31,7 @@ def lora_run(reader: StateReader) -> Config | None:
 
 
 def base_model(reader: StateReader, run: Config, shape: ModelShape, given: Path | None) -> Path:
-    """The folder of the model that the adapters belong to: `given`, or the run's `model.path`. ValueError where it is
-    not there, or is another."""
+    """The folder of the adapters' model, `given` or the run's `model.path`; ValueError where it is missing or wrong."""
     needed = read_progress(reader.folder.parent).model_fingerprint
     folder = given or local_folder(run.model.path, "model.path")
     change = "Name it by rlmath convert to-hf --base." if given is None else "Name another by --base."

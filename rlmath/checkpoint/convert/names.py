@@ -149,8 +149,7 @@ class Found:
 
 
 def find_all(reader: StateReader, shape: ModelShape, rules: tuple[Rule, ...] | None = None) -> list[Found]:
-    """The place of every tensor of the model, or of its adapters by their `rules`; ValueError that lists what is
-    missing, of another shape, or unknown."""
+    """The places of the tensors of the model, or of `rules` (its adapters); ValueError that lists what is wrong."""
     found, missing, wrong, known = [], [], [], set()
     for stored in stored_tensors(shape) if rules is None else stored_adapters(shape, rules):
         for key in (*stored.keys, *stored.numbered):

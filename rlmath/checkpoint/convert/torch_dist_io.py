@@ -1,5 +1,4 @@
-"""Reads and writes the files of a torch_dist checkpoint: parts of tensors, each saved by torch, concatenated. One part
-is in memory at a time."""
+"""Reads and writes torch_dist checkpoints: parts of tensors, saved by torch, concatenated; one in memory at a time."""
 
 from __future__ import annotations
 

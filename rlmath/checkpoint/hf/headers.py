@@ -162,9 +162,8 @@ def _chunks(path: Path, name: str) -> Iterator[bytes]:
 
 
 def model_fingerprint(folder: str | Path, config: str = "config.json") -> str:
-    """Of a Hugging Face folder: its config.json, and names, sizes, first and last MiB of its weight files. A model that
-    was trained on has another one; the same model in another place has the same. `config` is another name of that
-    file, of adapters."""
+    """Of a Hugging Face folder: its config.json (`config`: its name, of adapters), and names, sizes, first and last MiB
+    of its weight files. It is the same for the same model in another place, and another one after training."""
     digest = hashlib.sha256((Path(folder) / config).read_bytes())
     for path in sorted(Path(folder).glob("*.safetensors")):
         size = path.stat().st_size

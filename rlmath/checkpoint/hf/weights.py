@@ -59,8 +59,7 @@ _BLOCK = 2**22
 
 
 class HFReader:
-    """Random access to the tensors of a Hugging Face folder: one safetensors file, of this name, or an index of
-    several."""
+    """Random access to the tensors of a Hugging Face folder: one safetensors file of this name, or an index."""
 
     def __init__(self, folder: str | Path, name: str = SINGLE_FILE) -> None:
         self.folder = Path(folder)
@@ -223,8 +222,7 @@ def load_hf_weights(
 def _fill(
     parameter: Tensor | None, reader: HFReader, placed: Placed, shape: ModelShape, mesh: Mesh
 ) -> Iterator[str]:
-    """Fill this rank's parameter, where it has one. Sentences about the tensors in which a number is not finite, as far
-    as this rank's shard has it."""
+    """Fill this rank's parameter, if it has one. Sentences about tensors that are not finite in this rank's shard."""
     if parameter is None:
         return
     tensors = [reader.tensor(name) for name in placed.hf_names]
@@ -419,8 +417,7 @@ def write_hf_folder(
 
 
 def write_metadata_files(folder: Path, metadata_files: Mapping[str, bytes], dtype: torch.dtype) -> None:
-    """Write a model's configuration and tokenizer files, with the number format of the weights in config.json, if
-    it is among them."""
+    """Write a model's configuration and tokenizer files, with the weights' number format in config.json, if there."""
     write_files(folder, metadata_files)
     path = folder / "config.json"
     if path.name not in metadata_files:
@@ -439,8 +436,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 class SafetensorsWriter:
-    """Writes the weights of one model into a folder, in files of bounded size, named as the Hub does. At the end of its
-    `with` block they are complete."""
+    """Writes a model's weights into a folder, in bounded files named as on the Hub; complete when its `with` ends."""
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:
         self._folder, self._shard_bytes = folder, shard_bytes

@@ -172,8 +172,7 @@ def on_signals(numbers: Iterable[int], react: Callable[[int], None]) -> None:
 
 
 def end_at_interrupt(rank: int) -> None:
-    """Until a `StopRequest` is installed: Ctrl-C ends this process at once, with a line of rank 0's and no traceback.
-    From the main thread."""
+    """Until a `StopRequest` is installed: Ctrl-C ends this process at once, without a traceback. In the main thread."""
 
     def end(_number: int) -> None:
         if rank == 0:
@@ -193,8 +192,7 @@ def under_torchrun() -> bool:
 
 def launcher_advice(grace_seconds: float) -> str | None:
     """The options that torchrun needs so that a run can save and stop; None if it has them. torchrun exits on signals
-    that it does not handle without forwarding them, and kills ranks that are alive some seconds (30) after it forwarded
-    a signal."""
+    that it does not handle without forwarding them, and kills ranks alive some seconds (30) after it forwarded one."""
     if not under_torchrun():
         return None
     handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(",")

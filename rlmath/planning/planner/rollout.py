@@ -78,8 +78,7 @@ def engine_of(inputs: StepInputs) -> EngineBytes:
 
 def _token_seconds(inputs: StepInputs, engines: int) -> float:
     """Of a rank, for the tokens of its engine: every one passes through the model and reads the keys and values of all
-    before it, and the host handles it. Prompts are computed once for a group, as far as whole blocks of the KV cache
-    hold them."""
+    before it, and the host handles it. A group's prompt is computed once, as far as it fills blocks of the KV cache."""
     batch, cluster, ranks = inputs.batch, inputs.cluster, inputs.config.rollout.tensor_parallel
     count = max(1.0, batch.sequences / engines)
     tokens, prompt = count * batch.lengths.mean, batch.prompt_tokens

@@ -71,9 +71,8 @@ LOGPROBS = Passes(1.0, 1.0)
 
 
 def update_passes(shape: ModelShape, config: Config, layers: int) -> Passes:
-    """Forward and backward, and what of `layers` of a chunk is recomputed: all of them ("full"), the first ones of a
-    chunk ("block"), or their MLPs ("selective"). With LoRA the backward pass has no products for gradients of the
-    weights."""
+    """Forward and backward, and what of `layers` of a chunk is recomputed: all ("full"), the first ones of a chunk
+    ("block"), or their MLPs ("selective"). With LoRA the backward pass has no products for gradients of the weights."""
     policy, matrices, again = config.policy, 2.0 if config.lora.rank else 3.0, 0.0
     if policy.recompute_granularity == "full":
         again = 1.0

@@ -138,9 +138,8 @@ class SharedBuckets:
 
 
 def share_memory(size: int) -> list[torch.UntypedStorage] | None:
-    """By rank, `size` bytes of it (each may give another number), mapped by every rank. A collective. None, on all
-    ranks, where that is impossible: ranks on several machines or in several containers, another user, no memory
-    left."""
+    """By rank, `size` bytes (each may give another number), mapped by every rank. A collective. None, on all ranks,
+    where that is impossible: ranks on several machines or in several containers, another user, no memory left."""
     fd, name = -1, f"rlmath-{uuid.uuid4().hex}"
     try:
         fd = os.memfd_create(name)

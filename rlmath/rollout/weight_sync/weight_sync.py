@@ -283,8 +283,7 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 @dataclass(frozen=True)
 class SourceMatrices:
-    """What this rank's shard multiplies by, as matrices, by the plan's names. One with an adapter is merged when it is
-    read, and not kept."""
+    """What this rank's shard multiplies by, as matrices by the plan's names; adapters are merged in at each reading."""
 
     parameters: Mapping[str, Tensor]
     """Views that stay valid: Megatron updates parameters in place."""

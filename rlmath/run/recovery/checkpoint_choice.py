@@ -41,8 +41,7 @@ def choose_checkpoint(
 
 
 def _damage(checkpoint: Checkpoint, on_progress: Callable[[], None]) -> str | None:
-    """What is wrong with the files, as all ranks together find it. What another rank than 0 does not find is not lost:
-    that rank lacks the disk."""
+    """What all ranks together find wrong. What only others than rank 0 miss is not lost: they lack the disk."""
     rank, ranks = environment_rank(), environment_world_size()
     wrong, refused = [], None
     for name in sorted(checkpoint.files)[rank::ranks]:

@@ -43,8 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 def data_fingerprint(prompts: Sequence[Prompt], sizes: Sequence[int] = ()) -> str:
-    """Of the prompts that are used, in order: their tokens, solutions and names; and of the number of prompts in each
-    file, where that matters."""
+    """Of the prompts that are used, in order: tokens, solutions, names; and of each file's number of prompts."""
     digest = hashlib.sha256()
     for prompt in prompts:
         row = (prompt.prompt_id, prompt.token_ids, prompt.solutions, prompt.task, prompt.more_json)

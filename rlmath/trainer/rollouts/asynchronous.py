@@ -70,8 +70,7 @@ Samples = tuple[PartialCompletion | ScoredCompletion, ...]
 
 
 class EngineConnection:
-    """The trainers' side of the engines on ranks of their own. All training ranks call its methods alike, but for
-    `snapshot`; rank 0 has the mailbox."""
+    """The trainers' side of engines on other ranks. All ranks call it alike, but `snapshot`; rank 0 has the mailbox."""
 
     def __init__(self, mesh: Mesh, mailbox: Mailbox | None, on_progress: Callable[[], None]) -> None:
         self._mesh, self._mailbox, self._on_progress = mesh, mailbox, on_progress
