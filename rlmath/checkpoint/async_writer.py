@@ -70,7 +70,7 @@ class Written:
 
 
 def lacks_memory(buckets: Sequence[Any]) -> str | None:
-    """Why this machine's ranks lack memory for copies as large as this one's. Call it on all ranks before any copies."""
+    """Why this machine lacks memory for copies as large as this one's. Call it on all ranks before any copies."""
     release_freed_memory()
     size, _ = _lay_out(buckets)
     ranks = local_world_size() or 1

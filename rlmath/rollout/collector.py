@@ -228,7 +228,7 @@ class _Slice:
 
 
 class SamplingProgress:
-    """How many completions all engines have sampled: a bar on rank 0's terminal, or log lines every PROGRESS_SECONDS."""
+    """How many completions all engines have sampled: a bar on rank 0's terminal, else lines every PROGRESS_SECONDS."""
 
     def __init__(self, total: int, mesh: Mesh, store: RunStore, title: str, shown: bool = True) -> None:
         """All engines sample `total` completions; `title` is for the console. Several at a time need own stores."""
