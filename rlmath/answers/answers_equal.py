@@ -33,9 +33,7 @@ from rlmath.answers.string_match import Rules, plain_answer
 from rlmath.answers.syntax_tree import Answer, Call, Expr, Num, Sym
 
 _PARTIAL_DERIVATIVE = re.compile(r"^\$?\\frac\s?\{\\partial[^{}]{0,20}\}\s?\{\\partial[^{}]{0,20}\}\s{0,3}=")
-"""The left side of an equation for a partial derivative."""
 _REMARK = re.compile(r"\((?:\\text\s?\{)?\s?[a-z]{2,20}[\s}][^()]{1,200}\)[\s$.}]{0,5}$")
-"""A remark at the end of a reference."""
 _WORKING = re.compile(r"(?:[+-]|\\cdot|\\times) ?\\[cl]?dots(?![a-zA-Z])|[0-9)] ?\\cdots")
 """Dots in a sum or product."""
 _UNEVALUATED = re.compile(r"\\(?:i{0,2}int|sum|prod|lim)(?![a-zA-Z])|\|_")
@@ -167,8 +165,8 @@ def _leaves_work(reading: object) -> bool:
 
 
 def _repeats_question(answer: object, gold: object) -> bool:
-    """Whether an answer leaves work that is not left to the reader by the gold answer: all but a sum or product of as
-    many terms as a letter of the gold answer says."""
+    """Whether an answer leaves work that the gold answer does not, but for sums and products up to a letter of the gold
+    answer."""
     if isinstance(answer, Unevaluated):
         return True
     series = [part for expr in _expressions(answer) for part in _series(expr)]
@@ -190,7 +188,6 @@ def _letters(reading: object) -> frozenset[str]:
 
 
 def _expressions(reading: object) -> Iterator[Expr]:
-    """The expressions in a parsed answer."""
     if isinstance(reading, (Num, Sym, Call)):
         yield reading
     elif isinstance(reading, tuple):
@@ -220,8 +217,7 @@ def _readings(text: str, with_remark: bool) -> tuple:
 
 
 def _is_bounded(answer: str) -> bool:
-    """Whether all numbers in what our grammar parses of an answer are within our limits, before math-verify computes
-    them."""
+    """Whether all numbers that our grammar parses of an answer are within our limits, before math-verify computes."""
     try:
         for reading in _readings(answer, False):
             if not isinstance(reading, Exception):
@@ -258,8 +254,7 @@ _parse_gold = lru_cache(maxsize=512)(_parse_by_math_verify)
 
 
 def warm_up_math_verify() -> None:
-    """Load math-verify and have it compare what differs, the longer way through sympy: most of a second, which the
-    first answer would pay otherwise. It does not depend on what the grammar reads."""
+    """Load math-verify and have it compare what differs: most of a second that the first answer would pay otherwise."""
     examples = (
         ("0.5", r"\int_0^1 3x^2 dx"),
         (r"\frac{3}{7}", r"\sum_{k=1}^{n} k"),

@@ -238,8 +238,8 @@ _SERIES_POINTS = 8
 
 
 def _same_series(one: Expr, other: Expr) -> bool:
-    """Whether two expressions with sums or products of many terms are the same. Raises Unsupported where only one has
-    infinitely many, and for steps, which few points do not tell from lines."""
+    """Whether two sums or products of many terms are the same. Raises Unsupported for steps, and where only one of the
+    two has infinitely many terms: few points do not tell steps from lines."""
     if mentions(one, _STEPS) or mentions(other, _STEPS):
         raise NotMathematics("steps in a sum")
     infinite = {mentions(expr, INFINITE) for expr in (one, other)}
@@ -273,8 +273,8 @@ _MOST_EXPONENT_BITS = 512
 
 
 def _residue(expr: Expr, prime: int) -> int | None:
-    """A number that is too large to be computed modulo a prime; None if it is not made of rational numbers and their
-    whole powers. Numbers with the same residues are equal, up to a chance that is negligible."""
+    """A number that is too large to be computed, modulo a prime; None if it is not of rationals and whole powers.
+    Numbers with the same residues are equal, up to a chance that is negligible."""
     if isinstance(expr, Num):
         return expr.value.numerator * pow(expr.value.denominator, -1, prime) % prime
     if not isinstance(expr, Call) or expr.name not in ("add", "neg", "mul", "div", "pow"):
@@ -397,7 +397,6 @@ def _is_short(value: Fraction, decimal: Num) -> bool:
 
 
 def _finite(value: Fraction) -> bool:
-    """Whether it is a finite decimal."""
     return pow(10, value.denominator.bit_length(), value.denominator) == 0
 
 

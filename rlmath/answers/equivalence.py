@@ -322,7 +322,6 @@ def _angles(value: Interpretations) -> tuple[Sequence[Expr], str] | None:
 
 
 _FIRST = {"N": (0, 1), "Z0": (0,), "Z+": (1,)}
-"""The least members of sets of natural numbers."""
 
 
 def _same_family(gold: Family, answer: Family) -> bool:
@@ -360,8 +359,7 @@ def _same_family(gold: Family, answer: Family) -> bool:
 
 
 def _fits_family(gold: Family, answer: Interpretations) -> bool:
-    """Whether an answer is the family of the reference with another letter, whose set it leaves out. A letter alone is
-    no family, but a function may be one, and a point of letters."""
+    """Whether an answer is the reference's family with another letter, without its set; a letter alone is no family."""
     exprs = plain_exprs(answer.row if answer.row is not None and answer.scalar is None else (answer,))
     letters = frozenset().union(*(symbols(expr) for expr in exprs))
     known = frozenset().union(*(symbols(expr) for one in gold[2] for expr in one)) - set(gold[1])

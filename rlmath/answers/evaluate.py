@@ -49,8 +49,6 @@ class Undefined(Exception):
 
 @dataclass
 class Context:
-    """The inputs of an evaluation."""
-
     values: Mapping[str, Fraction]
     complex_numbers: bool
     """Whether roots and logarithms of negative numbers are defined."""
@@ -270,8 +268,7 @@ _CONSTANTS: dict[str, Callable[[], Value]] = {
 
 
 def evaluate(expr: Expr, context: Context) -> Value:
-    """The value of an expression. Infinity is a value only by itself. Raises Undefined, or NotMathematics beyond our
-    limits."""
+    """The value of an expression; infinity only by itself. Raises Undefined, or NotMathematics beyond our limits."""
     if isinstance(expr, Num):
         return expr.value
     if isinstance(expr, Sym):

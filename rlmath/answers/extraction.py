@@ -80,13 +80,11 @@ _QUANTITY = re.compile(
     r"(?<=\b(?:the|its) )(?!result|rest|truth|conclusion|actual|final)[a-z]{2,20}(?= (?:is|are|of|equals)\b)",
     re.I,
 )
-"""The name of a quantity: `the perimeter is`."""
 _WORDS = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]{2,}")
 _OTHER_SOLUTION = re.compile(
     r"\b(?:first|other|second|another|third) (?:possible )?(?:root|solution|zero|possibility)\b",
     re.IGNORECASE,
 )
-"""What says that a box is one of several solutions."""
 _WORD = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]{3}")
 _LONGEST_TEXT_BETWEEN = 250
 _LONGEST_ALL = 500
@@ -191,8 +189,8 @@ def _only_leads_on(between: str) -> bool:
 
 
 def extract_boxed(text: str) -> str | None:
-    """The content of the last complete \\boxed{...}; of nested boxes the innermost. Boxes that are joined by a comma,
-    "and" or "or" are one answer of several parts. Linear in the text.
+    """The content of the last complete \\boxed{...}, of nested boxes the innermost; with those that a comma, "and" or
+    "or" joins to it. Linear in the text.
 
     >>> extract_boxed("\\\\boxed{1}. So \\\\boxed{2} or $x = \\\\boxed{4}$, not \\\\boxed{3")
     '2 or x=4'

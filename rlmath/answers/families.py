@@ -86,8 +86,7 @@ MAX_CONSTANTS = 3
 
 
 def same_up_to_constants(gold: Expr, answer: Expr, declared: Sequence[str] = ()) -> bool:
-    """Whether both are the same with their arbitrary constants C_1, C_2 in another order, or with other letters:
-    capitals, or those that are declared arbitrary."""
+    """Whether both are the same but for the order of C_1, C_2, or with other letters: capitals or declared ones."""
     ours = sorted(name for name in symbols(gold) if _ARBITRARY.fullmatch(name))
     if not ours and any(_ARBITRARY.fullmatch(name) for name in symbols(answer)):
         ours = sorted(symbols(gold) & (_ARBITRARY_LETTERS - {"c"}))  # A e^x + B, answered with C_1 and C_2
@@ -107,8 +106,7 @@ _FREE = frozenset(("C", "C_1", "c_1", "K"))
 
 
 def same_up_to_renaming(gold: Expr, answer: Expr, declared: Sequence[str]) -> bool:
-    """Whether both are the same function with its constants named by letters that the other does not use: `Ce^x` and
-    `Ae^x`, or, where the answer declares its letter as any real number, `cx` and `kx`."""
+    """Whether both are one function with other letters of its constants: `Ce^x` and `Ae^x`, declared `cx` and `kx`."""
     ours, theirs = symbols(gold) - symbols(answer), symbols(answer) - symbols(gold)
     if not 1 <= len(ours) == len(theirs) <= MAX_CONSTANTS or not symbols(gold) & symbols(answer) & _VARIABLES:
         return False
@@ -119,9 +117,8 @@ def same_up_to_renaming(gold: Expr, answer: Expr, declared: Sequence[str]) -> bo
 
 
 def same_line(gold: Sequence[Expr], answer: Sequence[Expr], of_reals: bool) -> bool:
-    """Whether two points that are linear in their one parameter are the same line; unless the reference's parameter
-    stands for all real numbers only with the same step, from another of its points: `(1 + 3t, 2t)`, `(4 + 3s, 2 + 2s)`.
-    """
+    """Whether two points, linear in one parameter, are the same line; unless the gold parameter is `of_reals`, only
+    with the same step, from another of its points: `(1 + 3t, 2t)`, `(4 + 3s, 2 + 2s)`."""
     ours, theirs = _line(gold), _line(answer)
     if ours is None or theirs is None or len(gold) != len(answer):
         return False
@@ -161,7 +158,6 @@ def linear_in(expr: Expr, letter: str) -> tuple[Fraction, Fraction] | None:
 
 
 PARAMETERS = frozenset(("t", "s", "u", "r", "k", "lambda", "mu", "alpha"))
-"""Letters of the parameter of a line."""
 
 # ---------------------------------------------------------------- progressions
 _INDICES = frozenset(("k", "n", "m", "l", "j"))
@@ -183,8 +179,7 @@ def open_index(exprs: Sequence[Expr]) -> str | None:
 
 
 def same_progressions(gold: Sequence[Expr], letter: str, answer: Sequence[Expr], other: str) -> bool:
-    """Whether two unions of progressions over all integers are the same set: `(-1)^k a + k\\pi` and `a + 2k\\pi` with
-    `\\pi - a + 2k\\pi`."""
+    """Whether two unions of progressions are the same set: `(-1)^k a + k\\pi` and `a + 2k\\pi, \\pi - a + 2k\\pi`."""
     ours, theirs = _progressions(gold, letter), _progressions(answer, other)
     if ours is None or theirs is None:
         return False
@@ -271,8 +266,7 @@ def operands(expr: Expr, operation: str) -> list[Expr]:
 
 
 def explained(before: Sequence[Expr], after: Sequence[Expr], operation: str) -> Expr:
-    """The sum ("add") or product ("mul") of terms of which dots leave out those in the middle. Raises Unevaluated if no
-    pattern explains all that are written."""
+    """The sum ("add") or product ("mul") of terms with dots between. Raises Unevaluated if no pattern explains them."""
     if len(before) < 2 or not after or len(before) > _MAX_WRITTEN or len(after) > _MAX_WRITTEN:
         raise Unevaluated("dots between too few terms")
     name = "sum" if operation == "add" else "prod"

@@ -111,8 +111,7 @@ _QUANTIFIER = re.compile(r"(?:all|any|every|each) ", re.IGNORECASE)
 
 
 def _in_words(text: str) -> _Described | None:
-    """The numbers that meet all conditions of a text. None where these may stand for something else than all of them:
-    `multiples of 3, multiples of 5`, `not odd multiples of 3`, `not all n`."""
+    """The numbers that meet all conditions of a text; None where others are meant: `not odd multiples of 3`."""
     said = " ".join(_TOKEN.findall(text.replace("non-", "non"))) + " "
     found = _Described()
     at, negated, spoken = 0, False, False
@@ -152,7 +151,6 @@ def _whole_numbers(text: str) -> list[int]:
 
 
 def _take_domain(found: _Described, match: re.Match[str], negated: bool) -> bool:
-    """`positive`, `nonnegative` or `integers`."""
     least = {"positive": 1, "natural": 1, "nonnegative": 0, "whole": 0}.get(match[1].lower(), found.least)
     if not negated:
         found.least, found.is_open = least, False
@@ -176,7 +174,6 @@ _LONGEST_PERIODS = {"prime": 24, "composite": 24, "square": 12, "cube": 6, "powe
 
 
 def _take_kind(found: _Described, match: re.Match[str], negated: bool) -> bool:
-    """`odd` or `perfect squares`."""
     word = match[1].lower()
     found.is_open = False
     found.may_lack_zero = found.may_lack_zero or word == "square"
@@ -186,7 +183,6 @@ def _take_kind(found: _Described, match: re.Match[str], negated: bool) -> bool:
 
 
 def _take_divisor(found: _Described, match: re.Match[str], negated: bool) -> bool:
-    """`divisible by 3`, `multiples of 3` or `powers of 2`."""
     word, (base,) = match[1].lower(), _whole_numbers(match[2])
     if base < 2:
         return False
@@ -201,7 +197,6 @@ def _take_divisor(found: _Described, match: re.Match[str], negated: bool) -> boo
 
 
 def _take_divides(found: _Described, match: re.Match[str], negated: bool) -> bool:
-    """`3 \\mid n`."""
     (divisor,) = _whole_numbers(match[1])
     if divisor > 1:
         found.add(lambda n: n % divisor == 0, "\\n" in match[2], divisor)
@@ -210,7 +205,6 @@ def _take_divides(found: _Described, match: re.Match[str], negated: bool) -> boo
 
 
 def _take_congruence(found: _Described, match: re.Match[str], negated: bool) -> bool:
-    """`\\equiv 1, 2 \\pmod 5`."""
     classes, (modulus,) = _whole_numbers(match["classes"]), _whole_numbers(match["modulus"])
     if modulus < 2:
         return False
@@ -221,7 +215,6 @@ def _take_congruence(found: _Described, match: re.Match[str], negated: bool) -> 
 
 
 def _take_bound(found: _Described, match: re.Match[str], negated: bool) -> bool:
-    """`\\ge 3`, `greater than 3` or `at least 3`."""
     if negated:
         return False
     (number,) = _whole_numbers(match[2])

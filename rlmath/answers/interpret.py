@@ -120,7 +120,6 @@ def _interpret_described(answer: SetBuilder) -> Interpretations:
 
 
 def _whole_numbers(reals: RealSet) -> Interpretations:
-    """The whole numbers of a bounded set."""
     low, high = whole_numbers(reals)
     if low is None or high is None or high - low >= MAX_ITEMS:
         raise Unsupported(f"more than {MAX_ITEMS} whole numbers")
@@ -268,8 +267,7 @@ def _interpret_equation(relation: Relation) -> Interpretations:
         name = expression
         del sides[0]
     if len(relation.sides) > 2 and not any_symbols(sides[-1:]):
-        # Of `V = \pi r^2 h = 36` or `m+n = 7+18 = 25` the numbers, if the sides before are a formula: it has a name,
-        # or at least two numbers follow it.
+        # Of `m+n = 7+18 = 25` the numbers, if the sides before are a formula: with a name, or two numbers behind.
         numbers = [side for side in sides if not any_symbols([side])]
         sides = numbers if name is not None or len(numbers) > 1 else sides
     value = _common_value(sides, relation.ops) if name is not None or not any_symbols(sides) else None

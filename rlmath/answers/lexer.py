@@ -75,10 +75,7 @@ AS_WRITTEN = Reading()
 
 
 def tokenize(text: str, reading: Reading = AS_WRITTEN) -> list[Token]:
-    """The tokens of a text that `plain_unicode` and `without_layout` have normalised.
-
-    Raises NotMathematics for characters that are not notation.
-    """
+    """The tokens of a normalised text. Raises NotMathematics for characters that are not notation."""
     tokens: list[Token] = []
     position, space, prose_until = 0, False, -1
     while position < len(text):

@@ -67,7 +67,6 @@ _SPACING = re.compile(
 _BETWEEN_EQUATIONS = re.compile(
     r"(?<=[0-9a-z)])\s{0,3}\\q?quad\s{0,3}(?=[a-zA-Z](?:_[0-9a-z]|_\{[0-9a-z]{1,3}\})?\s{0,3}=)"
 )
-"""A wide space before the next equation."""
 _BRACED_COLON = re.compile(r"(?<![a-zA-Z])\{:\}")
 _COLOUR = re.compile(
     r"\\(?:color\s?\{[a-zA-Z]{1,20}\}|textcolor\s?\{[a-zA-Z]{1,20}\}|(?:underline|mathbin|mathrel|mathord|mathop)"
@@ -86,10 +85,7 @@ _COMMA_BEFORE_NOTHING = re.compile(r",\s*\\!\s*")
 
 
 def plain_unicode(text: str) -> str:
-    """Replaces mathematical Unicode by LaTeX: `√12` becomes `\\sqrt{12}`, `3½` becomes `3\\frac{1}{2}`.
-
-    Raises NotMathematics for control characters and halves of surrogate pairs.
-    """
+    """Unicode as LaTeX: `√12` as `\\sqrt{12}`. Raises NotMathematics for control characters and surrogates."""
     out = text if text.isascii() else _roots("".join(_one_character(char) for char in _scripts(text)))
     if any((char < " " and char not in "\t\n\r\f\v") or char == "\x7f" for char in out):
         raise NotMathematics("control characters")

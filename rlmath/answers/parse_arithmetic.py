@@ -24,8 +24,7 @@ AFTER_INTERVAL = frozenset(
 
 
 class Arithmetic(ABC):
-    """Tokens, a position among them, and the nesting depth: `with parser:` nests one level deeper. Sums, products,
-    powers and symbols; the abstract methods are those of `Commands` and `_Parser`."""
+    """A position among tokens, and a depth, which `with parser:` raises; subclasses have the abstract methods."""
 
     def __init__(self, tokens: list[Token], outer: Arithmetic | None = None) -> None:
         """With `outer` it parses a part of that one's tokens, and counts against the same limits."""
@@ -398,7 +397,6 @@ def vector_times(factor: Expr, vector: Group | MatrixOf) -> Group | MatrixOf:
 
 
 def vector_sum(one: Group | MatrixOf, other: Group | MatrixOf) -> Group | MatrixOf:
-    """The sum of two points."""
     if not (isinstance(one, Group) and isinstance(other, Group)) or len(one.items) != len(other.items):
         raise NotMathematics("a sum of different things")
     if {one.opening + one.closing, other.opening + other.closing} != {"()"}:

@@ -33,8 +33,6 @@ SYSTEMS = ("cases", "aligned", "align", "alignedat", "gathered", "gather", "spli
 
 
 class Commands(Arithmetic):
-    """Brackets, LaTeX commands, environments and functions."""
-
     def bracket(self, token: Token) -> Answer:
         text = token.text
         if text == "|":

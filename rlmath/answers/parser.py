@@ -60,12 +60,10 @@ _CLOSING = frozenset((")", "]", "}", "\\}", "\\rangle", "\\end", "\\rfloor", "\\
 
 
 def parse_answer(text: str, reading: Reading = AS_WRITTEN) -> Answer:
-    """The syntax tree of an answer.
+    """The syntax tree of an answer. Raises NotMathematics or Unsupported.
 
     >>> parse_answer("(1, 2]").closing
     ']'
-
-    Raises NotMathematics or Unsupported.
     """
     tokens = tokenize(text, reading)
     while len(tokens) > 1 and tokens[-1].text in (".", ",", ";"):
@@ -120,7 +118,6 @@ class _Parser(Commands):
     with_remark = False
 
     def whole(self) -> Answer:
-        """The answer that all tokens are."""
         answer = self.listing(frozenset())
         if self.position < len(self.tokens):
             raise NotMathematics(f"{self.peek()!r} is not expected")

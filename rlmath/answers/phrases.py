@@ -1,7 +1,4 @@
-"""Words in an answer, read before its mathematics: number words, the set of a parameter, a remark in brackets.
-
-Each function takes the tokens of an answer, or a part of them, and is linear in their number.
-"""
+"""Words in an answer, read before its mathematics, in linear time: number words, sets of parameters, remarks."""
 
 from __future__ import annotations
 
@@ -160,8 +157,7 @@ def split_set(tokens: Sequence[Token]) -> tuple[NamedSet, int] | None:
 
 
 def split_qualifiers(tokens: list[Token]) -> tuple[list[Token], list[Relation]]:
-    """(the tokens without the sets of their parameters, these sets): `for any integer k`, `where k is an integer`,
-    `(k \\in Z)`; the domain of a function, `for all x`, is left out."""
+    """(tokens without the sets of their parameters, these sets): `for any integer k`; a domain, `for all x`, is cut."""
     memberships: list[Relation] = []
     texts = {token.text.lower() for token in tokens[-_LONGEST_QUALIFIER:]}
     for _ in range(3):

@@ -40,7 +40,6 @@ class RealSet:
         return reduce(lambda one, other: one._combined(other, and_), sets, LINE)
 
     def complement(self) -> RealSet:
-        """The real numbers outside the set."""
         return RealSet(self.cuts, tuple(not one for one in self.has))
 
     def same(self, other: RealSet) -> bool:

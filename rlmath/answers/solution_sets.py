@@ -41,8 +41,7 @@ def bound_of(item: Answer) -> Bound | None:
 
 
 def expansions(exprs: Sequence[Expr]) -> list[tuple[Expr, ...]]:
-    """The values of expressions with plus-minus signs: two for one sign, or for signs linked by a minus-plus; else all
-    combinations of signs."""
+    """The values of expressions with plus-minus signs: two for one sign or signs that a minus-plus links, else all."""
     signs = sum(_count_plus_minus(expr) for expr in exprs)
     linked = signs < 2 or any(mentions(expr, frozenset(("mp",))) for expr in exprs)
     if signs > MAX_SIGNS:
@@ -72,8 +71,7 @@ def _with_signs(expr: Expr, uppers: Iterator[bool]) -> Expr:
 
 
 def half_line(left: Answer, op: str, right: Answer) -> tuple[str, RealSet] | None:
-    """(variable, the reals that satisfy it) if one side is a variable, or its absolute value, and the other is a
-    number; None for an inequality that is not solved."""
+    """(variable, the reals that satisfy it) if one side is x or |x|, and the other a number; else None."""
     if bound_of(left) is not None:
         left, op, right = right, FLIPPED[op], left
     expr, bound = relation_side(left), bound_of(right)
@@ -141,8 +139,7 @@ def named_side(side: Answer, expr: Expr) -> Answer:
 
 
 def value_of_expression(sides: Sequence[Answer]) -> tuple[Answer, ...]:
-    """The second of two sides, if it may be the value that is asked for of the expression on the first: 14 of
-    `m + n = 14`. Empty for other equations, such as the line `x + y = 5`."""
+    """The second of two sides, if it may be the value asked for of the first: 14 of `m + n = 14`; else nothing."""
     if len(sides) != 2:
         return ()
     expr, value = relation_side(sides[0]), sides[1]

@@ -1,5 +1,4 @@
-"""Answers with their own comparison: times, dates, numerals in another base, names, "no solution", and the names of
-geometric objects, in words or signs."""
+"""Answers with their own comparison: times, dates, numerals with a base, names, "no solution", geometric objects."""
 
 from __future__ import annotations
 
@@ -57,9 +56,7 @@ _DATE = re.compile(
 
 def same_special(gold: str, answer: str) -> bool | None:
     """Whether two texts are the same time of day, date, name, numeral or number of solutions; None if neither is one.
-
-    `3:30 PM` equals `15:30` and `3:30`. A numeral with a base equals only the same digits in the same base.
-    """
+    `3:30 PM` equals `15:30` and `3:30`; a numeral with a base only the same digits in the same base."""
     if _POLITE.sub("", gold) == _POLITE.sub("", answer):
         return True
     time, other = _clock(gold), _clock(answer)
@@ -172,8 +169,7 @@ _END_OF_PART = re.compile(r"[\s,;.]*(?:\band\s*)?$")
 
 
 def bare_parts(text: str, count: int) -> list[str] | None:
-    """So many parts of a list without labels, None if it has not so many: `12, 30` or `(12, 30)`, but no interval,
-    no set and no `12 or 30`."""
+    """`count` parts of a list without labels, else None: `12, 30` or `(12, 30)`, but no interval, set or `12 or 30`."""
     if text.startswith(("[", "{", "\\{")):
         return None
     for separators in (";", ",;"):

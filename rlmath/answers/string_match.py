@@ -193,8 +193,7 @@ def choice_of(key: str) -> Choice | None:
 
 
 def _same_letters(gold: str, answer: str, separated: bool) -> bool:
-    """Whether several letters are the same: in any order if the reference is in alphabetical order and the answer
-    separates its letters, else in order."""
+    """Whether letters are the same: in any order if the gold ones are alphabetical and the answer's `separated`."""
     if gold == "".join(sorted(set(gold))) and separated:
         return gold == "".join(sorted(answer))
     return gold == answer

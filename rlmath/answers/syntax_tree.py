@@ -49,8 +49,6 @@ Expr = Num | Sym | Call
 
 @dataclass(frozen=True)
 class Scalar:
-    """One value, with an optional unit."""
-
     expr: Expr
     unit: Unit | None = None
     otherwise: Scalar | None = None
@@ -89,9 +87,7 @@ class Listing:
 @dataclass(frozen=True)
 class Relation:
     """`sides[0] ops[0] sides[1] ...`; ops are "=", "<", "<=", ">", ">=", "!=", "~", "in" and "==" (an open congruence).
-
-    A congruence has the one op "mod"; its sides are [left side,] residue and modulus.
-    """
+    A congruence has the one op "mod"; its sides are [left side,] residue and modulus."""
 
     sides: tuple[Answer, ...]
     ops: tuple[str, ...]

@@ -88,10 +88,7 @@ def check_tasks(tasks: Iterable[str]) -> None:
 
 
 def verify(completion: str, solutions: Sequence[str], task: str = "math", rules: Rules = STRICT) -> Verdict:
-    """Whether the final answer of a completion equals any of the solutions.
-
-    Has no time limit: a process that must not hang uses `WorkerPool`.
-    """
+    """Whether a completion's final answer equals any of the solutions. It has no time limit, unlike a `WorkerPool`."""
     assert task in TASKS, task
     answer = extract_answer(completion, rules.answer_from)
     return verify_by_string(answer, solutions, rules) or verify_by_parser(answer or "", solutions, rules)
@@ -143,8 +140,7 @@ def usable_solutions(solutions: Sequence[str]) -> tuple[str, ...]:
 
 
 def _is_one_where_answer_is_two(solution: str, answer: str) -> bool:
-    """Whether the solution is an interval or a number such as 3,000, and the answer two numbers or the contents of two
-    boxes: these are no ends of an interval and no groups of digits."""
+    """Whether the answer is two numbers or boxes where the solution is an interval or one number, such as 3,000."""
     if not _SEPARATOR.search(answer):
         return False
     gold = plain_answer(gold_answer(solution))
@@ -162,8 +158,7 @@ _HAS_BOUNDS = re.compile(r"[\[\](<>{|≤≥]|\\(?:in|[lg]eq?|[lg]t)(?![a-z])|bet
 
 
 def verify_by_parser(answer: str, solutions: Sequence[str], rules: Rules = STRICT) -> Verdict:
-    """The result of the grammar or of math-verify. On hostile text the latter may hang or take gigabytes: only for
-    processes that can be killed."""
+    """The result of the grammar or of math-verify, which may hang or take gigabytes: for workers alone."""
     from rlmath.answers.answers_equal import (
         answers_equal,
         boxes_equal,

@@ -58,18 +58,14 @@ CALL_NEEDED = (
 
 
 class RewardFunctionError(UserFunctionError):
-    """The reward function failed on every completion of a step. Raised on all ranks alike, before anything is learned
-    of them."""
+    """The reward function failed on every completion of a step. All ranks raise it, before anything is learned."""
 
 
 def try_reward_function(
     reward: RewardConfig, prompts: Sequence[Prompt], plugins: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Call each of the user's functions, if there are any, on the first of the prompts, as a run would. Warnings.
-
-    ValueError where one fails on each of a few completions that are made up. One that takes longer than its limit is
-    only warned of: it may have waited for a network.
-    """
+    """Call each of the user's functions on the first of the prompts, as a run would. ValueError where one fails on each
+    of a few made-up completions; returns warnings, also of one that is late: it may have waited for a network."""
     hooks = reward_hooks(reward, plugins) if prompts else []
     return tuple(warning for hook in hooks for warning in _try_function(hook, reward, prompts[0]))
 
@@ -80,7 +76,6 @@ def try_scorer(hook: Hook, reward: RewardConfig, prompts: Sequence[Prompt]) -> t
 
 
 def _try_function(hook: Hook, reward: RewardConfig, prompt: Prompt) -> tuple[str, ...]:
-    """A function that scores is tried."""
     setting, named = hook.setting, f"{hook.setting} {hook.spec}"
     outcome = "Such answers get reward.function_failure."
     if hook.kind == "scorer":
@@ -111,8 +106,7 @@ def _try_function(hook: Hook, reward: RewardConfig, prompt: Prompt) -> tuple[str
 
 
 def _made_up_completions(prompt: Prompt) -> tuple[str, ...]:
-    """What a model may write, right, in the usual forms at once; a function may well fail on one text, so there are
-    more."""
+    """What a model may write, right, in the usual forms; several texts, since a function may well fail on one."""
     answer = prompt.solutions[0] if prompt.solutions else "1"
     boxed = answer if "\\boxed" in answer else f"\\boxed{{{answer}}}"
     text = f"<think>\nLet us see.\n</think>\n<answer>\nThe answer is {boxed}.\n</answer>\n#### {answer}"
@@ -120,8 +114,7 @@ def _made_up_completions(prompt: Prompt) -> tuple[str, ...]:
 
 
 def raise_if_every_call_failed(scores: Sequence[Score]) -> None:
-    """RewardFunctionError where a function of the user's failed on every completion of a step. One that took too long
-    is no failure of its code. Call it where there are such functions."""
+    """RewardFunctionError where a user's function failed on every completion of a step; a late one did not fail."""
     called: dict[str, list[str]] = {}
     for name, message in _function_errors(scores):
         called.setdefault(f"reward.rewards: {name}" if name else "reward.function", []).append(message)
@@ -134,8 +127,7 @@ def raise_if_every_call_failed(scores: Sequence[Score]) -> None:
 
 
 def first_function_failure(groups: Sequence[ScoredGroup]) -> str | None:
-    """Message and traceback of the first failure of a function of the user's, indented; None where it only took too
-    long."""
+    """Message and traceback of the first failure of a user's function, indented; None where it only took too long."""
     errors = _function_errors([score for group in groups for score in group.scores])
     return next((_indented(f"{name}: {message}" if name else message) for name, message in errors), None)
 
@@ -170,8 +162,7 @@ class _Submitted:
 
 
 class RewardManager:
-    """Scores completions while others are still sampled: `submit` each, then `collect` all scores, or take those that
-    are there by `take_finished`."""
+    """Scores completions while others are still sampled: `submit` each, then `collect` all, or `take_finished` ones."""
 
     def __init__(self, workers: RewardWorkers, reward: RewardConfig, max_new_tokens: int) -> None:
         self._workers = workers

@@ -38,8 +38,7 @@ def scaled_reward(
 
 
 def overlong_share(length: int, limit: int, buffer: int) -> float:
-    """The share of the last `buffer` tokens before the limit that a completion uses, from 0 to 1 (DAPO,
-    arXiv:2503.14476, section 3.4).
+    """The used share (0 to 1) of the last `buffer` tokens before the limit (DAPO, arXiv:2503.14476, section 3.4).
 
     >>> overlong_share(length=90, limit=100, buffer=20)
     0.5

@@ -141,11 +141,8 @@ def score_of(
 ) -> Score:
     """The score of a completion from what verifier and functions found. Its reward is (weighted sum of the rewards that
     did not fail - bias) * scaling, with the settings about length. Without a list of rewards the score has no parts,
-    and a function that failed counts as `reward.function_failure`.
-
-    Right is what the verifier says; without it what the metric "correct" of the first function that has one says (above
-    0), else whether the first function's reward is above 0.
-    """
+    and a function that failed counts as `reward.function_failure`. Right is what the verifier says; without it what the
+    first metric "correct" of a function says, else the first function's reward: above 0."""
     rewards = rewards_of(settings)
     values = tuple(_value(one, settings, results, boxed, length, limit) for one in rewards)
     failures = tuple(
@@ -217,11 +214,8 @@ def _is_right(results: Sequence[FunctionResult]) -> bool:
 
 def summed_rewards(group: ScoredGroup, reward: RewardConfig) -> list[float]:
     """The rewards that advantages of weighted sums are made of: those of the scores, where a reward that failed counts
-    as the mean of what it gave the others of the group, so that it moves nothing.
-
-    Where it gave none a value, it adds nothing. A completion that `mask_no_eos_with_zero` sets to 0 stays there. All
-    less `reward.length_penalty`.
-    """
+    as the mean of what it gave the others of the group, so that it moves nothing; without one it adds nothing. A
+    completion that `mask_no_eos_with_zero` sets to 0 stays there. All less `reward.length_penalty`."""
     rewards = _without_failures(group, reward)
     if not reward.length_penalty:
         return rewards
@@ -232,8 +226,7 @@ def summed_rewards(group: ScoredGroup, reward: RewardConfig) -> list[float]:
 def length_penalised(
     rewards: Sequence[float], tokens: Sequence[int], correct: Sequence[bool], penalty: float
 ) -> list[float]:
-    """Rewards of a group less `penalty` for every 1,000 tokens, times the share of right completions, or 1 / G where
-    it is less (ALP, arXiv:2506.05256).
+    """Rewards less `penalty` per 1,000 tokens times the share of right ones, at least 1 / G (ALP, arXiv:2506.05256).
 
     >>> length_penalised([1.0, 0.0], [1000, 500], [True, False], penalty=0.5)
     [0.75, -0.125]

@@ -13,12 +13,10 @@ Messages go over one socket, a packet each:
 | "ready", or "failed: <reason>" | first of all |
 | "ended <number> <exit code> <why>" | of every worker; why is "itself", "asked", "memory" or "processes" |
 
-When the pool's process has ended, the fork server ends its workers and exits. A fork server that ends before is not
-replaced: the pool is dead then.
+When the pool's process has ended, the fork server ends its workers and exits.
 
-A reward function may start processes. They are a tree below their worker, which adopts its orphans, and the fork server
-adopts those of workers that have ended; so a child that is no worker is left over, and is killed. The memory and number
-of a tree's processes are sampled.
+Processes that a function starts are a tree below their worker, which adopts its orphans; the fork server adopts those
+of workers that have ended, and kills them. The memory and number of a tree's processes are sampled.
 
 multiprocessing's forkserver is not used: its children import the trainer's main module again (torch, vLLM: many
 seconds for every replaced worker), and there is one per process, so its first user decides what it has loaded.
@@ -92,8 +90,8 @@ class Ended:
 
 
 class ForkServer:
-    """The fork server as the pool sees it. Can be registered with a selector, which waits for `ended_workers`. Every
-    method raises ServerLost when the process has ended, hangs or sends nonsense."""
+    """The fork server as the pool sees it; a selector may wait for `ended_workers`. Every method raises ServerLost when
+    the process has ended, hangs or sends nonsense."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         """Starts the process; `await_ready` waits for it."""
@@ -119,8 +117,7 @@ class ForkServer:
         return self._socket.fileno()
 
     def _log_printed(self, setting: str) -> int:
-        """The end of a pipe for the server's standard output, whose lines are logged until all processes that have it
-        are gone."""
+        """The end of a pipe for the server's standard output, whose lines are logged until nobody has it."""
         ours, theirs = os.pipe()
         self._printed = threading.Thread(target=log_printed, args=(ours, setting), daemon=True)
         self._printed.start()
@@ -230,8 +227,6 @@ def exit_text(code: int) -> str:
 
 @dataclass
 class _Child:
-    """A worker as the fork server sees it."""
-
     number: int
     why: str = ""
     """Why it is being ended; "" while it is not."""

@@ -53,7 +53,6 @@ class HookResult:
     failure: str | None = None
     """"timeout" or "error" if it returned nothing that its kind may return."""
     message: str = ""
-    """The error message of a failure, and the last lines of its traceback."""
 
 
 def result_of(reply: Mapping[str, Any]) -> FunctionResult:

@@ -134,8 +134,7 @@ class Scorer(Protocol):
 
 
 class Metric(Protocol):
-    """The groups that a step sampled to a number, logged as `own/<name>`, or to numbers by name, logged as
-    `own/<name>/<key>`."""
+    """The groups that a step sampled to a number, logged as `own/<name>`, or to numbers by key, `own/<name>/<key>`."""
 
     def __call__(self, groups: list[Group], /) -> float | dict[str, float]: ...
 
@@ -149,7 +148,6 @@ _ARGUMENTS = {
     "scorer": ("completion", "solutions", "row"),
     "metric": ("groups",),
 }
-"""The arguments of every kind of function."""
 
 
 @dataclass(frozen=True)
@@ -327,8 +325,7 @@ def hooks_fingerprint(hooks: Iterable[Hook]) -> str:
 
 
 def code_fingerprint(spec: str | None, plugins: Sequence[str] = ()) -> str:
-    """A short name for the contents of a function's file, or, where it is registered, of all plugins; "" where there is
-    none. Imports nothing."""
+    """A short name for the contents of a function's file, or of all plugins where it is registered; "" without one."""
     if spec is not None and plugins and not _SPEC.fullmatch(spec):
         paths = [_file_of(f"{plugin}:any") for plugin in plugins]
         content = b"".join(b"" if path is None else path.read_bytes() for path in paths)
@@ -339,8 +336,7 @@ def code_fingerprint(spec: str | None, plugins: Sequence[str] = ()) -> str:
 
 def is_same_function(there: str | None, here: str | None, code_there: str = "") -> bool:
     """Whether two spellings (a module or a file, a relative or an absolute path) name one function: of the same file,
-    which may have changed since, or of files of the same content. `code_there` is the fingerprint that was noted of
-    the first."""
+    which may have changed since, or of the same content, of which `code_there` is the first one's fingerprint."""
     names = [found["name"] for spec in (there, here) if (found := _SPEC.fullmatch(spec or ""))]
     if there == here or len(names) < 2 or names[0] != names[1]:
         return there == here

@@ -23,8 +23,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def adopt_orphans() -> None:
-    """From now on descendants of this process that lose their parent become its children. OSError where the kernel
-    refuses."""
+    """From now on orphans among this process's descendants become its children. OSError where the kernel refuses."""
     if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
@@ -47,8 +46,7 @@ def descendants(pid: int, children: Mapping[int, Sequence[int]]) -> list[int]:
 
 
 def memory_above(pids: Iterable[int], limit: int) -> bool:
-    """Whether processes hold more than `limit` bytes together. Pages that processes share are counted once, as far as
-    the kernel knows it (proportional set size)."""
+    """Whether processes hold more than `limit` bytes together; shared pages count once (proportional set size)."""
     pids = list(pids)
     return sum(map(_resident_bytes, pids)) > limit and sum(map(_proportional_bytes, pids)) > limit
 
@@ -60,11 +58,8 @@ def cpu_seconds(pid: int) -> float:
 
 def kill_trees(roots: Sequence[int], children: Mapping[int, Sequence[int]]) -> None:
     """SIGKILL for children of this process, their descendants and the process groups of all these; `children` is from
-    `children_by_parent`.
-
-    What is forked meanwhile outlives it, as an orphan of the nearest process that adopts orphans. A group is killed at
-    once, so one that only forks cannot outrun it.
-    """
+    `children_by_parent`. What is forked meanwhile outlives it, as an orphan of the process that adopts orphans. A group
+    is killed at once, so one that only forks cannot outrun it."""
     tree = [one for root in roots for one in (root, *descendants(root, children))]
     groups = set()
     for one in tree:

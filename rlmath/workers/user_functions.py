@@ -31,8 +31,7 @@ AT_ONCE = 1000
 
 
 class UserFunctionError(Exception):
-    """A function of the user's that a step needs failed. Raised on all ranks alike, before anything is learned of the
-    step."""
+    """A user's function that a step needs failed. All ranks raise it, before anything is learned of the step."""
 
 
 class UserFunction:
@@ -59,8 +58,7 @@ class UserFunction:
             raise ValueError(f"{self.hook.setting} {self}: {error}") from None
 
     def values(self, calls: Iterable[Sequence[Any]]) -> list[Any]:
-        """What the function returns for each call, one after the other. UserFunctionError at the first on which it
-        fails, and where all take more than ALL_SECONDS."""
+        """What the function returns for each call. UserFunctionError at the first failure, and after ALL_SECONDS."""
         values, started = [], time.monotonic()
         for arguments in calls:
             result = next(self.map([arguments]))

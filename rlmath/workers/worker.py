@@ -25,9 +25,8 @@ from rlmath.workers.function_calls import call_function
 from rlmath.workers.hooks import Hook
 
 WALL_FACTOR = 10
-"""A check by the verifier is ended after the time limit on its processor, and after so many times that by the clock: on
-a busy machine it gets a small share of a core. A reward function, which may wait for a network, has the limit by the
-clock."""
+"""A check by the verifier is ended after so many times its limit of processor time by the clock: on a busy machine it
+gets a small share of a core. A reward function, which may wait for a network, has the limit by the clock."""
 GRACE_SECONDS = 5.0
 """Added to the pool's time limits for the kernel's own limits, which end a worker if the pool cannot."""
 LENGTH_BYTES = 4
@@ -69,8 +68,7 @@ def framed(message: Mapping[str, Any], default: Callable[[Any], Any] | None = No
 
 
 def run_worker(channel_fd: int, parent: int, settings: WorkerSettings, function: Callable | None) -> NoReturn:
-    """A worker's main loop: one request in, one result out, until the pool closes the channel. `parent` is the fork
-    server's process id."""
+    """A worker's loop: one request in, one result out, until the channel is closed. `parent` is the server's pid."""
     try:
         end_with_parent(parent)
         os.setsid()  # a signal that the function sends to its own group reaches nobody else
@@ -95,8 +93,7 @@ def run_worker(channel_fd: int, parent: int, settings: WorkerSettings, function:
 
 
 def _reset_signals() -> None:
-    """SIGTERM and SIGUSR1, which a cluster sends to all processes of a job, stay without effect here, but not in what
-    the function starts: there they end a process as everywhere."""
+    """SIGTERM and SIGUSR1, which a cluster sends to all of a job, have no effect here but end what a function starts."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -150,8 +147,7 @@ def _has_children() -> bool:
 
 
 def _limit_request(settings: WorkerSettings) -> None:
-    """Let the kernel end this worker after so much time, or so much CPU time, if the pool does not. A function may use
-    all cores at once."""
+    """Let the kernel end this worker after so much (CPU) time, if the pool does not; a function may use all cores."""
     # SIGALRM's default action ends the process.
     signal.setitimer(signal.ITIMER_REAL, settings.wall_seconds + GRACE_SECONDS)
     cores = 1 if settings.function is None else os.cpu_count() or 1

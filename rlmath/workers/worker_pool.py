@@ -13,9 +13,8 @@ sends plain JSON of bounded length; one that sends something else is killed. Sta
                  +-- it is not ready in time                   +-- the time limit, nonsense    +-- the fork server says
                      or sends nonsense: killed                     or a last reply: killed         why it ended: gone
 
-When the fork server ends, the pool is dead: all that is asked raises.
-
-Its fork server is a new program, which inherits no thread, process group or device of this one. Linux only.
+When the fork server ends, the pool is dead: all that is asked raises. The fork server is a new program, which inherits
+no thread, process group or device of this one. Linux only.
 """
 
 from __future__ import annotations
@@ -118,7 +117,6 @@ class _Worker:
     pid: int = 0
     """Its process id, once it is ready."""
     job: _Job | None = None
-    """What it works on."""
     since: float = 0.0
     """Start of its job (time.monotonic)."""
     cpu_before: float = 0.0
@@ -135,8 +133,7 @@ class _Worker:
 
 
 class WorkerPool:
-    r"""Verifies completions and calls functions. `submit` and `call` from any thread; futures resolve in the pool's
-    thread.
+    r"""Verifies completions and calls functions: `submit` and `call` from any thread; futures resolve in the pool's.
 
     >>> with WorkerPool(workers=1, timeout_seconds=5.0) as pool:
     ...     pool.submit("\\boxed{\\frac{1}{2}}", ("\\boxed{50\\%}",), "math").result().verdict
@@ -151,12 +148,9 @@ class WorkerPool:
         rules: Rules = STRICT,
         function: str | Hook | None = None,
     ) -> None:
-        """Returns at once; the first of at most `workers` workers is ready a second later.
-
-        `timeout_seconds` is the limit of one answer from its start: of processor time where it is verified, with
-        `worker.WALL_FACTOR` times that by the clock, and by the clock where the user's `function` is called. Raises
-        ValueError for invalid limits.
-        """
+        """Returns at once; a worker is ready a second later. `timeout_seconds` is the limit of one answer from its
+        start: of processor time where it is verified (by the clock `worker.WALL_FACTOR` times that), and by the clock
+        where the user's `function` is called. Raises ValueError for invalid limits."""
         if workers < 1:
             raise ValueError(f"reward.workers is {workers}; it must be at least 1")
         if not 0 < timeout_seconds <= 3600:
@@ -188,10 +182,8 @@ class WorkerPool:
         self._thread.start()
 
     def submit(self, completion: str, solutions: Sequence[str], task: str) -> Future[Verdict]:
-        """Verify a completion. What needs no parser is decided in this call, and the future is already done.
-
-        Raises RuntimeError when the pool is closed, or its fork server has ended too often.
-        """
+        """Verify a completion; the future is done at once where no parser is needed. RuntimeError where the pool is
+        closed or its fork server has ended."""
         assert task in TASKS, task
         started = time.perf_counter()
         rules = self._settings.rules
@@ -413,7 +405,6 @@ class WorkerPool:
             self._kill(worker)
 
     def _handle_nonsense(self, worker: _Worker) -> None:
-        """A worker has sent something else than a reply."""
         if worker.state is State.STARTING:
             self._fail_start(worker, "sent something else than that it is ready")
         else:
