@@ -72,7 +72,6 @@ class DataAudit:
     findings: tuple[Finding, ...] = ()
 
     def lines(self) -> tuple[str, ...]:
-        """For the console."""
         return (*self.shown, self.summary) if self.summary else ()
 
     def warnings(self, examples: int = 1) -> tuple[str, ...]:

@@ -32,8 +32,7 @@ CHAT_SECONDS = 10.0
 CHAT_BYTES = 2**30
 """Most memory that it may take meanwhile (bytes)."""
 TEMPLATE_DATE = date(2024, 7, 26)
-"""What a chat template takes for today, so that a run that is resumed on another day has the same prompts. Llama 3's
-template writes this date where it is told none."""
+"""What a chat template takes for today, as Llama 3's does by itself: a run resumed later has the same prompts."""
 MAX_TEMPLATE_BYTES = 2**20
 CHATML_END = "<|im_end|>"
 
@@ -104,7 +103,6 @@ class ChatSettings:
 
     @property
     def given(self) -> list[str]:
-        """The names of those that are given."""
         values = (self.template is not None, bool(self.kwargs), self.system_prompt is not None)
         return [name for name, is_given in zip(self.names, values, strict=True) if is_given]
 
@@ -165,9 +163,8 @@ def _named_template(held: Any, settings: ChatSettings, folder: str) -> str | Non
 
 
 def render(messages: Messages, tokenizer: PreTrainedTokenizerFast, name: str, prompt: bool = True) -> str:
-    """The messages in the tokenizer's chat template; a `prompt` ends where the assistant's answer begins. ValueError,
-    in which `name` says what they are, where the template cannot take them, takes too long or too much memory, or
-    leaves a prompt's last one out."""
+    """The messages in the tokenizer's chat template; a `prompt` ends where the answer begins. ValueError, in which
+    `name` is theirs, where it refuses them, takes too long or too much memory, or leaves a prompt's last one out."""
     chat = [{"role": role, "content": content} for role, content in messages]
     try:
         with _limits():
@@ -185,8 +182,7 @@ def render(messages: Messages, tokenizer: PreTrainedTokenizerFast, name: str, pr
 
 
 def generation_prompt(messages: Messages, text: str, tokenizer: PreTrainedTokenizerFast) -> str:
-    """What the template writes behind the messages for an answer to begin, in the `text` of the prompt; "" where that
-    does not begin as the messages without it."""
+    """What the template writes behind the messages for an answer to begin; "" where `text` does not begin with them."""
     try:
         without = render(messages, tokenizer, "the prompt", prompt=False)
     except ValueError:
@@ -202,12 +198,10 @@ def _require(content: str, text: str, name: str) -> None:
 
 
 def conversation(messages: Messages, tokenizer: PreTrainedTokenizerFast, name: str) -> list[Piece]:
-    """The template's own text of a whole conversation whose last turn is the assistant's, cut behind the mark that ends
-    that turn. The assistant's turns are learned, each from where its generation begins.
-
-    An earlier turn is learned where the template leaves it as the model wrote it; Qwen3's takes the thinking out of it,
-    and then it is context. ValueError where the whole text does not begin with the prompt of the last turn.
-    """
+    """The template's own text of a conversation whose last turn is the assistant's, cut behind the mark that ends it.
+    The assistant's turns are learned, each from where its generation begins; earlier ones that the template changes are
+    not, as Qwen3's, which takes their thinking out. ValueError where the text does not begin with the last turn's
+    prompt."""
     token = chat_end(tokenizer)
     end = "" if token is None else str(tokenizer.convert_ids_to_tokens(token))
     ends = tuple(filter(None, (end, str(tokenizer.eos_token or ""))))
@@ -275,8 +269,7 @@ def _behind_common(first: str, second: str) -> str:
 
 @contextmanager
 def _limits() -> Iterator[None]:
-    """TimeoutError or MemoryError where the code inside takes more than CHAT_SECONDS, or CHAT_BYTES of address space.
-    Main thread only."""
+    """TimeoutError or MemoryError where what is inside takes more than CHAT_SECONDS or CHAT_BYTES; main thread only."""
 
     def too_late(_number: int, _frame: Any) -> NoReturn:
         raise TimeoutError(f"it takes more than {CHAT_SECONDS:g} s")

@@ -67,7 +67,6 @@ class PromptFiles:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """For the console."""
         told = (line for report in self.reports for line in report.lines())
         return (*told, self.order.line(), *filter(None, [self.history_line]))
 
@@ -83,7 +82,6 @@ class PromptFiles:
 
     @property
     def unusable(self) -> tuple[UnusableRow, ...]:
-        """Rows of all files that are left out."""
         return tuple(row for report in self.reports for row in report.unusable)
 
     @property
@@ -113,16 +111,11 @@ class SftInputs:
     order: PromptOrder
     """The order of `sequences`."""
     total_steps: int
-    """Steps of the whole run."""
     lines: tuple[str, ...]
-    """For the console."""
     reports: tuple[SequenceReport, ...]
-    """What became of the rows, file by file."""
     stop_token_ids: tuple[int, ...]
-    """Tokens that end what the model says."""
     audit: DataAudit = field(default_factory=DataAudit)
     chat_template: str | None = None
-    """What data.chat_template names; None where it names none."""
 
 
 # ---------------------------------------------------------------- prompts
@@ -333,11 +326,9 @@ class ValidationFile:
     name: str
     """As its metrics are named: the file's name without its ending."""
     prompts: list[Prompt]
-    """What is sampled."""
     too_long: int
     """Problems that leave no room for a whole completion; they count as wrong."""
     unusable: tuple[UnusableRow, ...]
-    """Rows that are left out."""
     path: str = ""
 
     @property
@@ -346,7 +337,6 @@ class ValidationFile:
         return len(self.prompts) + self.too_long
 
     def lines(self) -> tuple[str, ...]:
-        """For the console."""
         text = f"Validation {self.name}: {self.problems} problems"
         if self.too_long:
             text += f", {self.too_long} of them too long for the context, which count as wrong"
@@ -359,9 +349,8 @@ class ValidationFile:
 def load_validation(
     config: Config, tokenizer: PreTrainedTokenizerFast | None, vocab_size: int
 ) -> tuple[ValidationFile, ...]:
-    """What `validation.paths` hold; nothing where the run does not validate. Without a tokenizer, problems are only
-    counted. ValueError for a file that cannot be read or has no problem that can be sampled, and for tokens that the
-    model does not know."""
+    """What `validation.paths` hold, if the run validates; without a tokenizer problems are only counted. ValueError for
+    a file that cannot be read or has no problem to sample, and for tokens that the model does not know."""
     if not length_curriculum.validates(config):
         return ()
     paths = config.validation.paths
@@ -410,8 +399,7 @@ def audit_inputs(
     validation: Sequence[ValidationFile],
     tokenizer: PreTrainedTokenizerFast | None,
 ) -> DataAudit:
-    """A rendered prompt, and what a user should know of training and validation problems: some seconds, for one rank.
-    ValueError where no reference of the training prompts could be answered."""
+    """A rendered prompt, and what is odd about the problems: some seconds, for one rank. ValueError as of `audit_prompts`."""
     shown: tuple[str, ...] = ()
     if tokenizer is not None:
         shown = prompt_lines(inputs.prompts[0], inputs.reports[0], config.data, tokenizer)

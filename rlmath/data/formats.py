@@ -439,12 +439,9 @@ _contents = attrgetter("prompt", "task", "solutions", "messages")
 def read_prompts(
     path: str, form: str | UserFunction = "auto", most_characters: int = MAX_TEXT_CHARACTERS
 ) -> PromptFile:
-    """All rows of a file or folder of prompts, in its order; `form` is a word of data.format, or a function.
-
-    Rows that cannot be used, among them problems of more than `most_characters`, are listed with their reasons, and
-    rows that an earlier one equals are counted. ValueError where the file cannot be read, has another form or none, or
-    has no row that can be used.
-    """
+    """All rows of a file or folder of prompts, in its order; `form` is a word of data.format, or a function. Rows that
+    cannot be used, as of more than `most_characters`, are listed with their reasons, and repeated ones counted.
+    ValueError where the file cannot be read, has another form or none, or has no row that can be used."""
     rows = raw_rows(path)
     if isinstance(form, UserFunction):
         about = f"what {form} makes of its rows"

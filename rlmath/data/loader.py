@@ -86,7 +86,6 @@ class FilterReport:
 
     @property
     def rows(self) -> int:
-        """All rows of the file."""
         return self.read + self.repeated + len(self.unusable)
 
     def line(self) -> str:
@@ -105,7 +104,6 @@ class FilterReport:
         return "Sequences" if self.setting.startswith("sft.") else "Prompts"
 
     def lines(self) -> tuple[str, ...]:
-        """All lines for the console."""
         form = (f'{self.path} has the form "{self.form}".',) if self.form else ()
         shown = tuple(
             f"  dropped, {one.reason} ({one.tokens} tokens): {one.prompt_id!r}, which begins {one.start!r}"
@@ -169,11 +167,9 @@ def load_prompts(
     template: str | UserFunction = "auto",
     max_unusable_share: float = 0.01,
 ) -> tuple[list[Prompt], FilterReport]:
-    """Prompts of the file or folder that have at most `max_prompt_tokens` tokens, in its order.
-
-    Without a tokenizer, as for a dry run, rows are kept whatever their length, and have no tokens. Errors: ValueError
-    for a file that cannot be read, for more rows that cannot be used than the share, and when no prompt is left.
-    """
+    """Prompts of the file or folder that have at most `max_prompt_tokens` tokens, in its order; all, and no tokens,
+    without a tokenizer, as for a dry run. ValueError for a file that cannot be read, for more rows that cannot be used
+    than the share, and when no prompt is left."""
     if max_prompt_tokens < 1:
         raise ValueError(f"data.max_prompt_tokens is {max_prompt_tokens}; it must be at least 1")
     file = read_prompts(path, form, CHARACTERS_PER_TOKEN * max_prompt_tokens)
@@ -219,7 +215,6 @@ def load_prompts(
 
 
 def as_prompt(row: PromptRow, text: str, token_ids: Sequence[int]) -> Prompt:
-    """A row that is kept, rendered and tokenized."""
     ids = tuple(token_ids)
     return Prompt(
         row.query_id,
@@ -233,8 +228,7 @@ def as_prompt(row: PromptRow, text: str, token_ids: Sequence[int]) -> Prompt:
 
 
 def problem_key(problem: str) -> int:
-    """The same number for texts that differ in white space, case, dollars, a last mark or one of our templates only;
-    above 0.
+    """A number above 0, equal for texts that differ only in white space, case, dollars, a last mark or our templates.
 
     >>> problem_key("What is $47 + 85$?") == problem_key("what is 47+85") != problem_key("What is 47-85?")
     True

@@ -44,12 +44,10 @@ def shuffled_range(n: int, name: str) -> tuple[int, ...]:
 
 @lru_cache(maxsize=2)
 def epoch_order(shares: tuple[Share, ...], seed: int, epoch: int, shuffle: bool) -> tuple[int, ...]:
-    """K prompt indices of an epoch, counted over all files one behind the other.
-
-    Each file has an endless sequence of its prompts, one permutation after the other, and gives the next of them to
-    each epoch: with weight 0.5 an epoch has one half, and the next epoch the other. Then all are shuffled. Without
-    `shuffle` the sequence is the file over and over, and the files stand one behind the other.
-    """
+    """K prompt indices of an epoch, counted over all files one behind the other. Each file has an endless sequence of
+    its prompts, one permutation after the other, and gives the next of them to each epoch: with weight 0.5 an epoch has
+    one half, and the next epoch the other. Then all are shuffled. Without `shuffle` the sequence is the file over and
+    over, and the files stand one behind the other."""
     indices: list[int] = []
     first = 0
     for number, share in enumerate(shares):
@@ -140,9 +138,8 @@ class PromptOrder:
     def __init__(
         self, n_prompts: int, prompts_per_step: int, seed: int, shuffle: bool, shares: tuple[Share, ...] = ()
     ) -> None:
-        """`shares` are the files that the prompts come from, one behind the other; without them, or with weight 1
-        for all, every prompt comes once an epoch. Raises ValueError when a step asks for more prompts than an epoch
-        has."""
+        """`shares` are the files that the prompts come from; without them every prompt comes once an epoch. Raises
+        ValueError when a step asks for more prompts than an epoch has."""
         assert not shares or sum(share.n_prompts for share in shares) == n_prompts, (shares, n_prompts)
         self.shares = shares if any(share.weight != 1 for share in shares) else ()
         self.n_places = sum(share.places for share in self.shares) or n_prompts
@@ -199,8 +196,7 @@ class PromptOrder:
         return epoch, [order_K[position] for position in range(first, first + per_step)]
 
     def place(self, number: int, reseeds: Sequence[Reseed] = ()) -> int:
-        """The prompt of a place of the endless order, which leaves no place out, counted from 0 over all epochs.
-        `reseeds` come by rising place."""
+        """The prompt of a place of the endless order, from 0 over all epochs; `reseeds` come by rising place."""
         epoch, within = divmod(number, self.n_places)
         return self._epoch(epoch, reseeds, self.n_places)[within]
 
@@ -230,9 +226,8 @@ class PromptOrder:
         return Draw(step, indices[place], indices[:place].count(indices[place]))
 
     def extra(self, step: int, own: Collection[int] | None = None) -> Iterator[int]:
-        """All prompts that are not the step's `own` (None: those of `batch`), in an order drawn from (seed, step): what
-        dynamic sampling takes when groups are dropped. They keep their turn in the epochs' orders. Prompts of heavier
-        files come earlier."""
+        """All prompts that are not the step's `own` (None: those of `batch`), in an order drawn from (seed, step), of
+        heavier files earlier: what dynamic sampling takes for dropped groups. They keep their turn in the epochs."""
         taken = set(self.batch(step)[1] if own is None else own)
         name, shares = f"{self.seed_at(step)}:extra:{step}", self.shares
         order_N = weighted_permutation(shares, name) if shares else shuffled_range(self.n_prompts, name)
@@ -258,8 +253,7 @@ def permutation(n: int, seed: int, epoch: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4)
 def _reordered(order: PromptOrder, epoch: int, reseeds: tuple[Reseed, ...], used: int) -> Sequence[int]:
-    """An epoch's order in which each of `reseeds`, all in this epoch, has shuffled anew what lies between its place and
-    `used`."""
+    """An epoch's order in which each of `reseeds` has shuffled anew what lies between its place and `used`."""
     order_K = order.first_order(epoch)
     for one in reseeds:
         place = one.place - epoch * order.n_places

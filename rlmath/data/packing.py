@@ -83,10 +83,8 @@ def pack(
     pad_to_multiple: int,
     normalisation: Normalisation = TOKEN_MEAN,
 ) -> MicroBatch:
-    """The micro-batch of `samples[i] for i in indices`; with no indices, one of weight 0.
-
-    T is filled up to a multiple of `pad_to_multiple` (the tensor-parallel size under sequence parallelism) by a
-    segment of padding.
+    """The micro-batch of `samples[i] for i in indices`, of weight 0 without any. A segment of padding fills T up to a
+    multiple of `pad_to_multiple` (the tensor-parallel size under sequence parallelism).
 
     >>> sample = Sample((7, 8), (9,), (-0.5,), advantage=1.0)
     >>> pack([sample], [0], pad_to_multiple=2).loss_weights_T

@@ -155,8 +155,7 @@ class PromptCurriculum:
         return [self.drawn(draw)[1] for draw in range(step * per_step, (step + 1) * per_step)]
 
     def extra(self, step: int) -> Iterator[int]:
-        """All prompts that are not the step's own, as `PromptOrder.extra`, those that are passed over last. They keep
-        their turn."""
+        """All prompts but the step's own, as `PromptOrder.extra`, those passed over last; they keep their turn."""
         if not self.draws_by_rates:
             yield from self._order.extra(step)
             return
@@ -216,11 +215,8 @@ class PromptCurriculum:
     # ------------------------------------------------------------ counting
 
     def commit(self, groups: Iterable[ScoredGroup], in_flight: Collection[int] = ()) -> dict[str, float]:
-        """The step is made: count its `groups`, all that it sampled and that leave, in the order of their draws, and
-        keep the draws `in_flight`. Returns the metrics of the history.
-
-        `history/drift` is the mean change of a prompt's pass rate, from what was counted of it before to its new group.
-        """
+        """The step is made: count its `groups`, all that it sampled and that leave, in their order, and keep the draws
+        `in_flight`. Returns metrics; `history/drift` is the mean change of a prompt's pass rate by its new group."""
         before, state = self._state, self._after
         drift: list[float] = []
         for group in groups:
@@ -378,9 +374,8 @@ def _read_counts(group: Any) -> Counts:
 
 
 def read_history(path: str, prompt_ids: Sequence[str], keep: int) -> tuple[PromptHistory, str]:
-    """The pass rates of these prompts that a file has, and a line for the console. Rows of other prompts are counted
-    and left out. ValueError that names the line where the file cannot be used, and where it has none of the
-    prompts."""
+    """The pass rates of these prompts that a file has, and a line for the console; rows of others are left out.
+    ValueError that names the line where the file cannot be used, and where it has none of the prompts."""
     indices = {prompt_id: index for index, prompt_id in enumerate(prompt_ids)}
     groups: dict[int, tuple[Counts, ...]] = {}
     others = 0

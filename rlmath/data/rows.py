@@ -49,8 +49,6 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class UnusableRow:
-    """A row that is left out."""
-
     where: str
     """Such as "train.jsonl, line 17" or "train.parquet, row 17", counted from 1."""
     reason: str
@@ -71,8 +69,7 @@ class PromptFile:
 
 
 def grouped(reasons: Iterable[tuple[str, str]], most: int = 3) -> list[str]:
-    """(reason, example) by kinds of reason, the most frequent first: "23: a reason (the first examples)". Reasons are
-    of one kind where they differ in numbers, quotations and brackets only; the first is named.
+    """(reason, example) by kind, the most frequent first. Reasons that differ in numbers and quotations are one kind.
 
     >>> grouped([("2 tokens", "line 1"), ("blank", "line 4"), ("5 tokens", "line 7")])
     ['2: 2 tokens (line 1, line 7)', '1: blank (line 4)']

@@ -196,9 +196,7 @@ def pack_tightly(budget: Budget, members: Sequence[int]) -> list[Bin]:
 
 
 def pack_evenly(budget: Budget, members: Sequence[int], n_bins: int) -> list[Bin] | None:
-    """`n_bins` bins of about equal cost: the longest sample first, each into the bin of least cost with room.
-
-    None where no bin has room for a sample.
+    """`n_bins` bins of about equal cost: the longest sample first, each into the cheapest with room; None if none has.
 
     >>> pack_evenly(Budget([5, 1, 4, 2], [5.0, 1.0, 4.0, 2.0], 9), range(4), 2)
     [[0, 1], [2, 3]]
@@ -260,8 +258,7 @@ def assign_bins(budget: Budget, bins: Sequence[Bin], n_ranks: int) -> list[list[
 
 
 def balance_ranks(budget: Budget, ranks: list[list[Bin]]) -> None:
-    """Exchange samples between the rank with most work and others, in place, until costs are within the tolerance or
-    nothing helps; afterwards sort each rank's bins by falling cost."""
+    """Exchange samples between ranks in place until costs are within the tolerance or nothing helps; then sort the bins."""
     lightest_first = sorted((_work(budget, rank), number) for number, rank in enumerate(ranks))
     close_enough = _TOLERANCE * sum(work for work, _ in lightest_first) / len(ranks)
     tries = _TRIES_PER_RANK * len(ranks)
@@ -287,8 +284,7 @@ def _work(budget: Budget, rank: Sequence[Bin]) -> float:
 
 
 def _exchange(budget: Budget, heavy: list[Bin], light: list[Bin], gap: float) -> bool:
-    """Swap the two samples that bring the ranks' costs closest together, or move one alone, where there is room. False,
-    with nothing changed, if no exchange makes the gap smaller."""
+    """Swap two samples, or move one, so that the costs come closest, where there is room; False if nothing helps."""
     given = [(bin_, index) for bin_ in heavy for index in bin_][:_MOST_CANDIDATES]
     taken = [(bin_, part) for bin_ in light for part in (None, *bin_)][:_MOST_CANDIDATES]
     costs_H = [budget.costs[index] for _, index in given]

@@ -119,8 +119,7 @@ def _text_problem(text: str) -> str | None:
 
 
 def render(row: PromptRow, template: str, tokenizer: PreTrainedTokenizerFast) -> str:
-    """The text that the model continues; `template` is a word of data.template. ValueError where the prompt has another
-    template already, and for "chat" where the tokenizer has none."""
+    """The text that the model continues. ValueError for a second template, and for "chat" where there is none."""
     given, template = template, template_of(row, template, tokenizer)
     if template == "raw":
         return row.prompt
@@ -220,9 +219,8 @@ def drop_special_token_rows(
 def load_tokenizer(
     path: str, option: str = "model.path", settings: chat.ChatSettings | None = None
 ) -> PreTrainedTokenizerFast:
-    """The fast tokenizer in folder `path`, with the chat template that the `settings` make of its own (None: as it is);
-    never from the network, and never code of the folder's own. ValueError, in which the option names the folder, where
-    it is missing, has no tokenizer, or one that is not fast."""
+    """The fast tokenizer in folder `path`, never from the network or by the folder's code, with the chat template of
+    `settings` (None: its own). ValueError, in which `option` names the folder, where there is none, or no fast one."""
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"{option}: {path!r} is not a folder; it must be the folder of a Hugging Face model")
@@ -266,8 +264,7 @@ def _ends_in_config(folder: Path) -> tuple[Path, Any]:
 
 
 def prompt_tokens(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
-    """Tokens of prompts, with the special tokens that the tokenizer adds by itself, but one beginning of sequence only:
-    a template may write it, too."""
+    """Tokens of prompts with what the tokenizer adds; one beginning of sequence, which a template may write, too."""
     found, bos = token_ids_of(texts, tokenizer), tokenizer.bos_token_id
     for token_ids in found:
         while isinstance(bos, int) and token_ids[:2] == [bos, bos]:
@@ -278,8 +275,7 @@ def prompt_tokens(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[
 def token_ids_of(
     texts: list[str], tokenizer: PreTrainedTokenizerFast, special_tokens: bool = True
 ) -> list[list[int]]:
-    """Tokens of texts, with those that the tokenizer adds by itself or without. Some million characters at a time: a
-    tokenizer holds hundreds of bytes for each."""
+    """Tokens of texts, some million characters at a time: a tokenizer holds hundreds of bytes for each of them."""
     found: list[list[int]] = []
     start = 0
     while start < len(texts):
@@ -323,9 +319,8 @@ def characters_without_token(characters: Iterable[str], tokenizer: PreTrainedTok
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> tuple[int, ...]:
-    """Tokens that end a completion: the tokenizer's end of sequence, what ends a turn in its chat template, and those
-    that generation_config.json names, or config.json where there is none. ValueError for what is no token of the
-    model."""
+    """Tokens that end a completion: the tokenizer's end of sequence, what ends a turn in its chat template, and what
+    generation_config.json, else config.json, names. ValueError for what is no token of the model."""
     end, of_turn = tokenizer.eos_token_id, chat.chat_end(tokenizer)
     assert isinstance(end, int), end  # `load_tokenizer` refuses others
     found = {end} if of_turn is None else {end, of_turn}

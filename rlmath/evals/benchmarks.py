@@ -79,8 +79,8 @@ def load_benchmark(
     limit: int | None = None,
     verified: bool = True,
 ) -> Benchmark:
-    """The first `limit` problems of a file (None: all). ValueError for a file that cannot be read, for one without
-    problems, and for tasks that cannot be verified, if they are."""
+    """The first `limit` problems of a file (None: all). ValueError where it cannot be read, has no problems, or tasks
+    that cannot be verified, if they are."""
     file = drop_special_token_rows(read_prompts(str(path)), template, tokenizer)
     rows = file.rows[:limit]
     if not rows:

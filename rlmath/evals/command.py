@@ -170,8 +170,7 @@ def run_config(model: Path | str, level: int = logging.DEBUG) -> Config | None:
 
 
 def run_template(config: Config | None, model: Path | str) -> str:
-    """The template of a run with these settings; "auto" without any. ValueError where it is a function, which is
-    imported only where the command names it."""
+    """The template of a run with these settings, else "auto". ValueError for a function: the command must name it."""
     if config is None:
         return "auto"
     template = config.validation.template or config.data.template
@@ -206,8 +205,7 @@ def output_problem(arguments: argparse.Namespace) -> str:
 
 
 def input_problems(plan: Plan) -> list[str]:
-    """Folders and benchmarks that are not there, and lengths that the model cannot have; ids of the hub are none
-    yet."""
+    """Folders and benchmarks that are missing (ids of the hub are not yet), and lengths that the model cannot have."""
     problems = list(missing_problems("--model", str(plan.model))) if isinstance(plan.model, Path) else []
     problems += _position_problems(plan) if isinstance(plan.model, Path) else ()
     problems += missing_problems("--data-dir", str(plan.data_dir))

@@ -32,7 +32,6 @@ class CompletionRecord:
     """Counted from 0; 0 for the greedy one."""
     seed: int
     prompt_hash: str
-    """`Problem.prompt_hash`."""
     text: str
     tokens: int
     finish_reason: str
@@ -49,8 +48,7 @@ class CompletionRecord:
 
 
 def read_completions(folder: Path, benchmark: str) -> dict[Key, CompletionRecord]:
-    """All completions of a benchmark in an output folder, without their texts. ValueError for a line that is not a
-    completion."""
+    """All completions of a benchmark in a folder, without their texts. ValueError for a line that is no completion."""
     found: dict[Key, CompletionRecord] = {}
     for path in sorted((folder / GENERATIONS / benchmark).glob("*.jsonl")):
         with path.open("rb") as lines:

@@ -21,8 +21,7 @@ from rlmath.models.hf_config import check_loadable, missing_folder_problem, read
 logger = logging.getLogger(__name__)
 
 CONVERTED = "converted_model"
-"""Name of the converted checkpoint in the output folder. A run's folder has nothing of that name, so a partial one that
-a killed process left is removed, even if a run's folder was given as the output."""
+"""The converted checkpoint in the output folder. No run's folder has this name, so a partial one can be removed."""
 _SOURCE = "converted_from.json"
 
 
@@ -91,8 +90,7 @@ def _convert(path: Path, output: Path) -> Path:
 
 
 def _content(source: MegatronSource) -> str:
-    """Hash of a checkpoint's manifest, which has a checksum of every file; without a manifest, of the names, sizes and
-    times of its files."""
+    """Hash of a checkpoint's manifest, which has checksums; without one, of its files' names, sizes and times."""
     manifest = source.state.parent / MANIFEST
     if manifest.is_file():
         return hashlib.sha256(manifest.read_bytes()).hexdigest()[:16]

@@ -75,8 +75,7 @@ def _expected_majority(votes: tuple[Vote, ...], blank: int, k: int) -> float:
 
 
 def _right_subsets(votes: Sequence[Vote], blank: int, k: int, top: int) -> float:
-    """Number of subsets of k samples whose most frequent answers have `top` votes each, each weighted by the share of
-    correct ones among these answers."""
+    """Number of subsets of k samples whose top answers have `top` votes, weighted by the share of right top answers."""
     ties = k // top
     right_ties = min(ties, sum(vote.right for vote in votes))
     # ways[s, j, c]: ways to draw s samples from the answers so far so that j have `top` votes, c of them correct.

@@ -1,5 +1,4 @@
-"""The arguments of an evaluation that determine its completions, and settings.json, which records them: all completions
-of one output folder are sampled with the same settings."""
+"""The arguments that determine the completions of an evaluation, and settings.json: one folder has the same ones."""
 
 from __future__ import annotations
 
@@ -124,12 +123,10 @@ def completion_seed(seed: int, benchmark: str, problem_id: str, index: int) -> i
 
 # ---------------------------------------------------------------- settings.json
 def check_settings(folder: Path, common: Mapping[str, Any], sampled: Mapping[str, Any] | None) -> None:
-    """Write settings.json, or compare with the existing one. Raises ValueError with the differences.
-
-    `common` applies to every completion, `sampled` to those that are not greedy (None: there are none). Keys that
-    begin with "about_" are not compared: "about_model" is named beside a "model" that differs. Settings of a folder
-    without completions, left by an evaluation that failed at its start, are replaced.
-    """
+    """Write settings.json, or compare with the existing one. Raises ValueError with the differences. `common` applies
+    to every completion, `sampled` to those that are not greedy (None: there are none). Keys that begin with "about_"
+    are not compared: "about_model" is named beside a "model" that differs. Settings of a folder without completions,
+    left by an evaluation that failed at its start, are replaced."""
     path = folder / SETTINGS
     earlier = _read_settings(path) if _has_completions(folder) else {}
     if earlier.get("common"):

@@ -17,8 +17,6 @@ from rlmath.evals.plan import GREEDY_INDEX, Plan
 
 @dataclass(frozen=True)
 class ProblemResult:
-    """The counts of one problem."""
-
     problem_id: str
     greedy: bool | None
     """Whether the greedy answer is correct; None if there is no greedy completion."""
@@ -50,8 +48,7 @@ def useful_k(samples: int) -> tuple[int, ...]:
 
 
 def answer_key(answer: str) -> object:
-    """A key that is equal for answers that `answers.string_match` finds equal: the same string, plain number or
-    letter of choice. Answers that are equal only by algebra have different keys.
+    """A key that is equal for answers that `answers.string_match` finds equal, not for those equal only by algebra.
 
     >>> answer_key("0.50") == answer_key("\\\\frac{1}{2}"), answer_key("(C)") == answer_key("C) 12")
     (True, True)

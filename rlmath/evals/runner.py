@@ -71,11 +71,9 @@ class _Prepared:
 def evaluate(
     plan: Plan, rollout: RolloutConfig, reward_workers: int, reward_timeout: float, device_kind: str
 ) -> list[BenchmarkResult] | None:
-    """Sample the missing completions and write the tables. Returns their rows on rank 0, None on the others.
-
-    All ranks call it. `reward_workers` processes of each engine verify its answers, with `reward_timeout` seconds for
-    each. Raises ValueError, on all ranks, for a user's mistake.
-    """
+    """Sample the missing completions and write the tables, whose rows rank 0 returns, the others None. All ranks call
+    it. `reward_workers` processes of each engine verify its answers, with `reward_timeout` seconds for each.
+    ValueError, on all ranks, for a user's mistake."""
     world_size, rank = environment_world_size(), environment_rank()
     if world_size % rollout.tensor_parallel:
         raise ValueError(
@@ -123,8 +121,7 @@ def evaluate(
 
 
 def _plan_after_rendezvous(plan: Plan) -> tuple[Plan, dist.Store | None]:
-    """Once all ranks have arrived and their nodes agree: the plan with a model on this node, and the process group's
-    store; None for a single rank."""
+    """Once all ranks are here and their nodes agree: the plan with a model on this node, and the store, if any."""
     rendezvous = open_rendezvous(RunConfig.start_timeout_seconds)
     if rendezvous is not None:
         meet(rendezvous, environment_facts(), RunConfig.start_timeout_seconds)
@@ -233,7 +230,6 @@ def _missing(benchmark: Benchmark, plan: Plan, lengths: LengthLimits) -> list[Mi
 
 
 def _log_work(benchmarks: Sequence[Benchmark], lengths: LengthLimits, plan: Plan, missing: int) -> None:
-    """Log the sizes of the benchmarks, the problems left out, and the number of completions."""
     wanted = 0
     for benchmark in benchmarks:
         name, problems = benchmark.name, benchmark.problems

@@ -7,11 +7,7 @@ On the console a table is as wide as a terminal at most; further columns follow 
 +---------+---------------+---------------+---------------+------------+
 |  aime24 |       30      |    19328.0    |    13663.5    |    50.0    |
 +---------+---------------+---------------+---------------+------------+
-+---------+---------------+--------+--------+--------+---------+---------+
-| dataset | sample_pass@1 | pass@2 | pass@4 | pass@8 | pass@16 | pass@32 |
-+---------+---------------+--------+--------+--------+---------+---------+
-|  aime24 |      50.4     |  61.9  |  71.4  |  77.3  |   80.0  |   80.0  |
-+---------+---------------+--------+--------+--------+---------+---------+
+The columns of pass@k follow.
 """
 
 from __future__ import annotations
@@ -122,10 +118,8 @@ def markdown_table(table: Sequence[Sequence[str]]) -> str:
 
 
 def write_results(folder: Path, settings: Mapping[str, Any], results: Sequence[BenchmarkResult]) -> None:
-    """results.json (all, problem by problem), results.csv (a line for each benchmark) and results.md (both tables).
-
-    The same completions give the same bytes.
-    """
+    """results.json (problem by problem), results.csv (a line for each benchmark) and results.md (both tables); the same
+    bytes for the same completions."""
     content = {
         "format": FORMAT,
         "settings": dict(settings),

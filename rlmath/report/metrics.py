@@ -27,8 +27,6 @@ class Curve(NamedTuple):
 
 @dataclass
 class Metrics:
-    """The finite values of every metric."""
-
     curves: dict[str, Curve] = field(default_factory=dict)
     last_step: int = 0
 
@@ -41,8 +39,8 @@ class Metrics:
 
 
 def read_curves(path: Path, notes: list[str]) -> Metrics:
-    """The rows of a file of metrics; what was left out is added to `notes`. Errors: OSError where the file is not there
-    or cannot be read, ValueError where it is no regular file."""
+    """The rows of a file of metrics; `notes` gets what was left out. OSError where it cannot be read, ValueError where
+    it is no regular file."""
     rows, damaged = rows_by_step(path, MOST_BYTES)
     odd = 0
     metrics = Metrics(last_step=max(rows, default=0))
@@ -75,8 +73,7 @@ def read_curves(path: Path, notes: list[str]) -> Metrics:
 
 
 def thinned(curve: Curve, most: int = DRAWN_POINTS) -> Curve:
-    """At most `most` points: of every bucket of neighbours the smallest and the largest value, and the first and the
-    last point of all.
+    """At most `most` points: the least and greatest of every bucket of neighbours, and the first and last of all.
 
     >>> thinned(Curve(list(range(8)), [0.0, 5.0, 1.0, 1.0, 1.0, -3.0, 1.0, 2.0]), 6)
     Curve(steps=[0, 1, 2, 4, 5, 7], values=[0.0, 5.0, 1.0, 1.0, -3.0, 2.0])

@@ -1,5 +1,4 @@
-"""Sampled groups of a run, some of which are read. Whatever a field of a file holds becomes a text without control
-characters, a number or nothing, and all of it is bounded."""
+"""Some sampled groups of a run. Whatever a file holds becomes bounded text that can be shown, a number or nothing."""
 
 from __future__ import annotations
 

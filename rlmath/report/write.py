@@ -21,9 +21,8 @@ class NoPlotlyError(RuntimeError):
 
 
 def write_report(folders: Sequence[str | Path], output: Path | None = None) -> Path:
-    """Write the report of the runs in these folders to `output`, and return where: `report.html` in the folder, or
-    `compared.html` in the first of several. Errors: NoRunError where a folder is not that of a run, NoPlotlyError,
-    OSError where the file cannot be written."""
+    """Write the report of the runs in these folders to `output`, by default `report.html` in the folder or
+    `compared.html` in the first of several; returns where. Errors: NoRunError, NoPlotlyError, OSError."""
     plotly_js = read_plotly()
     runs = read_runs(folders)
     path = (
@@ -35,8 +34,7 @@ def write_report(folders: Sequence[str | Path], output: Path | None = None) -> P
 
 
 def write_run_report(config: Config) -> None:
-    """Write `report.html` into the run's folder, if `telemetry.report` says so. What fails is logged in one line: the
-    run has done its work by then."""
+    """Write `report.html` into the run's folder, if `telemetry.report` says so; an error is only logged."""
     if not config.telemetry.report:
         return
     try:

@@ -126,8 +126,7 @@ def clip_alert(run: Alerts) -> str | None:
 
 
 def contrast_alert(run: Alerts) -> str | None:
-    """Rewards that are alike within every group: a reward function that returns a constant, or problems that are all
-    too easy or too hard."""
+    """Rewards alike within every group: a reward function that returns a constant, or problems too easy or too hard."""
     rows = list(run.last)[-IDLE_STEPS:]
     dropped = [row.get("train/minibatches") == 0 for row in rows]
     alike = [run.group_relative and row.get("rollout/groups_with_contrast") == 0 for row in rows]
@@ -156,8 +155,7 @@ def queue_alert(run: Alerts) -> str | None:
 
 
 def discarded_alert(run: Alerts) -> str | None:
-    """Almost all groups dropped by dynamic sampling: partial credit makes all answers count as right, or the problems
-    are all too easy or too hard."""
+    """Almost all groups dropped: partial credit makes all answers count as right, or problems are too easy or hard."""
     names = {"right": "all right", "wrong": "all wrong", "uniform": "all alike"}
     dropped = {name: sum(_recent(run, f"selection/dropped/{name}")) for name in names}
     sampled = _recent(run, "selection/groups_sampled")
@@ -173,8 +171,7 @@ def discarded_alert(run: Alerts) -> str | None:
 
 
 def flat_alert(run: Alerts) -> str | None:
-    """No rise of the mean of the later half over that of the earlier half beyond the standard error of their
-    difference, as the scatter within the halves gives it."""
+    """No rise of the later half's mean over the earlier half's beyond the standard error of their difference."""
     steps = run.limits.warn_flat_steps
     rewards = [value for value in _recent(run, "task_reward", steps) if math.isfinite(value)]
     if len(rewards) < steps:

@@ -61,11 +61,8 @@ FOR_THE_USER = ("vllm.model_executor.model_loader.reload.inplace",)
 def setup_logging(rank: int) -> None:
     """Lines on stderr: everything of rank 0, warnings of the others; of libraries only errors, their warnings are for
     the log file. No text reaches the terminal with control characters (`escape_terminal`), and a line takes a progress
-    bar off the terminal first.
-
-    Call it before vLLM is imported, and `route_library_logs` after other libraries are.
-    To hear the libraries, set VLLM_LOGGING_LEVEL, TORCH_LOGS, TORCH_CPP_LOG_LEVEL or PYTHONWARNINGS.
-    """
+    bar off the terminal first. Call it before vLLM is imported, and `route_library_logs` after other libraries are.
+    To hear the libraries, set VLLM_LOGGING_LEVEL, TORCH_LOGS, TORCH_CPP_LOG_LEVEL or PYTHONWARNINGS."""
     escape_terminal()
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     console = ConsoleHandler()
@@ -122,9 +119,8 @@ def _log_warning(
 
 
 def open_log_file(output_dir: str | Path) -> None:
-    """From now on this process's lines go to `run.log` in the folder, and what of them are events to `events.jsonl`,
-    too, those before included; both are appended to. There is one of each at a time.
-    OSError where it cannot be opened; what the disk refuses later is lost, with one warning."""
+    """From now on this process's lines, those before included, are appended to `run.log` in the folder, events also to
+    `events.jsonl`. OSError where it cannot be opened; what the disk refuses later is lost, with one warning."""
     root = logging.getLogger()
     file = _LogFile(Path(output_dir) / LOG_FILE, encoding="utf-8", errors="backslashreplace")
     file.setFormatter(
@@ -214,8 +210,7 @@ class _LogFile(logging.FileHandler):
 
 
 def terminal_width(stream: TextIO | None = None) -> int | None:
-    """Columns of the terminal that a stream is, stderr where none is given; None where it is none, or its size is not
-    known."""
+    """Columns of the terminal that a stream is, by default stderr; None where it is none, or of unknown size."""
     stream = sys.stderr if stream is None else stream
     try:
         return max(os.get_terminal_size(stream.fileno()).columns, 40) if stream.isatty() else None
@@ -274,8 +269,7 @@ def step_line(
     metrics: Mapping[str, float],
     columns: int = COLUMNS - len("00:00:00 "),
 ) -> str:
-    """One line of at most so many columns for a step, counted from 1, that took so many seconds; of `metrics` those of
-    STEP_LINE_METRICS for which there is room.
+    """A step's line of at most so many columns, with STEP_LINE_METRICS as far as there is room; steps count from 1.
 
     >>> step_line(3, 38, 1.234, 66.2, {"task_reward": -0.25, "other": 1.0})
     'step  3/38 reward -0.250 1.23s left 1:06'

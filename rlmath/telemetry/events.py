@@ -66,8 +66,8 @@ class EventFile(logging.Handler):
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any] | ValueError]:
-    """The rows of a file of events that are ended, or why a line is none. OSError where it cannot be read, ValueError
-    where it is no regular file."""
+    """The ended rows of a file of events, or why a line is none. OSError where it cannot be read, ValueError where it
+    is no regular file."""
     with open_regular(path) as file:
         lines = file.read().split(b"\n")[:-1]
     for number, line in enumerate(lines, start=1):
@@ -81,8 +81,7 @@ def read_events(path: Path) -> Iterator[dict[str, Any] | ValueError]:
 
 
 def take_back_events(output_dir: str | Path, steps_done: int, last_step: int) -> None:
-    """Drop the events of steps after `steps_done`, for a run that resumes from there and had come to `last_step`.
-    OSError where the disk refuses."""
+    """Drop the events of steps after `steps_done` for a run that resumes there after `last_step`. May raise OSError."""
     path = Path(output_dir) / EVENTS_FILE
     if not path.is_file():
         return

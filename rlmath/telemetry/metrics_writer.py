@@ -48,8 +48,7 @@ def without_times(row: Mapping[str, float], *more: str) -> dict[str, float]:
 
 
 class Unwritten:
-    """What of a run's telemetry the disk refuses: logged when that begins and when it ends, and counted. A disk that is
-    full refuses all of it: the first thing is a warning."""
+    """What of a run's telemetry a (full) disk refuses: logged when that begins and when it ends, and counted."""
 
     def __init__(self) -> None:
         self.lost: Counter[str] = Counter()
@@ -112,10 +111,8 @@ class _RowFile:
 
 
 class MetricsWriter:
-    """Appends one line a step to `metrics.jsonl`, and the same numbers as TensorBoard scalars and to `wandb`.
-
-    A line is on disk when `write` returns, unless the disk refuses it: it is then written with a later one.
-    """
+    """Appends one line a step to `metrics.jsonl`, and the same numbers as TensorBoard scalars and to `wandb`. A line is
+    on disk when `write` returns, or is written with a later one if the disk refuses it."""
 
     def __init__(
         self,
@@ -190,8 +187,6 @@ class MetricsWriter:
 
 
 class _Events:
-    """TensorBoard's events."""
-
     def __init__(self, folder: Path, first_step: int) -> None:
         self._folder = folder
         self._purge_step = first_step if first_step > 1 else None
@@ -244,10 +239,7 @@ def tensorboard_tag(name: str) -> str:
 
 def read_metrics(output_dir: str, name: str = METRICS_FILE) -> list[dict[str, float]]:
     """The rows of a run's `metrics.jsonl`, or another file of such rows, by rising step, with NaN and infinities as
-    floats again.
-
-    Raises ValueError naming the line that cannot be read.
-    """
+    floats again. ValueError names the line that cannot be read."""
     path = Path(output_dir) / name
     if not path.is_file():
         raise ValueError(f"{path}: no such file; {output_dir!r} must be the folder of a run (run.output_dir)")

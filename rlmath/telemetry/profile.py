@@ -62,8 +62,7 @@ class StepProfiler:
 
 
 def profile_table(averages: EventList, number: int, rank: int, on_gpu: bool) -> str:
-    """Torch's tables of averages by name in Markdown: the phases by all the time that they hold, then the operations
-    by their own time, without those that they call."""
+    """Torch's averages as Markdown: the phases by all their time, the operations by their own, without callees."""
     phases = EventList(one for one in averages if one.key.startswith(PHASE_PREFIX))
     others = EventList(one for one in averages if not one.key.startswith(PHASE_PREFIX))
     own = "self_device_time_total" if on_gpu else "self_cpu_time_total"

@@ -118,8 +118,7 @@ class Reporter:
             logger.info("Before training: %s", text)
 
     def step(self, number: int, record: StepRecord, more: Mapping[str, float]) -> None:
-        """Step `number`, counted from 0, with metrics that the life cycle measured (`seconds/save` is of the save after
-        the step before)."""
+        """Step `number`, counted from 0, with what the life cycle measured (`seconds/save` is of the step before)."""
         if record.validation is not None:
             self.validation(record.validation)
         metrics = record.metrics | more

@@ -83,8 +83,7 @@ class SampleWriter:
     def write_failure(
         self, step: int, groups: Sequence[ScoredGroup], advantages: Sequence[Sequence[float]]
     ) -> Path:
-        """`samples/failure-000001.jsonl`: the first group with a completion that could not be scored. OSError where it
-        cannot be written."""
+        """`samples/failure-000001.jsonl`: the first group with an unscored completion. OSError where it cannot be written."""
         path = samples_file(self._output_dir, step, "failure")
         for group, group_advantages in zip(groups, advantages, strict=False):
             if any(score.verdict in FAILURES or score.failures for score in group.scores):
@@ -136,8 +135,7 @@ def _parts(score: Score, rewards: Sequence[str]) -> dict:
 
 
 def completion_facts(completion: dict) -> str:
-    """Reward, advantage, verdict, length, how it ended and where other weights continued it, in one line without the
-    model's own text.
+    """Reward, advantage, verdict, length, end and continuations in one line, without the model's own text.
 
     >>> completion_facts({"reward": 5.0, "advantage": 0.7, "verdict": "string", "correct": True, "length": 12,
     ...                   "finish_reason": "stop"})
