@@ -399,7 +399,7 @@ def audit_inputs(
     validation: Sequence[ValidationFile],
     tokenizer: PreTrainedTokenizerFast | None,
 ) -> DataAudit:
-    """A rendered prompt, and what is odd about the problems: some seconds, for one rank. ValueError as of `audit_prompts`."""
+    """A rendered prompt, and what is odd about the problems: some seconds, for one rank. Errors: as `audit_prompts`."""
     shown: tuple[str, ...] = ()
     if tokenizer is not None:
         shown = prompt_lines(inputs.prompts[0], inputs.reports[0], config.data, tokenizer)

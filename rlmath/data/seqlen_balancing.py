@@ -258,7 +258,7 @@ def assign_bins(budget: Budget, bins: Sequence[Bin], n_ranks: int) -> list[list[
 
 
 def balance_ranks(budget: Budget, ranks: list[list[Bin]]) -> None:
-    """Exchange samples between ranks in place until costs are within the tolerance or nothing helps; then sort the bins."""
+    """Exchange samples between ranks in place until costs are within tolerance or nothing helps; then sort the bins."""
     lightest_first = sorted((_work(budget, rank), number) for number, rank in enumerate(ranks))
     close_enough = _TOLERANCE * sum(work for work, _ in lightest_first) / len(ranks)
     tries = _TRIES_PER_RANK * len(ranks)

@@ -1,4 +1,4 @@
-"""The arguments that determine the completions of an evaluation, and settings.json: one folder has the same ones."""
+"""The arguments that determine an evaluation's completions, and settings.json, which records them for one folder."""
 
 from __future__ import annotations
 

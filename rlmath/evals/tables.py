@@ -1,13 +1,12 @@
 """The tables of an evaluation, with the columns of the AReaL documents first, and the files that hold them.
 
-On the console a table is as wide as a terminal at most; further columns follow in a box of their own:
+On the console a table is as wide as a terminal at most; the columns of pass@k follow in a further box:
 
 +---------+---------------+---------------+---------------+------------+
 | dataset | num_questions | greedy_length | sample_length | greedy_acc |
 +---------+---------------+---------------+---------------+------------+
 |  aime24 |       30      |    19328.0    |    13663.5    |    50.0    |
 +---------+---------------+---------------+---------------+------------+
-The columns of pass@k follow.
 """
 
 from __future__ import annotations

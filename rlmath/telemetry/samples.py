@@ -83,7 +83,7 @@ class SampleWriter:
     def write_failure(
         self, step: int, groups: Sequence[ScoredGroup], advantages: Sequence[Sequence[float]]
     ) -> Path:
-        """`samples/failure-000001.jsonl`: the first group with an unscored completion. OSError where it cannot be written."""
+        """`samples/failure-000001.jsonl`: the first group with an unscored completion. OSError if it is not written."""
         path = samples_file(self._output_dir, step, "failure")
         for group, group_advantages in zip(groups, advantages, strict=False):
             if any(score.verdict in FAILURES or score.failures for score in group.scores):

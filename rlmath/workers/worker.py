@@ -93,7 +93,7 @@ def run_worker(channel_fd: int, parent: int, settings: WorkerSettings, function:
 
 
 def _reset_signals() -> None:
-    """SIGTERM and SIGUSR1, which a cluster sends to all of a job, have no effect here but end what a function starts."""
+    """SIGTERM and SIGUSR1, which a cluster sends to a whole job, have no effect here but end what a function starts."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGUSR1):
