@@ -42,7 +42,6 @@ INDEX = ".metadata"
 """The index of a torch_dist folder."""
 METADATA_FILES = "hf"
 CRITIC = "critic"
-"""Name of the critic among a checkpoint's models."""
 REFERENCE = "reference"
 """Name of the reference, which a checkpoint has where it is not the model that the run started from."""
 CRITIC_CONFIG = "critic_config.json"
@@ -260,7 +259,6 @@ def finish_partial(partial: Path, step: int, kept: bool, known: dict[str, FileEn
 
 
 def _flush(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -385,7 +383,6 @@ class Progress:
     random_states: tuple[str, ...]
     """Names of the random generators whose states are there, one row for each rank."""
     model_fingerprint: str
-    """Fingerprint of the model that the run started from."""
     data_fingerprint: str
     """Fingerprint of the prompts, in order, as they were tokenized."""
     versions: dict[str, str]
@@ -403,7 +400,6 @@ class Progress:
     models: tuple[str, ...] = ()
     """Names of the models that it has beside the policy."""
     critic_updates: int = 0
-    """Optimizer steps of the critic."""
     loss_scale: tuple[float, ...] = ()
     """The policy's, and updates since it last changed (`Learner.loss_scale_state`); () where losses are not scaled."""
     critic_loss_scale: tuple[float, ...] = ()

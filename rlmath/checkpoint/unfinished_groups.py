@@ -35,7 +35,6 @@ from rlmath.algorithms.types import (
 UNFINISHED = "flight.safetensors"
 """Checkpoints keep the name that earlier versions gave the file."""
 VERSION = 1
-"""Version of the file's form."""
 TOKEN_BYTES = 8
 """Size of a sampled token in the file and in memory: its number (int32) and its log-prob (float32)."""
 

@@ -41,7 +41,6 @@ PATIENCE = timedelta(days=30)
 MOST_UNSENT_BYTES = 256 * 2**20
 """A rank with more on its way waits until the oldest message has been read."""
 _HEADS, _BODIES, _TENSORS = 1, 2, 3
-"""Tags."""
 
 
 class Envelope(NamedTuple):

@@ -51,7 +51,6 @@ def gathered_bytes(sizes: Sequence[int]) -> tuple[bool, int]:
 
 
 def _gather(mine: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-    """The bytes of all ranks, by rank."""
     rank, largest = dist.get_rank(), max(sizes)
     by_sum, _ = gathered_bytes(sizes)
     if not by_sum:

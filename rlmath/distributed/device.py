@@ -34,8 +34,6 @@ through the run's one store, and more for every large group."""
 
 @dataclass(frozen=True)
 class Device:
-    """Where this rank computes."""
-
     kind: DeviceKind
     torch_device: torch.device
     backend: str

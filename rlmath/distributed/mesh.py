@@ -32,7 +32,6 @@ class Mesh:
 
     @property
     def data(self) -> int:
-        """Data-parallel size."""
         return self.world_size // (self.tensor * self.context * self.pipeline)
 
     @property
@@ -82,7 +81,6 @@ class Mesh:
 
     @property
     def num_engines(self) -> int:
-        """Number of rollout engines."""
         return (self.engine_ranks or self.world_size) // self.engine_size
 
     @property

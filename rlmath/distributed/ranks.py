@@ -55,8 +55,6 @@ def local_world_size() -> int | None:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where a rank runs."""
-
     rank: int
     world_size: int
     node: int

@@ -71,7 +71,6 @@ class HostMemory:
                 yield piece
 
     def release(self) -> None:
-        """Free all of it."""
         self._blocks.clear()
 
 

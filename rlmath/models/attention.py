@@ -202,8 +202,6 @@ def _make_bucket(starts_N: Tensor, lengths_N: Tensor) -> SegmentBucket:
 
 @dataclass(frozen=True)
 class Rotary:
-    """The rotary embedding of a model."""
-
     frequencies_F: Tensor
     """Radians per position."""
     magnitude: float = 1.0

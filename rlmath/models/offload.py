@@ -50,7 +50,6 @@ class OffloadSets:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all sets that the settings offload."""
         return tuple(self._sets)
 
     @property
@@ -74,7 +73,6 @@ class OffloadSets:
         return [one.offload() for one in leaving]
 
     def onload(self, *names: SetName) -> list[OffloadStats]:
-        """Onload the sets, in this order."""
         return [one.onload() for one in self._of(names)]
 
     @contextmanager

@@ -27,8 +27,6 @@ from rlmath.models.logprobs import TeacherRows
 
 @dataclass(frozen=True)
 class Teacher:
-    """This rank's part of the teacher."""
-
     forward_backward: ForwardBackward
     """Its `vocab_size` is that of the tokens which teacher and policy both know."""
 
@@ -70,7 +68,6 @@ class TeacherStates:
     """As `ForwardBackward.hidden_states` has them."""
 
     def __getitem__(self, which: slice) -> TeacherStates:
-        """The states of some of the micro-batches."""
         return TeacherStates(self.teacher, self.hidden[which])
 
     def rows(self, index: int) -> TeacherRows:

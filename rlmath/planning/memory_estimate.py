@@ -37,7 +37,6 @@ from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 from rlmath.rollout.weight_sync.shard_layouts import stage_layers
 
 Kind = Literal["grpo", "sft"]
-"""Which program is planned."""
 PARTS = """
 parameters gradients optimizer reference critic_parameters critic_gradients critic_optimizer teacher teacher_head
 activations logits working gather_buffer dummy_gradients engine_weights engine_workspace kv_cache sync_buffers

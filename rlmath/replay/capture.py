@@ -56,8 +56,6 @@ class CapturedMinibatch:
 
 @dataclass(frozen=True)
 class CapturedUpdate:
-    """What the update gave."""
-
     minibatches: list[CapturedMinibatch]
     critic_minibatches: list[CapturedMinibatch]
     advantages: list[list[float]]
@@ -68,14 +66,11 @@ class CapturedUpdate:
 
 @dataclass(frozen=True)
 class Capture:
-    """The records of one step."""
-
     step: int
     """Counted from 0; as many steps were done before."""
     reason: str
     """Why it was written."""
     settings_yaml: str
-    """All settings of the run."""
     total_steps: int
     length_stage: int
     """Counted from 0."""

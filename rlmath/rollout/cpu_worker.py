@@ -92,7 +92,6 @@ class RlmathCPUWorker(CPUWorker):
         return torch.from_numpy(noise_seeds(seeds_R, positions_R))
 
     def release_kv_cache(self) -> None:
-        """Free the KV cache's memory."""
         storages = cache_storages(self)
         if self._kv_cache_bytes is None:
             self._kv_cache_bytes = [storage.nbytes() for storage in storages]

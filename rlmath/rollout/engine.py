@@ -217,7 +217,6 @@ class Engine:
         self.version = version
 
     def reset_prefix_cache(self) -> None:
-        """Drop the cached prefixes."""
         reset_prefix_cache(self._llm)
 
     @property

@@ -71,8 +71,6 @@ class RolloutSeed:
 
 @dataclass(frozen=True)
 class Request:
-    """One completion to sample."""
-
     key: Key
     token_ids: tuple[int, ...]
     """The prompt."""
@@ -93,8 +91,6 @@ class Request:
 
 @dataclass(frozen=True)
 class RequestResult:
-    """The completion of one request."""
-
     key: Key
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -228,7 +224,6 @@ class RunningRequests:
 
     @property
     def busy(self) -> bool:
-        """Whether vLLM has anything to do."""
         return bool(self._scheduler.requests)
 
     def load(self) -> Load:

@@ -42,12 +42,9 @@ class WorkItem(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineUsage:
-    """What an engine did in a rollout."""
-
     seconds: float
     """Time from the start to its last completion."""
     steps: int
-    """Engine steps."""
     tail_steps: int
     """The last steps, in which it began nothing and nothing waited."""
     fill: float
@@ -126,7 +123,6 @@ class WorkQueue:
             self._items.close()
 
     def usage(self, seconds: float) -> EngineUsage:
-        """What the engine did in so many seconds."""
         most = max(self._running, default=0)
         fill = sum(self._running) / (most * len(self._running)) if most else 0.0
         return EngineUsage(seconds, len(self._running), self._tail_steps, fill)

@@ -78,8 +78,6 @@ END = {
 
 
 class Ending:
-    """How this run ends."""
-
     def __init__(self, kind: EndingKind, saved: int | None = None, **given: object) -> None:
         """`saved` steps are done in the newest checkpoint."""
         self.kind = kind

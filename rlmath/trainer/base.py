@@ -45,7 +45,6 @@ class Trainer(ABC):
 
     kind: ClassVar[Kind]
     rollbacks: tuple[Rollback, ...] = ()
-    """The run's rollbacks so far."""
     weight_syncs_per_step: ClassVar[int] = 0
     """1 where there are engines."""
     actor: Actor

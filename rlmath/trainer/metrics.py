@@ -318,5 +318,4 @@ def _sampling_flops(groups: Sequence[ScoredGroup], forward: Cost) -> float:
 
 
 def _tokens(groups: Sequence[ScoredGroup]) -> int:
-    """Prompts and completions of all sequences."""
     return sum(len(group.prompt.token_ids) + len(c.token_ids) for group in groups for c in group.completions)

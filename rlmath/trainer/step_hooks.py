@@ -104,5 +104,4 @@ class StepHooks:
             logger.warning("The metric %r is missing in this step (logged once): %s", name, what)
 
     def close(self) -> None:
-        """End the workers."""
         self._stack.close()

@@ -56,8 +56,6 @@ DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "f
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written."""
-
     tensors: int
     """Of Hugging Face."""
     bytes: int

@@ -18,8 +18,6 @@ RELEASE = "release"
 
 @dataclass(frozen=True)
 class MegatronSource:
-    """A checkpoint to read."""
-
     state: Path
     """The torch_dist folder."""
     metadata_files: Path | None

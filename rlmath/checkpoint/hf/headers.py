@@ -29,8 +29,6 @@ _SAMPLE_BYTES = 2**20
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """A tensor, from a safetensors header."""
-
     shape: tuple[int, ...]
     dtype_name: str
     """The number format, "F32" or the like."""

@@ -203,7 +203,6 @@ def model_type(architecture: str) -> str:
 
 
 def is_value_head(rule: Rule) -> bool:
-    """Whether a rule is that of a value head's weight or bias."""
     return rule in _VALUE_HEAD[1:]
 
 
@@ -223,7 +222,6 @@ def has_qk_norm(architecture: str) -> bool:
 
 
 def has_experts(architecture: str) -> bool:
-    """Whether the layers of an architecture have experts."""
     return any(rule.owner == "expert" for rule in rules_of(architecture))
 
 

@@ -429,7 +429,6 @@ def write_metadata_files(folder: Path, metadata_files: Mapping[str, bytes], dtyp
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files by their paths in the folder."""
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)

@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 FINISHED = 0
 FAILURE = 1
-"""The run failed."""
 MISTAKE = 2
 """The settings are invalid."""
 SAVED_AND_STOPPED = 75
@@ -57,8 +56,6 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """How a run ended."""
-
     status: int
     message: str
     """After which step, or why; of a refusal also the lines that list its problems."""

@@ -83,8 +83,6 @@ Kind = Literal["failed", "gone", "silent", "hang", "store"]
 
 @dataclass(frozen=True)
 class Failure:
-    """The cause that ends a run."""
-
     kind: Kind
     message: str
     reporter: int

@@ -30,8 +30,6 @@ from rlmath.planning.prepare import dropped_warning, read_inputs, try_data
 
 @dataclass(frozen=True)
 class RunPrediction:
-    """What a run would take."""
-
     config: Config
     shape: ModelShape
     note: str

@@ -31,8 +31,6 @@ TYPICAL_PROMPT = 128
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step's prediction."""
-
     config: Config
     mesh: Mesh
     cluster: Cluster

@@ -55,8 +55,6 @@ class Block:
 
 @dataclass(frozen=True)
 class TrainingLayout:
-    """How the actor is sharded."""
-
     tensor: int
     stages: tuple[tuple[int, ...], ...]
     """Numbers of the layers that each pipeline stage holds, over all its chunks."""
@@ -74,7 +72,6 @@ class Coordinates(NamedTuple):
 
 
 def coordinates(mesh: Mesh) -> Coordinates:
-    """Where the mesh's rank is."""
     return Coordinates(mesh.tensor_rank, mesh.pipeline_rank, mesh.expert_rank, mesh.expert_tensor_rank)
 
 

@@ -211,7 +211,6 @@ class Checkpointer:
             logger.info("The model of stage %d is in %s", ended.number + 1, folder)
 
     def close(self) -> None:
-        """End the process that writes."""
         self._store.close()
 
     def _export_kept(self, step: int) -> None:

@@ -77,7 +77,6 @@ BY_CONTENT = tuple(
 
 
 CheckpointToResume = tuple[Checkpoint, Progress]
-"""A checkpoint, and where its run stands."""
 
 
 @dataclass(frozen=True)

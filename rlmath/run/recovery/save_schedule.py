@@ -60,7 +60,6 @@ class SaveTimes:
         self._last = now
 
     def due(self, step: int, now: float) -> bool:
-        """Whether it is due with `step` steps done."""
         every = self._frequency
         epochs, within = divmod(step, self._steps_per_epoch)
         is_due = (
