@@ -193,7 +193,6 @@ def _points(items: Sequence[Answer]) -> RealSet | None:
 
 
 def expanded_members(items: Sequence[Answer]) -> tuple[Interpretations, ...]:
-    """The members, with plus-minus expanded."""
     items = _filled(items)
     if len(items) > MAX_ITEMS:
         raise NotMathematics(f"more than {MAX_ITEMS} items")

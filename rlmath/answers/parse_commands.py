@@ -231,7 +231,6 @@ class Commands(Arithmetic):
         return _as_matrix(rows)
 
     def _has_relation(self) -> bool:
-        """Whether the environment at this position has relations in it."""
         for token in self.tokens[self.position :]:
             if token.text in lexer.RELATIONS:
                 return True

@@ -513,7 +513,6 @@ def _part_of_name(token: Token) -> bool:
 
 
 def _quantity(number: Expr, unit: Unit) -> Scalar:
-    """A number with its unit, multiplied by the unit's multiplier."""
     if unit.multiplier != 1:
         number = Call("mul", (number, Num(Fraction(unit.multiplier))))
         unit = replace(unit, multiplier=1)

@@ -109,7 +109,6 @@ class SftInputs:
     held_out: list[WrittenSequence]
     """Only evaluated on; empty where nothing is evaluated."""
     order: PromptOrder
-    """The order of `sequences`."""
     total_steps: int
     lines: tuple[str, ...]
     reports: tuple[SequenceReport, ...]
@@ -321,8 +320,6 @@ def check_warmup(config: Config, updates: int, counted: str) -> None:
 
 @dataclass(frozen=True)
 class ValidationFile:
-    """The problems of one file."""
-
     name: str
     """As its metrics are named: the file's name without its ending."""
     prompts: list[Prompt]

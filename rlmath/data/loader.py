@@ -40,14 +40,11 @@ _CHUNK = 1000
 
 @dataclass(frozen=True)
 class DroppedPrompt:
-    """An example of what a filter drops."""
-
     prompt_id: str
     tokens: int
     reason: str
     """Either "too long" or "empty"."""
     start: str
-    """The first characters of its text."""
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,6 @@ _SIGNS = {"\n": "↵", "\t": "⇥", "│": "\\u2502", "↵": "\\u21b5", "⇥": "
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the text."""
-
     label: str
     """Where it is from: "row"; "system" (data.system_prompt); "request" (for a box); "template"; "rewritten", by the
     template of the row; "generation" (what the template writes before an answer); "end" (what ends it); "tokenizer"."""

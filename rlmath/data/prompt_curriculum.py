@@ -260,7 +260,6 @@ class PromptCurriculum:
         return found
 
     def lines(self) -> tuple[str, ...]:
-        """`summary` for the console."""
         found = self.summary()
         shown = ", ".join(f"{name.replace('_', ' ')}: {size}" for name, size in found["prompts"].items())
         lines = [f"Prompts by pass rate (%) of their last {self._history.keep} groups: {shown}"]

@@ -53,7 +53,6 @@ class UnusableRow:
     """Such as "train.jsonl, line 17" or "train.parquet, row 17", counted from 1."""
     reason: str
     start: str
-    """Its first characters."""
 
 
 @dataclass(frozen=True)

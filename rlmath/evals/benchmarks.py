@@ -44,8 +44,6 @@ class Problem(Prompt):
 
 @dataclass(frozen=True)
 class Benchmark:
-    """The problems of one file."""
-
     name: str
     problems: tuple[Problem, ...]
     unusable: int

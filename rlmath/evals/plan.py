@@ -55,7 +55,6 @@ class Plan:
     scorer: str | None = None
     """A function of the user's that says what is right; None: the verifier."""
     plugins: tuple[str, ...] = ()
-    """Modules and files that register functions."""
     seed: int = 1
     limit: int | None = None
     """Number of problems of each benchmark, from the first on; None: all."""

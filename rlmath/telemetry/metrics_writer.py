@@ -192,7 +192,6 @@ class _Events:
         self._purge_step = first_step if first_step > 1 else None
         self._writer: SummaryWriter | None = None
         self.is_broken = False
-        """The disk has refused them."""
         threading.excepthook = partial(_hook_of_threads, threading.excepthook)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:

@@ -27,8 +27,6 @@ NAME_CHARACTERS = 80
 
 @dataclass(frozen=True)
 class StepProfiler:
-    """Profiles the steps of a run on this rank."""
-
     steps: Collection[int]
     """Counted from 1."""
     output_dir: Path

@@ -72,7 +72,6 @@ class WandbLog:
             self._thread.join(FINISH_SECONDS / 10)
 
     def _work(self) -> None:
-        """The thread."""
         try:
             run = self._start()
             while (row := self._rows.get()) is not None:

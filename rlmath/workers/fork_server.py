@@ -64,7 +64,6 @@ MAX_PRINTED_LINES = 20
 """Most lines of what a reward function prints that are logged within PRINTED_SECONDS."""
 PRINTED_SECONDS = 60.0
 MAX_PRINTED_CHARS = 500
-"""Longest line that is logged."""
 LOGGED_SECONDS = 5.0
 """Time for the last lines to be logged when the pool is closed."""
 
@@ -77,8 +76,6 @@ class ServerLost(Exception):
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a worker."""
-
     number: int
     exit_code: int
     """Negative: the signal that ended it."""

@@ -77,7 +77,6 @@ class UserFunction:
         return self.values([arguments])[0]
 
     def reason(self, result: HookResult) -> str:
-        """Why a call failed, in words."""
         return f"it took more than {self._seconds:g} s" if result.failure == "timeout" else result.message
 
     def close(self) -> None:

@@ -35,8 +35,6 @@ LENGTH_BYTES = 4
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """The settings of all workers of one pool."""
-
     memory_bytes: int
     """Address space of every process of a worker, and memory of all of them together."""
     timeout_seconds: float

@@ -101,7 +101,6 @@ class _Job:
     queued_at: float
     """time.monotonic()."""
     queue_seconds: float = 0.0
-    """How long it waited for a worker."""
 
     def result(self, reply: Mapping[str, Any], seconds: float) -> Any:
         return self.as_result({**reply, "seconds": seconds, "queue_seconds": self.queue_seconds})
@@ -115,7 +114,6 @@ class _Worker:
     """When it is killed if it is not ready or has not finished its job (time.monotonic)."""
     state: State = State.STARTING
     pid: int = 0
-    """Its process id, once it is ready."""
     job: _Job | None = None
     since: float = 0.0
     """Start of its job (time.monotonic)."""
