@@ -16,15 +16,19 @@ import hashlib
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rlmath.config.shipped_files import PACKAGE, shipped
 
 ROOT = PACKAGE.parent
 FROM_SOURCE = "transformer-engine-torch=="
 """Of the lock for GPUs; it compiles against the torch that is installed before it."""
+LINE_SECONDS = 20.0
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -60,8 +64,9 @@ def command(argv: Sequence[str]) -> int:
     if device == "cpu":
         install_locks(sys.executable, [lock])
     else:
+        say(f"installing {lock_line(lock)}, the last of them compiled here")
         for line in gpu_commands(sys.executable, lock):
-            run(line)
+            run(line, lock_line(lock))
     say("done; `rlmath doctor` says what there is")
     return 0
 
@@ -132,15 +137,14 @@ def install_locks(python: str, locks: list[Path]) -> None:
     ]
     if pins:
         say(f"installing {pins[-1]}, the first and largest part")
-        done = subprocess.run(
-            pip(python, pins[-1]), stderr=subprocess.PIPE, text=True, errors="replace", check=False
-        )
-        if done.returncode:
-            say(f"pip's own sources say: {done.stderr.strip()}\nasking {TORCH_CPU_INDEX}")
-            run(pip(python, "--index-url", TORCH_CPU_INDEX, pins[-1]))
+        with tempfile.TemporaryFile("w+", errors="replace") as said:
+            if call(pip(python, pins[-1]), pins[-1], stderr=said):
+                said.seek(0)
+                say(f"pip's own sources say: {said.read().strip()}\nasking {TORCH_CPU_INDEX}")
+                run(pip(python, "--index-url", TORCH_CPU_INDEX, pins[-1]), pins[-1])
     for lock in locks:
-        say(f"installing {lock.name}, which may take some minutes")
-        run(pip(python, "--ignore-requires-python", "-r", str(lock)))
+        say(f"installing {lock_line(lock)}")
+        run(pip(python, "--ignore-requires-python", "-r", str(lock)), lock_line(lock))
 
 
 def pip(python: str, *arguments: str) -> list[str]:
@@ -148,9 +152,26 @@ def pip(python: str, *arguments: str) -> list[str]:
     return [python, "-m", "pip", "install", *options, *arguments]
 
 
-def run(command: list[str]) -> None:
-    if subprocess.run(command, check=False).returncode:
+def run(command: list[str], what: str = "packages") -> None:
+    if call(command, what):
         fail(f"this failed: {' '.join(command)}")
+
+
+def call(command: list[str], what: str, **outputs: Any) -> int:
+    """Its exit status; a line every LINE_SECONDS says that it is still running."""
+    started = time.monotonic()
+    process = subprocess.Popen(command, **outputs)
+    while True:
+        try:
+            return process.wait(LINE_SECONDS)
+        except subprocess.TimeoutExpired:
+            say(f"still installing {what}, {time.monotonic() - started:.0f} s so far")
+
+
+def lock_line(lock: Path) -> str:
+    """How many packages of which file, for people."""
+    count = sum("==" in line[:80] and line[0] != "#" for line in read(lock).splitlines())
+    return f"the {count} packages of {lock.name}"
 
 
 def say(text: str) -> None:

@@ -16,14 +16,15 @@ from pathlib import Path
 
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config import length_curriculum
-from rlmath.config.help import counted, raise_problems
+from rlmath.config.help import as_yaml_word, counted, raise_problems, setting_values
 from rlmath.config.hub import HubFailedError
-from rlmath.config.load import load_config
+from rlmath.config.load import load_config, preset_settings
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.audit import EXAMPLES
 from rlmath.data.dataset import most_updates
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, FINISHED, MISTAKE
+from rlmath.distributed.memory import total_bytes
 from rlmath.distributed.ranks import environment_rank
 from rlmath.models.hf_config import (
     PlannedShape,
@@ -71,6 +72,8 @@ class RunPlan:
     """What of the model a start needs and is not here."""
     recovery: Recovery | None = None
     """What a start here would resume from."""
+    ranks_are_least: bool = False
+    """Neither settings nor a launcher nor the user named their number."""
     not_here: tuple[str, ...] = ()
     """Why a start on this machine would be refused, in a plan for another."""
 
@@ -155,6 +158,7 @@ def plan_run(given: Config, ranks: int | None = None, kind: Kind = "grpo") -> Ru
         unused=tuple(unused),
         missing=tuple(missing),
         recovery=recovery,
+        ranks_are_least=ranks is None and config.parallel.data is None and "WORLD_SIZE" not in os.environ,
         not_here=tuple(checks.cuda_problems(config.run.device)),
     )
 
@@ -198,9 +202,11 @@ def plan_lines(plan: RunPlan) -> list[str]:
         *([f"  {plan.shape_note}"] if plan.shape_note else ()),
         f"Layout: {plan.ranks} rank{'s' * (plan.ranks != 1)}, {layout}",
         *([f"  {who}"] if (who := roles(config, plan.ranks)) else ()),
+        *(["  (the least for this layout; --ranks N plans for others)"] if plan.ranks_are_least else ()),
         "Data:",
         *(f"  {line}" for line in plan.data.lines),
         *hook_lines(config, plan.kind),
+        *(preset_lines(config) if plan.kind == "grpo" else ()),
         *(_step_lines(plan) if plan.kind == "grpo" else _sft_step_lines(plan)),
         *start_up_lines(length_curriculum.with_longest_lengths(config), shape, plan.ranks, plan.kind),
         *_disk_lines(plan),
@@ -209,6 +215,17 @@ def plan_lines(plan: RunPlan) -> list[str]:
         *(f"  - {warning}".replace("\n", "\n    ") for warning in warnings),
         "No problem was found." + " A start needs the whole model, which is not here." * bool(is_elsewhere),
     ]
+
+
+def preset_lines(config: Config) -> Iterator[str]:
+    """What `algorithm.preset` stands for, and where the run has something else."""
+    if (name := config.algorithm.preset) is None:
+        return
+    yield f"Preset: {name} is configs/algorithms/{name}.yaml"
+    values = setting_values(config)
+    for key, value in preset_settings(name).items():
+        other = "" if values[key] == value else f", here {as_yaml_word(values[key])}"
+        yield f"  {key}={as_yaml_word(value)}{other}"
 
 
 def _step_lines(plan: RunPlan) -> Iterator[str]:
@@ -239,7 +256,10 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
             f"groups in flight, learned from within {staleness} steps of their first token"
         )
     elif config.rollout.tail == "defer":
-        yield f"  tail batching: groups with a completion of more than {slices} tokens are sampled anew in later steps"
+        yield (
+            f"  tail batching: groups with a completion of more than {slices} tokens are sampled anew, with the same "
+            "noise, in steps of their own; what that biases: docs/algorithm.md"
+        )
     if len(stages) == 1:
         yield f"  {_tokens(config)}"
     yield _steps(data)
@@ -348,6 +368,13 @@ def _warnings(plan: RunPlan) -> Iterator[str]:
     yield from config_warnings(config, plan.unused)
     if plan.target.total_bytes is None:
         yield "the plan is for the CPU, in float32; name a GPU by memory.gpu or memory.gpu_gib."
+        with_cache = config.rollout.ranks or plan.ranks
+        caches = config.rollout.cpu_kv_cache_gib * with_cache
+        if plan.kind == "grpo" and caches * GIB > total_bytes():
+            yield (
+                f"the KV caches of {with_cache} ranks (rollout.cpu_kv_cache_gib) take {caches:g} GiB, more than this "
+                f"machine's {total_bytes() / GIB:.1f}: the ranks need several such machines, or a smaller cache."
+            )
     output = Path(config.run.output_dir).absolute()
     free = shutil.disk_usage(next(path for path in (output, *output.parents) if path.is_dir())).free
     needed = needed_disk(plan)

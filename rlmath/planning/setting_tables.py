@@ -159,8 +159,17 @@ validation.samples validation.top_p: with validation.every_steps and with valida
 DOUBTFUL = """
 with rollout.tail=carry and with rollout.max_staleness=0: rollout.tail="carry" carries nothing with
     rollout.max_staleness=0: a step finishes what it begins.
+with data.curriculum=band and with data.band_low=0 and with data.band_high=1: data.curriculum="band" skips nothing with
+    data.band_low=0 and data.band_high=1.
+with algorithm.rollback and with algorithm.rollback_reward_drop and without data.curriculum=none:
+    algorithm.rollback_reward_drop: data.curriculum skips prompts that the policy solves, and rewards may fall without a
+    worse policy.
+with algorithm.rollback and with algorithm.rollback_reward_drop and with stages.steps: algorithm.rollback_reward_drop:
+    stages change the length of completions, and rewards may fall without a worse policy.
 with algorithm.loss=gspo and with algorithm.clip_ratio>0.01: algorithm.clip_ratio={algorithm.clip_ratio:g} hardly ever
     clips the mean ratio of a completion; GSPO's paper has 3e-4, and 4e-4 for algorithm.clip_ratio_high.
+with algorithm.loss=gmpo and with algorithm.clip_ratio=0.2 and without algorithm.clip_ratio_high:
+    algorithm.clip_ratio=0.2 bounds the log of a token's ratio with algorithm.loss=gmpo; its paper has 0.4.
 with algorithm.kl_coef and with algorithm.kl_in=loss and with algorithm.kl_estimator=k1 and without algorithm.kl_ratio:
     algorithm.kl_estimator="k1" in the loss has an expected gradient of 0 and holds nothing back; "k2" has that of the
     KL.
@@ -172,6 +181,9 @@ with algorithm.kl_coef and with algorithm.kl_in=reward and with algorithm.advant
     "ppo" and kl_in="loss" do not.
 with selection.dynamic_sampling and without selection.max_extra_prompts: selection.dynamic_sampling drops groups and,
     with selection.max_extra_prompts=0, samples none in their place.
+with selection.dynamic_sampling and with algorithm.advantage=gae and with rollout.group_size>1:
+    selection.dynamic_sampling drops groups without contrast; algorithm.advantage="gae" compares with a critic's values,
+    and could learn from them.
 with selection.dynamic_sampling and with teacher.path and without teacher.with_rewards: selection.dynamic_sampling drops
     groups by their rewards, and with teacher.with_rewards=false the teacher would teach them, too. Set
     selection.dynamic_sampling=null.

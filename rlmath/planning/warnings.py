@@ -42,6 +42,11 @@ def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
             f"optimizer.lr={config.optimizer.lr:g} is a learning rate of full training, and with lora.rank="
             f"{config.lora.rank} teaches little: adapters want some ten times as much, 1e-5 to 1e-4."
         )
+    if config.lora.rank and config.algorithm.advantage == "gae" and config.critic.lr is None:
+        found.append(
+            f"critic.lr is twice optimizer.lr={config.optimizer.lr:g}, a learning rate of adapters, and all weights of "
+            "the critic learn. Give it one of full training, such as critic.lr=2e-6."
+        )
     if config.model.adapter_path is not None and config.algorithm.kl_coef > 0:
         found.append(
             "the reference is model.path without the adapters of model.adapter_path: KL is not 0 at the start. To stay "
@@ -61,12 +66,25 @@ def _rollout_warnings(config: Config) -> Iterator[str]:
             'the short groups and others more of the long ones: take rollout.tail="carry" with '
             'rollout.max_staleness=1, or advantages of a group ("grpo", "dr_grpo", "rloo").'
         )
+    longest = max(config.stages.max_new_tokens or [rollout.max_new_tokens])
+    if rollout.tail == "defer" and (rollout.slice_tokens or 0) >= longest:
+        yield (
+            f"rollout.slice_tokens={rollout.slice_tokens} is no less than the longest completion ({longest} tokens): "
+            "nothing is deferred."
+        )
     old = rollout.max_staleness > 0 and (rollout.tail == "carry" or rollout.ranks > 0)
     if old and not algorithm.recompute_logprobs:
         yield (
             f"algorithm.recompute_logprobs=false with rollout.max_staleness={rollout.max_staleness}: the loss clips "
             "the ratio to the versions that sampled the tokens, and tokens that the policy has moved away from since "
             "give no gradient. configs/algorithms/decoupled.yaml has the loss that is made for old tokens."
+        )
+    several = algorithm.n_minibatches * algorithm.epochs > 1
+    if several and not old and algorithm.recompute_logprobs and not algorithm.recomputes:
+        yield (
+            'algorithm.proximal_logprobs="interpolate" without tokens of older weights (rollout.max_staleness with '
+            "rollout.ranks or rollout.tail=carry): from a step's second update on the ratio is to the engine's "
+            "log-probs."
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -294,6 +295,15 @@ def test_locks_and_commands_of_an_installation() -> None:
     assert "--only-binary" in wheels and "torch==2.13.0" in wheels
     built = [word for word in source if "==" in word]
     assert built == ["transformer-engine-torch==2.20.2"] and not set(built) & set(wheels)
+
+
+def test_an_installation_is_not_silent(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(install, "LINE_SECONDS", 0.05)
+    assert install.call([sys.executable, "-c", "import time; time.sleep(0.5); exit(3)"], "torch") == 3
+    assert "install: still installing torch, 0 s so far\n" in capsys.readouterr().out
+    assert re.fullmatch(r"the 1\d\d packages of cpu.txt", install.lock_line(shipped("requirements/cpu.txt")))
 
 
 def test_a_wheel_has_configs_launchers_and_locks(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from rlmath.config.load import config_as_yaml, load_config
 from rlmath.config.shipped_files import shipped
 from rlmath.distributed.memory import total_bytes
 from rlmath.planning.checks import algorithm_problems, host_memory_problems, run_problems, value_problems
+from rlmath.planning.dry_run import preset_lines
 from rlmath.planning.memory_fit import GIB
 from rlmath.planning.reward_checks import reward_problems
 from rlmath.planning.setting_tables import conflicts
@@ -109,6 +110,12 @@ algorithm.loss=cispo algorithm.dual_clip=3 algorithm.epochs=2: no effect with al
 algorithm.loss=cispo algorithm.clip_ratio_high=0.3: algorithm.loss, algorithm.clip_ratio_high: no effect with
     algorithm.n_minibatches=1
 algorithm.kl_cov_ratio=0.1: algorithm.kl_cov_ratio: no effect with algorithm.n_minibatches=1
+algorithm.proximal_logprobs=interpolate algorithm.epochs=2: the ratio is to the engine's
+algorithm.loss=gmpo algorithm.epochs=2: bounds the log of a token's ratio
+algorithm.rollback=1 algorithm.rollback_reward_drop=0.5 stages.steps=[5] stages.max_new_tokens=[9]: stages change the
+    length of completions
+algorithm.rollback=1 algorithm.rollback_reward_drop=0.5 data.curriculum=band: skips prompts that the policy solves
+algorithm.advantage=gae selection.dynamic_sampling=reward selection.max_extra_prompts=9: and could learn from them
 algorithm.loss=gspo algorithm.epochs=2: clip_ratio=0.2 hardly ever clips the mean ratio
 algorithm.importance_correction=token algorithm.importance_cap=5 algorithm.importance_mask_high=2:
     algorithm.importance_cap: no effect with algorithm.importance_mask_high
@@ -167,7 +174,15 @@ def test_a_preset_lies_below_files_and_command_line_wherever_it_is_named(tmp_pat
     own.write_text("algorithm: {clip_ratio_high: 0.2, n_minibatches: 1, preset: top_entropy}")
     config = load_config([own], [*PATHS, "algorithm.n_minibatches=8"])
     assert (config.algorithm.n_minibatches, config.algorithm.clip_ratio_high) == (8, 0.2)
-    assert config.algorithm.top_entropy_share == 0.2
+    assert list(preset_lines(config)) == [
+        "Preset: top_entropy is configs/algorithms/top_entropy.yaml",
+        "  algorithm.n_minibatches=4, here 8",
+        "  algorithm.clip_ratio=0.2",
+        "  algorithm.clip_ratio_high=0.28, here 0.2",
+        "  selection.dynamic_sampling=accuracy",
+        "  selection.max_extra_prompts=256",
+        "  algorithm.top_entropy_share=0.2",
+    ]
     saved.write_text(config_as_yaml(config))
     assert load_config([saved], []) == config and config.selection.max_extra_prompts == 256
 
@@ -244,6 +259,10 @@ def test_settings_of_partial_rollouts_without_effect_are_told() -> None:
         assert len(uneven) == 1 and "rollout.max_staleness=2 some steps have more of the short" in uneven[0]
         assert told(*CARRY, f"algorithm.advantage={advantage}") == []
     assert told(*CARRY, "rollout.max_staleness=2") == []
+    assert (
+        "nothing is deferred"
+        in told("rollout.tail=defer", "rollout.max_new_tokens=64", "rollout.slice_tokens=64")[0]
+    )
     assert "carries nothing" in told(*CARRY, "rollout.max_staleness=0")[0]
     clipped = told("rollout.tail=carry", "rollout.max_staleness=2", "algorithm.recompute_logprobs=false")
     assert "the loss clips the ratio to the versions that sampled the tokens" in clipped[0]

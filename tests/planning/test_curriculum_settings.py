@@ -62,6 +62,10 @@ def test_what_makes_sense_is_not(given: Config) -> None:
             config(curriculum="skip_solved", band_high=0.5),
             "data.band_high: no effect without data.curriculum=band.",
         ),
+        (
+            config(curriculum="band", band_low=0.0, band_high=1.0),
+            'data.curriculum="band" skips nothing with data.band_low=0 and data.band_high=1.',
+        ),
     ],
 )
 def test_settings_without_effect_are_told(given: Config, told: str) -> None:

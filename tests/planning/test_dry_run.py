@@ -17,6 +17,7 @@ from rlmath.checkpoint.hf.headers import model_fingerprint
 from rlmath.config.load import load_config, save_config
 from rlmath.config.run_files import CHECKPOINTS_FOLDER
 from rlmath.config.schema import Config, SaveConfig
+from rlmath.distributed.memory import total_bytes
 from rlmath.planning.checks import check_config
 from rlmath.planning.dry_run import kept_checkpoints
 from tests.terminal import on_terminal
@@ -302,11 +303,28 @@ def test_asynchronous_runs_are_told(dry):
     )
 
 
-def test_tail_batching_is_told(dry):
+def test_of_engines_with_ranks_of_their_own_only_these_have_caches(dry, bare_model: Path):
+    cache = f"rollout.cpu_kv_cache_gib={0.26 * total_bytes() / 2**30}"
+    words = (
+        f"model.path={bare_model}",
+        *TINY,
+        "run.total_epochs=2",
+        cache,
+        "parallel=d1+d3",
+        "rollout.max_staleness=0",
+    )
+    status, out, err = dry(V2, *words)
+    assert status == 0, err
+    assert "the KV caches of" not in out
+    assert "the KV caches of 4 ranks" in dry(V2, *words, "parallel=d4+d3")[1]
+
+
+def test_tail_batching_and_its_bias_are_told(dry):
     status, out, err = dry(SMALL_R1, "rollout.tail=defer")
     assert status == 0, err
     told = " ".join(out.split())
     assert "tail batching: groups with a completion of more than 13,824 tokens are sampled anew" in told
+    assert "in steps of their own; what that biases: docs/algorithm.md" in told
     assert "tail batching" not in dry(SMALL_R1)[1]
 
 
@@ -326,7 +344,7 @@ def test_without_a_number_of_ranks_the_least_are_planned(
     status, out, err = dry(
         SMALL_R1, f"model.path={bare_model}", *TINY, "parallel.data=null", "parallel.tensor=2"
     )
-    assert status == 0 and "Layout: 2 ranks" in out, err
+    assert status == 0 and "Layout: 2 ranks" in out and "the least for this layout; --ranks N" in out, err
 
 
 def test_what_a_start_refuses_to_resume_a_dry_run_refuses(dry, tied_model: Path, tmp_path: Path) -> None:

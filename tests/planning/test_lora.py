@@ -93,7 +93,15 @@ def warnings(*overrides: str) -> list[str]:
 def test_a_learning_rate_of_full_training_is_told():
     (told,) = warnings("lora.rank=8", "optimizer.lr=1e-6")
     assert told.startswith("optimizer.lr=1e-06 is a learning rate of full training")
-    assert warnings("lora.rank=8", "optimizer.lr=2e-5") == warnings("optimizer.lr=1e-6") == []
+    critic = ("lora.rank=8", "optimizer.lr=2e-5", "algorithm.advantage=gae")
+    (told,) = warnings(*critic)
+    assert told.startswith("critic.lr is twice optimizer.lr=2e-05, a learning rate of adapters")
+    assert (
+        warnings(*critic, "critic.lr=2e-6")
+        == warnings("lora.rank=8", "optimizer.lr=2e-5")
+        == warnings("optimizer.lr=1e-6")
+        == []
+    )
 
 
 def test_settings_without_effect_beside_lora_and_without_it_are_told():
