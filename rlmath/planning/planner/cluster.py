@@ -70,9 +70,13 @@ COEFFICIENTS = {
 """By kind of device. Sources, and which of them are estimated and not measured: docs/planning.md."""
 
 
-def read_coefficients(file: Path, kind: str) -> Coefficients:
-    """Coefficients of a JSON file {"kind": "cuda", "coefficients": {name: number}}; what it leaves out is as in the
-    table. ValueError for another kind of device, for an unknown name, and for what is no number above 0."""
+RETIRED = "switch_seconds"
+"""A name that older files have."""
+
+
+def read_coefficients(file: Path, kind: str) -> tuple[Coefficients, list[str]]:
+    """Coefficients of a JSON file {"kind": "cuda", "coefficients": {name: number}}, what it leaves out as in the table;
+    and warnings. ValueError for another kind of device, for an unknown name, and for what is no number above 0."""
     data, names = read_json_object(file), [field.name for field in fields(Coefficients)]
     values = data.get("coefficients")
     if data.get("kind") != kind or not isinstance(values, dict):
@@ -80,11 +84,13 @@ def read_coefficients(file: Path, kind: str) -> Coefficients:
             f'{file}; needed: {{"kind": "{kind}", "coefficients": {{name: number}}}} (docs/planning.md)'
         )
     for name, value in values.items():
-        if name not in names:
+        if name not in (*names, RETIRED):
             raise ValueError(f'{file}: there is no coefficient "{name}".{nearest_word(name, names)}')
         if type(value) not in (int, float) or not 0 < value < float("inf"):
             raise ValueError(f"{file}: the coefficient {name} is {value!r}; needed: a number above 0")
-    return replace(COEFFICIENTS[kind], **values)
+    old = f"{file}: the coefficient {RETIRED} is ignored; step_seconds has the switch of an engine, too."
+    warnings = [old] if values.pop(RETIRED, None) is not None else []
+    return replace(COEFFICIENTS[kind], **values), warnings
 
 
 @dataclass(frozen=True)

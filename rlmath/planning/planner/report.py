@@ -61,12 +61,12 @@ def epoch_lines(run: RunPrediction) -> Iterator[str]:
     per_epoch, steps, hours = run.steps_per_epoch, run.total_steps, run.step_seconds / 3600
     if per_epoch is None or steps is None:
         yield "Hours of an epoch: unknown, data.train_path is not there. Give --prompts."
-        return
-    what = "all stages" if has_length_stages(run.config) else f"{steps / per_epoch:.3g} epochs"
-    yield (
-        f"An epoch has {per_epoch:,} steps: {per_epoch * hours:,.3g} hours. The run has "
-        f"{steps:,} steps ({what}): {steps * hours:,.3g} hours, without saving and validation"
-    )
+    else:
+        what = "all stages" if has_length_stages(run.config) else f"{steps / per_epoch:.3g} epochs"
+        yield (
+            f"An epoch has {per_epoch:,} steps: {per_epoch * hours:,.3g} hours. The run has "
+            f"{steps:,} steps ({what}): {steps * hours:,.3g} hours, without saving and validation"
+        )
     for warning in run.warnings:
         yield f"  - {warning}".replace("\n", "\n    ")
 

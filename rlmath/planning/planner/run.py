@@ -40,7 +40,7 @@ class RunPrediction:
     steps_per_epoch: int | None
     """None where the number of prompts is not known."""
     warnings: tuple[str, ...]
-    """What is odd about the prompts of the files."""
+    """What is odd about the prompts of the files, and about a file of coefficients."""
     layouts: Comparison | None
     """Of the last stage, which has the longest contexts; None where none was asked for."""
 
@@ -68,8 +68,10 @@ def predict_run(config: Config, asked: Namespace) -> RunPrediction:
         # Another cluster than that of the settings: what remains of the ranks is data parallel.
         config = replace(config, parallel=replace(config.parallel, data=None))
     cluster = cluster_of(machine, ranks_or_least(config, None), asked.nodes, asked.gpus_per_node)
+    of_file: list[str] = []
     if asked.coefficients is not None:
-        cluster = replace(cluster, coefficients=read_coefficients(asked.coefficients, target.kind))
+        coefficients, of_file = read_coefficients(asked.coefficients, target.kind)
+        cluster = replace(cluster, coefficients=coefficients)
     raise_problems("this run", problems_of(config, shape, cluster))
     if config.rollout.tail == "carry" or config.rollout.ranks > 0:
         # A reward function of the user's is not looked for.
@@ -95,7 +97,7 @@ def predict_run(config: Config, asked: Namespace) -> RunPrediction:
         stages=tuple(zip(stages, map(plan_step, inputs), strict=True)),
         memory_problems=tuple(memory_problems(config, shape, cluster.ranks)),
         steps_per_epoch=steps_per_epoch,
-        warnings=warnings,
+        warnings=(*of_file, *warnings),
         layouts=compare_layouts(inputs[-1]) if asked.layouts > 0 else None,
     )
 

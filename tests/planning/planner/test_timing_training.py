@@ -232,6 +232,11 @@ def test_wrong_coefficients_are_refused(tmp_path: Path, values: dict | None, tol
 def test_coefficients_of_a_file_take_the_place_of_the_defaults(tmp_path: Path):
     file = tmp_path / "c.json"
     file.write_text(json.dumps({"kind": "cpu", "coefficients": {"step_seconds": 2}}), encoding="utf-8")
-    assert read_coefficients(file, "cpu") == replace(COEFFICIENTS["cpu"], step_seconds=2)
+    assert read_coefficients(file, "cpu") == (replace(COEFFICIENTS["cpu"], step_seconds=2), [])
+    file.write_text(
+        '{"kind": "cpu", "coefficients": {"switch_seconds": 1, "step_seconds": 2}}', encoding="utf-8"
+    )
+    found, (told,) = read_coefficients(file, "cpu")
+    assert found.step_seconds == 2 and "switch_seconds is ignored" in told
     with pytest.raises(ValueError, match=r'needed: \{"kind": "cuda"'):
         read_coefficients(file, "cuda")
