@@ -122,6 +122,8 @@ def main(argv: list[str] | None = None) -> None:
             f"--{name}", type=int, default=rows, help=f"rows of {name}.jsonl (default {rows})"
         )
     args = parser.parse_args(argv)
+    if args.worked < 0:
+        parser.error(f"--worked is {args.worked}; needed: at least 0")
     train, heldout = make_problems(args.seed, args.train, args.heldout)
     worked = worked_rows(train, args.worked, SLIP, args.seed)
     check_output(args.output)

@@ -47,7 +47,10 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=None, help="most groups to show (default: all)")
     kinds = "groups whose completions are all right, all wrong, or some of each"
     parser.add_argument("--only", choices=("right", "wrong", "mixed"), help=kinds)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.groups is not None and options.groups < 1:
+        parser.error(f"--groups is {options.groups}; needed: at least 1")
+    return options
 
 
 def _choose_file(run_dir: str, step: int | None) -> Path:

@@ -98,7 +98,7 @@ def check_unusable(
     path: str, unusable: Collection[UnusableRow], rows: int, most: float, needed: str = ""
 ) -> None:
     """ValueError where more of a file's `rows` cannot be used than the share `most` (0 to 1) of them."""
-    if len(unusable) <= most * rows:
+    if len(unusable) / max(1, rows) <= most:
         return
     reasons = "".join(f"\n    {line}" for line in unusable_lines(path, unusable))
     raise ValueError(

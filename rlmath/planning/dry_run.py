@@ -332,10 +332,11 @@ def needed_disk(plan: RunPlan) -> int:
 
 
 def _disk_lines(plan: RunPlan) -> Iterator[str]:
+    uncounted = " without those of save.save_freq_secs" if plan.config.save.save_freq_secs is not None else ""
     yield (
         f"Disk: a checkpoint is {_gib(save_schedule.checkpoint_bytes(plan.config, plan.shape))} GiB, the exported "
         f"model {_gib(save_schedule.export_bytes(plan.config, plan.shape))}; needed at most {_gib(needed_disk(plan))} "
-        "GiB in all"
+        f"GiB in all{uncounted}"
     )
 
 

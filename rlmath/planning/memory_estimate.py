@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rlmath.checkpoint.hf.weight_map import Rule, adapter_rules, rules_of, shard_shape
 from rlmath.config.length_curriculum import with_longest_lengths
@@ -278,16 +278,26 @@ def without_adapters(config: Config) -> Config:
     return replace(config, lora=formulas.NO_LORA)
 
 
-def gradient_buffers(
-    config: Config, shape: ModelShape, mesh: Mesh, layers: int
-) -> list[tuple[list[int], int]]:
-    """Sizes of the parameters in each of Megatron's flat buffers of a rank (elements), and the ranks that share it:
-    with LoRA its adapters'."""
-    shares = mesh.data * mesh.context
+class GradientBuffer(NamedTuple):
+    """One of Megatron's flat buffers of a rank."""
+
+    sizes: list[int]
+    """Elements of its parameters."""
+    ranks: int
+    """Ranks that share it."""
+    stride: int
+    """From one of them to the next."""
+
+
+def gradient_buffers(config: Config, shape: ModelShape, mesh: Mesh, layers: int) -> list[GradientBuffer]:
+    """The buffers of what learns: with LoRA the adapters."""
+    shares, stride = mesh.data * mesh.context, mesh.expert * mesh.expert_tensor
     if config.lora.rank:
-        return [(sizes, shares) for sizes in adapter_sizes(config.lora, shape, mesh, layers)]
-    buffers = [(sizes, shares) for sizes in parameter_sizes(shape, mesh, layers)]
-    return buffers + [(sizes, mesh.expert_data) for sizes in expert_sizes(shape, mesh, layers)]
+        dense, experts = adapter_sizes(config.lora, shape, mesh, layers), []
+    else:
+        dense, experts = parameter_sizes(shape, mesh, layers), expert_sizes(shape, mesh, layers)
+    buffers = [GradientBuffer(sizes, shares, mesh.tensor) for sizes in dense]
+    return buffers + [GradientBuffer(sizes, mesh.expert_data, stride) for sizes in experts]
 
 
 def plan_teacher(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> ModelBytes:
@@ -411,14 +421,14 @@ def _resident(config: Config, shape: ModelShape, mesh: Mesh, target: Target, lay
     distributed optimizer shares these over data-parallel ranks. With LoRA all that is the adapters' alone, the weights
     are in no buffer, and they are the reference."""
     optimizer, buffers = config.optimizer, gradient_buffers(config, shape, mesh, layers)
-    learned = sum(sum(sizes) for sizes, _ in buffers)
-    lengths = [buffer_elements(sizes, optimizer.distributed, shares) for sizes, shares in buffers]
+    learned = sum(sum(one.sizes) for one in buffers)
+    lengths = [buffer_elements(one.sizes, optimizer.distributed, one.ranks) for one in buffers]
     buffer = sum(lengths)
     moments = 2 if optimizer.kind == "adam" else 0
     main = 0 if target.itemsize == formulas.FLOAT32_BYTES else 1
     states = learned
     if optimizer.distributed:
-        states = sum(length // shares for length, (_, shares) in zip(lengths, buffers, strict=True))
+        states = sum(length // one.ranks for length, one in zip(lengths, buffers, strict=True))
     weights = sum(map(sum, [*parameter_sizes(shape, mesh, layers), *expert_sizes(shape, mesh, layers)]))
     frozen = weights if config.lora.rank else 0
     resident = {

@@ -90,3 +90,20 @@ def thinned(curve: Curve, most: int = DRAWN_POINTS) -> Curve:
         kept += sorted({low, high})
     kept.append(count - 1)
     return Curve([curve.steps[place] for place in kept], [curve.values[place] for place in kept])
+
+
+def stacked(named: list[tuple[str, Curve]], most: int = DRAWN_POINTS) -> list[tuple[str, Curve]]:
+    """Curves over the same steps, at most `most`: means over as many steps, 0 where a curve has no value.
+
+    >>> stacked([("a", Curve([1, 2, 3], [5.0, 5.0, 5.0])), ("b", Curve([2], [8.0]))], 2)
+    [('a', Curve(steps=[2, 3], values=[5.0, 5.0])), ('b', Curve(steps=[2, 3], values=[4.0, 0.0]))]
+    """
+    steps = sorted({step for _, curve in named for step in curve.steps})
+    width = max(1, -(-len(steps) // most))
+    spans = [steps[start : start + width] for start in range(0, len(steps), width)]
+    found = []
+    for name, curve in named:
+        values = dict(zip(*curve, strict=True))
+        means = [sum(values.get(step, 0.0) for step in span) / len(span) for span in spans]
+        found.append((name, Curve([span[-1] for span in spans], means)))
+    return found

@@ -25,10 +25,7 @@
         line: { color: color(one.color), width: 1.7, dash: DASHES[dash % DASHES.length] },
         hovertemplate: value + (figure.traces.length > 1 ? "" : "<extra></extra>"),
       };
-      if (figure.stack) { /* thinned curves have different steps */
-        const mode = one.y.length === 1 ? "markers" : "lines";
-        Object.assign(trace, { stackgroup: "all", stackgaps: "interpolate", mode });
-      }
+      if (figure.stack) Object.assign(trace, { stackgroup: "all", mode: one.y.length === 1 ? "markers" : "lines" });
       return trace;
     });
   }

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlmath.config.terminal import visible
-from rlmath.report.metrics import Curve, thinned
+from rlmath.report.metrics import Curve, stacked, thinned
 from rlmath.report.run_folder import ShownRun
 
 MOST_TRACES = 48
@@ -107,7 +107,7 @@ Speed
     Steps between the weights that sampled and the step that learned
   Waiting for a reward worker; seconds; reward/queue_wait_s=mean, reward/queue_wait_s_max=longest
 Memory
-  Memory after each phase; GiB; memory/after_*=, memory_gib=end of the step; Of rank 0
+  Memory after each phase; GiB; memory/after_*_gib=, memory_gib=end of the step; Of rank 0
 """
 """Sections, and their figures: title; unit; metrics with what the legend calls them; note; form."""
 
@@ -147,6 +147,8 @@ def _lines(spec: Lines, runs: Sequence[ShownRun]) -> tuple[dict[str, Any] | None
     traces, left_out, there = [], 0, False
     for number, run in enumerate(runs):
         named = [pair for metric, called in spec.metrics for pair in _curves(run, metric, called)]
+        if stacks := spec.form == "stack" and len(runs) == 1:
+            named = stacked(named)
         for place, (called, curve) in enumerate(named):
             there = there or bool(curve.values)
             if not any(curve.values):
@@ -161,7 +163,7 @@ def _lines(spec: Lines, runs: Sequence[ShownRun]) -> tuple[dict[str, Any] | None
                     "name": (f"{run.label}: {label}" if several else run.label) if len(runs) > 1 else label,
                     "color": number if len(runs) > 1 else place,
                     "dash": place if len(runs) > 1 else 0,
-                    **drawn(thinned(curve)),
+                    **drawn(curve if stacks else thinned(curve)),
                 }
             )
     if not traces:

@@ -156,7 +156,7 @@ def events_of(path: Path, notes: list[str]) -> Events:
         kind, step = row["kind"], number_of(row.get("step"))
         if kind == "rollback" or (kind == "resume" and is_beginning):
             found.markers.append({"x": step, "kind": "rollback" if kind == "rollback" else "restart"})
-        is_beginning = kind == "start" or (is_beginning and kind != "resume")
+        is_beginning = kind == "start" or (is_beginning and kind not in ("resume", "checkpoint"))
         found.starts += kind == "start"
         if kind not in MESSAGES:
             continue

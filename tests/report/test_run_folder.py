@@ -51,14 +51,19 @@ def test_different_messages_are_bounded(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_restarts_and_rollbacks_are_marked(tmp_path: Path) -> None:
     write_two_starts(tmp_path)
-    write_event(tmp_path, "rollback", 4, text="the loss is NaN")
+    write_event(tmp_path, "checkpoint", 4)
     write_event(tmp_path, "resume", 4)  # of the checkpoint of the rollback
+    write_event(tmp_path, "rollback", 4, text="the loss is NaN")
     found = events_of(tmp_path / "events.jsonl", [])
     assert found.markers == [{"x": 2, "kind": "restart"}, {"x": 4, "kind": "rollback"}]
     assert [(one.kind, one.steps) for one in found.messages[2:4]] == [
         ("rollback", ["step 4"]),
         ("resume", ["step 2"]),
     ]
+    (tmp_path / "events.jsonl").unlink()
+    for kind, step in (("start", None), ("checkpoint", 4), ("resume", 4), ("rollback", 4)):
+        write_event(tmp_path, kind, step)
+    assert events_of(tmp_path / "events.jsonl", []).markers == [{"x": 4, "kind": "rollback"}]
 
 
 def test_settings_that_differ(tmp_path: Path) -> None:

@@ -29,14 +29,15 @@ def plan_rollout(inputs: StepInputs) -> PlannedRollout:
     """The rollout of a step, by engines on all ranks of the cluster, or on its `rollout.ranks` last ones. With all
     places taken an engine needs mean x requests / places steps. What waits for every completion of its step takes as
     many more as the longest has more tokens than the mean. Partial rollouts, tail batching and engines on ranks of
-    their own spread that over the steps that a completion may take."""
+    their own spread that over the steps that a completion may take, and have those of as many steps in their places."""
     rollout, batch, lengths = inputs.config.rollout, inputs.batch, inputs.batch.lengths
     engines = max(1, (rollout.ranks or inputs.cluster.ranks) // rollout.tensor_parallel)
     requests = -(-batch.sequences // engines)
-    slots = slots_of(inputs, requests)
+    spread = steps_of_a_completion(inputs)
+    slots = slots_of(inputs, requests * spread)
     full = batch.sequences * lengths.mean / engines / slots
-    longest = lengths.at(1 - 0.5 / batch.sequences)
-    steps = max(full, (full - lengths.mean + longest) / steps_of_a_completion(inputs))
+    tail = lengths.at(1 - 0.5 / batch.sequences) - lengths.mean
+    steps = max(full, (max(full, lengths.mean) + tail) / spread)
     of = inputs.cluster.coefficients
     step_seconds = of.decode_step_seconds + inputs.cluster.memory_seconds(engine_of(inputs).weights)
     step_seconds += _exchange_seconds(inputs, tokens=0, messages=1)

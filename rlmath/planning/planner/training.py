@@ -132,9 +132,11 @@ def exchange_seconds(inputs: StepInputs, mesh: Mesh, layers: int, passes: Passes
             state * sums * 2 * (mesh.tensor - 1) / mesh.tensor, count * sums, mesh.tensor
         )
     if (experts := mesh.expert * mesh.expert_tensor) > 1:
-        ways = 2 * layers * runs
-        sent = state / split * shape.experts_per_token * ways * (experts - 1) / experts
-        found += cluster.link_seconds(sent, count * ways, experts)
+        # A token goes to the ranks of its experts, and there to all that share an expert.
+        ways, parts = 2 * layers * runs, 1 - 1 / mesh.expert + mesh.expert_tensor - 1
+        found += cluster.link_seconds(
+            state / split * shape.experts_per_token * ways * parts, count * ways, experts
+        )
     if mesh.pipeline > 1:
         ways = passes.runs * mesh.virtual_pipeline
         found += cluster.link_seconds(state / split * ways, count * ways, mesh.world_size)
@@ -147,11 +149,8 @@ def gradient_seconds(inputs: StepInputs, mesh: Mesh, layers: int) -> float:
     distributed = inputs.config.optimizer.distributed
     ways = FLOAT32_BYTES + (inputs.target.itemsize if distributed else FLOAT32_BYTES)
     per_node, seconds = inputs.cluster.ranks_per_node, 0.0
-    for sizes, ranks in gradient_buffers(inputs.config, inputs.shape, mesh, layers):
+    for sizes, ranks, stride in gradient_buffers(inputs.config, inputs.shape, mesh, layers):
+        sent, beside = sum(sizes) * ways * (ranks - 1) / ranks, max(1, min(ranks, per_node // stride))
         if ranks > 1:
-            sent, beside = (
-                sum(sizes) * ways * (ranks - 1) / ranks,
-                max(1, min(ranks, per_node // mesh.tensor)),
-            )
-            seconds += inputs.cluster.link_seconds(sent, 2, mesh.tensor * ranks, beside)
+            seconds += inputs.cluster.link_seconds(sent, 2, stride * ranks, beside)
     return seconds

@@ -131,6 +131,10 @@ def test_experts_share_gradients_with_the_ranks_that_have_the_same():
         dense = 4 * (LAYER - 3 * 128 - 3 * 8 + 8 * 8 + 2 * 4) + 2 * 32 * 8 + 8
         expected = 6 * (dense * (ranks - 1) / ranks + shared)
         assert gradient_seconds(done, done.mesh, 4) == pytest.approx(expected, rel=0.02)
+    # On two nodes the two ranks with the same experts share their cards with nobody of their group.
+    done = inputs(config, 8, 2, shape=moe, network=1.0)
+    expected = 6 * (dense * 7 / 8 / 4 + experts / 2)
+    assert gradient_seconds(done, done.mesh, 4) == pytest.approx(expected, rel=0.02)
 
 
 def test_epochs_repeat_the_update():
