@@ -270,7 +270,7 @@ class CheckpointManager:
             read_metadata(state)
             checkpoint = directory.finish_partial(save.partial, save.step, save.kept, known)
         except (OSError, RuntimeError, ValueError) as error:
-            return directory.write_error_text(error, state / "common.pt")
+            return directory.write_error_text(error, save.partial)
         try:
             learned = save.learned_step
             self._remove(

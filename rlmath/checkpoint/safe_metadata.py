@@ -1,13 +1,16 @@
 """Reads the index of a torch_dist checkpoint, which is a pickle, without executing what it names.
 
-The unpickler allows only the classes of an index, and nothing else is imported or called. What a hostile index can
+The unpickler allows only the classes of an index, and nothing else is imported or called. The result is checked: plain
+file names, offsets within the files, chunks within their tensors, all tensors stored whole. What a hostile index can
 still do is take memory and time in proportion to MAX_INDEX_BYTES, and end the program.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import io
+import math
 import pickle
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -48,43 +51,67 @@ _IN_PLACE_OF = {
 
 
 def read_metadata(folder: Path | str) -> dcp.Metadata:
-    """The index of a torch_dist folder. ValueError where it is unreadable, no plain index, or names files elsewhere."""
-    return _read_index(Path(folder) / INDEX)
+    """The index of a torch_dist folder, checked: plain file names, offsets and lengths within the files, chunks within
+    their tensors and each of them stored. ValueError that names what is wrong."""
+    return read_index(Path(folder) / INDEX)
 
 
 class SafeReader(FileSystemReader):
-    """torch's reader of a checkpoint folder, with `read_metadata` of this module in place of pickle."""
+    """torch's reader of a checkpoint folder, with `read_metadata` in place of pickle. Reads an index once."""
+
+    def __init__(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(path, *args, **kwargs)
+        self._read: dict[Path, dcp.Metadata] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """With `rank` the index of one rank's own, as in torch."""
-        metadata = _read_index(Path(self._get_metadata_path(kwargs.get("rank"))))
+        """See `read_metadata` of this module; with `rank` the index of one rank's own, as in torch."""
+        path = Path(self._get_metadata_path(kwargs.get("rank")))
+        if path not in self._read:
+            self._read[path] = read_index(path)
+        metadata = self._read[path]
         assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Switch to another checkpoint, or read the same one again."""
+        super().reset(checkpoint_id)
+        self._read = {}
 
-def _read_index(path: Path) -> dcp.Metadata:
+
+def read_index(path: Path) -> dcp.Metadata:
+    """`read_metadata` of an index file of any name; the files that it names lie beside it."""
     try:
         content = read_regular(path, MAX_INDEX_BYTES)
     except OSError as error:
         raise ValueError(
             f"{path} cannot be read ({error.strerror}); a torch_dist checkpoint is a folder with {INDEX}."
         ) from error
+    was_on = gc.isenabled()
+    gc.disable()  # it would search a million small objects, none of them garbage: more than twice the time
     try:
-        index = _Unpickler(io.BytesIO(content)).load()
-        version = getattr(index, "version", None)
-        tensors, places = dict(index.state_dict_metadata), dict(index.storage_data)
-        outside = [
-            one.relative_path for one in places.values() if Path(one.relative_path).name != one.relative_path
-        ]
-        if outside:
-            raise ValueError(f"it names the file {outside[0]!r:.200}; needed: one in the same folder")
-    except Exception as error:  # of any kind: whatever the file holds instead of an index
+        return _checked(_Unpickler(io.BytesIO(content)).load(), path.parent)
+    except _Refused as error:
+        raise ValueError(f"{path} is refused: {error}") from error
+    except _DAMAGED as error:
+        reason = f"{type(error).__name__}: {error}"[:200]
         raise ValueError(
-            f"{path} is damaged, or not the index of a checkpoint ({type(error).__name__}: {error!s:.200}). "
-            "Copy it again."
+            f"{path} is damaged, or not the index of a checkpoint ({reason}). Copy it again."
         ) from error
-    return dcp.Metadata(tensors, None, places, dcp.StorageMeta(), version=version)
+    finally:
+        if was_on:
+            gc.enable()
+
+
+class _Refused(ValueError):
+    """The index holds something that an index does not hold."""
+
+
+_DAMAGED = (
+    *(pickle.UnpicklingError, EOFError, ArithmeticError, AssertionError, AttributeError, LookupError),
+    *(MemoryError, RecursionError, TypeError, ValueError),
+)
+"""What pickle and the classes' constructors raise where a file is no index, or is cut off."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -95,4 +122,70 @@ class _Unpickler(pickle.Unpickler):
             return getattr(importlib.import_module(module), name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise ValueError(f"it names {module}.{name}, which could run code")
+        raise _Refused(
+            f"it names {module}.{name}, which is no part of a checkpoint's index and could run code."
+        )
+
+
+def _checked(index: Any, folder: Path) -> dcp.Metadata:
+    """What of an index is used, where it holds together. Attributes and types that are wrong raise what they raise."""
+    tensors: dict[str, Any] = {}
+    for key, entry in index.state_dict_metadata.items():
+        if isinstance(entry, dcp.TensorStorageMetadata):
+            tensors[key] = _tensor(key, entry)
+        else:
+            tensors[key] = dcp.BytesStorageMetadata()
+    ends: dict[str, int] = {}
+    for place in index.storage_data.values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), _end(place))
+    for name, end in ends.items():
+        _check_file(folder, name, end)
+    lost = [key for key, entry in tensors.items() if not _is_whole(key, entry, index.storage_data)]
+    if lost:
+        raise _Refused(f"{len(lost)} tensors are not stored whole: {', '.join(lost[:5])}.")
+    version = getattr(index, "version", None)
+    return dcp.Metadata(tensors, None, index.storage_data, dcp.StorageMeta(), version=version)
+
+
+def _tensor(key: str, entry: dcp.TensorStorageMetadata) -> dcp.TensorStorageMetadata:
+    if not isinstance(entry.properties.dtype, torch.dtype):
+        raise _Refused(f"{key} has no number format.")
+    if math.prod(max(1, length) for length in entry.size) > 2**50:
+        raise _Refused(f"{key} has more than 2^50 elements.")
+    for chunk in entry.chunks:
+        axes = list(zip(chunk.offsets, chunk.sizes, entry.size, strict=True))
+        if any(start < 0 or length < 0 or start + length > whole for start, length, whole in axes):
+            raise _Refused(f"a part of {key} lies outside of the tensor.")
+    properties = dcp.TensorProperties(dtype=entry.properties.dtype)
+    return dcp.TensorStorageMetadata(properties, entry.size, entry.chunks)
+
+
+def _end(place: Any) -> int:
+    """Where a part ends in its file (bytes)."""
+    if getattr(place, "transform_descriptors", None):
+        raise _Refused(
+            f"{place.relative_path} is compressed or otherwise transformed, which is not supported."
+        )
+    if place.offset < 0 or place.length < 0:
+        raise _Refused(f"a place in {place.relative_path} is negative.")
+    return place.offset + place.length
+
+
+def _check_file(folder: Path, name: str, end: int) -> None:
+    if name in ("", ".", "..") or any(c in name for c in "/\\\0"):
+        raise _Refused(f"it names the file {name[:200]!r}; needed: one in the same folder.")
+    if not (folder / name).is_file():
+        raise _Refused(f"the file {name} is not beside it. Copy it there.")
+    size = (folder / name).stat().st_size
+    if end > size:
+        raise _Refused(f"{name} has {size} bytes, at least {end} are needed: it was cut off. Copy it again.")
+
+
+def _is_whole(key: str, entry: Any, places: dict[dcp.MetadataIndex, Any]) -> bool:
+    """Whether all parts have a place, begin at places of their own, and have as many elements as the tensor."""
+    if isinstance(entry, dcp.BytesStorageMetadata):
+        return dcp.MetadataIndex(key) in places
+    starts = {chunk.offsets for chunk in entry.chunks}
+    elements = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+    is_covered = len(starts) == len(entry.chunks) and elements == math.prod(entry.size)
+    return is_covered and all(dcp.MetadataIndex(key, start) in places for start in starts)

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlmath.checkpoint.directory import nearest_folder, remove, remove_partial, set_newer_aside
+from rlmath.config.files import require_regular
 from rlmath.config.help import raise_problems, setting_values
 from rlmath.config.load import load_config, save_config
 from rlmath.config.run_files import (
@@ -26,8 +27,10 @@ from rlmath.config.run_files import (
     EARLIER_FOLDER,
     EXIT_STATUS_FILE,
     LOCK_FILE,
+    LOG_FILE,
     METRICS_FILE,
     MODELS_FOLDER,
+    ROLLBACKS_FILE,
     STACKS_FOLDER,
     SUMMARY_FILE,
     TEMPORARY_FILE,
@@ -45,6 +48,8 @@ logger = logging.getLogger(__name__)
 MIN_FREE_BYTES = 2**30
 """Free disk space below which a run does not start."""
 
+_OWN_FILES = (METRICS_FILE, VALIDATION_FILE, SUMMARY_FILE, LOG_FILE, ROLLBACKS_FILE, EXIT_STATUS_FILE)
+"""What a run reads again, or writes over."""
 _NO_OBSTACLE = (LOCK_FILE, EXIT_STATUS_FILE, exit_codes.RESERVED_NAME, STACKS_FOLDER)
 """What a start that broke early leaves."""
 _INPUTS = (
@@ -151,6 +156,13 @@ def folder_problems(output_dir: str, config: Config, needed_bytes: int, resumes:
             "Make room, or give a run.output_dir on another disk."
         )
     yield from _input_problems(folder, config, resumes)
+    for name in _OWN_FILES:
+        try:
+            require_regular(folder / name)
+        except ValueError as error:
+            yield f"{error}. Move it away."
+        except OSError:
+            pass  # it is not there, or the claim of the folder says what is wrong
     if nearest == folder and not resumes:
         yield from _content_problems(folder, config)
 
@@ -158,7 +170,7 @@ def folder_problems(output_dir: str, config: Config, needed_bytes: int, resumes:
 def _input_problems(folder: Path, config: Config, resumes: bool) -> Iterator[str]:
     """Inputs inside the folder would be moved aside when the run is repeated."""
     values = setting_values(config)
-    for key in _INPUTS if resumes else (*_INPUTS, "data.history_path"):
+    for key in _INPUTS if resumes else (*_INPUTS, "data.history_path", "data.chat_template"):
         for path in values[key] if isinstance(values[key], list) else [values[key]]:
             if path and Path(path).resolve().is_relative_to(folder.resolve()):
                 yield f'{key} "{path}" lies in it; it may hold only what the run writes. Move one of the two.'

@@ -86,7 +86,7 @@ def test_parts_that_leave_a_gap_are_refused(tmp_path: Path):
     writer.add(0, "t", (0,), (4,), torch.zeros(2))
     writer.add(0, "t", (3,), (4,), torch.ones(1))
     writer.close()
-    with pytest.raises(ValueError, match="t is not stored whole"):
+    with pytest.raises(ValueError, match="not stored whole: t"):
         StateReader(tmp_path).read("t", (0,), (4,))
 
 

@@ -341,6 +341,19 @@ def test_starting_anew_takes_other_settings_and_keeps_what_was_there(tmp_path: P
     assert names(tmp_path / "earlier" / "001") == ["checkpoints", "config.yaml"]
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "validation.jsonl", "summary.json", "exit_status.json"])
+def test_what_is_no_file_in_the_place_of_one_is_refused(tmp_path: Path, name: str) -> None:
+    """Opening a FIFO would wait for ever, and a folder could not be replaced; also where the run resumes."""
+    config = make_config(tmp_path / "run")
+    claim_run_folder(tmp_path / "run", config)
+    os.mkfifo(tmp_path / "run" / name)
+    with pytest.raises(ValueError, match=f'{name}" is a FIFO; needed: a regular file. Move it away'):
+        check_output_folder(tmp_path / "run", config, resumes=True)
+    (tmp_path / "run" / name).unlink()
+    (tmp_path / "run" / name).mkdir()
+    assert f'{name}" is a folder; needed: a regular file' in refusal(tmp_path / "run", config)
+
+
 def test_a_run_that_starts_anew_is_another_one_to_wandb(tmp_path: Path):
     claim_run_folder(tmp_path, make_config(tmp_path))
     first = run_id(tmp_path)

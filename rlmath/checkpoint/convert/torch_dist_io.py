@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import pickle
 import zipfile
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from rlmath.checkpoint.directory import INDEX
 from rlmath.checkpoint.safe_metadata import read_metadata
+from rlmath.config.files import open_regular
 
 FORMAT = {
     "sharded_backend": "torch_dist",
@@ -29,6 +31,9 @@ FORMAT = {
 """What Megatron expects in metadata.json."""
 COMMON = {"checkpoint_version": 3.0, "iteration": 0}
 """What Megatron-LM expects in common.pt: for versions before 2 it would reorder the rows of query, key and value."""
+
+_OVERHEAD_BYTES = 2**16
+"""Most of a saved part that is not its numbers: names and shapes."""
 
 
 class StateReader:
@@ -89,7 +94,9 @@ class StateReader:
         try:
             place = self._places[dcp.MetadataIndex(self._prefix + key, chunk.offsets)]
             path = self.folder / place.relative_path
-            with path.open("rb") as file:
+            if place.length > math.prod(chunk.sizes) * dtype.itemsize + _OVERHEAD_BYTES:
+                raise ValueError(f"it has {place.length} bytes")
+            with open_regular(path) as file:
                 file.seek(place.offset)
                 content = file.read(place.length)
             with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -100,7 +107,9 @@ class StateReader:
             part = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             if (part.shape, part.dtype) != (chunk.sizes, dtype):
                 raise ValueError(f"it is no tensor of {tuple(chunk.sizes)} in {dtype}")
-        except Exception as error:  # of any kind: whatever the file holds
+        except MemoryError:
+            raise
+        except Exception as error:  # of any other kind: whatever the file holds
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"{path} is damaged where {key} is stored ({reason}). Copy it again.") from error
         return part

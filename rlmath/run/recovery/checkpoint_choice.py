@@ -41,7 +41,7 @@ def choose_checkpoint(
 
 
 def _damage(checkpoint: Checkpoint, on_progress: Callable[[], None]) -> str | None:
-    """What all ranks together find wrong. What only others than rank 0 miss is not lost: they lack the disk."""
+    """What all ranks together find wrong. What another rank than 0 cannot read is not lost: it may lack the disk."""
     rank, ranks = environment_rank(), environment_world_size()
     wrong, refused = [], None
     for name in sorted(checkpoint.files)[rank::ranks]:
@@ -49,7 +49,7 @@ def _damage(checkpoint: Checkpoint, on_progress: Callable[[], None]) -> str | No
             wrong += directory.wrong_contents(checkpoint, [name], on_progress)
         except OSError as error:
             text = f"rank {rank} on {socket.gethostname()} cannot read {name} ({error.strerror})"
-            if directory.means_loss(error) and (rank == 0 or not isinstance(error, FileNotFoundError)):
+            if rank == 0 and directory.means_loss(error):
                 wrong.append(text)
             else:
                 refused = out_of_reach_text(ValueError(f"of {checkpoint.folder} {text}"))

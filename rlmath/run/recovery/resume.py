@@ -60,8 +60,8 @@ run.hub_timeout_seconds run.max_discarded_steps run.plugins algorithm.rollback d
 optimizer.distributed optimizer.overlap_grad_reduce algorithm.reference_every_steps critic.path
 rollout.tensor_parallel rollout.memory_share rollout.kv_cache_gib rollout.cpu_kv_cache_gib rollout.max_num_seqs
 rollout.max_num_batched_tokens rollout.chunked_prefill rollout.cuda_graphs rollout.progress_bar rollout.slice_tokens
-rollout.max_groups_in_flight rollout.max_concurrent_sequences sync. memory. validation. reward.timeout_seconds
-reward.workers reward.max_failure_share sft.eval_every_steps telemetry. save.
+rollout.max_groups_in_flight rollout.max_concurrent_sequences stages.max_tokens_per_microbatch sync. memory. validation.
+reward.timeout_seconds reward.workers reward.max_failure_share sft.eval_every_steps telemetry. save.
 """.split()
 """Settings, or whole sections, that may differ in a resumed run: where and how it computes, what it keeps and measures,
 how long it is. Of length stages what is not done yet (`refused_changes`)."""
@@ -326,8 +326,9 @@ def _stage_changes(then: Config, now: Config, steps_done: int) -> Iterator[str]:
     if problems := list(stage_list_problems(now)):
         yield problems[0]
         return
+    there, here = (length_stages(config, steps_done) for config in (then, now))
     for step in range(steps_done):
-        stages = (length_stage_at(length_stages(config, steps_done), step) for config in (then, now))
+        stages = length_stage_at(there, step), length_stage_at(here, step)
         old, new = (stage.config.rollout.max_new_tokens for stage in stages)
         if old != new:
             yield f"stages: step {step + 1}, which is done, had at most {old} new tokens there, {new} now"
