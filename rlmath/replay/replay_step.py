@@ -81,13 +81,15 @@ class Comparison:
     mistakes: tuple[str, ...] = ()
     """Why the two cannot be compared number by number."""
 
+    def counted(self, tolerance: float) -> list[Difference]:
+        """The numbers that the tolerance is for. What a single token has, the largest mismatch, is rounded more than
+        means are: it counts only where all bits must be the same."""
+        return [one for one in self.differences if tolerance == 0 or one.name not in MAXIMA]
+
     def same(self, tolerance: float) -> bool:
-        """Whether all numbers are within the tolerance. What a single token has, the largest mismatch, is rounded more
-        than means are: it counts only where all bits must be the same."""
-        counted = [one for one in self.differences if tolerance == 0 or one.name not in MAXIMA]
-        return (
-            not self.mistakes and self.start != "other" and all(one.relative <= tolerance for one in counted)
-        )
+        """Whether all numbers that count are within the tolerance."""
+        is_near = all(one.relative <= tolerance for one in self.counted(tolerance))
+        return not self.mistakes and self.start != "other" and is_near
 
     @property
     def bit_equal(self) -> bool:
@@ -226,11 +228,10 @@ def comparison_lines(
     if capture.update is None:
         results = [asdict(one) for one in replayed.minibatches]
         return [*lines, f"The run ended in the update ({capture.reason}); the replay gave {results}"]
-    counted = [one for one in found.differences if tolerance == 0 or one.name not in MAXIMA]
     word = (
         "The same to the bit" if found.bit_equal else "The same" if found.same(tolerance) else "NOT the same"
     )
-    if counted:
+    if counted := found.counted(tolerance):
         one = max(counted, key=lambda one: one.relative)
         word += f": the largest relative difference is {one.relative:.1e}, {one.name} of minibatch {one.minibatch}"
     lines.append(f"{word}; allowed: {tolerance:g}; weights afterwards: {found.weights}")

@@ -145,9 +145,10 @@ def _named_figures(text: str) -> dict[str, list[Lines]]:
 def _lines(spec: Lines, runs: Sequence[ShownRun]) -> tuple[dict[str, Any] | None, bool]:
     """The figure, if any value is not 0; and whether there were values at all."""
     traces, left_out, there = [], 0, False
+    stacks = spec.form == "stack" and len(runs) == 1
     for number, run in enumerate(runs):
         named = [pair for metric, called in spec.metrics for pair in _curves(run, metric, called)]
-        if stacks := spec.form == "stack" and len(runs) == 1:
+        if stacks:
             named = stacked(named)
         for place, (called, curve) in enumerate(named):
             there = there or bool(curve.values)
@@ -163,7 +164,7 @@ def _lines(spec: Lines, runs: Sequence[ShownRun]) -> tuple[dict[str, Any] | None
                     "name": (f"{run.label}: {label}" if several else run.label) if len(runs) > 1 else label,
                     "color": number if len(runs) > 1 else place,
                     "dash": place if len(runs) > 1 else 0,
-                    **drawn(curve if stacks else thinned(curve)),
+                    **drawn(thinned(curve)),
                 }
             )
     if not traces:
@@ -175,7 +176,7 @@ def _lines(spec: Lines, runs: Sequence[ShownRun]) -> tuple[dict[str, Any] | None
         "note": "; ".join(filter(None, notes)),
         "percent": spec.unit.startswith("share"),
         "log": spec.form == "log" and all(value > 0 for trace in traces for value in trace["y"]),
-        "stack": spec.form == "stack" and len(runs) == 1,
+        "stack": stacks,
         "traces": traces,
     }, True
 

@@ -160,9 +160,8 @@ class StartingRank:
                 raise ValueError(mistake)
             return _take_folder(prepared, stack) if environment_rank() == 0 else prepared
         except (ValueError, OSError) as found:
-            mistake = (
-                launcher_mistake()
-            )  # without torchrun there is one rank, which may be why settings do not fit
+            # Without torchrun there is one rank, which may be why settings do not fit.
+            mistake = launcher_mistake()
             error = found if mistake is None or mistake in str(found) else ValueError(f"{found}\n{mistake}")
             several = self.rendezvous is not None and self.rendezvous.rank_info.several_nodes
             if self.rendezvous is not None and several and not isinstance(found, SharedMistakeError):

@@ -81,21 +81,16 @@ def test_one_flipped_bit_among_the_numbers_is_found(tmp_path: Path):
         StateReader(tmp_path / "g").read("grid", (2, 0), (2, 3))
 
 
-def test_parts_that_leave_a_gap_are_refused(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("start", "size", "told"), [(3, 1, "not stored whole: t"), (1, 2, "parts of t overlap")]
+)
+def test_parts_that_leave_a_gap_are_refused(tmp_path: Path, start: int, size: int, told: str):
+    """Also where they overlap, so that they have as many numbers as the tensor."""
     writer = StateWriter(tmp_path)
     writer.add(0, "t", (0,), (4,), torch.zeros(2))
-    writer.add(0, "t", (3,), (4,), torch.ones(1))
+    writer.add(0, "t", (start,), (4,), torch.ones(size))
     writer.close()
-    with pytest.raises(ValueError, match="not stored whole: t"):
-        StateReader(tmp_path).read("t", (0,), (4,))
-
-
-def test_parts_that_overlap_and_leave_a_gap_are_refused(tmp_path: Path):
-    writer = StateWriter(tmp_path)
-    writer.add(0, "t", (0,), (4,), torch.zeros(2))
-    writer.add(0, "t", (1,), (4,), torch.ones(2))
-    writer.close()
-    with pytest.raises(ValueError, match="parts of t overlap"):
+    with pytest.raises(ValueError, match=told):
         StateReader(tmp_path).read("t", (0,), (4,))
 
 

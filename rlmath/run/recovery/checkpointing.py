@@ -246,11 +246,9 @@ class Checkpointer:
             return
         self.newest = self._stop.saved_step = step
         if self._trainer.mesh.rank == 0:
-            gib, text = (
-                sum(one.size for one in saved.files.values()) / 2**30,
-                "Checkpoint of step %d: %s (%.3f GiB)",
-            )
-            logger.info(text, step, saved.folder, gib, extra=event("checkpoint", step))
+            gib = sum(one.size for one in saved.files.values()) / 2**30
+            told = event("checkpoint", step)
+            logger.info("Checkpoint of step %d: %s (%.3f GiB)", step, saved.folder, gib, extra=told)
 
     def _log_failure(self, step: int, error: str) -> None:
         if self._trainer.mesh.rank == 0:
