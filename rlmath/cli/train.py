@@ -109,7 +109,7 @@ def evaluate(argv: Sequence[str]) -> int:
 
 
 def replay(argv: Sequence[str]) -> int:
-    """Exit status of the replay: 0 where it gives the same."""
+    """Exit status of the replay: 0 where it gives the same, 3 where there is nothing to compare."""
     from rlmath.replay import replay as program
     from rlmath.replay.capture import read_capture
 

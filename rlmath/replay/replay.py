@@ -51,12 +51,13 @@ rlmath replay RUN --step 10 --part rollout
 RUN is a run's folder, or one of its captures (telemetry.capture_steps).
 Settings behind it, such as another layout or another place of the model, take
 the place of the run's. Exit status 0: the same within the tolerance; 1: it is
-not.
+not; 2: a mistake; 3: nothing was compared, as the step made no update.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One of `rlmath.distributed.fault_tolerance.exit_codes`; FAILURE also where the replay differs."""
+    """One of `rlmath.distributed.fault_tolerance.exit_codes`; FAILURE also where the replay differs, NOTHING_COMPARED
+    where there is nothing to compare."""
     escape_terminal()
     with mistakes_end_all_ranks():
         given = parse(argv)

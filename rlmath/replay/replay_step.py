@@ -78,6 +78,8 @@ class Comparison:
     """Whether it began with the captured weights: "equal", "other" or "not captured"."""
     weights: str
     """Whether the weights afterwards are the captured ones to the bit, in the same words."""
+    minibatches: int = 0
+    """How many of policy and critic were compared."""
     mistakes: tuple[str, ...] = ()
     """Why the two cannot be compared number by number."""
 
@@ -87,9 +89,18 @@ class Comparison:
         return [one for one in self.differences if tolerance == 0 or one.name not in MAXIMA]
 
     def same(self, tolerance: float) -> bool:
-        """Whether all numbers that count are within the tolerance."""
-        is_near = all(one.relative <= tolerance for one in self.counted(tolerance))
-        return not self.mistakes and self.start != "other" and is_near
+        """Whether minibatches were compared, and all numbers that count are within the tolerance."""
+        return self.minibatches > 0 and not self._differs(tolerance)
+
+    def status(self, tolerance: float) -> int:
+        """The exit status: FINISHED where both are the same, FAILURE where they differ, else NOTHING_COMPARED."""
+        if self._differs(tolerance):
+            return exit_codes.FAILURE
+        return exit_codes.FINISHED if self.minibatches else exit_codes.NOTHING_COMPARED
+
+    def _differs(self, tolerance: float) -> bool:
+        is_near = all(difference.relative <= tolerance for difference in self.counted(tolerance))
+        return bool(self.mistakes) or self.start == "other" or not is_near
 
     @property
     def bit_equal(self) -> bool:
@@ -132,7 +143,7 @@ def replay_update(
     prepared: PreparedRun[Inputs],
     rendezvous: Rendezvous | None,
 ) -> int:
-    """Make the update of a captured step again; FINISHED where it is the same within the tolerance, else FAILURE."""
+    """Make the update of a captured step again; the exit status: `Comparison.status`."""
     with ExitStack() as stack:
         mesh, device, heartbeat = begin(stack, prepared, rendezvous)
         heartbeat.enter_phase("build model")
@@ -149,11 +160,12 @@ def replay_update(
         replayed = captured_update(trainer.last, weights_digest(trainer))
         status = exit_codes.FINISHED
         if before is not None:
-            found = compare(capture, before, replayed)
-            same = found.same(tolerance)
-            what = {"part": "update", "same": same, "bit_equal": found.bit_equal} | asdict(found)
-            lines = comparison_lines(capture, found, replayed, tolerance)
-            status = _end(prepared, same or capture.update is None, what, lines)
+            comparison = compare(capture, before, replayed)
+            same = comparison.same(tolerance)
+            content = {"part": "update", "same": same, "bit_equal": comparison.bit_equal}
+            content |= asdict(comparison)
+            lines = comparison_lines(capture, comparison, replayed, tolerance)
+            status = _end(prepared, comparison.status(tolerance), content, lines)
         status = broadcast_from_rank_zero(status)
     dist.destroy_process_group()
     return status
@@ -163,8 +175,8 @@ def compare(capture: Capture, before: str, replayed: CapturedUpdate) -> Comparis
     """What the replay of an update gave with what the run's gave; `before` is the digest of the replay's weights."""
     start, there = _compared(capture.weights_before, before), capture.update
     if there is None:
-        return Comparison((), start, "not captured", ("the captured update did not end",))
-    mistakes, differences = [], []
+        return Comparison((), start, "not captured")
+    mistakes, differences, minibatches = [], [], 0
     for kind in ("minibatches", "critic_minibatches"):
         rows, again = getattr(there, kind), getattr(replayed, kind)
         if len(rows) != len(again):
@@ -174,9 +186,10 @@ def compare(capture: Capture, before: str, replayed: CapturedUpdate) -> Comparis
             if row.discarded != other.discarded and None in (row.discarded, other.discarded):
                 mistakes.append(f"{word}minibatch {number}: discarded in one of the two only")
             differences += _differences(f"{word}{number}", row, other)
+            minibatches += 1
     differences += _advantage_differences(there.advantages, replayed.advantages)
     weights = _compared(there.weights_after, replayed.weights_after)
-    return Comparison(tuple(differences), start, weights, tuple(mistakes))
+    return Comparison(tuple(differences), start, weights, minibatches, tuple(mistakes))
 
 
 def _compared(captured: str | None, replayed: str | None) -> str:
@@ -226,8 +239,12 @@ def comparison_lines(
             )
     lines += [f"  {mistake}" for mistake in found.mistakes]
     if capture.update is None:
-        results = [asdict(one) for one in replayed.minibatches]
-        return [*lines, f"The run ended in the update ({capture.reason}); the replay gave {results}"]
+        results = [asdict(minibatch) for minibatch in replayed.minibatches]
+        ended = f"the run ended in the update ({capture.reason}); the replay gave {results}"
+        return [*lines, f"Nothing was compared: {ended}"]
+    if found.status(tolerance) == exit_codes.NOTHING_COMPARED:
+        made_none = f"step {capture.step + 1} made no update, neither in the run nor here"
+        return [*lines, f"Nothing was compared: {made_none}"]
     word = (
         "The same to the bit" if found.bit_equal else "The same" if found.same(tolerance) else "NOT the same"
     )
@@ -248,7 +265,7 @@ def replay_rollout(
     prepared: PreparedRun[Inputs],
     rendezvous: Rendezvous | None,
 ) -> int:
-    """Sample and score a captured step again; FINISHED where all tokens and rewards are the same, else FAILURE."""
+    """Sample and score a captured step again; the exit status: `RolloutComparison.status`."""
     config, shape = prepared.config, prepared.shape
     mesh = mesh_of(config, environment_world_size(), environment_rank())
     with ExitStack() as stack:
@@ -272,8 +289,9 @@ def replay_rollout(
         groups = _sample_again(capture, prepared, engine, mesh, workers)
         status = exit_codes.FINISHED
         if mesh.rank == 0:
-            found = compare_groups(capture.groups, groups)
-            status = _end(prepared, found["same"], {"part": "rollout", **found}, [rollout_line(found)])
+            comparison = compare_groups(capture.groups, groups)
+            content = {"part": "rollout", "same": comparison.same} | asdict(comparison)
+            status = _end(prepared, comparison.status, content, [rollout_line(comparison)])
             shutil.rmtree(Path(config.run.output_dir) / MODEL_FOLDER, ignore_errors=True)
         status = broadcast_from_rank_zero(status)
         engine.close()
@@ -326,8 +344,34 @@ def _sample_again(
     return collector.collect(CollectGroups(prepared.inputs.prompts, sampling, seed, title)).groups
 
 
-def compare_groups(captured: Sequence[ScoredGroup], replayed: Sequence[ScoredGroup]) -> dict[str, Any]:
-    """How many completions are the same, and how far log-probs (nats) of the same tokens are apart."""
+@dataclass(frozen=True)
+class RolloutComparison:
+    """What a replayed rollout differs in."""
+
+    completions: int
+    same_tokens: int
+    """Completions with the same tokens."""
+    same_rewards: int
+    """Completions with the same reward."""
+    logprobs_apart: float
+    """How far log-probs of the same tokens are apart, at most (nats)."""
+
+    @property
+    def same(self) -> bool:
+        """Whether completions were compared, and all have the same tokens and rewards."""
+        return self.status == exit_codes.FINISHED
+
+    @property
+    def status(self) -> int:
+        """The exit status: FINISHED where both are the same, FAILURE where they differ, else NOTHING_COMPARED."""
+        if not self.completions:
+            return exit_codes.NOTHING_COMPARED
+        is_same = self.same_tokens == self.same_rewards == self.completions
+        return exit_codes.FINISHED if is_same else exit_codes.FAILURE
+
+
+def compare_groups(captured: Sequence[ScoredGroup], replayed: Sequence[ScoredGroup]) -> RolloutComparison:
+    """The completions of a replayed rollout beside the captured ones."""
     same_tokens = same_rewards = total = 0
     apart = 0.0
     for group, other in zip(captured, replayed, strict=True):
@@ -339,20 +383,19 @@ def compare_groups(captured: Sequence[ScoredGroup], replayed: Sequence[ScoredGro
             if list(one.token_ids) == list(again.token_ids):
                 same_tokens += 1
                 apart = max([apart, *(abs(a - b) for a, b in zip(one.logprobs, again.logprobs, strict=True))])
-    return {
-        "same": same_tokens == same_rewards == total,
-        "completions": total,
-        "same_tokens": same_tokens,
-        "same_rewards": same_rewards,
-        "logprobs_apart": apart,
-    }
+    return RolloutComparison(
+        completions=total, same_tokens=same_tokens, same_rewards=same_rewards, logprobs_apart=apart
+    )
 
 
-def rollout_line(found: Mapping[str, Any]) -> str:
+def rollout_line(comparison: RolloutComparison) -> str:
     """For the console."""
+    if not comparison.completions:
+        return "Nothing was compared: the step has no completion"
     return (
-        f"{found['same_tokens']} of {found['completions']} completions have the same tokens, {found['same_rewards']} "
-        f"the same reward; log-probs of the same tokens are apart by at most {found['logprobs_apart']:.1e} nats"
+        f"{comparison.same_tokens} of {comparison.completions} completions have the same tokens, "
+        f"{comparison.same_rewards} the same reward; log-probs of the same tokens are apart by at most "
+        f"{comparison.logprobs_apart:.1e} nats"
     )
 
 
@@ -382,13 +425,20 @@ def _whole(state: CheckpointToResume | None, heartbeat: Heartbeat) -> Checkpoint
     return choose_checkpoint(None if state is None else Recovery([state], []), heartbeat.report_progress)
 
 
-def _end(prepared: PreparedRun[Inputs], same: bool, found: Mapping[str, Any], lines: Sequence[str]) -> int:
-    """Log and write what was found; the exit status, which the replay's folder gets, too."""
+_ENDINGS = {
+    exit_codes.FINISHED: "the replay is the same",
+    exit_codes.FAILURE: "the replay is not the same",
+    exit_codes.NOTHING_COMPARED: "nothing was compared",
+}
+"""What the status of a replay's folder says, by the exit status."""
+
+
+def _end(prepared: PreparedRun[Inputs], status: int, content: Mapping[str, Any], lines: Sequence[str]) -> int:
+    """Log the lines, write the content; the exit status, which the replay's folder gets, too."""
     for line in lines:
         logger.info("%s", line)
     output = Path(prepared.config.run.output_dir)
-    write_whole(output / REPLAY_FILE, json.dumps(found, indent=1) + "\n")
+    write_whole(output / REPLAY_FILE, json.dumps(content, indent=1) + "\n")
     logger.info("%s", output / REPLAY_FILE)
-    status = exit_codes.FINISHED if same else exit_codes.FAILURE
-    exit_codes.write_exit_status(str(output), status, f"the replay is {'' if same else 'not '}the same")
+    exit_codes.write_exit_status(str(output), status, _ENDINGS[status])
     return status

@@ -22,7 +22,7 @@ from rlmath.cli.train import replay as replay_command
 from rlmath.config.load import config_as_yaml
 from rlmath.config.schema import Config, RunConfig, StagesConfig
 from rlmath.data.order import PromptOrder, Rollback, seed_after
-from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE
+from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, FINISHED, MISTAKE, NOTHING_COMPARED
 from rlmath.distributed.mesh import Mesh
 from rlmath.replay import replay_step
 from rlmath.replay.capture import (
@@ -37,7 +37,7 @@ from rlmath.replay.capture import (
 )
 from rlmath.replay.recorder import StepRecorder
 from rlmath.replay.replay import find_capture, find_state
-from rlmath.replay.replay_step import compare
+from rlmath.replay.replay_step import compare, compare_groups, comparison_lines, rollout_line
 from rlmath.rollout.collector import Rollout
 from rlmath.rollout.sampling import RolloutSeed
 
@@ -292,3 +292,37 @@ def test_a_comparison_counts_every_number() -> None:
     assert compare(capture, "ab", advantages).same(0.34)
     fewer = CapturedUpdate([], [], capture.update.advantages)
     assert compare(capture, "ab", fewer).mistakes == ("minibatches: 1 captured, 0 replayed",)
+
+
+def test_a_step_without_an_update_compares_nothing_and_says_so() -> None:
+    no_update = CapturedUpdate([], [], [[0.0, 0.0], [0.0]], weights_after="ab")
+    capture = replace(a_capture(), update=no_update)
+    comparison = compare(capture, "ab", no_update)
+    assert comparison.status(0.0) == NOTHING_COMPARED
+    assert not comparison.same(1.0) and not comparison.bit_equal
+    *_, last = comparison_lines(capture, comparison, no_update, 0.0)
+    assert last == "Nothing was compared: step 2 made no update, neither in the run nor here"
+    # Other weights, other advantages and an update in one of the two only are differences.
+    assert compare(capture, "cd", no_update).status(1.0) == FAILURE
+    assert compare(capture, "ab", replace(no_update, advantages=[[0.5, 0.0], [0.0]])).status(0.1) == FAILURE
+    made = a_capture().update
+    assert made is not None
+    assert compare(capture, "ab", replace(made, advantages=no_update.advantages)).status(1.0) == FAILURE
+    assert compare(a_capture(), "ab", made).status(0.0) == FINISHED
+
+
+def test_a_step_that_ended_in_its_update_compares_nothing_and_says_so() -> None:
+    capture, made = replace(a_capture(), update=None, reason="diverged"), a_capture().update
+    assert made is not None
+    comparison = compare(capture, "ab", made)
+    assert comparison.status(0.0) == NOTHING_COMPARED
+    *_, last = comparison_lines(capture, comparison, made, 0.0)
+    assert last.startswith("Nothing was compared: the run ended in the update (diverged); the replay gave [")
+
+
+def test_a_rollout_without_completions_compares_nothing_and_says_so() -> None:
+    there = a_capture().groups
+    nothing, same = compare_groups([], []), compare_groups(there, there)
+    assert (nothing.status, same.status) == (NOTHING_COMPARED, FINISHED)
+    assert rollout_line(nothing) == "Nothing was compared: the step has no completion"
+    assert rollout_line(same).startswith("4 of 4 completions have the same tokens, 4 the same reward")

@@ -27,6 +27,8 @@ FINISHED = 0
 FAILURE = 1
 MISTAKE = 2
 """The settings are invalid."""
+NOTHING_COMPARED = 3
+"""A replay of a step that has nothing to compare, such as one that made no update."""
 SAVED_AND_STOPPED = 75
 """A signal stopped the run, which saved first unless it had made no step. Start it again to resume (EX_TEMPFAIL)."""
 NOT_SAVED_IN_TIME = 76
@@ -38,6 +40,7 @@ MEANINGS = {
     FINISHED: "finished",
     FAILURE: "failed",
     MISTAKE: "mistake in the settings",
+    NOTHING_COMPARED: "nothing compared",
     SAVED_AND_STOPPED: "stopped on request",
     NOT_SAVED_IN_TIME: "not saved in time",
     DIVERGED: "diverged",
