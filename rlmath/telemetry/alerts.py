@@ -56,9 +56,16 @@ class Alerts:
     clips_whole_completions: bool = False
     """The loss is GSPO's, which clips many tokens by design."""
     length_key: str = "rollout.max_new_tokens"
-    """The setting that cuts completions off."""
+    """The setting that cuts completions off: this, or "stages.max_new_tokens"."""
     group_relative: bool = True
     """Advantages compare the completions of a group."""
+
+    @property
+    def length_advice(self) -> str:
+        """How completions get longer: a resumed run keeps the lengths of the steps that are done."""
+        if self.length_key == "stages.max_new_tokens":
+            return "Resume with a larger stages.max_new_tokens for the steps to come."
+        return f"Resume with longer `stages` (--help stages); new runs: {self.length_key}."
 
     def __post_init__(self) -> None:
         self.first: list[Row] = []
@@ -91,7 +98,8 @@ def dropped_alert(share: float, limits: TelemetryConfig) -> str | None:
     )
 
 
-# ---------------------------------------------------------------- the rules, two lines each: what, and what to change
+# ---------------------------------------------------------------- the rules, two lines each: what, and what to change,
+# which says "new run" where a resumed run refuses the change
 
 
 def truncated_alert(run: Alerts) -> str | None:
@@ -101,7 +109,7 @@ def truncated_alert(run: Alerts) -> str | None:
         return None
     return (
         f"{_percent(statistics.mean(values))} of completions were cut off ({_last(values)}).\n"
-        f"  Raise {run.length_key}, or set selection.drop_truncated=true."
+        f"  {run.length_advice}"
     )
 
 
@@ -111,7 +119,7 @@ def importance_alert(run: Alerts) -> str | None:
         return None  # a NaN is above every limit
     return (
         f"The mean importance weight is {statistics.mean(values):.3g} ({_last(values)}).\n"
-        "  Lower optimizer.lr, algorithm.n_minibatches or algorithm.epochs."
+        "  In a new run lower optimizer.lr, algorithm.n_minibatches or algorithm.epochs."
     )
 
 
@@ -121,7 +129,7 @@ def clip_alert(run: Alerts) -> str | None:
         return None
     return (
         f"{_percent(statistics.mean(values))} of tokens are clipped ({_last(values)}).\n"
-        f"  Usual is under {_percent(USUAL_CLIP_RATIO)}: lower optimizer.lr, algorithm.n_minibatches or epochs."
+        f"  Usual is under {_percent(USUAL_CLIP_RATIO)}. In a new run lower optimizer.lr, algorithm.n_minibatches."
     )
 
 
@@ -136,7 +144,7 @@ def contrast_alert(run: Alerts) -> str | None:
     what = "No group had different rewards" if any(same) else "No group was learned from"
     return (
         f"{what} ({_last(rows)}).\n"
-        "  See `rlmath samples`, reward.function; take problems it sometimes solves."
+        "  See `rlmath samples`, reward.function. New run: problems it sometimes solves."
     )
 
 
@@ -163,9 +171,9 @@ def discarded_alert(run: Alerts) -> str | None:
         return None
     most = max(dropped, key=dropped.__getitem__)
     contrast = _recent(run, "rollout/groups_with_contrast")
-    advice = "Take problems that the model sometimes solves, or raise rollout.group_size."
+    advice = "In a new run take problems it sometimes solves, or raise rollout.group_size."
     if contrast and statistics.mean(contrast) > 2 * (1 - DISCARDED_SHARE) and not dropped["uniform"]:
-        advice = "Rewards differ all the same: set selection.dynamic_sampling=reward."
+        advice = "Rewards do differ. In a new run: selection.dynamic_sampling=reward."
     share = _percent(sum(dropped.values()) / sum(sampled))
     return f"{share} of groups dropped as {names[most]} ({_last(sampled)}).\n  {advice}"
 
@@ -187,7 +195,7 @@ def flat_alert(run: Alerts) -> str | None:
         return None
     return (
         f"The reward did not rise: {before:.3g}, then {after:.3g} ({_last(rewards)}).\n"
-        "  Set selection.dynamic_sampling, take other problems, or raise optimizer.lr."
+        "  In a new run: selection.dynamic_sampling, other problems, larger optimizer.lr."
     )
 
 
@@ -202,7 +210,7 @@ def entropy_alert(run: Alerts) -> str | None:
         return None
     return (
         f"Entropy fell to {_percent(share)} of its start ({_last(last)}).\n"
-        "  Raise algorithm.entropy_coef or clip_ratio_high, or lower optimizer.lr."
+        "  New run: larger algorithm.entropy_coef, clip_ratio_high; lower optimizer.lr."
     )
 
 
@@ -222,7 +230,7 @@ def early_stop_alert(run: Alerts) -> str | None:
         return None
     return (
         f"{stopped} of the {_last(values)} discarded minibatches.\n"
-        "  Lower optimizer.lr, algorithm.n_minibatches or algorithm.epochs."
+        "  In a new run lower optimizer.lr, algorithm.n_minibatches or algorithm.epochs."
     )
 
 

@@ -14,7 +14,7 @@ from rlmath.algorithms.types import Prompt
 from rlmath.checkpoint.directory import Progress, finish_partial, open_partial, write_progress
 from rlmath.checkpoint.hf.headers import model_fingerprint
 from rlmath.config.help import setting_values
-from rlmath.config.length_curriculum import unfinished_problem
+from rlmath.config.length_curriculum import planned_steps, unfinished_problem
 from rlmath.config.load import config_as_yaml, load_config
 from rlmath.config.schema import Config, RewardConfig
 from rlmath.data.order import Rollback
@@ -23,6 +23,7 @@ from rlmath.run.recovery.checkpoint_choice import choose_checkpoint
 from rlmath.run.recovery.resume import (
     MAY_CHANGE,
     Origin,
+    changes_since_newest,
     data_fingerprint,
     find_recovery,
     learning_hooks,
@@ -432,9 +433,64 @@ def test_a_run_may_get_stages_when_the_first_is_what_it_was(tmp_path: Path) -> N
     assert "step 4, which is done, had at most 16 new tokens there, 8 now" in told
     longer = make_config(tmp_path, "stages.steps=[3,4]", "stages.max_new_tokens=[9,16]")
     assert len(refused_changes(plain, longer, 3)) == 1
-    assert refused_changes(plain, make_config(tmp_path, "rollout.max_new_tokens=9"), 3) == [
+    assert refused_changes(plain, make_config(tmp_path, "rollout.max_new_tokens=9")) == [
         "rollout.max_new_tokens: 8 there, 9 now"
     ]
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "way"),
+    [
+        (
+            ("rollout.max_new_tokens=8",),
+            ("rollout.max_new_tokens=9", "run.total_steps=20"),
+            "run.total_steps=null stages.steps=[3,17] stages.max_new_tokens=[8,9]",
+        ),
+        (
+            STAGED,
+            ("stages.steps=[2,9]", "stages.max_new_tokens=[8,17]"),
+            "stages.steps=[2,1,8] stages.max_new_tokens=[8,16,17]",
+        ),
+        (
+            STAGED,
+            ("rollout.max_new_tokens=32", "run.total_steps=5"),
+            "run.total_steps=null stages.steps=[2,1,2] stages.max_new_tokens=[8,16,32]",
+        ),
+        (
+            (*STAGED, "stages.max_tokens_per_microbatch=[100,200,300]"),
+            (
+                "stages.steps=[2,9]",
+                "stages.max_new_tokens=[8,17]",
+                "stages.max_tokens_per_microbatch=[100,400]",
+            ),
+            "stages.steps=[2,1,8] stages.max_new_tokens=[8,16,17] stages.max_tokens_per_microbatch=[100,400,400]",
+        ),
+    ],
+)
+def test_another_length_is_refused_with_the_stages_that_resume(
+    tmp_path: Path, then: tuple[str, ...], now: tuple[str, ...], way: str
+) -> None:
+    checkpoint(tmp_path, 3, make_config(tmp_path, *then))
+    longer = make_config(tmp_path, *now)
+    with pytest.raises(ValueError, match="cannot resume from") as error:
+        find_recovery(longer, ORIGIN, planned_steps(longer, 1000))
+    assert f"For other lengths from step 4 on, resume with {way}" in str(error.value)
+    resumed = make_config(tmp_path, *now, *way.split())
+    assert found_steps(resumed) == [3]
+
+
+def test_without_a_known_end_the_stages_that_resume_leave_the_last_number_open(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 3, make_config(tmp_path, "rollout.max_new_tokens=8"))
+    (change,) = changes_since_newest(make_config(tmp_path, "rollout.max_new_tokens=9")) or []
+    assert change == (
+        "rollout.max_new_tokens: 8 there, 9 now. For other lengths from step 4 on, resume with "
+        "stages.steps=[3,N] stages.max_new_tokens=[8,9] (N: the steps that are left)"
+    )
+
+
+def test_the_same_lengths_in_other_stages_are_no_change(tmp_path: Path) -> None:
+    split = ("stages.steps=[2,1,3,6]", "stages.max_new_tokens=[8,16,16,24]")
+    assert refused_changes(make_config(tmp_path, *STAGED), make_config(tmp_path, *split), 3) == []
 
 
 def test_a_stage_that_is_too_short_for_the_groups_in_flight_is_a_problem(tmp_path: Path) -> None:

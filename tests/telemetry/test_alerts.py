@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlmath.config.schema import TelemetryConfig
+from rlmath.config.help import is_among, setting_values
+from rlmath.config.schema import Config, TelemetryConfig
+from rlmath.run.recovery.resume import MAY_CHANGE
 from rlmath.telemetry.alerts import Alerts, dropped_alert
 
 LIMITS = TelemetryConfig()
@@ -32,7 +35,14 @@ def told(rows, limits=LIMITS, **more):
     for step, text in found:
         assert all(len(line) <= 80 for line in f"12:00:00 WARNING: step {step}: {text}".split("\n")), text
         assert text.count("\n") == 1
+        assert "ew run" in text or not settings_that_a_resume_refuses(text), text
     return found
+
+
+def settings_that_a_resume_refuses(text):
+    named = set(re.findall(r"[a-z]+\.[a-z_]+", text)) & {*setting_values(Config())}
+    may_change = (*MAY_CHANGE, "stages.", "reward.function")  # the code of that function may
+    return {key for key in named if not is_among(key, may_change)}
 
 
 def rows(name, values):
@@ -42,14 +52,15 @@ def rows(name, values):
 def test_truncated_completions_are_told_of_once_with_share_and_key():
     ((step, text),) = told(rows("no_eos_ratio", [0.23, 0.2, 0.28, 0.25]))
     assert step == 1
-    assert (
-        text.startswith("23% of completions were cut off (last step).") and "rollout.max_new_tokens" in text
+    assert text == (
+        "23% of completions were cut off (last step).\n"
+        "  Resume with longer `stages` (--help stages); new runs: rollout.max_new_tokens."
     )
 
 
 def test_the_key_of_the_length_is_that_of_the_stages_where_there_are_any():
     ((_, text),) = told(rows("no_eos_ratio", [0.23]), length_key="stages.max_new_tokens")
-    assert "Raise stages.max_new_tokens, or" in text and "rollout.max_new_tokens" not in text
+    assert "Resume with a larger stages.max_new_tokens" in text and "rollout.max_new_tokens" not in text
 
 
 def test_truncated_share_is_the_mean_of_five_steps():
@@ -252,9 +263,9 @@ def test_dynamic_sampling_that_discards_almost_all_groups_is_told_of_with_its_re
     ((step, text),) = told(partial)
     assert step == 1
     assert text.startswith("94.8% of groups dropped as all right (last step)")
-    assert "Rewards differ all the same: set selection.dynamic_sampling=reward" in text
+    assert "Rewards do differ. In a new run: selection.dynamic_sampling=reward" in text
     ((_, text),) = told([dropped(96, 2, 92, contrast=0.02)])
-    assert "dropped as all wrong" in text and "Take problems that the model sometimes solves" in text
+    assert "dropped as all wrong" in text and "In a new run take problems it sometimes solves" in text
     ((_, text),) = told([dropped(96, 0, 0, uniform=95, contrast=0.01)])
     assert "dropped as all alike" in text and "dynamic_sampling=reward" not in text
 

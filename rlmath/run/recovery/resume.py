@@ -240,7 +240,7 @@ def _other_run(
     if progress.step > total_steps:
         keys = "stages.steps" if has_length_stages(now) else "run.total_steps, run.total_epochs"
         yield f"{keys}: {progress.step} steps are done there, the run has {total_steps} now"
-    yield from _changed_settings(then, now, progress)
+    yield from _changed_settings(then, now, progress, total_steps)
     as_many_files = len(then.data.more_train_paths) == len(now.data.more_train_paths)
     data = progress.data_fingerprint
     if as_many_files and data == origin.older_data:
@@ -283,17 +283,23 @@ def _changed_code(config: Config, newest: CheckpointToResume, origin: Origin) ->
         )
 
 
-def _changed_settings(then: Config, now: Config, progress: Progress) -> list[str]:
-    changes = refused_changes(then, now, progress.step, progress.reward_fingerprint)
+def _changed_settings(
+    then: Config, now: Config, progress: Progress, total_steps: int | None = None
+) -> list[str]:
+    changes = refused_changes(then, now, progress.step, progress.reward_fingerprint, total_steps)
     return [change for change in changes if not change.startswith(BY_CONTENT)]
 
 
 def refused_changes(
-    then: Config, now: Config, steps_done: int | None = None, reward_code: str = ""
+    then: Config,
+    now: Config,
+    steps_done: int | None = None,
+    reward_code: str = "",
+    total_steps: int | None = None,
 ) -> list[str]:
     """["rollout.group_size: 8 there, 16 now", ...] of the settings that a run must keep. `reward_code` is the
     fingerprint of its reward function: another spelling of the same function is no change. Of stages it must keep the
-    lengths of the `steps_done` (None: all stages)."""
+    lengths of the `steps_done` (None: all stages). `total_steps` of the run are now planned; None: not known."""
     there, here = setting_values(then), setting_values(now)
     was, is_now = shown_values(then), shown_values(now)
     staged = has_length_stages(then) or has_length_stages(now)
@@ -318,7 +324,43 @@ def refused_changes(
         for key in here
         if not is_same(there[key], here[key]) and not is_among(key, may_change)
     ]
-    return [*changes, *(_stage_changes(then, now, steps_done) if staged and steps_done is not None else ())]
+    if steps_done is None or (not staged and then.rollout.max_new_tokens == now.rollout.max_new_tokens):
+        return changes
+    lengths = _stage_changes(then, now, steps_done) if staged else ()
+    way = _stages_that_resume(then, now, steps_done, total_steps)
+    return [f"{change}{way}" if change.startswith(_LENGTH) else change for change in (*changes, *lengths)]
+
+
+_LENGTH = ("rollout.max_new_tokens: ", "stages: ")
+"""How a refused change of the completions' length begins."""
+
+
+def _stages_that_resume(then: Config, now: Config, steps_done: int, total_steps: int | None) -> str:
+    """With which stages the run resumes: the steps that are done keep their lengths, the others have those of `now`."""
+    if list(stage_list_problems(now)):
+        return ""
+    staged = has_length_stages(now)
+    total = sum(now.stages.steps) if staged else total_steps or now.run.total_steps
+    last = steps_done + 1 if total is None else total
+    if last <= steps_done:
+        return ""
+    old, new = length_stages(then, steps_done), length_stages(now, last)
+    rows = []
+    for step in range(last):
+        length = length_stage_at(old if step < steps_done else new, step).config.rollout.max_new_tokens
+        rows.append((length, length_stage_at(new, step).config.policy.max_tokens_per_microbatch))
+    runs = [(row, sum(1 for _ in steps)) for row, steps in itertools.groupby(rows)]
+    counts = [str(count) for _, count in runs]
+    if total is None:
+        counts[-1] = "N"
+    lists = {"steps": counts, "max_new_tokens": [str(length) for (length, _), _ in runs]}
+    if now.stages.max_tokens_per_microbatch:
+        lists["max_tokens_per_microbatch"] = [str(budget) for (_, budget), _ in runs]
+    words = [f"stages.{name}=[{','.join(numbers)}]" for name, numbers in lists.items()]
+    if now.run.total_steps is not None:
+        words = ["run.total_steps=null", *words]
+    left = "" if total is not None else " (N: the steps that are left)"
+    return f". For other lengths from step {steps_done + 1} on, resume with {' '.join(words)}{left}"
 
 
 def _stage_changes(then: Config, now: Config, steps_done: int) -> Iterator[str]:
