@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmath.answers.verifier import TASKS, Rules, Verdict
-from rlmath.config.help import as_yaml_word
+from rlmath.config.help import as_yaml_word, section_classes, unknown_key_text
 from rlmath.config.load import config_as_yaml
 from rlmath.config.load import load_config as load_files
 from rlmath.config.run_files import EXPORT_FOLDER, SUMMARY_FILE, adapter_alone
@@ -83,6 +83,8 @@ def load_config(*files: str | Path, **sections: Mapping[str, Any]) -> Config:
 
 def _overrides(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for section, values in sections.items():
+        if section not in section_classes():
+            raise ValueError(f"load_config: {unknown_key_text(section)}")
         if not isinstance(values, Mapping):
             raise ValueError(f"{section}={values!r}; needed: a mapping, such as {section}={{'key': value}}")
         for key, value in values.items():

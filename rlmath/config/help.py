@@ -15,12 +15,13 @@ import shutil
 import textwrap
 import types
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlmath.config import algorithm_schema, schema
+from rlmath.config.aliases import Alias, exact_aliases, plain_name, similar_aliases
 from rlmath.config.schema import MISSING, Config
 from rlmath.config.setting_types import Range, TakesFunction, Words
 
@@ -28,6 +29,10 @@ MAX_NAME_BYTES = 255
 """The longest name of a file or folder that Linux file systems take."""
 MAX_PATH_BYTES = 3500
 """The longest path: of Linux's 4,095 bytes, some are for what a run writes below its folder."""
+MOST_ALIASES = 4
+"""Most names of other trainers that the error of one unknown key explains."""
+MOST_LETTERS_APART = 3
+"""A key that differs from a known one in more letters is no slip of the hand."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +176,8 @@ def text_problems(config: Config) -> Iterator[str]:
 
 def help_text(word: str = "", width: int | None = None, keys: Collection[str] | None = None) -> str:
     """The sections in a line each; with a `word` the settings of that section, or that setting, or "all", each with
-    what it may be, its default and its sentence. Only those of `keys`. ValueError for another word.
+    what it may be, its default and its sentence; or the settings of that name in any section, and those that another
+    trainer's name of it corresponds to. Only those of `keys`. ValueError for another word.
 
     Wrapped to `width` characters, or the terminal's.
     """
@@ -186,7 +192,7 @@ def help_text(word: str = "", width: int | None = None, keys: Collection[str] | 
     if not word:
         lines = wrapped(
             "Settings, given in a YAML file or as key.sub=value. --help SECTION explains those of a section, --help "
-            "all every one:",
+            "all every one, --help NAME what is called so, here or by another trainer (learning_rate):",
             0,
             0,
         )
@@ -195,12 +201,24 @@ def help_text(word: str = "", width: int | None = None, keys: Collection[str] | 
             lines += wrapped(f"{section:<11} {first}", 2, 14)
         return "\n".join(lines)
     chosen = [one for one in shown if word in ("all", one.section, one.key)]
+    lines = []
     if not chosen:
-        hint = nearest_word(word, [*sections, *(one.key for one in shown)])
+        aliases, keys_of_name = settings_of_name(word)
+        chosen = [one for one in shown if one.key in keys_of_name]
+        lines = [line for alias in aliases for line in wrapped(f"{alias}.", 0, 2)]
+        if keys_of_name and not chosen:
+            raise ValueError(
+                f"{', '.join(keys_of_name)}: without effect in this program, so it has no help here"
+            )
+    if not chosen and not lines:
+        hint = near_key(word)
+        suggestion = f' Did you mean "{hint}"?' if hint else ""
         raise ValueError(
-            f'there is no section and no setting "{word}".{hint} Sections: {", ".join(sections)}'
+            f'there is no section and no setting "{word}".{suggestion} Sections: {", ".join(sections)}'
         )
-    lines = ["Settings, given in a YAML file or as key.sub=value (null: not set)"]
+    if not chosen:
+        return "\n".join(lines)
+    lines += [""] * bool(lines) + ["Settings, given in a YAML file or as key.sub=value (null: not set)"]
     section = ""
     for setting in chosen:
         if setting.section != section:
@@ -212,6 +230,137 @@ def help_text(word: str = "", width: int | None = None, keys: Collection[str] | 
         lines += wrapped(f"{setting.key}  ({setting.allowed}; {default})", 2, 6)
         lines += wrapped(setting.doc, 6, 6)
     return "\n".join(lines)
+
+
+# ---------------------------------------------------------------- names that are no settings
+
+
+def settings_of_name(name: str) -> tuple[list[Alias], list[str]]:
+    """What a user may mean by a name that is no key: aliases of other trainers, and the keys of our settings: those of
+    that name in any section, and those that the aliases correspond to.
+
+    >>> settings_of_name("lr")
+    ([], ['optimizer.lr', 'critic.lr'])
+    """
+    ours, aliases = keys_of_last_word(name), exact_aliases(name)
+    if not ours and not aliases:
+        aliases = similar_aliases(name)
+    return aliases, list(dict.fromkeys([*ours, *(key for alias in aliases for key in keys_in(alias))]))
+
+
+def keys_of_last_word(name: str) -> list[str]:
+    """Keys of the settings whose name within their section is the last dotted part of `name`.
+
+    >>> keys_of_last_word("actor.group_size")
+    ['rollout.group_size']
+    """
+    last = plain_name(name).rpartition(".")[2]
+    return [key for key, setting in all_settings().items() if setting.name == last]
+
+
+def keys_in(alias: Alias) -> list[str]:
+    """Our settings that the alias names."""
+    return [key for key in re.findall(r"`([a-z]+\.[a-z0-9_]+)", alias.here) if key in all_settings()]
+
+
+def unknown_key_text(key: str) -> str:
+    """Says that `key` does not exist, and what was probably meant (`suggestion`), else where the settings are listed.
+
+    >>> print(unknown_key_text("rollout.num_generations"))
+    unknown key "rollout.num_generations". TRL's num_generations corresponds to rollout.group_size.
+    """
+    section = key.partition(".")[0]
+    if (suggested := suggestion(key)) is not None:
+        separator = "," if suggested.startswith("did") else "."
+        return f'unknown key "{key}"{separator} {suggested}'
+    if section in section_classes():
+        return f'unknown key "{key}". --help {section} lists the settings of {section}.'
+    return f'unknown key "{key}". The sections are {", ".join(section_classes())}; --help lists every key.'
+
+
+def suggestion(key: str) -> str | None:
+    """What a user may have meant by a key that does not exist: what another trainer's name corresponds to, else a key
+    that differs by a slip of the hand, else the setting of that name in another section. None: nothing is near."""
+    aliases = exact_aliases(key)
+    if not aliases:
+        if near := near_key(key):
+            return f'did you mean "{near}"?'
+        if ours := keys_of_last_word(key):
+            return f"did you mean {_alternatives(ours)}?"
+        aliases = similar_aliases(key)
+    return f"{'; '.join(map(str, aliases[:MOST_ALIASES]))}." if aliases else None
+
+
+def _alternatives(keys: Sequence[str]) -> str:
+    """'"a"', '"a" or "b"', '"a", "b" or "c"'."""
+    *first, last = (f'"{key}"' for key in keys)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def near_key(key: str) -> str | None:
+    """The section or setting that differs from `key` by a slip of the hand: in few letters, or in its section where
+    that is the beginning of one ("optim") or differs in few letters. None where there is none, or several are as near.
+
+    >>> near_key("rollout.grop_size"), near_key("optim.lr"), near_key("rollout.num_generations")
+    ('rollout.group_size', 'optimizer.lr', None)
+    """
+    word = plain_name(key)
+    section, dot, _ = word.rpartition(".")
+    same_name = keys_of_last_word(word)
+    if word in all_settings():
+        return word
+    if not dot:
+        beginnings = [known for known in section_classes() if len(word) >= 3 and known.startswith(word)]
+        names = {setting.name for setting in all_settings().values()}
+        near_name = _nearest(word, names)
+        return (
+            _only(beginnings)
+            or _nearest(word, section_classes())
+            or (_only(keys_of_last_word(near_name)) if near_name else None)
+        )
+    ends = [known for known in same_name if word.endswith(f".{known}")]
+    near_sections = [
+        known
+        for known in same_name
+        if (len(section) >= 3 and known.startswith(section)) or _is_near(section, known.partition(".")[0])
+    ]
+    return _only(ends) or _only(near_sections) or _nearest(word, all_settings())
+
+
+def _only(words: Sequence[str]) -> str | None:
+    return words[0] if len(words) == 1 else None
+
+
+def _nearest(word: str, known: Iterable[str]) -> str | None:
+    """The only one of the known words with the fewest letters other than `word`, if these are few."""
+    distances = {other: letters_apart(word, other) for other in known if _is_near(word, other)}
+    least = min(distances.values(), default=0)
+    return _only([other for other, distance in distances.items() if distance == least])
+
+
+def _is_near(word: str, known: str) -> bool:
+    """Whether at most one letter of four is another, and at most MOST_LETTERS_APART in all."""
+    most = min(MOST_LETTERS_APART, max(len(word), len(known)) // 4)
+    return abs(len(word) - len(known)) <= most and letters_apart(word, known) <= most
+
+
+def letters_apart(first: str, second: str) -> int:
+    """Letters to insert, delete, replace or swap with their neighbour that make one word of the other (optimal string
+    alignment distance).
+
+    >>> letters_apart("grop_size", "group_size"), letters_apart("sede", "seed"), letters_apart("beta", "eta")
+    (1, 1, 1)
+    """
+    before: list[int] = []
+    row = list(range(len(second) + 1))
+    for i, letter in enumerate(first, start=1):
+        above, before, row = before, row, [i]
+        for j, other in enumerate(second, start=1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other))
+            if i > 1 and j > 1 and letter == second[j - 2] and first[i - 2] == other:
+                cost = min(cost, above[j - 2] + 1)
+            row.append(cost)
+    return row[-1]
 
 
 def field_docs(source: str) -> dict[tuple[str, str], str]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import difflib
 import functools
 import io
 import os
@@ -37,7 +36,9 @@ from rlmath.config.help import (
     raise_problems,
     section_classes,
     setting_values,
+    suggestion,
     text_problems,
+    unknown_key_text,
 )
 from rlmath.config.run_files import write_whole
 from rlmath.config.schema import MISSING, Config
@@ -155,8 +156,13 @@ _UNSET_PREFIX = "KeyError raised while resolving interpolation: "
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        hint = "\nSettings are written without dashes, as key.sub=value; --help lists them."
-        text = message + hint * message.startswith("unrecognized arguments")
+        text = message
+        if message.startswith("unrecognized arguments"):
+            for word in message.partition(":")[2].split():
+                name = word.partition("=")[0]
+                if word.startswith("--") and (suggested := suggestion(name)) is not None:
+                    text += f"\n{name}: {suggested}"
+            text += "\nSettings are written without dashes, as key.sub=value; --help lists them."
         try:
             super().error(text)
         except SystemExit as ended:
@@ -260,7 +266,7 @@ class _Reader:
         elif key in section_classes():
             found(f'{self._source}: "{key}" is a section, it cannot be {word!r}. Set keys in it.')
         elif setting is None:
-            found(f"{self._source}: {_unknown(key)}")
+            found(f"{self._source}: {unknown_key_text(key)}")
         elif not word:
             found(f'{self._source}: "{text}" has nothing after "=". Write a value ({setting.type_name}).')
         elif setting.is_text and word[0] not in "\"'" and (word != "null" or setting.kind is str):
@@ -330,7 +336,7 @@ class _Reader:
             elif key == COMPACT_SECTION and isinstance(value, str):
                 self._set_layout(value, source)
             elif key not in section_classes():
-                self._problems.append(f"{source}: {_unknown(key)}")
+                self._problems.append(f"{source}: {unknown_key_text(key)}")
             elif value is not None and not isinstance(value, Mapping):
                 self._problems.append(
                     f'{source}: "{key}" is a section, it cannot be {value!r}. Set keys in it.'
@@ -418,20 +424,3 @@ def _sizes(part: str, got: str) -> dict[str, int | None]:
     if len(dict(named)) < len(named):
         raise ValueError(f"{got}; needed: every size once.")
     return {"data": None, "tensor": 1, "pipeline": 1, "context": 1, "expert": 1} | dict(named)
-
-
-def _unknown(key: str) -> str:
-    """Says that `key` does not exist and which one was probably meant."""
-    nearest = _nearest_key(key)
-    if nearest:
-        return f'unknown key "{key}", did you mean "{nearest}"?'
-    return f'unknown key "{key}". The sections are {", ".join(section_classes())}; --help lists every key.'
-
-
-def _nearest_key(key: str) -> str | None:
-    """The known key or section nearest to a wrong key, one with the same last word before all others."""
-    plain = key.strip("+~-").lower().replace("-", "_")
-    same_leaf = [one for one in all_settings() if one.endswith(f".{plain.rpartition('.')[2]}")]
-    found = difflib.get_close_matches(plain, same_leaf, 1, 0.0)
-    found = found or difflib.get_close_matches(plain, [*all_settings(), *section_classes()], 1)
-    return found[0] if found else None
