@@ -20,9 +20,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlmath.config.load import preset_settings
 from rlmath.config.run_files import EXPORT_FOLDER, REPORT_FILE, VALIDATION_FILE
+from rlmath.config.schema import RewardConfig
 from rlmath.config.shipped_files import PACKAGE, shipped
 from rlmath.config.terminal import escape_terminal
+from rlmath.rewards.schemes import WRONG_ANSWER
 from rlmath.telemetry.metrics_writer import read_metrics
 
 ALGORITHMS = shipped("configs/algorithms")
@@ -30,6 +33,8 @@ GOOD_ACCURACY = 0.9
 RLMATH = (sys.executable, "-P", "-m", "rlmath.cli.main")
 LORA_RATES = ("optimizer.lr=2e-3", "optimizer.min_lr=1e-4")
 """Of the demo's adapters: ten times those of configs/demo.yaml."""
+REWARD = f"reward.scheme={RewardConfig.scheme}"
+"""Of every objective whose paper pays for right answers alone: one reward, so that their curves can be compared."""
 SFT_RANKS = 2
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells give it."""
@@ -106,23 +111,29 @@ def make_base(folder: Path, seed: int) -> None:
     teach(folder, seed)
 
 
-def train(folder: Path, given: argparse.Namespace) -> Path:
-    """The training run of `folder`'s base model, and its folder. Before and after, every held-out problem is answered
-    once at temperature 1."""
-    output, data = folder / "run", folder / "data"
-    command = [*RLMATH, "train", "--ranks", str(given.ranks)]
-    command += ["--config", str(shipped("configs/demo.yaml"))]
+def training_words(folder: Path, given: argparse.Namespace) -> list[str]:
+    """Config files and settings of the training run of `folder`'s base model."""
+    data = folder / "data"
+    command = ["--config", str(shipped("configs/demo.yaml"))]
     command += ["--config", str(ALGORITHMS / f"{given.algorithm}.yaml")]
-    command += [f"run.output_dir={output}", f"run.seed={given.seed}", f"model.path={folder / 'base'}"]
+    command += [f"run.output_dir={folder / 'run'}", f"run.seed={given.seed}", f"model.path={folder / 'base'}"]
     command += [f"data.train_path={data / 'train.jsonl'}"]
     command += [f"parallel.tensor={given.tensor_parallel}", f"parallel.pipeline={given.pipeline_parallel}"]
     command += [f"validation.paths=[{json.dumps(str(data / 'heldout.jsonl'))}]"]
+    if preset_settings(given.algorithm).get("reward.scheme") in WRONG_ANSWER:
+        command.append(REWARD)
     if given.algorithm == "lora":  # its file leaves the learning rate to the model's size
         command += LORA_RATES
-    command += ["validation.every_steps=1000", "validation.temperature=1", "validation.top_p=1"]
+    return [*command, "validation.every_steps=1000", "validation.temperature=1", "validation.top_p=1"]
+
+
+def train(folder: Path, given: argparse.Namespace) -> Path:
+    """The training run of `folder`'s base model, and its folder. Before and after, every held-out problem is answered
+    once at temperature 1."""
+    command = [*RLMATH, "train", "--ranks", str(given.ranks), *training_words(folder, given)]
     layout = f"TP{given.tensor_parallel} x PP{given.pipeline_parallel}"
     run(f"Training ({given.algorithm}) on {given.ranks} ranks, {layout}", command, one_thread())
-    return output
+    return folder / "run"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

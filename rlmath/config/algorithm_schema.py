@@ -29,9 +29,11 @@ RatioAboveOne = Annotated[float, Range(1, open_low=True, why=_FIRST_RATIO)]
 class RewardConfig:
     """Rewards from checking the final answer."""
 
-    scheme: Literal["correctness", "mix", "independent"] = "correctness"
-    """"correctness": +1 or -1 (AReaL); "mix": 1, -0.5, and format_penalty without a box; "independent": 1 and -0.5
-    with a box, 0.5 and format_penalty without one (SimpleRL). A reward is (that - output_bias) * output_scaling."""
+    scheme: Literal["correctness", "plus_minus_one", "zero_one", "mix", "independent"] = "correctness"
+    """What a right and a wrong answer get. "correctness": 1 and -1, scaled to 5 and -5 (AReaL); "plus_minus_one": 1 and
+    -1 (DAPO); "zero_one": 1 and 0 (TRL, verl, most papers); "mix": 1, -0.5, and format_penalty without a box;
+    "independent": 1 and -0.5 with a box, 0.5 and format_penalty without one (SimpleRL). A reward is
+    (that - output_bias) * output_scaling."""
     format_penalty: FiniteFloat = -1.0
     """Schemes "mix" and "independent": what an answer without a box gets (SimpleRL's FORMAT_PENALTY_VALUE)."""
     output_scaling: PositiveFloat | None = None

@@ -4,8 +4,8 @@ A YAML file holds sections with the settings that differ from the defaults, and 
 (`base: other.yaml`); `key.sub=value` on the command line wins. The section `parallel` may be one word, d32t2p1, or
 d12t2+d4 where engines have ranks of their own.
 
-A value may name an environment variable, `${oc.env:NAME}`, or another key, `${run.seed}`: the `Config` has what that
-stands for. No setting is a secret.
+A value may name an environment variable, `${oc.env:NAME}`, another key, `${run.seed}`, or a multiple of one,
+`${times:2,${data.prompts_per_step}}`: the `Config` has what that stands for. No setting is a secret.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rlmath.config.help import (
     text_problems,
     unknown_key_text,
 )
-from rlmath.config.run_files import write_whole
+from rlmath.config.run_files import CONFIG_FILE, write_whole
 from rlmath.config.schema import MISSING, Config
 from rlmath.config.shipped_files import shipped, shipped_config
 
@@ -103,15 +103,39 @@ def load_config(
 
 
 def preset_settings(name: str) -> dict[str, Any]:
-    """What the preset of this name sets, by key, its base's settings before its own.
+    """What the preset of this name sets, by key, its base's settings before its own; interpolations as written.
 
     >>> preset_settings("dr_grpo")
-    {'algorithm.advantage': 'dr_grpo', 'algorithm.loss_normalisation': 'constant'}
+    ... # doctest: +NORMALIZE_WHITESPACE
+    {'algorithm.advantage': 'dr_grpo', 'algorithm.loss_normalisation': 'constant',
+     'reward.scheme': 'zero_one'}
     """
     reader = _Reader(name)
     reader.read_file(shipped(f"configs/algorithms/{name}.yaml"))
     raise_problems("the settings", reader._problems)
     return reader.given
+
+
+def preset_values(config: Config) -> dict[str, Any]:
+    """`preset_settings` of the run's preset, with what interpolations stand for in this run; empty without one."""
+    if config.algorithm.preset is None:
+        return {}
+    tree = OmegaConf.create(_escaped(shown_sections(config)))
+    preset = preset_settings(config.algorithm.preset)
+    for key, value in preset.items():
+        OmegaConf.update(tree, key, value)
+    return {key: OmegaConf.select(tree, key) if "${" in str(preset[key]) else preset[key] for key in preset}
+
+
+def recorded_settings(output_dir: str, preset: str) -> dict[str, Any]:
+    """Every setting, by key, that a run in this folder has recorded; empty where there is none with this preset, or its
+    file cannot be read, which the checks of the folder report."""
+    path = Path(output_dir) / CONFIG_FILE
+    try:
+        recorded = load_config([path], [], saved=True)
+    except ValueError:
+        return {}
+    return setting_values(recorded) if recorded.algorithm.preset == preset else {}
 
 
 def config_as_yaml(config: Config) -> str:
@@ -280,8 +304,10 @@ class _Reader:
                 found(f'{self._source}: the value in "{_bounded(text)}" cannot be read: {reason}')
 
     def config(self, saved: bool) -> Config:
-        """What was read, over that of a preset; ValueError with all mistakes."""
-        self._read_preset()
+        """What was read, over that of a preset; ValueError with all mistakes. A saved file has all settings of its
+        time: a preset that has changed since adds nothing."""
+        if not saved:
+            self._read_preset()
         for key, setting in all_settings().items():
             if OmegaConf.is_missing(self._tree[setting.section], setting.name):
                 self._problems.append(
@@ -303,12 +329,21 @@ class _Reader:
         return Config(**{name: section(**values[name]) for name, section in section_classes().items()})
 
     def _read_preset(self) -> None:
+        """What the preset sets and nobody else; as it was when the run in `run.output_dir` began, if it resumes."""
         name = self.given.get("algorithm.preset")
         if name not in all_settings()["algorithm.preset"].words:
             return
+        recorded = self._recorded_settings(name)
         for key, value in preset_settings(name).items():
             if key not in self.given:
-                self._set(key, value, f"algorithm.preset={name}")
+                self._set(key, recorded.get(key, value), f"algorithm.preset={name}")
+
+    def _recorded_settings(self, preset: str) -> dict[str, Any]:
+        run = self._tree["run"]
+        if OmegaConf.is_missing(run, "output_dir") or run["recover_mode"] == "disabled":
+            return {}
+        output_dir = self._resolved(all_settings()["run.output_dir"], run["output_dir"], saved=False)
+        return recorded_settings(output_dir, preset)
 
     def _resolved(self, setting: Setting, written: Any, saved: bool) -> Any:
         """The value of a setting, with what its interpolations stand for."""
@@ -371,6 +406,19 @@ def _bounded(what: object) -> str:
     """Text for a message, however long it is."""
     text = str(what)
     return text if len(text) <= 500 else f"{text[:400]} [... {len(text) - 400} more characters]"
+
+
+def _times(factor: int | float, number: int | float) -> int | float:
+    """What `${times:2,${data.prompts_per_step}}` stands for: the product, whole where it is.
+
+    >>> _times(2, 64), _times(0.5, 64), _times(0.3, 64)
+    (128, 32, 19.2)
+    """
+    product = float(factor * number)
+    return int(product) if product.is_integer() else product
+
+
+OmegaConf.register_resolver("times", _times, replace=True, annotation_validation="error")
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config import length_curriculum
 from rlmath.config.help import as_yaml_word, counted, raise_problems, setting_values
 from rlmath.config.hub import HubFailedError
-from rlmath.config.load import load_config, preset_settings
+from rlmath.config.load import load_config, preset_values
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.audit import EXAMPLES
@@ -40,7 +40,7 @@ from rlmath.planning.memory_estimate import Kind, Target, mesh_of
 from rlmath.planning.memory_fit import GIB, planned_target, start_up_lines
 from rlmath.planning.parallelism import planned_ranks, roles
 from rlmath.planning.prepare import RunData, dropped_warning, read_inputs, tokenizer_problem, try_data
-from rlmath.planning.reward_checks import hook_lines
+from rlmath.planning.reward_checks import hook_lines, reward_lines
 from rlmath.planning.warnings import config_warnings
 from rlmath.rollout.unfinished_rules import slice_tokens, unfinished_bytes, unfinished_rules
 from rlmath.run.recovery import save_schedule
@@ -207,6 +207,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
         *(f"  {line}" for line in plan.data.lines),
         *hook_lines(config, plan.kind),
         *(preset_lines(config) if plan.kind == "grpo" else ()),
+        *(reward_lines(config) if plan.kind == "grpo" else ()),
         *(_step_lines(plan) if plan.kind == "grpo" else _sft_step_lines(plan)),
         *start_up_lines(length_curriculum.with_longest_lengths(config), shape, plan.ranks, plan.kind),
         *_disk_lines(plan),
@@ -223,7 +224,7 @@ def preset_lines(config: Config) -> Iterator[str]:
         return
     yield f"Preset: {name} is configs/algorithms/{name}.yaml"
     values = setting_values(config)
-    for key, value in preset_settings(name).items():
+    for key, value in preset_values(config).items():
         other = "" if values[key] == value else f", here {as_yaml_word(values[key])}"
         yield f"  {key}={as_yaml_word(value)}{other}"
 

@@ -8,17 +8,22 @@ from collections.abc import Collection, Iterator, Sequence
 
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 from rlmath.config.help import nearest_word
-from rlmath.config.length_curriculum import validates
+from rlmath.config.length_curriculum import validates, with_longest_lengths
 from rlmath.config.schema import Config, RewardConfig
+from rlmath.planning import model_checks
 from rlmath.planning.memory_estimate import Kind
 from rlmath.rewards.reward_manager import try_reward_function, try_scorer
+from rlmath.rewards.schemes import WRONG_ANSWER, raw_reward, reward_scale
 from rlmath.rewards.several_rewards import (
     BUILT_IN,
     MAX_FUNCTIONS,
     TAKEN,
+    NamedReward,
     functions_of,
+    is_verified,
     listed_functions,
     reward_hooks,
+    rewards_of,
 )
 from rlmath.workers.hooks import Hook, function_problem, plugin_problem
 from rlmath.workers.user_functions import (
@@ -49,7 +54,7 @@ def reward_problems(config: Config) -> Iterator[str]:
             f"reward.overlong_buffer is {reward.overlong_buffer}, above rollout.max_new_tokens {limit}: even the "
             "shortest answer would cost. Lower it."
         )
-    if reward.scheme != "correctness" and reward.format_penalty >= 1:
+    if reward.scheme not in WRONG_ANSWER and reward.format_penalty >= 1:
         yield (
             f"reward.format_penalty is {reward.format_penalty}; a right answer in a box gets 1 in scheme "
             f'"{reward.scheme}", and one without a box should get less. Lower it.'
@@ -106,6 +111,77 @@ def _entry_problems(entry: str, plugins: Collection[str]) -> Iterator[str]:
 def _twice(setting: str, names: Sequence[str]) -> Iterator[str]:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         yield f"{setting} has {', '.join(map(repr, twice))} more than once. Give each a name of its own."
+
+
+# ---------------------------------------------------------------- what is paid
+
+
+def reward_lines(config: Config) -> Iterator[str]:
+    """For a plan: the range of a completion's reward, and the largest penalties beside it."""
+    reward = config.reward
+    if model_checks.teaches_alone(config):
+        yield "Rewards: none is learned from (teacher.with_rewards=false)"
+        return
+    rewards = rewards_of(reward)
+    verified = is_verified(reward)
+    scale = reward_scale(reward, verified)
+    unknown = [one.name or "reward.function" for one in rewards if one.function and one.weight]
+    if reward.combine == "gdpo":
+        yield "Rewards: each of the list is normalised in its own group (reward.combine=gdpo)"
+        return
+    ranges = [sorted(one.weight * value for value in _extremes(one, reward)) for one in rewards]
+    low, high = ((sum(ends) - reward.output_bias) * scale for ends in zip(*ranges, strict=True))
+    if not reward.rewards and reward.function is not None:
+        bias = f", less reward.output_bias {reward.output_bias:g}" * bool(reward.output_bias)
+        yield f"Rewards: what reward.function returns{bias}, times {scale:g}"
+    elif unknown:
+        yield f"Rewards: {low:g} to {high:g}, and {scale:g} times what {', '.join(unknown)} returns, weighed"
+    elif reward.rewards:
+        yield f"Rewards: {low:g} to {high:g} (the weighted sum of reward.rewards)"
+    else:
+        names = ("right", "right without a box", "wrong", "wrong without a box")
+        cases = [(True, True), (True, False), (False, True), (False, False)]
+        if reward.scheme in WRONG_ANSWER:
+            names, cases = ("right", "wrong"), [(True, True), (False, True)]
+        paid = [(raw_reward(reward, *case) - reward.output_bias) * scale for case in cases]
+        each = ", ".join(f"{name} {value:g}" for name, value in zip(names, paid, strict=True))
+        yield f"Rewards: {low:g} to {high:g} (reward.scheme={reward.scheme}: {each})"
+    yield from _penalty_lines(config)
+
+
+def _extremes(one: NamedReward, reward: RewardConfig) -> tuple[float, ...]:
+    """The values between which a reward of the list lies, before weight, bias and scaling; 0 for a function's."""
+    if one.function is not None:
+        return 0.0, 0.0
+    if one.name != "correctness":
+        return 0.0, 1.0
+    values = [raw_reward(reward, right, boxed) for right in (True, False) for boxed in (True, False)]
+    return min(values), max(values)
+
+
+def _penalty_lines(config: Config) -> Iterator[str]:
+    """The most that length and a KL in the reward take from a completion."""
+    reward, algorithm = config.reward, config.algorithm
+    longest = with_longest_lengths(config).rollout.max_new_tokens
+    if reward.overlong_buffer:
+        yield (
+            f"  less at most {reward.overlong_penalty:g} for length, in the last {reward.overlong_buffer:,} of "
+            f"{longest:,} tokens (reward.overlong_buffer)"
+        )
+    if reward.length_penalty:
+        most = reward.length_penalty * longest / 1000
+        yield (
+            f"  less at most {most:g} for length: reward.length_penalty {reward.length_penalty:g} x {longest:,} tokens "
+            "/ 1,000, where all of the group are right"
+        )
+    if reward.mask_no_eos_with_zero:
+        yield f"  0 where the completion is cut off at {longest:,} tokens (reward.mask_no_eos_with_zero)"
+    if algorithm.kl_coef and algorithm.kl_in == "reward":
+        most = algorithm.kl_coef * longest / 10
+        yield (
+            f"  less algorithm.kl_coef {algorithm.kl_coef:g} for each nat of KL to the reference: {most:.3g} for "
+            f"{longest:,} tokens of 0.1 nats each"
+        )
 
 
 # ---------------------------------------------------------------- functions of the user's

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from rlmath.config.help import all_settings, setting_values
-from rlmath.config.schema import Config
+from rlmath.config.help import all_settings, as_yaml_word, setting_values
+from rlmath.config.load import preset_values, recorded_settings
+from rlmath.config.schema import Config, RewardConfig
 from rlmath.planning.setting_tables import doubts, without_effect
 from rlmath.rewards.several_rewards import functions_of, is_verified
 
@@ -52,7 +53,25 @@ def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
             "the reference is model.path without the adapters of model.adapter_path: KL is not 0 at the start. To stay "
             "near that start, merge them into model.path."
         )
+    found += _preset_warnings(config)
     return [*found, *_rollout_warnings(config), *_algorithm_warnings(config)]
+
+
+def _preset_warnings(config: Config) -> Iterator[str]:
+    """What a run that resumes keeps of its preset as it was, or as it was overridden, at its beginning."""
+    if config.algorithm.preset is None or config.run.recover_mode == "disabled":
+        return
+    values, preset = setting_values(config), preset_values(config)
+    recorded = recorded_settings(config.run.output_dir, config.algorithm.preset)
+    kept = [key for key in preset if key in recorded and values[key] == recorded[key] != preset[key]]
+    if kept:
+        yield (
+            f"algorithm.preset={config.algorithm.preset}: kept as the run in {config.run.output_dir} has recorded it: "
+            + ", ".join(
+                f"{key}={as_yaml_word(values[key])} (the preset has {as_yaml_word(preset[key])})"
+                for key in kept
+            )
+        )
 
 
 def _rollout_warnings(config: Config) -> Iterator[str]:
@@ -89,7 +108,8 @@ def _rollout_warnings(config: Config) -> Iterator[str]:
 
 
 def _algorithm_warnings(config: Config) -> Iterator[str]:
-    if config.reward.rewards and config.reward.scheme != "correctness" and not is_verified(config.reward):
+    own_scheme = preset_values(config).get("reward.scheme", RewardConfig.scheme) != config.reward.scheme
+    if config.reward.rewards and own_scheme and not is_verified(config.reward):
         yield "reward.scheme: no effect with reward.rewards that do not list correctness, whose scheme it is."
     functions = functions_of(config.reward)
     if config.selection.dynamic_sampling == "accuracy" and functions and not is_verified(config.reward):

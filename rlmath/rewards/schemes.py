@@ -1,14 +1,18 @@
-"""Rewards from verifier results: the schemes of AReaL and SimpleRL, and penalties for overlong completions."""
+"""Rewards from verifier results: the schemes of AReaL, SimpleRL and the papers of objectives, and penalties for
+overlong completions."""
 
 from __future__ import annotations
 
 from rlmath.config.schema import RewardConfig
 
+WRONG_ANSWER = {"correctness": -1.0, "plus_minus_one": -1.0, "zero_one": 0.0}
+"""Schemes that ask for no box, by what a wrong answer gets."""
+
 
 def raw_reward(settings: RewardConfig, correct: bool, boxed: bool) -> float:
     """What `reward.scheme` gives, before bias and scaling (docs/rewards.md has the table)."""
-    if settings.scheme == "correctness":
-        return 1.0 if correct else -1.0
+    if settings.scheme in WRONG_ANSWER:
+        return 1.0 if correct else WRONG_ANSWER[settings.scheme]
     if boxed:
         return 1.0 if correct else -0.5
     return 0.5 if correct and settings.scheme == "independent" else settings.format_penalty

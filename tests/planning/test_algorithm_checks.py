@@ -6,23 +6,27 @@ import typing
 from pathlib import Path
 
 import pytest
+import torch
 
-from rlmath.algorithms.advantages import AdvantageKind
+from rlmath.algorithms.advantages import AdvantageKind, centred
 from rlmath.algorithms.dynamic_sampling import Contrast
 from rlmath.algorithms.importance_sampling import CorrectionLevel
 from rlmath.algorithms.kl import KLKind
 from rlmath.algorithms.losses import LossKind, NormalisationKind
 from rlmath.config.help import all_settings
-from rlmath.config.load import config_as_yaml, load_config
+from rlmath.config.load import config_as_yaml, load_config, preset_settings
+from rlmath.config.schema import Config
 from rlmath.config.shipped_files import shipped
 from rlmath.distributed.memory import total_bytes
 from rlmath.planning.checks import algorithm_problems, host_memory_problems, run_problems, value_problems
 from rlmath.planning.dry_run import preset_lines
 from rlmath.planning.memory_fit import GIB
-from rlmath.planning.reward_checks import reward_problems
+from rlmath.planning.reward_checks import reward_lines, reward_problems
 from rlmath.planning.setting_tables import conflicts
 from rlmath.planning.warnings import config_warnings
+from rlmath.rewards.schemes import raw_reward, reward_scale, scaled_reward
 from rlmath.rollout.unfinished_rules import unfinished_rules
+from rlmath.run.recovery.resume import refused_changes
 from tests.text_tables import rows
 
 PATHS = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
@@ -181,10 +185,165 @@ def test_a_preset_lies_below_files_and_command_line_wherever_it_is_named(tmp_pat
         "  algorithm.clip_ratio_high=0.28, here 0.2",
         "  selection.dynamic_sampling=accuracy",
         "  selection.max_extra_prompts=256",
+        "  reward.scheme=plus_minus_one",
+        "  reward.overlong_penalty=1.0",
         "  algorithm.top_entropy_share=0.2",
     ]
     saved.write_text(config_as_yaml(config))
     assert load_config([saved], []) == config and config.selection.max_extra_prompts == 256
+
+
+FIVES = (5.0, -5.0)
+PLUS_MINUS = (1.0, -1.0)
+ZERO_ONE = (1.0, 0.0)
+PAID = {
+    **dict.fromkeys(("areal_ppo", "curriculum", "decoupled", "distill", "kpop", "lora"), FIVES),
+    **dict.fromkeys(("critic", "dapo", "top_entropy"), PLUS_MINUS),
+    "simplerl": (1.0, -0.5),
+}
+"""What presets pay a right and a wrong answer, where that is not 1 and 0. Those with AReaL's fives are its own, or say
+nothing of rewards."""
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_pays_what_its_paper_pays(name: str):
+    reward = load_config([], [*PATHS, f"algorithm.preset={name}"]).reward
+    facts = {"verified": True, "length": 8, "limit": 64, "truncated": False}
+    paid = tuple(scaled_reward(reward, raw_reward(reward, right, True), **facts) for right in (True, False))
+    assert paid == PAID.get(name, ZERO_ONE)
+
+
+def test_a_wrong_answer_of_full_length_gets_minus_two_of_dapo():
+    reward = load_config([], [*PATHS, "algorithm.preset=dapo", "reward.overlong_buffer=16"]).reward
+    at_limit = {"verified": True, "length": 64, "limit": 64, "truncated": True}
+    assert scaled_reward(reward, raw_reward(reward, False, False), **at_limit) == -2.0
+    assert scaled_reward(reward, raw_reward(reward, True, True), **at_limit) == 0.0
+
+
+def test_advantages_of_dr_grpo_are_those_of_its_paper():
+    reward = load_config([], [*PATHS, "algorithm.preset=dr_grpo"]).reward
+    rewards = [raw_reward(reward, right, True) * reward_scale(reward, True) for right in (1, 0, 0, 0)]
+    assert centred(torch.tensor(rewards)).tolist() == [0.75, -0.25, -0.25, -0.25]
+
+
+def test_a_function_of_the_users_is_paid_as_it_says_whatever_the_preset():
+    for name in PRESETS:
+        reward = load_config([], [*PATHS, f"algorithm.preset={name}", "reward.function=own:reward"]).reward
+        facts = {"verified": False, "length": 8, "limit": 64, "truncated": False}
+        assert scaled_reward(reward, 0.25, **facts) == 0.25, name
+    told = notes("algorithm.preset=dapo", "reward.rewards=[mine=a.b:c]")
+    assert not any("reward.scheme" in note for note in told)
+
+
+@pytest.mark.parametrize(
+    ("name", "prompts", "extra"),
+    [
+        ("dapo", 4, 8),
+        ("dapo", 128, 256),
+        ("top_entropy", 10, 20),
+        ("curriculum", 4, 4),
+        ("curriculum", 128, 128),
+    ],
+)
+def test_extra_prompts_of_a_preset_are_a_multiple_of_the_batch(name: str, prompts: int, extra: int):
+    given = [*PATHS, f"algorithm.preset={name}", f"data.prompts_per_step={prompts}"]
+    assert load_config([], given).selection.max_extra_prompts == extra
+    assert load_config([], [*given, "selection.max_extra_prompts=3"]).selection.max_extra_prompts == 3
+
+
+def test_no_number_of_a_preset_is_a_count_of_prompts_or_tokens():
+    """One that is right for one batch or one length is wrong for the others: it is written as a multiple."""
+    counts = (
+        "data.",
+        "rollout.",
+        "selection.max_",
+        "selection.min_",
+        "reward.overlong_buffer",
+        "policy.max_",
+    )
+    for name in PRESETS:
+        for key, value in preset_settings(name).items():
+            assert not key.startswith(counts) or not isinstance(value, int) or isinstance(value, bool), (
+                name,
+                key,
+            )
+
+
+REWARD_LINES = """
+algorithm.preset=dapo reward.overlong_buffer=16 rollout.max_new_tokens=64: Rewards: -1 to 1
+    (reward.scheme=plus_minus_one: right 1, wrong -1) | less at most 1 for length, in the last 16 of 64 tokens
+    (reward.overlong_buffer)
+algorithm.kl_coef=0: Rewards: -5 to 5 (reward.scheme=correctness: right 5, wrong -5)
+algorithm.preset=dr_grpo reward.length_penalty=0.1 rollout.max_new_tokens=2000: Rewards: 0 to 1
+    (reward.scheme=zero_one: right 1, wrong 0) | less at most 0.2 for length: reward.length_penalty 0.1 x 2,000 tokens
+    / 1,000, where all of the group are right
+reward.scheme=independent reward.format_penalty=-0.3 reward.mask_no_eos_with_zero=true rollout.max_new_tokens=64:
+    Rewards: -0.5 to 1 (reward.scheme=independent: right 1, right without a box 0.5, wrong -0.5, wrong without a box
+    -0.3) | 0 where the completion is cut off at 64 tokens (reward.mask_no_eos_with_zero)
+algorithm.preset=areal_ppo rollout.max_new_tokens=1000: Rewards: -5 to 5 (reward.scheme=correctness: right 5, wrong -5)
+    | less algorithm.kl_coef 0.001 for each nat of KL to the reference: 0.1 for 1,000 tokens of 0.1 nats each
+reward.function=own:reward reward.output_bias=1 reward.output_scaling=2: Rewards: what reward.function returns, less
+    reward.output_bias 1, times 2
+reward.rewards=[correctness,format,length] reward.weights=[1,0.5,-0.1] reward.output_scaling=1: Rewards: -1.1 to 1.5
+    (the weighted sum of reward.rewards)
+algorithm.preset=gdpo: Rewards: each of the list is normalised in its own group (reward.combine=gdpo)
+algorithm.preset=distill teacher.path=t: Rewards: none is learned from (teacher.with_rewards=false)
+"""
+
+
+@pytest.mark.parametrize(("overrides", "told"), rows(REWARD_LINES))
+def test_a_plan_says_what_is_paid_and_the_largest_penalties(overrides: list[str], told: str):
+    lines = reward_lines(load_config([], [*PATHS, *overrides]))
+    assert " | ".join(line.strip() for line in lines) == told
+
+
+def recorded_run(folder: Path, *overrides: str) -> Config:
+    """The settings that a run of before wrote, with AReaL's fives and extra prompts in numbers."""
+    folder.mkdir()
+    paths = [f"run.output_dir={folder}", *PATHS[1:]]
+    earlier = ["reward.scheme=correctness", "selection.max_extra_prompts=256", *overrides]
+    recorded = load_config([], [*paths, "algorithm.preset=dapo", "data.prompts_per_step=4", *earlier])
+    (folder / "config.yaml").write_text(config_as_yaml(recorded))
+    return recorded
+
+
+def test_a_run_that_resumes_keeps_what_it_recorded_of_its_preset(tmp_path: Path):
+    recorded = recorded_run(tmp_path / "run")
+    given = [
+        f"run.output_dir={tmp_path / 'run'}",
+        *PATHS[1:],
+        "algorithm.preset=dapo",
+        "data.prompts_per_step=4",
+    ]
+    now = load_config([], given)
+    assert now == recorded and refused_changes(recorded, now) == []
+    assert config_warnings(now) == [
+        f"algorithm.preset=dapo: kept as the run in {tmp_path / 'run'} has recorded it: "
+        "selection.max_extra_prompts=256 (the preset has 8), reward.scheme=correctness (the preset has plus_minus_one)"
+    ]
+    (line,) = reward_lines(now)
+    assert line == "Rewards: -5 to 5 (reward.scheme=correctness: right 5, wrong -5)"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.recover_mode=disabled",
+        "run.output_dir=elsewhere",
+        "algorithm.preset=top_entropy",
+        "reward.scheme=plus_minus_one",
+    ],
+)
+def test_what_is_recorded_counts_for_the_same_preset_and_a_run_that_resumes(tmp_path: Path, override: str):
+    recorded_run(tmp_path / "run")
+    given = [f"run.output_dir={tmp_path / 'run'}", *PATHS[1:], "algorithm.preset=dapo", override]
+    assert load_config([], given).reward.scheme == "plus_minus_one"
+
+
+def test_a_saved_file_without_a_setting_of_today_has_its_default_and_not_the_presets(tmp_path: Path):
+    recorded = config_as_yaml(recorded_run(tmp_path / "run"))
+    (tmp_path / "old.yaml").write_text(recorded.replace("  scheme: correctness\n", ""))
+    assert load_config([tmp_path / "old.yaml"], [], saved=True).reward.scheme == "correctness"
 
 
 def test_another_loss_than_the_presets_is_refused():

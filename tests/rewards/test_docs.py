@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from rlmath.answers.verifier import STRICT, VERDICTS, Rules, verify
+from rlmath.config.help import all_settings
 from rlmath.config.schema import RewardConfig
 from rlmath.rewards.schemes import raw_reward, reward_scale
 
@@ -11,7 +12,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text(e
 _ROW = re.compile(
     r"^\| `(?P<gold>[^`]+)` \| `(?P<answer>[^`]+)` \| (?P<right>yes|no) \|(?P<why>[^|]*\|)?$", re.MULTILINE
 )
-_SCHEME = re.compile(r"^\| `(\w+)` \((?:AReaL|SimpleRL)\) \| (.*) \|$", re.MULTILINE)
+_SCHEME = re.compile(r"^\| `(\w+)` \((?:AReaL|DAPO|TRL, verl|SimpleRL)\) \| (.*) \|$", re.MULTILINE)
 
 STRICT_PART, LOOSE_PART = PAGE.split("`reward.strict: false` restores")
 
@@ -38,7 +39,7 @@ def test_every_row_of_the_tables_is_run():
 
 def test_the_table_of_schemes():
     table = dict(_SCHEME.findall(PAGE))
-    assert set(table) == {"correctness", "mix", "independent"}
+    assert set(table) == set(all_settings()["reward.scheme"].words)
     for name, cells in table.items():
         *numbers, scaling = cells.split(" | ")
         settings = RewardConfig(name, format_penalty=-7.0)
