@@ -15,6 +15,7 @@ import shutil
 import textwrap
 import types
 import typing
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,7 +189,7 @@ def help_text(word: str = "", width: int | None = None, keys: Collection[str] | 
         return wrapper.wrap(text)
 
     shown = [one for one in all_settings().values() if keys is None or one.key in keys]
-    sections = {one.section: inspect.getdoc(section_classes()[one.section]) or "" for one in shown}
+    sections = _section_texts(shown)
     if not word:
         lines = wrapped(
             "Settings, given in a YAML file or as key.sub=value. --help SECTION explains those of a section, --help "
@@ -361,6 +362,21 @@ def letters_apart(first: str, second: str) -> int:
                 cost = min(cost, above[j - 2] + 1)
             row.append(cost)
     return row[-1]
+
+
+def _section_texts(shown: Sequence[Setting]) -> dict[str, str]:
+    """By section what it is about. A section of which less than half is shown is about those settings alone, and its
+    text is their names."""
+    all_counts = Counter(setting.section for setting in all_settings().values())
+    names: dict[str, list[str]] = {}
+    for setting in shown:
+        names.setdefault(setting.section, []).append(setting.name)
+    return {
+        section: f"{', '.join(section_names)}."
+        if 2 * len(section_names) < all_counts[section]
+        else inspect.getdoc(section_classes()[section]) or ""
+        for section, section_names in names.items()
+    }
 
 
 def field_docs(source: str) -> dict[tuple[str, str], str]:

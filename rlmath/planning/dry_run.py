@@ -23,6 +23,7 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.audit import EXAMPLES
 from rlmath.data.dataset import most_updates
+from rlmath.distributed.device_kind import number_format
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, FINISHED, MISTAKE
 from rlmath.distributed.memory import total_bytes
 from rlmath.distributed.ranks import environment_rank
@@ -369,7 +370,8 @@ def _warnings(plan: RunPlan) -> Iterator[str]:
         yield f"a start on this machine would be refused: {problem}"
     yield from config_warnings(config, plan.unused)
     if plan.target.total_bytes is None:
-        yield "the plan is for the CPU, in float32; name a GPU by memory.gpu or memory.gpu_gib."
+        planned_format = number_format(config.policy.dtype, plan.target.kind)
+        yield f"the plan is for the CPU, in {planned_format}; name a GPU by memory.gpu or memory.gpu_gib."
         with_cache = config.rollout.ranks or plan.ranks
         caches = config.rollout.cpu_kv_cache_gib * with_cache
         if plan.kind == "grpo" and caches * GIB > total_bytes():

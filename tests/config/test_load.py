@@ -12,6 +12,7 @@ import pytest
 from rlmath.config.help import all_settings, help_text, schema_problems, section_classes, setting_values
 from rlmath.config.load import config_as_yaml, load_config, make_parser, save_config
 from rlmath.config.schema import Config, ModelConfig, OptimizerConfig
+from rlmath.planning.checks import used_keys
 
 GIVEN = ["run.output_dir=out", "model.path=m", "data.train_path=t.jsonl"]
 
@@ -334,6 +335,17 @@ def test_help_explains_a_section_or_a_setting_and_names_the_sections():
     assert len(help_text(width=80).splitlines()) < 30 and "optimizer.lr" not in help_text()
     with pytest.raises(ValueError, match=r'no setting "optimiser"\. Did you mean "optimizer"'):
         help_text("optimiser")
+
+
+def test_a_section_of_which_few_settings_count_is_described_by_their_names():
+    """Supervised training has no advantages, and no engines while which anything is offloaded."""
+    lines = help_text(width=80, keys=used_keys()).splitlines()
+    assert "  algorithm   rollback, rollback_lr_factor" in lines
+    assert "  memory      gpu, gpu_gib" in lines
+    assert "  optimizer   The optimizer and its learning-rate schedule" in lines
+    section = help_text("memory", 80, used_keys()).splitlines()
+    assert section[2] == "memory: gpu, gpu_gib." and "offload" not in "".join(section)
+    assert "  memory      What is offloaded while the engines generate" in help_text(width=80)
 
 
 def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch):

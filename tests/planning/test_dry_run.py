@@ -154,6 +154,14 @@ def test_a_gpu_that_is_not_here(dry, bare_model: Path, monkeypatch: pytest.Monke
     assert status == 0 and "a start on this machine would be refused: run.device is" in out
 
 
+@pytest.mark.parametrize(("dtype", "planned"), [("auto", "float32"), ("bfloat16", "bfloat16")])
+def test_a_plan_for_the_cpu_names_its_number_format(dry, bare_model: Path, dtype: str, planned: str):
+    settings = ("memory.gpu=null", "run.device=cpu", f"policy.dtype={dtype}")
+    status, out, err = dry(SMALL_R1, *TINY, f"model.path={bare_model}", *settings)
+    assert status == 0, err
+    assert f"the plan is for the CPU, in {planned};" in out
+
+
 def test_lines_for_a_terminal_are_wrapped_between_words(dry, bare_model: Path, rows: Path, tmp_path: Path):
     told = dry(SMALL_R1, *TINY, f"model.path={bare_model}")[1]
     arguments = ["--config", str(CONFIGS / SMALL_R1), "--dry-run", *TINY, f"model.path={bare_model}"]
