@@ -30,8 +30,9 @@ from rlmath.distributed.fault_tolerance.exit_codes import (
 from rlmath.distributed.fault_tolerance.preemption import INTERRUPT, on_signals
 from rlmath.distributed.ranks import environment_rank
 from rlmath.evals.benchmarks import find_benchmark, model_positions
-from rlmath.evals.compare import comparison_text, read_results
+from rlmath.evals.compare import comparison_text
 from rlmath.evals.plan import DEFAULT_NEW_TOKENS, Plan, recorded_new_tokens
+from rlmath.evals.results_file import read_results
 from rlmath.planning.checks import cuda_problems
 from rlmath.planning.early_checks import missing_problems
 from rlmath.run.command_line import log_mistake, mistakes_end_all_ranks, record_exit, set_up_rank_logging
@@ -305,7 +306,7 @@ def _add_sampling_options(group: argparse._ArgumentGroup) -> None:
     add("--scorer", help=scorer_help)
     plugins_help = "module or file of yours that registers functions, as run.plugins; may be given again"
     add("--plugin", action="append", default=[], help=plugins_help)
-    add("--seed", type=int, default=1, help="of samples and intervals (default 1)")
+    add("--seed", type=int, default=1, help="of the samples (default 1)")
     add("--limit", type=int, help="number of problems of each benchmark, from the first on (default: all)")
 
 

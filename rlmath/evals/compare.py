@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
+from rlmath.algorithms.intervals import difference_interval
 from rlmath.config.terminal import visible
-from rlmath.evals.pass_at_k import bootstrap_interval
-from rlmath.evals.tables import FORMAT, RESULTS, boxed_tables
-
-
-@dataclass(frozen=True)
-class Results:
-    """The content of a results.json."""
-
-    name: str
-    settings: dict[str, Any]
-    values: dict[str, dict[str, dict[str, float]]]
-    """By dataset and measure ("greedy_acc", "sample_pass@1"): the share of correct answers by problem id."""
+from rlmath.evals.results_file import Accuracies, Results
+from rlmath.evals.tables import boxed_tables
 
 
 @dataclass(frozen=True)
@@ -36,7 +23,7 @@ class Difference:
     """Mean over problems, and both ends of its 95% interval."""
     second: tuple[float, float, float]
     difference: tuple[float, float, float]
-    """Second minus first: resampled in pairs, problem by problem."""
+    """Second minus first, with the interval of pairs, problem by problem (`difference_interval`)."""
 
     @property
     def is_clear(self) -> bool:
@@ -45,50 +32,40 @@ class Difference:
         return low > 0 or high < 0
 
 
-def read_results(path: Path) -> Results:
-    """Read an output folder's results.json, or the file itself. ValueError if it is not one."""
-    file = path / RESULTS if path.is_dir() else path
-    if not file.is_file():
-        raise ValueError(f"--compare: there is no {file}; needed: the --output of a finished evaluation")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if content["format"] != FORMAT:
-            raise ValueError(f"it has format {content['format']!r}; needed: {FORMAT}")
-        values = {str(name): _values(found["problems"]) for name, found in content["benchmarks"].items()}
-        return Results(str(path), dict(content["settings"]), values)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"--compare: {file} is no results.json ({type(error).__name__}: {error})") from error
-
-
-def _values(problems: list[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    greedy = {str(p["problem_id"]): float(p["greedy"]) for p in problems if p["greedy"] is not None}
-    sampled = {str(p["problem_id"]): int(p["right"]) / int(p["samples"]) for p in problems if p["samples"]}
-    return {name: found for name, found in (("greedy_acc", greedy), ("sample_pass@1", sampled)) if found}
-
-
-def differences(first: Results, second: Results, seed: int = 0) -> list[Difference]:
+def differences(first: Results, second: Results) -> list[Difference]:
     """The differences of every benchmark and measure that both have. ValueError if they have none in common."""
     found = []
-    for dataset, measures in first.values.items():
+    for dataset, measures in first.accuracies.items():
         for measure, ours in measures.items():
-            theirs = second.values.get(dataset, {}).get(measure, {})
-            common = [problem for problem in ours if problem in theirs]
-            if common:
-                a, b = [ours[p] for p in common], [theirs[p] for p in common]
-                pairs = [later - earlier for earlier, later in zip(a, b, strict=True)]
-                left_out = len(ours.keys() ^ theirs.keys())
-                means = (_mean(a, seed), _mean(b, seed), _mean(pairs, seed))
-                found.append(Difference(dataset, measure, len(common), left_out, *means))
+            theirs = second.accuracies.get(dataset, {}).get(measure)
+            common = (
+                [] if theirs is None else [problem for problem in ours.shares if problem in theirs.shares]
+            )
+            if theirs is not None and common:
+                found.append(_difference(dataset, measure, ours, theirs, common))
     if not found:
         raise ValueError(
-            f"--compare: {first.name} has {', '.join(first.values) or 'nothing'}, {second.name} has "
-            f"{', '.join(second.values) or 'nothing'}; needed: a benchmark in common, greedy or sampled in both"
+            f"--compare: {first.name} has {', '.join(first.accuracies) or 'nothing'}, {second.name} has "
+            f"{', '.join(second.accuracies) or 'nothing'}; needed: a benchmark in common, greedy or sampled in both"
         )
     return found
 
 
-def _mean(values: list[float], seed: int) -> tuple[float, float, float]:
-    return (sum(values) / len(values), *bootstrap_interval(values, seed))
+def _difference(
+    dataset: str, measure: str, ours: Accuracies, theirs: Accuracies, common: list[str]
+) -> Difference:
+    """That of theirs and ours, on these problems."""
+    before, after = ours.of(common), theirs.of(common)
+    pairs = [after.shares[problem] - before.shares[problem] for problem in common]
+    return Difference(
+        dataset,
+        measure,
+        problems=len(common),
+        left_out=len(ours.shares.keys() ^ theirs.shares.keys()),
+        first=(before.mean, *before.interval),
+        second=(after.mean, *after.interval),
+        difference=(sum(pairs) / len(pairs), *difference_interval(pairs)),
+    )
 
 
 def other_settings(first: Results, second: Results) -> list[str]:
@@ -119,7 +96,7 @@ def comparison_text(first: Results, second: Results) -> str:
         for one in found
         if one.left_out
     ]
-    alone = sorted(first.values.keys() ^ second.values.keys())
+    alone = sorted(first.accuracies.keys() ^ second.accuracies.keys())
     notes += [f"In one of the two only: {', '.join(alone)}."] if alone else []
     notes += [boxed_tables(table, keys=2), '"clear": the 95% interval of B - A leaves out 0.']
     return visible("\n".join(notes))

@@ -1,6 +1,4 @@
-"""The estimators of the tables: pass@k, maj@k, and intervals by bootstrap."""
-
-# Shape legend: R resamples, P problems.
+"""The estimators of the tables: pass@k and maj@k."""
 
 from __future__ import annotations
 
@@ -13,9 +11,6 @@ import numpy as np
 
 MOST_SAMPLES = 1000
 """Most samples of a problem for which the number of subsets fits a float64."""
-
-_CHUNK = 2**21
-"""Most problems that a bootstrap draws at once."""
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -92,29 +87,3 @@ def _right_subsets(votes: Sequence[Vote], blank: int, k: int, top: int) -> float
         ways = more
     j = np.arange(1, ties + 1)[:, None]
     return float((ways[k, 1:] * np.arange(right_ties + 1) / j).sum())
-
-
-def bootstrap_interval(
-    values_by_problem: Sequence[float], seed: int = 0, level: float = 0.95, resamples: int = 10_000
-) -> tuple[float, float]:
-    """Interval of the mean over problems: the percentiles of the means of `resamples` draws of as many problems, with
-    replacement (Efron 1979). The same values and seed give the same interval.
-
-    >>> bootstrap_interval([0.5, 0.5])
-    (0.5, 0.5)
-    """
-    values_P = np.asarray(values_by_problem, dtype=np.float64)
-    if not values_P.size or not 0 < level < 1 or resamples < 1:
-        raise ValueError(
-            f"an interval at level {level} from {values_P.size} problems and {resamples} resamples; needed: a level "
-            "between 0 and 1, and at least one of both"
-        )
-    draws = np.random.default_rng(seed)
-    rows = max(1, _CHUNK // values_P.size)
-    means = []
-    for start in range(0, resamples, rows):
-        shape = (min(rows, resamples - start), values_P.size)
-        picked_RP = draws.integers(values_P.size, size=shape, dtype=np.int32)
-        means.append(values_P[picked_RP].mean(axis=1))
-    low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from rlmath.algorithms.intervals import accuracy_interval
 from rlmath.answers.string_match import plain_answer
 from rlmath.answers.verifier import FAILURES
 from rlmath.evals.benchmarks import Benchmark
 from rlmath.evals.completions import CompletionRecord, Key
-from rlmath.evals.pass_at_k import Vote, bootstrap_interval, majority_at_k, pass_at_k
+from rlmath.evals.pass_at_k import Vote, majority_at_k, pass_at_k
 from rlmath.evals.plan import GREEDY_INDEX, Plan
 
 
@@ -66,10 +67,10 @@ def answer_key(answer: str) -> object:
 def result_of(
     benchmark: Benchmark, records: Mapping[Key, CompletionRecord], plan: Plan, max_prompt_tokens: int
 ) -> BenchmarkResult:
-    """The row of a benchmark: mean lengths, accuracies with their 95% intervals by bootstrap over problems, pass@k,
-    maj@k, and shares of truncated completions, of the modes that the plan has. Problems with longer prompts count as
-    wrong (`too_long`), and so do completions whose verification failed (`not_judged`); `unusable` rows of the file are
-    not in `num_questions`. KeyError if a problem lacks a completion."""
+    """The row of a benchmark: mean lengths, accuracies with their 95% intervals (`accuracy_interval`), pass@k, maj@k,
+    and shares of truncated completions, of the modes that the plan has. Problems with longer prompts count as wrong
+    (`too_long`), and so do completions whose verification failed (`not_judged`); `unusable` rows of the file are not in
+    `num_questions`. KeyError if a problem lacks a completion."""
     fitting = [p for p in benchmark.problems if len(p.token_ids) <= max_prompt_tokens]
     rows = {p.prompt_id: {index: records[p.prompt_id, index] for index in plan.indices} for p in fitting}
     problems = tuple(_problem(p.prompt_id, rows.get(p.prompt_id, {}), plan) for p in benchmark.problems)
@@ -87,10 +88,10 @@ def result_of(
     }
     if plan.samples:
         row |= _pass_and_majority(problems, sampled, plan.samples)
-    for name, values in (("greedy_acc", right), ("sample_pass@1", shares)):
-        row[f"{name}_low"], row[f"{name}_high"] = (
-            bootstrap_interval(values, plan.seed) if values else (None, None)
-        )
+    row["greedy_acc_low"], row["greedy_acc_high"] = accuracy_interval(right) if right else (None, None)
+    row["sample_pass@1_low"], row["sample_pass@1_high"] = (
+        accuracy_interval(shares, plan.samples) if shares else (None, None)
+    )
     row["greedy_truncated"] = _mean([record.truncated for record in greedy])
     row["sample_truncated"] = _mean([record.truncated for record in flat])
     row["too_long"] = len(problems) - len(fitting)

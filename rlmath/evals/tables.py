@@ -22,10 +22,7 @@ from typing import Any
 from rlmath.config.run_files import write_whole
 from rlmath.config.terminal import visible
 from rlmath.evals.results import BenchmarkResult, Row
-
-RESULTS = "results.json"
-FORMAT = 1
-"""Version of results.json."""
+from rlmath.evals.results_file import FORMAT, GREEDY, RESULTS, SAMPLED
 
 COLUMNS = ("dataset", "num_questions", "greedy_length", "sample_length", "greedy_acc", "sample_pass@1")
 """The first columns of the first table; pass@k follows, for every k that the samples allow."""
@@ -48,7 +45,7 @@ def second_table(results: Sequence[BenchmarkResult]) -> list[list[str]]:
     numbers = [*_by_k("maj@", rows), "greedy_truncated", "sample_truncated", *counts]
     table = [["dataset", "greedy_acc 95%", "sample_pass@1 95%", *numbers]]
     for row in rows:
-        intervals = [_interval(row, name) for name in ("greedy_acc", "sample_pass@1")]
+        intervals = [_interval(row, name) for name in (GREEDY, SAMPLED)]
         table.append([str(row["dataset"]), *intervals, *(cell(name, row.get(name)) for name in numbers)])
     return table
 

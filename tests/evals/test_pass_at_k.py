@@ -3,13 +3,11 @@ from __future__ import annotations
 import itertools
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
-from rlmath.evals.pass_at_k import Vote, bootstrap_interval, majority_at_k, pass_at_k
+from rlmath.evals.pass_at_k import Vote, majority_at_k, pass_at_k
 from rlmath.evals.results import answer_key, useful_k
 
 
@@ -69,34 +67,6 @@ def test_majority_is_the_mean_over_all_subsets(data: st.DataObject) -> None:
 def test_majority_of_the_most_samples_is_a_probability() -> None:
     value = majority_at_k([Vote(300, True), Vote(299, False), Vote(1, False)], 400, 64)
     assert 0.5 < value < 0.6
-
-
-@pytest.mark.parametrize(("correct", "of"), [(12, 30), (3, 40), (400, 500)])
-def test_intervals_are_those_of_scipy(correct: int, of: int) -> None:
-    """Two bootstraps of 10,000 resamples differ by the noise of the resampling: some thousandths."""
-    values = [1.0] * correct + [0.0] * (of - correct)
-    low, high = bootstrap_interval(values, seed=3)
-    theirs = stats.bootstrap(
-        (np.array(values),), np.mean, n_resamples=10_000, method="percentile", rng=np.random.default_rng(4)
-    ).confidence_interval
-    step = 1 / of  # a mean of zeros and ones moves in steps
-    assert low == pytest.approx(theirs.low, abs=max(0.005, step + 1e-9))
-    assert high == pytest.approx(theirs.high, abs=max(0.005, step + 1e-9))
-
-
-def test_intervals_depend_on_nothing_but_values_and_seed() -> None:
-    values = [0.0, 0.25, 1.0, 0.5, 0.75] * 20
-    assert bootstrap_interval(values, seed=7) == bootstrap_interval(values, seed=7)
-    assert bootstrap_interval(values, seed=7) != bootstrap_interval(values, seed=8)
-    assert bootstrap_interval([0.0] * 30) == (0.0, 0.0)
-    low, high = bootstrap_interval(values * 400, resamples=200)  # drawn in several parts
-    assert low < 0.5 < high and high - low < 0.01
-
-
-@pytest.mark.parametrize("arguments", [([],), ([1.0], 0, 1.0), ([1.0], 0, 0.95, 0)])
-def test_an_interval_of_nothing_is_refused(arguments: tuple) -> None:
-    with pytest.raises(ValueError, match="needed"):
-        bootstrap_interval(*arguments)
 
 
 def test_every_k_that_the_samples_allow() -> None:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from rlmath.algorithms.intervals import wilson_interval
 from rlmath.evals.benchmarks import Benchmark, LengthLimits, Problem, check_lengths, reference_warnings
-from rlmath.evals.compare import comparison_text, differences, read_results
+from rlmath.evals.compare import comparison_text, differences
 from rlmath.evals.completions import CompletionRecord, Key
 from rlmath.evals.plan import GREEDY_INDEX, Plan
 from rlmath.evals.results import BenchmarkResult, result_of
+from rlmath.evals.results_file import read_results
 from rlmath.evals.tables import boxed_tables, first_table, second_table, write_results
 
 
@@ -71,9 +73,34 @@ def test_a_row_by_hand(tmp_path: Path) -> None:
     assert row["maj@4"] == pytest.approx(1 / 3)
     assert row["sample_length"] == pytest.approx((10 + 10 + 10 + 40 + 4 * 10) / 8)
     assert row["sample_truncated"] == pytest.approx(1 / 8)
-    assert row["sample_pass@1_low"] == 0 and row["sample_pass@1_high"] == 0.5
-    # Draws of 3 problems: none has `a` with probability 8/27, all are `a` with 1/27 > 2.5%.
-    assert row["greedy_acc_low"] == 0 and row["greedy_acc_high"] == 1.0
+    # Wilson's of 1 of 3, by hand: (1/3 + z2/6 -+ z sqrt(2/27 + z2/36)) / (1 + z2/3), z2 = 3.8415.
+    assert (row["greedy_acc_low"], row["greedy_acc_high"]) == pytest.approx((0.0615, 0.7923), abs=1e-4)
+    # Samples of one problem are alike: 3 problems tell what 4.07 answers would, and not 12. With two problems more
+    # that are right and two that are wrong, shares vary by 138/784, answers with their mean 11/28 by 187/784.
+    assert (row["sample_pass@1_low"], row["sample_pass@1_high"]) == pytest.approx(
+        wilson_interval(0.25, 3 * 187 / 138), abs=1e-12
+    )
+
+
+@pytest.mark.parametrize(
+    ("right", "problems", "low", "high"),
+    [(0, 12, 0.0, 0.2425), (12, 12, 0.7575, 1.0), (500, 500, 0.9924, 1.0)],
+)
+@pytest.mark.parametrize("samples", [1, 4])
+def test_answers_that_are_all_alike_are_no_certainty(
+    tmp_path: Path, right: int, problems: int, low: float, high: float, samples: int
+) -> None:
+    """Wilson's interval of 0 of n is 0 to z2 / (n + z2), with z2 = 3.8415; more answers to each change nothing."""
+    names = [str(number) for number in range(problems)]
+    answer = "7" if right else "3"
+    records = {
+        (name, index): completion(answer) for name in names for index in (GREEDY_INDEX, *range(samples))
+    }
+    benchmark = Benchmark("quiz", tuple(map(problem, names)), unusable=0)
+    row = result_of(benchmark, records, plan_for(tmp_path, samples=samples), max_prompt_tokens=50).row
+    for name in ("greedy_acc", "sample_pass@1"):
+        assert row[name] == right / problems
+        assert (row[f"{name}_low"], row[f"{name}_high"]) == pytest.approx((low, high), abs=1e-4)
 
 
 def test_modes_that_were_not_asked_for_stay_empty(tmp_path: Path) -> None:
@@ -157,11 +184,24 @@ def test_a_difference_in_pairs_is_clearer_than_two_intervals(tmp_path: Path) -> 
     first = read_results(results_folder(tmp_path / "a", before))
     second = read_results(results_folder(tmp_path / "b", [count + 1 for count in before], about_model="late"))
     sampled = next(one for one in differences(first, second) if one.measure == "sample_pass@1")
-    assert sampled.difference == pytest.approx((0.25, 0.25, 0.25)) and sampled.is_clear
+    # 12 differences of 1/4, with half a problem more of each of 0, 0, 1 and -1: 3/14 -+ z sqrt(0.0791 / 14).
+    assert sampled.difference == pytest.approx((0.25, 0.0670, 0.3616), abs=1e-4) and sampled.is_clear
     assert sampled.first[0] == pytest.approx(0.375) and sampled.second[0] == pytest.approx(0.625)
     assert sampled.first[2] > sampled.second[1], "their own intervals overlap"
     same = differences(first, first)[0]
-    assert same.difference == (0, 0, 0) and not same.is_clear
+    assert same.difference[0] == 0 and not same.is_clear
+
+
+def test_a_difference_on_few_problems_is_not_clear(tmp_path: Path) -> None:
+    """Both wrong on the same 12: the difference may be 14 points either way. Two that were won are no proof."""
+    twelve = read_results(results_folder(tmp_path / "twelve", [0] * 12))
+    for found in differences(twelve, twelve):
+        assert found.difference == pytest.approx((0, -0.14, 0.14), abs=1e-3) and not found.is_clear
+        assert found.first == found.second == pytest.approx((0, 0, 0.2425), abs=1e-4)
+    before = read_results(results_folder(tmp_path / "before", [0, 0]))
+    after = read_results(results_folder(tmp_path / "after", [4, 4]))
+    for found in differences(before, after):
+        assert found.difference[0] == 1 and not found.is_clear
 
 
 def test_only_common_problems_are_compared_and_differences_are_reported(tmp_path: Path) -> None:
