@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from rlmath.distributed.fault_tolerance.exit_codes import (
     read_exit_status,
 )
 from rlmath.distributed.fault_tolerance.preemption import EXIT_SECONDS, WANTED_SIGNALS
+from rlmath.distributed.memory import out_of_memory_kills
 from rlmath.planning.checks import only_used
 from rlmath.planning.early_checks import early_problems
 from rlmath.planning.memory_estimate import Kind
@@ -40,6 +42,14 @@ CPU_RANKS = 8
 """A replay starts at most so many without being told, or as many as the machine has cores, where there is no GPU."""
 SIGNALS = f"--signals-to-handle={','.join(WANTED_SIGNALS)}"
 """So torchrun passes on every signal that a run stops at."""
+BY_OTHERS = "what runs this job (a scheduler, its time limit), or kill -9"
+LESS_MEMORY = (
+    "Start fewer ranks, or give each less to hold: a smaller KV cache, micro-batches of fewer tokens."
+)
+IN_NATIVE_CODE = (
+    "That is a crash in native code, of a library, or of a full /dev/shm (SIGBUS; see df /dev/shm)."
+)
+"""What is said of a rank that a signal has killed."""
 ALONE = ("-h", "--help", "--dry-run")
 """With one of these a program prints something and ends: no ranks are started."""
 
@@ -105,7 +115,11 @@ def evaluate(argv: Sequence[str]) -> int:
         return MISTAKE
     if ranks is None:
         ranks = gpu_count(given.device) or given.tensor_parallel
-    return launch(ranks, ["-m", "rlmath.evals", *words], given.output, RunConfig().stop_grace_seconds)
+    command = ["-m", "rlmath.evals", *words]
+    status = launch(ranks, command, given.output, RunConfig().stop_grace_seconds)
+    if status not in (0, MISTAKE) and AGAIN not in read_exit_status(given.output).message:
+        print(f"{AGAIN.capitalize()} samples what is missing ({given.output})", file=sys.stderr)
+    return status
 
 
 def replay(argv: Sequence[str]) -> int:
@@ -163,7 +177,7 @@ def gpu_count(device: str) -> int:
 def launch(ranks: int, command: Sequence[str], output: Path | None, grace_seconds: float) -> int:
     """Run Python with the words of a program under torchrun, which leaves its ranks `grace_seconds` to save after a
     signal. The exit status that the program has left in its folder `output`, else that of the rank that failed
-    first."""
+    first. Ranks that a signal has killed are named on stderr, with what to do."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
@@ -180,7 +194,7 @@ def launch(ranks: int, command: Sequence[str], output: Path | None, grace_second
         os.environ["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")])
         )
-    before = _written(output)
+    before, out_of_memory_before = _written(output), out_of_memory_kills()
     try:
         # -P: `python -m` would put the current folder first, where random.py takes the place of Python's.
         python = ["--no-python", sys.executable, "-P", "-u"]
@@ -188,6 +202,8 @@ def launch(ranks: int, command: Sequence[str], output: Path | None, grace_second
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         status = failure.exitcode if failure.exitcode > 0 else FAILURE
+        killed = {rank: (end.pid, -end.exitcode) for rank, end in error.failures.items() if end.exitcode < 0}
+        print(killed_text(killed, out_of_memory_before, out_of_memory_kills()), end="", file=sys.stderr)
     except SignalException as stopped:
         status = 128 + int(stopped.sigval)
     else:
@@ -195,6 +211,32 @@ def launch(ranks: int, command: Sequence[str], output: Path | None, grace_second
     if output is None or status == MISTAKE or _written(output) == before:
         return status  # what the folder has is of an earlier start
     return read_exit_status(output).status or status
+
+
+def killed_text(killed: Mapping[int, tuple[int, int]], kills_before: int | None, kills: int | None) -> str:
+    """What is said of ranks that signals have killed, by rank their process and signal; "" where none was, as where
+    torchrun has ended the others (SIGTERM). `kills_before` and `kills` are what `out_of_memory_kills` gave."""
+    lines = []
+    signals = {number for _, number in killed.values()} - {signal.SIGTERM}
+    for rank, (pid, number) in sorted(killed.items()):
+        if number in signals:
+            lines.append(f"rank {rank} (pid {pid}) was killed by {signal.Signals(number).name}.")
+    if signal.SIGKILL in signals:
+        if kills is None or kills_before is None:
+            lines.append(
+                f"That may be the kernel, for want of memory (see dmesg), {BY_OTHERS}. {LESS_MEMORY}"
+            )
+        elif kills > kills_before:
+            lines.append(
+                f"Memory ran out: the kernel has killed {kills - kills_before} for it. {LESS_MEMORY}"
+            )
+        else:
+            lines.append(
+                f"The kernel has killed no process for want of memory meanwhile: it was {BY_OTHERS}."
+            )
+    if signals - {signal.SIGKILL}:
+        lines.append(IN_NATIVE_CODE)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _written(output: Path | None) -> tuple[int, int] | None:

@@ -24,6 +24,15 @@ def total_bytes() -> int:
     return min([int(psutil.virtual_memory().total), *(limit for limit in limits if limit is not None)])
 
 
+def out_of_memory_kills(statistics: Path = Path("/proc/vmstat")) -> int | None:
+    """Processes that the kernel has killed for want of memory since it started; None where it does not say."""
+    try:
+        counts = dict(line.split() for line in statistics.read_text("utf-8").splitlines())
+        return int(counts["oom_kill"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
 def is_scarce(wanted: int) -> bool:
     """Whether less than a quarter of the host's memory is available, or less than twice what all of its ranks want
     (bytes)."""

@@ -98,11 +98,18 @@ class OnError:
 
     def __call__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Log it in one line, at once: what is closed next may take its time, and the heartbeat does not wait for it.
-        Then write the last step; where a peer may have failed, rank 0 alone does."""
+        An error that another rank may have caused waits for the heartbeat, which looks for that rank: until then it is
+        for the log file. Then write the last step; where a peer may have failed, rank 0 alone does."""
         if kind is None or error is None:
             return
         rank, host = environment_rank(), socket.gethostname()
-        logger.error("rank %d on %s failed; the run ends: %s: %s", rank, host, kind.__name__, error)
+        has_peers = environment_world_size() > 1
+        of_peer = has_peers and may_be_caused_by_peer(error)
+        if of_peer:
+            text = "rank %d on %s fails, as it does when another rank has ended: looking for the cause"
+            logger.warning(text, rank, host)
+        level = logging.DEBUG if of_peer else logging.ERROR
+        logger.log(level, "rank %d on %s failed; the run ends: %s: %s", rank, host, kind.__name__, error)
         if self.trainer is not None and (rank == 0 or not may_be_caused_by_peer(error)):
             self.trainer.write_last_step(f"failed on rank {rank}: {kind.__name__}: {error}")
 

@@ -26,7 +26,7 @@ from rlmath.distributed import process
 from rlmath.distributed.device import prepare_imports
 from rlmath.distributed.device_kind import resolve_kind
 from rlmath.distributed.fault_tolerance import exit_codes
-from rlmath.distributed.fault_tolerance.failure import first_line, may_be_caused_by_peer
+from rlmath.distributed.fault_tolerance.failure import PeerFailedError, first_line, may_be_caused_by_peer
 from rlmath.distributed.fault_tolerance.preemption import end_at_interrupt, under_torchrun
 from rlmath.distributed.process import end_with_parent
 from rlmath.distributed.ranks import environment_rank, environment_world_size
@@ -216,11 +216,14 @@ def _take_folder(prepared: PreparedRun[Any], stack: ExitStack) -> PreparedRun[An
 
 
 def end_broken() -> NoReturn:
-    """Call it where an error is handled: log it, and end at once, as threads may wait for peers that wait for us."""
+    """Call it where an error is handled: log it, and end at once, as threads may wait for peers that wait for us. What
+    follows from the end of another rank, which the heartbeat has named, is for the log file alone."""
     close_bars()
-    logger.exception("Rank %d on %s failed:", environment_rank(), socket.gethostname())
     error = sys.exc_info()[1]
-    if error is not None and not may_be_caused_by_peer(error):
+    of_peer = isinstance(error, PeerFailedError)
+    level = logging.DEBUG if of_peer else logging.ERROR
+    logger.log(level, "Rank %d on %s failed:", environment_rank(), socket.gethostname(), exc_info=True)
+    if error is not None and not of_peer and not may_be_caused_by_peer(error):
         exit_codes.report_to_torchrun(f"{first_line(error)} (its traceback is above)")
     logging.shutdown()
     os._exit(exit_codes.FAILURE)

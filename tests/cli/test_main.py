@@ -19,6 +19,7 @@ from rlmath.cli import doctor, install, train
 from rlmath.cli.main import COMMANDS, main
 from rlmath.config.shipped_files import shipped
 from rlmath.distributed.fault_tolerance import exit_codes
+from rlmath.distributed.memory import out_of_memory_kills
 from tests.programs import ENVIRONMENT, REPOSITORY
 
 WITHOUT = """import sys
@@ -221,6 +222,43 @@ def test_a_status_of_an_earlier_start_is_not_this_ones(
     monkeypatch.setenv("PET_SHUTDOWN_TIMEOUT", "7")  # which `launch` sets, and the test takes back
     exit_codes.write_exit_status(tmp_path, exit_codes.SAVED_AND_STOPPED, "stopped")
     assert train.launch(1, ["-m", "no_such_module_of_anybody"], tmp_path, 30.0) == 1
+
+
+DIES = """
+import os, signal, time
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(600)
+"""
+
+
+def test_the_last_lines_name_the_rank_that_a_signal_killed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PET_SHUTDOWN_TIMEOUT", "7")
+    program = tmp_path / "program.py"
+    program.write_text(DIES)
+    assert train.launch(2, [str(program)], None, 5.0) == exit_codes.FAILURE
+    first, *others = capfd.readouterr().err.splitlines()[-2:]
+    assert re.fullmatch(r"rank 1 \(pid \d+\) was killed by SIGKILL\.", first) and len(others) == 1
+
+
+def test_why_a_signal_came_and_what_to_do_is_said_as_far_as_it_is_known() -> None:
+    killed = {0: (11, signal.SIGTERM), 2: (13, signal.SIGKILL)}
+    told = train.killed_text(killed, 4, 7)
+    assert told.startswith("rank 2 (pid 13) was killed by SIGKILL.\nMemory ran out: the kernel has killed 3 ")
+    assert "Start fewer ranks" in told and "rank 0" not in told
+    told = train.killed_text(killed, 4, 4)
+    assert "no process for want of memory" in told and "Start fewer ranks" not in told
+    assert "see dmesg" in train.killed_text(killed, None, 4)
+    assert "crash in native code" in train.killed_text({1: (12, signal.SIGSEGV)}, 4, 4)
+    assert train.killed_text({0: (11, signal.SIGTERM)}, 4, 4) == ""
+
+
+def test_the_kernel_counts_what_it_kills_for_want_of_memory(tmp_path: Path) -> None:
+    (tmp_path / "vmstat").write_text("pgfree 5\noom_kill 12\n")
+    assert out_of_memory_kills(tmp_path / "vmstat") == 12
+    assert out_of_memory_kills(tmp_path / "none") is None
 
 
 def test_ranks_know_how_long_they_may_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,6 +225,30 @@ except OSError:
     assert "evaluation:" in before and last and "evaluation:" not in after
 
 
+def test_an_error_that_follows_from_another_rank_s_end_is_for_the_log_file_alone(tmp_path: Path) -> None:
+    program = f"""
+import logging
+from rlmath.distributed.fault_tolerance.failure import PeerFailedError
+from rlmath.run.command_line import set_up_rank_logging
+from rlmath.run.startup import end_broken
+from rlmath.telemetry.console import open_log_file
+set_up_rank_logging()
+open_log_file({str(tmp_path)!r})
+logging.getLogger("rlmath").error("rank 0 ends: rank 1 has died")
+try:
+    try:
+        raise RuntimeError("Read error: Connection reset by peer")
+    except RuntimeError as error:
+        raise PeerFailedError("rank 1 has died") from error
+except PeerFailedError:
+    end_broken()
+"""
+    lines = on_terminal(program, 80, 1).splitlines()
+    assert lines[-1].endswith("ERROR: rank 0 ends: rank 1 has died") and len(lines) == 1
+    log = (tmp_path / "run.log").read_text()
+    assert "RuntimeError: Read error: Connection reset by peer" in log and "PeerFailedError: rank 1" in log
+
+
 def test_several_rewards_are_in_the_lines_of_a_step() -> None:
     metrics = {"task_reward": 1.5, "reward/steps": 0.25, "reward/steps/failures": 0.0, "reward/boxed": 1.0}
     assert step_line(*THIRD_OF_38, metrics) == "step  3/38 reward 1.500 steps 0.25 1.23s left 1:10"

@@ -97,6 +97,10 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+class PeerFailedError(Exception):
+    """This rank's error follows from the failure of another, which its text names."""
+
+
 def may_be_caused_by_peer(error: BaseException) -> bool:
     """Whether the error may only mean that another rank has ended: gloo and NCCL raise RuntimeError for that."""
     return type(error) is RuntimeError or isinstance(error, dist.DistError)

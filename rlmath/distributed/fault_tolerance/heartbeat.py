@@ -31,7 +31,13 @@ import torch.distributed as dist
 from rlmath.config.schema import RunConfig
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.fault_tolerance import failure as failures
-from rlmath.distributed.fault_tolerance.failure import Failure, RankStatus, Shutdown, first_line
+from rlmath.distributed.fault_tolerance.failure import (
+    Failure,
+    PeerFailedError,
+    RankStatus,
+    Shutdown,
+    first_line,
+)
 from rlmath.distributed.fault_tolerance.preemption import LAUNCHER_ENDED, REASONS, StopRequest, under_torchrun
 from rlmath.distributed.ranks import this_rank
 from rlmath.distributed.run_store import RunStore, record_of
@@ -72,7 +78,8 @@ class Heartbeat:
         ...
         heartbeat.step = number
 
-    An exception that leaves the block is reported to the other ranks, which exit too.
+    An exception that leaves the block is reported to the other ranks, which exit too. Where it follows from the end of
+    another rank, a PeerFailedError that names this one takes its place.
     """
 
     def __init__(
@@ -96,6 +103,8 @@ class Heartbeat:
         self._phase, self._entered_at, self._entries = "start", time.monotonic(), 0
         self._progress = 0
         self._failure: BaseException | None = None
+        self._cause: Failure | None = None
+        """The failure that ends the run, where this rank's error follows from another's."""
         self._place = this_rank()  # engines change the environment later
         self._launcher_lock = threading.Lock()
         self._wake, self._reported, self._left = threading.Event(), threading.Event(), False
@@ -122,6 +131,8 @@ class Heartbeat:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self.report_failure(error)
+            if self._cause is not None:
+                raise PeerFailedError(self._cause.message) from error
             return
         self._left = True
         self._wake.set()
@@ -259,6 +270,8 @@ class Heartbeat:
         # The main thread logs its own error itself.
         if failure.reporter != self._rank or failure.kind != "failed":
             logger.error("rank %d on %s ends: %s", self._rank, socket.gethostname(), failure.message)
+            if failures.may_be_caused_by_peer(self._failure):
+                self._cause = failure
         self._shutdown.write_exit_status(failure)
         self._reported.set()
         time.sleep(REPORT_SECONDS)

@@ -34,6 +34,8 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
         assert told(rf"rank 1 on \S+ \(pid {victim}\), step \d+, in \S.* has died", run.console()), (
             run.console()
         )
+        ends = rf"PeerFailedError: rank 1 on \S+ \(pid {victim}\), .* has died"
+        assert told(ends, run.console()), "the error of rank 0 that follows from it names it, too"
         assert run.status().status == FAILURE
         assert "rank 1" in run.status().message
         assert run.saved_steps() == [], "torchrun's SIGTERM to the others is no reason to save without a peer"
