@@ -368,7 +368,7 @@ def _warnings(plan: RunPlan) -> Iterator[str]:
         yield f"a start needs more of the model: {problem}"
     for problem in plan.not_here:
         yield f"a start on this machine would be refused: {problem}"
-    yield from config_warnings(config, plan.unused)
+    yield from config_warnings(config, plan.unused, parameter_count(plan.shape))
     if plan.target.total_bytes is None:
         planned_format = number_format(config.policy.dtype, plan.target.kind)
         yield f"the plan is for the CPU, in {planned_format}; name a GPU by memory.gpu or memory.gpu_gib."

@@ -206,14 +206,14 @@ def without_effect(config: Config, changed: Sequence[str]) -> Iterator[str]:
     values = setting_values(config)
     for keys, rest in _rows(UNUSED):
         when, _, why = rest.partition("; ")
-        if _holds(when, values) and (given := [key for key in changed if is_among(key, keys.split())]):
+        if holds(when, values) and (given := [key for key in changed if is_among(key, keys.split())]):
             yield f"{', '.join(given)}: no effect {when}{why and ': '}{why}."
 
 
 def _texts(table: str, config: Config) -> Iterator[str]:
     values = setting_values(config)
     for when, text in _rows(table):
-        if _holds(when, values):
+        if holds(when, values):
             yield text.format_map(vars(config))
 
 
@@ -224,7 +224,8 @@ def _rows(table: str) -> Iterator[tuple[str, str]]:
         yield head, rest
 
 
-def _holds(when: str, values: Mapping[str, Any]) -> bool:
+def holds(when: str, values: Mapping[str, Any]) -> bool:
+    """Whether clauses such as "with lora.rank and without optimizer.kind=sgd" are so of settings by their keys."""
     return all([_is_so(*clause.split(" "), values) for clause in when.split(" and ")])
 
 

@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from rlmath.config.help import all_settings, as_yaml_word, setting_values
 from rlmath.config.load import preset_values, recorded_settings
 from rlmath.config.schema import Config, RewardConfig
+from rlmath.planning.sensible_values import doubtful_values
 from rlmath.planning.setting_tables import doubts, without_effect
 from rlmath.rewards.several_rewards import functions_of, is_verified
 
 LORA_LEAST_LR = 5e-6
 """Below it optimizer.lr is one of full training, whose 1e-6 to 3e-6 are usual for billions of weights."""
-SENSIBLE = (
-    ("optimizer.lr", 0.0, 1.0),
-    ("optimizer.weight_decay", 0.0, 10.0),
-    ("critic.lr", 0.0, 1.0),
-    ("rollout.temperature", 0.05, 10.0),
-    ("rollout.max_new_tokens", 8, math.inf),
-    ("validation.temperature", 0.0, 10.0),
-    ("reward.timeout_seconds", 0.01, math.inf),
-    ("save.ckpt_freq_secs", 1.0, math.inf),
-    ("save.save_freq_secs", 1.0, math.inf),
-)
-"""Values that a run may have and that mean something: fewer tokens hold no \\boxed{...}, and a checkpoint takes longer
-than less seconds."""
 
 
-def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
-    """Settings that change nothing in this run, or less than one may think. `unused` are those of `only_used`."""
+def config_warnings(config: Config, unused: Sequence[str] = (), parameters: int | None = None) -> list[str]:
+    """Settings that change nothing in this run, or less than one may think, and numbers that are hardly meant. `unused`
+    are those of `only_used`, `parameters` those of the model, if it is known."""
     found = [f"Without effect in supervised training: {', '.join(unused)}."] if unused else []
     values, defaults = setting_values(config), setting_values(Config())
     changed = [key for key in all_settings() if values[key] != defaults[key]]
     found += [*without_effect(config, changed), *doubts(config)]
-    for key, low, high in SENSIBLE:
-        if values[key] is not None and not low <= values[key] <= high:
-            wanted = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
-            found.append(f"{key}={values[key]:g} is legal, and hardly what you mean: sensible is {wanted}.")
+    found += doubtful_values(config, parameters)
     if config.lora.rank and config.optimizer.lr < LORA_LEAST_LR:
         found.append(
             f"optimizer.lr={config.optimizer.lr:g} is a learning rate of full training, and with lora.rank="

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config.hub import HubFailedError
 from rlmath.config.length_curriculum import fewer_steps_warnings, late_steps_warnings, length_stage_lines
 from rlmath.config.schema import Config, RunConfig
@@ -78,7 +79,7 @@ def _prepare(given: Config, kind: Kind) -> PreparedRun[Any]:
     check_output_folder(config.run.output_dir, config, output_bytes(config, shape), recovery is not None)
     data = try_data(config, shape, read, checks_data=first, calls_functions=first)
     lines = (
-        *config_warnings(config, unused),
+        *config_warnings(config, unused, parameter_count(shape)),
         *data.lines,
         *hook_lines(config, kind),
         *length_stage_lines(config),

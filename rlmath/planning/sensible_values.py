@@ -1,0 +1,144 @@
+"""Numbers that a run may have, and that hardly anybody means: a slip of the comma, another setting's value.
+
+They are no errors, and are named at the start. What is sensible covers with room what papers and trainers take.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlmath.config.help import setting_values
+from rlmath.config.schema import Config
+from rlmath.planning.setting_tables import holds
+
+
+@dataclass(frozen=True)
+class SensibleRange:
+    """From `low` to `high` a setting means something."""
+
+    key: str
+    low: float
+    high: float = math.inf
+    usual: str = ""
+    """What is taken most."""
+    zero: bool = False
+    """0 is sensible, too: it turns something off."""
+    when: str = ""
+    """In which runs, as in `setting_tables`; "": in all."""
+
+    def doubt(self, values: Mapping[str, Any], note: str = "") -> str | None:
+        """What is wrong with the setting's value; None: nothing, or it is not set, or this is no such run."""
+        value = values[self.key]
+        if value is None or self.low <= value <= self.high or (self.zero and value == 0):
+            return None
+        if self.when and not holds(self.when, values):
+            return None
+        wanted = f"at least {self.low:g}" if self.high == math.inf else f"{self.low:g} to {self.high:g}"
+        off = ", or 0 for none" if self.zero else ""
+        usual = f"; usual is {self.usual}" if self.usual else ""
+        return f"{self.key}={value:g} is legal, and hardly what you mean{note}: sensible is {wanted}{off}{usual}."
+
+
+LOSS_CLIPS = (
+    "with algorithm.loss=clip and without algorithm.clip_cov_ratio and without algorithm.kl_cov_ratio"
+)
+"""Clip-Cov and KL-Cov bound the policy in the place of the clip, which is set wide open for them."""
+
+SENSIBLE = (
+    SensibleRange("optimizer.lr", 1e-8, 10, when="with optimizer.kind=sgd"),
+    SensibleRange("optimizer.weight_decay", 0, 1, "0 to 0.1"),
+    SensibleRange("optimizer.adam_beta1", 0.5, 0.99, "0.9"),
+    SensibleRange("optimizer.adam_beta2", 0.8, 0.9999, "0.95 to 0.999"),
+    SensibleRange("optimizer.adam_eps", 1e-16, 1e-3, "1e-8"),
+    SensibleRange("optimizer.clip_grad", 1e-3, 100, "1", zero=True),
+    SensibleRange("lora.rank", 0, 512, "8 to 64"),
+    SensibleRange("lora.alpha", 1, 2048, "16 to 64"),
+    SensibleRange("rollout.temperature", 0.2, 2, "0.6 to 1.2"),
+    SensibleRange("rollout.max_new_tokens", 8),
+    SensibleRange("rollout.group_size", 1, 1024, "8 to 64"),
+    SensibleRange("rollout.max_staleness", 0, 64, "1 to 8"),
+    SensibleRange("validation.temperature", 0, 2, "0 to 1"),
+    SensibleRange("sync.probe_threshold", 1e-6, 5, "0.2"),
+    SensibleRange("reward.output_scaling", 1e-3, 100, "1 to 5"),
+    SensibleRange("reward.output_bias", -10, 10, "0"),
+    SensibleRange("reward.format_penalty", -10, 0, "-1"),
+    SensibleRange("reward.length_penalty", 0, 10, "up to 1"),
+    SensibleRange("reward.overlong_penalty", 0, 10, "1"),
+    SensibleRange("reward.timeout_seconds", 0.01),
+    SensibleRange("algorithm.advantage_eps", 0, 0.1, "1e-6"),
+    SensibleRange("algorithm.n_minibatches", 1, 256, "1 to 16"),
+    SensibleRange("algorithm.epochs", 1, 16, "1 to 4"),
+    SensibleRange("algorithm.clip_ratio", 1e-2, 0.6, "0.2", when=LOSS_CLIPS),
+    SensibleRange("algorithm.clip_ratio_high", 1e-2, 2, "0.2 to 0.4", when=LOSS_CLIPS),
+    SensibleRange("algorithm.clip_ratio_high", 1e-2, 10, "0.3 to 5", when="with algorithm.loss=cispo"),
+    SensibleRange("algorithm.clip_ratio_high", 1e-5, 0.1, "4e-4", when="with algorithm.loss=gspo"),
+    SensibleRange("algorithm.clip_ratio_high", 1e-2, 2, "0.4", when="with algorithm.loss=gmpo"),
+    SensibleRange("algorithm.clip_ratio_high", 1e-4, 1, "0.15", when="with algorithm.loss=dppo_tv,dppo_kl"),
+    SensibleRange("algorithm.dual_clip", 1.2, 100, "3"),
+    SensibleRange("algorithm.sapo_temperature_pos", 0.1, 10, "1"),
+    SensibleRange("algorithm.sapo_temperature_neg", 0.1, 10, "1.05"),
+    SensibleRange("algorithm.off_policy_mask", 1e-3, 10, "0.5"),
+    SensibleRange("algorithm.importance_cap", 1, 100, "2 to 10"),
+    SensibleRange("algorithm.importance_mask_high", 1.1, 100, "2 to 10"),
+    SensibleRange("algorithm.importance_mask_geometric_high", 1.0001, 10, "1.001 to 1.1"),
+    SensibleRange("algorithm.importance_mask_binary_kl", 1e-6, 10, "0.05"),
+    SensibleRange("algorithm.kl_coef", 0, 1, "0.001 to 0.1"),
+    SensibleRange("algorithm.entropy_coef", 0, 0.1, "0.001 to 0.01"),
+    SensibleRange("algorithm.entropy_target", 1e-2, 5, "0.2"),
+    SensibleRange("algorithm.entropy_delta", 1e-5, 0.1, "0.005"),
+    SensibleRange("algorithm.top_entropy_share", 1e-2, 1, "0.2"),
+    SensibleRange("algorithm.clip_cov_ratio", 1e-6, 0.1, "2e-4"),
+    SensibleRange("algorithm.kl_cov_ratio", 1e-6, 0.1, "2e-4 to 2e-3"),
+    SensibleRange("algorithm.kl_cov_coef", 1e-3, 100, "1"),
+    SensibleRange("algorithm.early_stop_ratio", 1.01, 100, "5"),
+    SensibleRange("algorithm.early_stop_ratio_low", 0, 0.99),
+    SensibleRange("algorithm.early_stop_kl", 1e-5, 10, "0.01 to 0.1"),
+    SensibleRange("algorithm.rollback_reward_drop", 1e-2, 10, "0.5"),
+    SensibleRange("critic.epochs", 1, 16, "1 to 4"),
+    SensibleRange("critic.clip", 1e-2, 100),
+    SensibleRange("critic.gamma", 0.9, 1, "1"),
+    SensibleRange("critic.policy_length_alpha", 1e-4, 10, "0.05"),
+    SensibleRange("teacher.coef", 1e-3, 100, "1"),
+    SensibleRange("save.ckpt_freq_secs", 1),
+    SensibleRange("save.save_freq_secs", 1),
+)
+"""Fewer than 8 tokens hold no \\boxed{...}, and a checkpoint takes longer than part of a second."""
+
+LEARNING_RATES = ((1_000_000_000, 1e-4), (100_000_000, 1e-3), (0, 1e-2))
+"""AdamW's of full training: of models with at least so many parameters the largest that is sensible."""
+LEAST_LEARNING_RATE = 1e-8
+ADAPTERS = 10
+"""Of LoRA learning rates are so many times as high as those of full training, up to 1e-2."""
+
+
+def doubtful_values(config: Config, parameters: int | None = None) -> Iterator[str]:
+    """A sentence on every number that is hardly meant. `parameters` are those of the model, if it is known."""
+    values = setting_values(config)
+    note = f" for a model of {parameters / 1e9:.3g} B parameters" if parameters is not None else ""
+    for sensible in learning_rates(config, parameters):
+        if (doubt := sensible.doubt(values, note)) is not None:
+            yield doubt
+    for sensible in SENSIBLE:
+        if (doubt := sensible.doubt(values)) is not None:
+            yield doubt
+
+
+def learning_rates(config: Config, parameters: int | None) -> Iterator[SensibleRange]:
+    """What is sensible of AdamW's learning rates, which depends on the model's size and on what learns of it."""
+    most = next(rate for least, rate in LEARNING_RATES if (parameters or 0) >= least)
+    most_of_all = LEARNING_RATES[-1][1]
+    times = ADAPTERS if config.lora.rank else 1
+    usual = "1e-6 to 2e-5 for 1 B to 70 B"
+    if config.lora.rank:
+        usual = "1e-5 to 1e-4 of adapters, for 1 B to 70 B"
+    yield SensibleRange(
+        "optimizer.lr",
+        times * LEAST_LEARNING_RATE,
+        min(times * most, most_of_all),
+        usual,
+        when="with optimizer.kind=adam",
+    )
+    yield SensibleRange("critic.lr", LEAST_LEARNING_RATE, most, when="with optimizer.kind=adam")
