@@ -288,6 +288,22 @@ def test_a_reward_function_that_fails_on_every_answer_ends_the_run_and_corrected
     assert "has changed since the checkpoint of step 1" in warning
 
 
+@pytest.mark.full
+def test_a_reward_function_that_is_late_on_every_call_ends_the_run_without_a_model(arithmetic: Path) -> None:
+    mine, folder = arithmetic / "late", arithmetic / "late-run"
+    mine.mkdir()
+    (mine / "slow.py").write_text("import time\ndef reward(*_):\n    time.sleep(60)\n")
+    own = ("run.total_steps=3", f"reward.function={mine / 'slow.py'}:reward", "reward.timeout_seconds=0.2")
+    console = run(*torchrun_command(2, *TRAIN, *small_run(arithmetic, folder), *own), expect=1).stderr
+    assert (
+        "reward.function failed on all completions of two steps in a row: of 32 calls 32 took more" in console
+    )
+    assert read_exit_status(folder).status == MISTAKE
+    assert len(metric_rows(folder)) == 1 and not (folder / "hf_model").exists()
+    (row,) = metric_rows(folder)
+    assert row["rollout/accuracy"] < 1, "what the verifier says of the demo's slips"
+
+
 def replay(folder: Path, *more: str, expect: int = 0) -> tuple[dict, str]:
     """What the replay of the run's captured step wrote, and its console."""
     done = run("-m", "rlmath.cli.main", "replay", str(folder), *more, expect=expect)

@@ -165,6 +165,9 @@ class Score:
     """With `reward.rewards`: the value of each, in that order; None where it failed."""
     failures: tuple[RewardFailure, ...] = ()
     """Of the rewards that failed."""
+    verified_correct: bool | None = field(default=None, compare=False)
+    """What the verifier says of the answer, also where it is no part of the reward; None where it is not asked. What
+    counts as `correct` in selection and curriculum may be said by a function of the user's."""
 
 
 @dataclass(frozen=True)

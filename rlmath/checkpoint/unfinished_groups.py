@@ -31,6 +31,7 @@ from rlmath.algorithms.types import (
     ScoredCompletion,
     Segment,
 )
+from rlmath.answers.verifier import FAILURES, VERDICTS
 
 UNFINISHED = "flight.safetensors"
 """Checkpoints keep the name that earlier versions gave the file."""
@@ -141,9 +142,15 @@ def read_segments(row: dict[str, Any]) -> tuple[Segment, ...]:
     return segments
 
 
+DECIDED = tuple(kind for kind in VERDICTS if kind not in (*FAILURES, "function"))
+"""Verdicts that only the verifier gives."""
+
+
 def read_score(row: dict[str, Any]) -> Score:
     """A score from the JSON that `asdict` made of it. ValueError, KeyError or TypeError where it is none."""
     row = {"parts": [], "failures": []} | row  # those of before there were several rewards
+    if "verified_correct" not in row:  # those of before accuracy was the verifier's
+        row |= {"verified_correct": row["correct"] if row["verdict"] in DECIDED else None}
     metrics = tuple((str(name), float(value)) for name, value in row["metrics"])
     failures = tuple(RewardFailure(**one) for one in row["failures"])
     score = Score(**row | {"metrics": metrics, "parts": tuple(row["parts"]), "failures": failures})

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from rlmath.algorithms.types import Prompt
 from rlmath.answers.extraction import extract_answer
 from rlmath.answers.string_match import gold_answer
-from rlmath.answers.verifier import Rules, usable_solutions, verify_by_string
+from rlmath.answers.verifier import TASKS, Rules, usable_solutions, verify_by_string
 from rlmath.config.schema import DataConfig, RewardConfig
 from rlmath.config.terminal import excerpt
 from rlmath.data.chat import ChatSettings
@@ -283,6 +283,15 @@ def _unanswerable(prompts: Iterable[Prompt], rules: Rules) -> list[tuple[Prompt,
         if all(reasons):
             found.append((prompt, reasons[0]))
     return found
+
+
+def all_are_checkable(prompts: Iterable[Prompt], rules: Rules) -> bool:
+    """Whether the verifier can say of every prompt's answer whether it is right: each has a reference that an answer
+    could equal."""
+    return all(
+        prompt.task in TASKS and not all(_reason(solution, rules) for solution in prompt.solutions)
+        for prompt in prompts
+    )
 
 
 def _reason(solution: str, rules: Rules) -> str:

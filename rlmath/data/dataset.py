@@ -22,6 +22,7 @@ from rlmath.config.schema import Config, DataConfig
 from rlmath.data import loader
 from rlmath.data.audit import (
     DataAudit,
+    all_are_checkable,
     audit_prompts,
     audit_sequences,
     prompt_lines,
@@ -42,7 +43,7 @@ from rlmath.data.tokenizer import (
     rendered,
     stop_token_ids,
 )
-from rlmath.rewards.several_rewards import is_verified
+from rlmath.rewards.several_rewards import MeasuredRows, is_verified, rules_of
 from rlmath.workers.user_functions import form_hook, template_hook, word_or_function
 
 if TYPE_CHECKING:
@@ -385,6 +386,21 @@ def _load_validation_file(
         token_ids = (prompt.token_ids for prompt in prompts)
         check_vocabulary(token_ids, tokenizer, vocab_size, f"validation.paths: {path}")
     return ValidationFile(name, prompts, len(file.rows) - len(prompts), tuple(file.unusable), path)
+
+
+def measured_rows(
+    config: Config, prompts: Sequence[Prompt], validation: Sequence[ValidationFile]
+) -> MeasuredRows:
+    """Whose accuracy the verifier measures, where functions of the user's alone give the rewards."""
+    if is_verified(config.reward):
+        return MeasuredRows()
+    rules = rules_of(config.reward)
+    problems = [prompt for file in validation for prompt in file.prompts]
+    by_scorer = config.validation.scorer is not None
+    return MeasuredRows(
+        training=bool(prompts) and all_are_checkable(prompts, rules),
+        validation=bool(problems) and not by_scorer and all_are_checkable(problems, rules),
+    )
 
 
 # ---------------------------------------------------------------- what is odd about the data

@@ -147,6 +147,9 @@ def facts_of(run: ShownRun) -> Iterator[Fact]:
     of = f"of {planned:.0f}" if planned is not None and planned > run.metrics.last_step else ""
     yield Fact("Steps", str(run.metrics.last_step), of)
     yield from _from_to("Accuracy", run.metrics.curve("rollout/accuracy"), of="of the completions; ")
+    yield from _from_to(
+        "Rewards above 0", run.metrics.curve("rollout/reward_positive"), of="of the completions; "
+    )
     yield from _from_to("Reward", run.metrics.curve("task_reward"))
     yield from _from_to("Training loss", run.metrics.curve("train/loss"))
     validated = run.validation.curve("validation/accuracy")

@@ -52,8 +52,11 @@ class Section:
 FIGURES = """
 Learning
   Accuracy; share of completions; rollout/accuracy=accuracy
+  Rewards above 0; share of completions; rollout/reward_positive=above 0;
+    What a reward function counts as right: no row has a solution to verify against
   Reward; mean of a completion; task_reward=reward
   Validation accuracy; share of answers; validation/accuracy=all files, validation/*/accuracy=
+  Validation rewards above 0; share of answers; validation/reward_positive=all files, validation/*/reward_positive=
   Loss; nats per token; train/loss=training, held_out/loss=held out
   Groups that teach; share of groups; rollout/groups_with_contrast=different rewards
   Validation response length; tokens; validation/*/mean_tokens=

@@ -11,14 +11,18 @@ from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 from rlmath.answers.extraction import has_box
 from rlmath.config.schema import RewardConfig
 from rlmath.config.terminal import visible
-from rlmath.rewards.several_rewards import RewardWorkers, reward_hooks, rewards_of, score_of
+from rlmath.rewards.several_rewards import MeasuredRows, RewardWorkers, reward_hooks, rewards_of, score_of
 from rlmath.workers.function_calls import FunctionResult
 from rlmath.workers.hooks import Hook
 from rlmath.workers.user_functions import UserFunctionError
 from rlmath.workers.worker_pool import WorkerPool
 
 
-def open_reward_workers(reward: RewardConfig, plugins: Sequence[str] = ()) -> RewardWorkers:
+def open_reward_workers(
+    reward: RewardConfig,
+    plugins: Sequence[str] = (),
+    measured: MeasuredRows = MeasuredRows(),  # noqa: B008
+) -> RewardWorkers:
     """The workers of one rank: of `reward.rewards`, of `reward.function` or of the verifier. Start them before process
     groups, CUDA and engines. `plugins` register functions of the user's by name."""
     hooks: dict[str, Hook | None] = {}
@@ -28,7 +32,7 @@ def open_reward_workers(reward: RewardConfig, plugins: Sequence[str] = ()) -> Re
             hooks[one.name] = Hook("reward", one.function, setting, tuple(plugins))
         elif one.name == "correctness":
             hooks[one.name] = None
-    return RewardWorkers(hooks, reward)
+    return RewardWorkers(hooks, reward, measured)
 
 
 def open_scorer(hook: Hook, reward: RewardConfig) -> RewardWorkers:
@@ -126,6 +130,44 @@ def raise_if_every_call_failed(scores: Sequence[Score]) -> None:
             )
 
 
+class FailedSteps:
+    """Looks whether a function of the user's gives a run anything to learn from."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        """`timeout_seconds` is the limit of a call."""
+        self._timeout_seconds = timeout_seconds
+        self._before: frozenset[str] = frozenset()
+        """Settings whose every call failed in the step before."""
+
+    def check(self, scores: Sequence[Score]) -> None:
+        """RewardFunctionError where a function raised on every completion of a step, or failed on every completion of
+        two steps in a row, also by being late. All ranks call it with the scores of every step."""
+        raise_if_every_call_failed(scores)
+        kinds: dict[str, list[str]] = {}
+        for name, kind in _failures(scores):
+            kinds.setdefault(f"reward.rewards: {name}" if name else "reward.function", []).append(kind)
+        failed = frozenset(setting for setting, found in kinds.items() if len(found) == len(scores))
+        again = sorted(failed & self._before)
+        self._before = failed
+        if again:
+            late = kinds[again[0]].count("timeout")
+            raise RewardFunctionError(
+                f"{again[0]} failed on all completions of two steps in a row: of {len(scores)} calls {late} took more "
+                f"than reward.timeout_seconds={self._timeout_seconds:g}. Nothing is learned of such a step. Make it "
+                "faster, or raise reward.timeout_seconds."
+            )
+
+
+def _failures(scores: Sequence[Score]) -> Iterator[tuple[str, str]]:
+    """(name, "error" or "timeout") of every call of a function that failed, as `_function_errors` names it."""
+    for score in scores:
+        if score.verdict in ("error", "timeout") and not score.parts:
+            yield "", score.verdict
+        for failure in score.failures:
+            if failure.name != "correctness":
+                yield failure.name, failure.kind
+
+
 def first_function_failure(groups: Sequence[ScoredGroup]) -> str | None:
     """Message and traceback of the first failure of a user's function, indented; None where it only took too long."""
     errors = _function_errors([score for group in groups for score in group.scores])
@@ -164,8 +206,12 @@ class _Submitted:
 class RewardManager:
     """Scores completions while others are still sampled: `submit` each, then `collect` all, or `take_finished` ones."""
 
-    def __init__(self, workers: RewardWorkers, reward: RewardConfig, max_new_tokens: int) -> None:
+    def __init__(
+        self, workers: RewardWorkers, reward: RewardConfig, max_new_tokens: int, validates: bool = False
+    ) -> None:
+        """`validates`: completions are those of a validation."""
         self._workers = workers
+        self._validates = validates
         self._reward = reward
         self._limit = max_new_tokens
         self._submitted: list[_Submitted] = []
@@ -177,7 +223,7 @@ class RewardManager:
     def submit(self, prompt: Prompt, completion: Completion, key: Any = None) -> None:
         """Queue a completion for the workers; `key` is what `take_finished` calls it."""
         text = text_to_verify(prompt.text, completion.text)
-        futures = self._workers.submit(text, prompt, completion)
+        futures = self._workers.submit(text, prompt, completion, self._validates)
         known = frozenset(name for name, future in futures.items() if future.done())
         self._submitted.append(_Submitted(completion, has_box(text), futures, known, key))
 

@@ -34,6 +34,10 @@ from rlmath.workers.worker_pool import WorkerPool
 BUILT_IN = REWARD_WORDS
 TAKEN = ("correct", "boxed", "truncated", "failures", "verdict", "own", "queue_wait_s", "queue_wait_s_max")
 """What stands behind `reward/` in the names of other metrics."""
+MEASURED = "(verifier)"
+"""Name of the verifier's result where it is no part of the reward, but gives the accuracy; no reward is called so."""
+VERIFIED = ("correctness", MEASURED)
+"""Names of results that are the verifier's."""
 MAX_FUNCTIONS = 8
 """Each has up to `reward.workers` processes."""
 
@@ -82,6 +86,11 @@ def reward_hooks(reward: RewardConfig, plugins: Sequence[str] = ()) -> list[Hook
     return [Hook("reward", one, setting, tuple(plugins)) for setting, one in functions_of(reward).items()]
 
 
+def rules_of(reward: RewardConfig) -> Rules:
+    """How the verifier finds and compares answers."""
+    return Rules(reward.answer_from, protocol=not reward.strict)
+
+
 def is_verified(reward: RewardConfig) -> bool:
     """Whether answers are compared with the solutions."""
     return "correctness" in reward.rewards if reward.rewards else reward.function is None
@@ -95,12 +104,26 @@ def compared_rewards(reward: RewardConfig) -> tuple[int, ...]:
 # ---------------------------------------------------------------- workers
 
 
-class RewardWorkers:
-    """The workers of the verifier, where correctness counts, and of every function of the user's."""
+@dataclass(frozen=True)
+class MeasuredRows:
+    """Whose accuracy is what the verifier says, in a run whose rewards are functions of the user's alone: rows that all
+    have a solution which an answer could equal. Decided once, before the run."""
 
-    def __init__(self, hooks: Mapping[str, Hook | None], reward: RewardConfig) -> None:
+    training: bool = False
+    validation: bool = False
+
+
+class RewardWorkers:
+    """The workers of the verifier, where correctness counts or is measured, and of every function of the user's."""
+
+    def __init__(
+        self, hooks: Mapping[str, Hook | None], reward: RewardConfig, measured: MeasuredRows = MeasuredRows()
+    ) -> None:
         """Returns at once, as `WorkerPool`. `hooks` are functions by the reward's name; None: the verifier."""
-        rules = Rules(reward.answer_from, protocol=not reward.strict)
+        rules = rules_of(reward)
+        self.measured = measured
+        if measured.training or measured.validation:
+            hooks = {**hooks, MEASURED: None}
         self.by_name: dict[str, WorkerPool] = {}
         with contextlib.ExitStack() as stack:
             for name, hook in hooks.items():
@@ -108,13 +131,18 @@ class RewardWorkers:
                 self.by_name[name] = stack.enter_context(pool)
             self._stack = stack.pop_all()
 
-    def submit(self, text: str, prompt: Prompt, completion: Completion) -> dict[str, Future[Any]]:
-        """Queue a completion for every reward that needs a worker; `text` is what is verified."""
+    def submit(
+        self, text: str, prompt: Prompt, completion: Completion, validates: bool = False
+    ) -> dict[str, Future[Any]]:
+        """Queue a completion, of a validation or of training, for every reward that needs a worker, and for the
+        verifier where it measures; `text` is what is verified."""
+        is_measured = self.measured.validation if validates else self.measured.training
         return {
             name: pool.submit(text, prompt.solutions, prompt.task)
-            if name == "correctness"
+            if name in VERIFIED
             else pool.call(completion.text, prompt.solutions, prompt.row)
             for name, pool in self.by_name.items()
+            if name != MEASURED or is_measured
         }
 
     def close(self) -> None:
@@ -141,8 +169,12 @@ def score_of(
 ) -> Score:
     """The score of a completion from what verifier and functions found. Its reward is (weighted sum of the rewards that
     did not fail - bias) * scaling, with the settings about length. Without a list of rewards the score has no parts,
-    and a function that failed counts as `reward.function_failure`. Right is what the verifier says; without it what the
-    first metric "correct" of a function says, else the first function's reward: above 0."""
+    and a function that failed counts as `reward.function_failure`. Right is what the verifier says where it is a part
+    of the reward; without it what the first metric "correct" of a function says, else the first function's reward:
+    above 0."""
+    waited = max((result.queue_seconds for result in results.values()), default=0.0)
+    measured = results.get("correctness", results.get(MEASURED))
+    results = {name: result for name, result in results.items() if name != MEASURED}
     rewards = rewards_of(settings)
     values = tuple(_value(one, settings, results, boxed, length, limit) for one in rewards)
     failures = tuple(
@@ -169,7 +201,6 @@ def score_of(
         all_failed = len(failures) == len(called)
         kind, extracted = (failures[0].kind, failures[0].message) if all_failed else ("function", "")
         correct = _is_right(list(called.values()))
-    waited = max((result.queue_seconds for result in results.values()), default=0.0)
     return Score(
         reward,
         correct,
@@ -180,6 +211,7 @@ def score_of(
         queue_seconds=waited,
         parts=values if settings.rewards else (),
         failures=failures if settings.rewards else (),
+        verified_correct=measured.correct if isinstance(measured, Verdict) else None,
     )
 
 

@@ -164,7 +164,7 @@ class Collector:
         if validates and self._scorer is not None:
             return RewardManager(self._scorer, scorer_settings(self._reward), max_new_tokens)
         assert self._pool is not None
-        return RewardManager(self._pool, self._reward, max_new_tokens)
+        return RewardManager(self._pool, self._reward, max_new_tokens, validates)
 
     def _sample(
         self,

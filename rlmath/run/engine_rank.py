@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rlmath.config import length_curriculum
 from rlmath.config.schema import Config
-from rlmath.data.dataset import Inputs
+from rlmath.data.dataset import Inputs, measured_rows
 from rlmath.distributed.bridge import Mailbox
 from rlmath.distributed.device import run_device
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
@@ -24,6 +24,7 @@ from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.distributed.rendezvous import Rendezvous
 from rlmath.planning.memory_estimate import engine_mesh_of, mesh_of
 from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers
+from rlmath.rewards.several_rewards import MeasuredRows
 from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.engine_loop import EngineLoop, Leader, SamplingPlan
@@ -46,7 +47,8 @@ def run_engine_rank(prepared: PreparedRun[Any], rendezvous: Rendezvous | None) -
     stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, rank)
     stop.install()
     with ExitStack() as stack:
-        workers = stack.enter_context(open_scorers(config, mesh))
+        measured = measured_rows(config, prepared.inputs.prompts, prepared.validation)
+        workers = stack.enter_context(open_scorers(config, mesh, measured))
         bridge, heartbeat = join_run(stack, config, device, rendezvous, stop)
         heartbeat.enter_phase("build engine")
         progress = heartbeat.report_progress
@@ -67,11 +69,15 @@ def run_engine_rank(prepared: PreparedRun[Any], rendezvous: Rendezvous | None) -
     return status
 
 
-def open_scorers(config: Config, mesh: Mesh) -> AbstractContextManager[RewardWorkers | None]:
+def open_scorers(
+    config: Config,
+    mesh: Mesh,
+    measured: MeasuredRows = MeasuredRows(),  # noqa: B008
+) -> AbstractContextManager[RewardWorkers | None]:
     """The reward workers of an engine's first rank; to be opened before process groups and engines."""
     if not mesh.is_engine_leader:
         return nullcontext()
-    return open_reward_workers(config.reward, config.run.plugins)
+    return open_reward_workers(config.reward, config.run.plugins, measured)
 
 
 class EngineRank:

@@ -66,7 +66,9 @@ def run_training(
     stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, mesh.rank)
     stop.install()
     with ExitStack() as stack:
-        workers = stack.enter_context(trainer_class.open_workers(config, mesh))
+        workers = stack.enter_context(
+            trainer_class.open_workers(config, mesh, prepared.inputs, prepared.validation)
+        )
         on_error = OnError()
         bridge, heartbeat = join_run(
             stack, config, device=device, rendezvous=rendezvous, stop=stop, on_error=on_error

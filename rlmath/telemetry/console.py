@@ -35,6 +35,7 @@ EARLY_LINES = 1000
 STEP_LINE_METRICS = {
     "task_reward": ("reward", ".3f"),
     "rollout/accuracy": ("acc", ".3f"),
+    "rollout/reward_positive": ("pos", ".3f"),
     "train/loss": ("loss", ".4f"),
     "held_out/loss": ("held-out", ".4f"),
     "rollout/response_length": ("len", ".0f"),

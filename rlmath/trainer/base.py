@@ -64,9 +64,12 @@ class Trainer(ABC):
         self.peak_flops = peak_flops(self.shape, self.mesh, self.device)
 
     @staticmethod
-    def open_workers(config: Config, mesh: Mesh) -> AbstractContextManager[Any]:
-        """Processes that this rank needs beside it; opened before process groups and engines, whose threads they must
-        not inherit. `RankContext.workers` is what the context manager gives."""
+    def open_workers(
+        config: Config, mesh: Mesh, inputs: Any = None, validation: Sequence[Any] = ()
+    ) -> AbstractContextManager[Any]:
+        """Processes that this rank needs beside it for what `inputs` and the files of `validation` hold; opened before
+        process groups and engines, whose threads they must not inherit. `RankContext.workers` is what the context
+        manager gives."""
         return nullcontext()
 
     @property

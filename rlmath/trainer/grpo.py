@@ -27,12 +27,12 @@ from rlmath.config import length_curriculum
 from rlmath.config.length_curriculum import LengthStage
 from rlmath.config.run_files import write_whole
 from rlmath.config.schema import Config
-from rlmath.data.dataset import Inputs
+from rlmath.data.dataset import Inputs, ValidationFile, measured_rows
 from rlmath.data.prompt_curriculum import HISTORY
 from rlmath.data.seqlen_balancing import forward_cost
 from rlmath.distributed.mesh import Mesh
 from rlmath.replay.recorder import StepRecorder
-from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers, raise_if_every_call_failed
+from rlmath.rewards.reward_manager import FailedSteps, RewardWorkers, open_reward_workers
 from rlmath.rewards.several_rewards import functions_of, summed_rewards
 from rlmath.telemetry.events import event
 from rlmath.telemetry.reporter import StepRecord, ValidationResult
@@ -67,11 +67,14 @@ class GrpoTrainer(PolicyTrainer):
     """Made by `begin`."""
 
     @staticmethod
-    def open_workers(config: Config, mesh: Mesh) -> AbstractContextManager[RewardWorkers | None]:
+    def open_workers(
+        config: Config, mesh: Mesh, inputs: Inputs | None = None, validation: Sequence[ValidationFile] = ()
+    ) -> AbstractContextManager[RewardWorkers | None]:
         """The reward workers of an engine's first rank."""
         if not mesh.is_engine_leader:
             return nullcontext()
-        return open_reward_workers(config.reward, config.run.plugins)
+        measured = measured_rows(config, () if inputs is None else inputs.prompts, validation)
+        return open_reward_workers(config.reward, config.run.plugins, measured)
 
     def __init__(self, context: RankContext[Inputs]) -> None:
         """Builds engine, actor and reference; the engine sleeps afterwards. With a bridge the engines are elsewhere."""
@@ -80,6 +83,7 @@ class GrpoTrainer(PolicyTrainer):
         self.inputs, self.reward_fingerprint = context.inputs, context.reward_fingerprint
         self.entered_length_stage: int | None = None
         self.hooks = StepHooks(config, context.mesh.rank)
+        self.failed_steps = FailedSteps(config.reward.timeout_seconds)
         context.on_phase("build engine")
         self.engines = open_engines(context, self.timers, self.hooks.keep)
         self.rollouts = self.engines.rollouts
@@ -125,7 +129,7 @@ class GrpoTrainer(PolicyTrainer):
             logger.info("step %d: %s", number + 1, selection.line())
         self.validator.keep_if_best(validated)
         if functions_of(self.config.reward):
-            raise_if_every_call_failed(rollout.scores)
+            self.failed_steps.check(rollout.scores)
         own_advantages = self.own_advantages(selection.learned)
         history = self.rollouts.commit()
         with self.timers.phase("capture"):

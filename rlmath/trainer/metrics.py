@@ -55,7 +55,6 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     return {
         "task_reward": reward,
         "rollout/rewards": reward,
-        "rollout/accuracy": sum(score.correct for score in scores) / n,
         "rollout/response_length": response_tokens / n,
         "rollout/policy_version": sum(c.policy_version for c in completions) / n,
         "rollout/groups_with_contrast": mixed / len(groups),
@@ -65,7 +64,17 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "n_seqs": float(n),
         "n_tokens": float(prompt_tokens + response_tokens),
         "n_valid_tokens": float(response_tokens),
+        **accuracy_metrics(scores),
     } | reward_metrics(scores, truncated=[c.finish_reason == "length" for c in completions])
+
+
+def accuracy_metrics(scores: Sequence[Score]) -> dict[str, float]:
+    """The share of right answers, by the verifier, in a run whose rows all have a solution to verify against; else the
+    share of completions that a function of the user's counts as right, by its metric "correct" or a reward above 0."""
+    verified = [score.verified_correct for score in scores if score.verified_correct is not None]
+    if verified:
+        return {"rollout/accuracy": sum(verified) / len(verified)}
+    return {"rollout/reward_positive": sum(score.correct for score in scores) / len(scores)}
 
 
 def engine_metrics(rounds: Sequence[Sequence[EngineUsage]]) -> dict[str, float]:

@@ -25,10 +25,11 @@ from rlmath.answers.verifier import FAILURES
 from rlmath.config.length_curriculum import validates, validation_tokens
 from rlmath.config.run_files import BEST_FOLDER, VALIDATION_FILE
 from rlmath.config.schema import Config
-from rlmath.data.dataset import ValidationFile
+from rlmath.data.dataset import ValidationFile, measured_rows
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
+from rlmath.rewards.several_rewards import is_verified
 from rlmath.rollout.collector import CollectGroups, Rollout
 from rlmath.rollout.sampling import RolloutSeed, SamplingSettings
 from rlmath.telemetry.events import event
@@ -72,9 +73,18 @@ class Validator:
     stopped_by: str | None = field(default=None, init=False)
     """What asked the run to stop while it validated, which broke that off."""
 
+    figure: str = field(init=False)
+    """What is measured: "accuracy", or "reward_positive" where a function of the user's alone says what is right."""
+    measured: bool = field(init=False)
+    """Whether the verifier gives the accuracy, and no part of the reward."""
+
     def __post_init__(self) -> None:
         self._folder = Path(self.config.run.output_dir)
-        found = _read_earlier(self._folder, self.config) if self.steps_done and self.mesh.rank == 0 else None
+        self.measured = measured_rows(self.config, (), self.files).validation
+        by_rule = is_verified(self.config.reward) or self.config.validation.scorer is not None
+        self.figure = "accuracy" if by_rule or self.measured else "reward_positive"
+        resumes = self.steps_done and self.mesh.rank == 0
+        found = _read_earlier(self._folder, self.config, self.measured) if resumes else None
         self._done, self._best = broadcast_from_rank_zero(found or (set(), None))
 
     def due(self, step: int) -> bool:
@@ -99,18 +109,16 @@ class Validator:
                     text = "The validation after step %d is broken off by %s; the same command makes it"
                     logger.info(text, step, self.stopped_by)
                     return None
-                metrics |= file_metrics(file, groups, self.config.validation.samples)
+                metrics |= file_metrics(file, groups, self.config.validation.samples, self.figure)
                 self._warn_of_scorer(file, groups)
-        accuracies = [metrics[f"validation/{file.name}/accuracy"] for file in self.files]
-        metrics["validation/accuracy"] = sum(accuracies) / len(accuracies)
+        accuracies = [metrics[f"validation/{file.name}/{self.figure}"] for file in self.files]
+        mean = metrics[f"validation/{self.figure}"] = sum(accuracies) / len(accuracies)
         metrics["validation/seconds"] = time.perf_counter() - started
         self._done.add(step)
         text = ", ".join(
             f"{file.name} {accuracy:.4f}" for file, accuracy in zip(self.files, accuracies, strict=True)
         )
-        logger.info(
-            "Validation after step %d: accuracy %.4f (%s)", step, metrics["validation/accuracy"], text
-        )
+        logger.info("Validation after step %d: %s %.4f (%s)", step, self.figure, mean, text)
         return ValidationResult(step, metrics)
 
     def _sample(self, file: ValidationFile) -> list[ScoredGroup]:
@@ -134,7 +142,7 @@ class Validator:
         the disk refuses costs the model, and not the run."""
         if measured is None or not self.config.validation.keep_best:
             return
-        accuracy = measured.metrics["validation/accuracy"]
+        accuracy = measured.metrics[f"validation/{self.figure}"]
         if self._best is not None and accuracy <= self._best:
             return
         failed = None
@@ -142,7 +150,7 @@ class Validator:
             "step": measured.step,
             "accuracy": accuracy,
             "metrics": measured.metrics,
-            "measured_with": _measure(self.config),
+            "measured_with": _measure(self.config, self.measured),
         }
         content = (json.dumps(account, indent=1) + "\n").encode()
         folder = self._folder / BEST_FOLDER
@@ -175,23 +183,31 @@ class Validator:
         )
 
 
-def file_metrics(file: ValidationFile, groups: Sequence[ScoredGroup], samples: int) -> dict[str, float]:
-    """Accuracy over all problems of the file, mean length (tokens) and truncated share of what was sampled."""
+def file_metrics(
+    file: ValidationFile, groups: Sequence[ScoredGroup], samples: int, figure: str = "accuracy"
+) -> dict[str, float]:
+    """Accuracy, or another `figure`, over all problems of the file, mean length (tokens) and truncated share of what
+    was sampled. Right is what the verifier says, where it is asked."""
     completions = [completion for group in groups for completion in group.completions]
-    right = sum(score.correct for group in groups for score in group.scores)
+    scores = [score for group in groups for score in group.scores]
+    right = sum(
+        score.correct if score.verified_correct is None else score.verified_correct for score in scores
+    )
     n = len(completions)
     return {
-        f"validation/{file.name}/accuracy": right / (file.problems * samples),
+        f"validation/{file.name}/{figure}": right / (file.problems * samples),
         f"validation/{file.name}/mean_tokens": sum(len(one.token_ids) for one in completions) / n,
         f"validation/{file.name}/truncated": sum(one.finish_reason == "length" for one in completions) / n,
     }
 
 
-def _measure(config: Config) -> dict[str, Any]:
-    """What two accuracies must have in common to be compared."""
+def _measure(config: Config, measured: bool = False) -> dict[str, Any]:
+    """What two accuracies must have in common to be compared. `measured`: the verifier alone says what is right."""
     settings = config.validation
     hook = scorer_hook(config)
     scored = {} if hook is None else {"scorer": settings.scorer, "scorer_code": hooks_fingerprint([hook])}
+    if measured:
+        scored["right"] = "by the verifier"
     return scored | {
         "paths": list(settings.paths),
         "template": settings.template or config.data.template,
@@ -202,7 +218,7 @@ def _measure(config: Config) -> dict[str, Any]:
     }
 
 
-def _read_earlier(folder: Path, config: Config) -> tuple[set[int], float | None]:
+def _read_earlier(folder: Path, config: Config, measured: bool) -> tuple[set[int], float | None]:
     """(steps that are validated, best accuracy that has a model) in a resumed run's folder. A best model that was
     measured otherwise, or whose account cannot be read, is not compared with."""
     if not validates(config):
@@ -213,7 +229,7 @@ def _read_earlier(folder: Path, config: Config) -> tuple[set[int], float | None]
     path, best = folder / BEST_FOLDER / BEST_FILE, None
     try:
         account = json.loads(path.read_text(encoding="utf-8"))
-        if account["measured_with"] == _measure(config):
+        if account["measured_with"] == _measure(config, measured):
             best = float(account["accuracy"])
         else:
             logger.warning("%s was measured with other settings of validation and no longer counts", path)

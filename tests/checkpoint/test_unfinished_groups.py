@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from rlmath.algorithms.types import (
     ScoredCompletion,
     Segment,
 )
-from rlmath.checkpoint.unfinished_groups import TOKEN_BYTES, read_unfinished, write_unfinished
+from rlmath.checkpoint.unfinished_groups import TOKEN_BYTES, read_score, read_unfinished, write_unfinished
 
 SEGMENTS = (Segment(2, 4, 1), Segment(1, 5, 2))
 
@@ -185,6 +186,13 @@ def _edited(change: Callable[[dict], None]) -> bytes:
     header = json.loads(tensors["header"].tobytes())
     change(header["groups"][0]["samples"][1]["score"])
     return save(tensors | {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)})
+
+
+@pytest.mark.parametrize(("verdict", "verified"), [("string", True), ("function", None), ("timeout", None)])
+def test_a_score_of_before_accuracy_was_the_verifiers_is_read(verdict: str, verified: bool | None) -> None:
+    score = asdict(Score(1.0, True, "7", verdict))
+    del score["verified_correct"]
+    assert read_score(score).verified_correct is verified
 
 
 def test_a_file_of_before_there_were_several_rewards_is_read() -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from rlmath.algorithms.types import Prompt
+from rlmath.answers.verifier import STRICT
 from rlmath.cli.make_tiny_model import make_tokenizer
 from rlmath.config.load import load_config
 from rlmath.config.schema import RewardConfig
-from rlmath.data.audit import DataAudit, audit_prompts
+from rlmath.data.audit import DataAudit, all_are_checkable, audit_prompts
 from rlmath.data.dataset import audit_inputs, load_inputs, load_sft_inputs, load_validation
 from rlmath.data.loader import load_prompts, problem_key
 from rlmath.data.tokenizer import FIXED, characters_without_token, load_tokenizer
@@ -164,6 +166,23 @@ def test_good_references_are_not_named(tmp_path: Path) -> None:
     prompts, _ = load_prompts(path, None, 99)
     assert len(prompts) > 100
     assert audit_prompts([("a", prompts)], [], RewardConfig(), None).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("solutions", "task", "checkable"),
+    [
+        (("7",), "math", True),
+        (("see solution", "\\frac{1}{2}"), "math", True),
+        (("see solution",), "math", False),
+        (("The answer is a story of at least twelve words about a cat and a dog",), "math", False),
+        (("7",), "story", False),
+    ],
+)
+def test_rows_are_checkable_where_each_has_a_reference_that_an_answer_could_equal(
+    solutions: tuple[str, ...], task: str, checkable: bool
+) -> None:
+    good = Prompt("q1", "?", (1,), ("7",), "math")
+    assert all_are_checkable([good, Prompt("q2", "?", (1,), solutions, task)], STRICT) is checkable
 
 
 def test_one_good_reference_of_several_is_enough_and_own_functions_are_not_judged(tmp_path: Path) -> None:

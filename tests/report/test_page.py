@@ -15,6 +15,7 @@ import pytest
 
 from rlmath.report.page import build_page
 from rlmath.report.run_folder import read_runs
+from rlmath.telemetry.metrics_writer import MetricsWriter
 from tests.report.folders import HOSTILE, group, make_run, write_event, write_json, write_samples
 
 PLOTLY = "window.Plotly = {};"
@@ -104,6 +105,24 @@ def test_a_run_has_its_figures_and_no_empty_ones(tmp_path: Path) -> None:
     text = _Elements(page).text
     assert "40% of the completions were cut off" in text and "step 2" in text
     assert "TP1 x PP1 x DP1" in text and "finished" in text
+
+
+def test_rewards_above_0_have_a_figure_of_their_own_beside_an_earlier_accuracy(tmp_path: Path) -> None:
+    """A run that went on in a version which calls them so: both names, each over its steps."""
+    folder = tmp_path / "a"
+    writer = MetricsWriter(str(folder), tensorboard=False)
+    for step, name in ((1, "accuracy"), (2, "reward_positive")):
+        writer.write(step, {f"rollout/{name}": 0.5, "task_reward": 1.0, "seconds/step": 1.0})
+        writer.write_validation(step, {f"validation/{name}": 0.25, f"validation/own/{name}": 0.25})
+    writer.close()
+    page = page_of(folder)
+    assert titles(page)[:5] == [
+        "Accuracy",
+        "Rewards above 0",
+        "Reward",
+        "Validation accuracy",
+        "Validation rewards above 0",
+    ]
 
 
 def test_metrics_of_the_users_have_a_figure_for_each_function(tmp_path: Path) -> None:

@@ -2,9 +2,10 @@
 
 import pytest
 
-from rlmath.algorithms.types import Completion, Prompt, Score
+from rlmath.algorithms.types import Completion, Prompt, RewardFailure, Score
 from rlmath.config.schema import RewardConfig
 from rlmath.rewards.reward_manager import (
+    FailedSteps,
     RewardFunctionError,
     RewardManager,
     RewardWorkers,
@@ -13,6 +14,7 @@ from rlmath.rewards.reward_manager import (
     text_to_verify,
     try_reward_function,
 )
+from rlmath.rewards.several_rewards import MeasuredRows
 
 LIMIT = 100
 
@@ -144,6 +146,75 @@ def test_a_function_that_works_on_some_text_is_not(tmp_path, monkeypatch, name):
 
 def test_without_a_function_nothing_is_tried():
     assert try_reward_function(RewardConfig(), [prompt()]) == ()
+
+
+def test_a_function_gives_the_reward_and_the_verifier_the_accuracy(tmp_path, monkeypatch):
+    """Of rows that have a solution; every answer is paid, and one of two is right."""
+    (tmp_path / "paid.py").write_text("def paid(completion, solutions, row):\n    return 0.1\n")
+    monkeypatch.chdir(tmp_path)
+    settings = RewardConfig(function="paid.py:paid", workers=1)
+    asked = [(prompt(), completion(f"\\boxed{{{answer}}}")) for answer in ("\\sqrt{4}", "3")]
+    with open_reward_workers(settings, measured=MeasuredRows(training=True)) as workers:
+        found = scores(workers, settings, *asked)
+        validated = RewardManager(workers, settings, LIMIT, validates=True)
+        validated.submit(*asked[0])
+        (unmeasured,) = validated.collect()
+    assert [(score.reward, score.correct, score.verified_correct) for score in found] == [
+        (0.1, True, True),
+        (0.1, True, False),
+    ]
+    assert (unmeasured.reward, unmeasured.verified_correct) == (0.1, None)
+    assert [score.verdict for score in found] == ["function", "function"]
+
+
+def test_where_the_verifier_gives_the_reward_it_gives_the_accuracy(pool):
+    found = scores(
+        pool, RewardConfig(), *[(prompt(), completion(f"\\boxed{{{answer}}}")) for answer in (2, 3)]
+    )
+    assert [score.verified_correct for score in found] == [True, False]
+
+
+def test_a_function_that_is_late_on_every_call_of_two_steps_ends_the_run():
+    steps = FailedSteps(timeout_seconds=2.5)
+    steps.check(scores_of("timeout", "timeout"))
+    with pytest.raises(RewardFunctionError) as ended:
+        steps.check(scores_of("timeout", "error"))
+    assert str(ended.value) == (
+        "reward.function failed on all completions of two steps in a row: of 2 calls 1 took more than "
+        "reward.timeout_seconds=2.5. Nothing is learned of such a step. Make it faster, or raise "
+        "reward.timeout_seconds."
+    )
+
+
+def test_one_call_that_works_between_them_lets_a_run_go_on():
+    steps = FailedSteps(timeout_seconds=2.5)
+    for kinds in (
+        ("timeout", "timeout"),
+        ("timeout", "function"),
+        ("timeout", "timeout"),
+        ("function", "error"),
+    ):
+        steps.check(scores_of(*kinds))
+
+
+def test_each_of_several_functions_is_looked_at_by_itself():
+    def step(**kinds: str) -> list[Score]:
+        failures = tuple(RewardFailure(name, kind, "") for name, kind in kinds.items())
+        return [Score(1.0, True, "", "string", parts=(1.0, None), failures=failures)] * 2
+
+    steps = FailedSteps(timeout_seconds=1.0)
+    for kinds in (
+        {"slow": "timeout"},
+        {"other": "timeout"},
+        {"correctness": "timeout"},
+        {"correctness": "timeout"},
+    ):
+        steps.check(step(**kinds))
+    steps.check(step(slow="timeout"))
+    with pytest.raises(
+        RewardFunctionError, match=r"^reward.rewards: slow failed on all completions of two steps"
+    ):
+        steps.check(step(slow="timeout", correctness="timeout"))
 
 
 def scores_of(*kinds: str) -> list[Score]:

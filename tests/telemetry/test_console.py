@@ -34,6 +34,12 @@ def test_the_line_on_the_console_has_what_matters_first():
     assert step_line(*THIRD_OF_38, METRICS) == line
 
 
+def test_the_line_of_a_run_without_an_accuracy_says_how_many_rewards_are_positive():
+    metrics = {name.replace("accuracy", "reward_positive"): value for name, value in METRICS.items()}
+    line = "step  3/38 reward -0.300 pos 0.250 len 7908 cut 0.12 1.23s left 1:10"
+    assert step_line(*THIRD_OF_38, metrics) == line
+
+
 def test_the_line_on_the_console_fits_whatever_the_numbers_are():
     """Metrics are left out before it gets too long: the last ones first, never the time that is left."""
     metrics = METRICS | {"task_reward": -12_345.678, "train/loss": 123.45678, "held_out/loss": 123.45678}

@@ -26,11 +26,11 @@ from rlmath.trainer.metrics import (
 )
 from rlmath.trainer.token_advantages import RewardKL
 
-RIGHT = Score(5.0, True, "2", "string", True, (("steps", 4.0),))
-WRONG = Score(-5.0, False, "3", "number", True)
-LATE = Score(-5.0, False, "", "timeout", queue_seconds=1.2)
-BROKEN = Score(-5.0, False, "", "error")
-SILENT = Score(-5.0, False, "", "no_answer")
+RIGHT = Score(5.0, True, "2", "string", True, (("steps", 4.0),), verified_correct=True)
+WRONG = Score(-5.0, False, "3", "number", True, verified_correct=False)
+LATE = Score(-5.0, False, "", "timeout", queue_seconds=1.2, verified_correct=False)
+BROKEN = Score(-5.0, False, "", "error", verified_correct=False)
+SILENT = Score(-5.0, False, "", "no_answer", verified_correct=False)
 
 
 def group(prompt_tokens: int, *answers: tuple[int, str, Score]) -> ScoredGroup:
@@ -83,6 +83,22 @@ def test_means_of_finite_numbers_are_finite():
     metrics = rollout_metrics(with_scores(huge, huge, huge, huge))
     assert metrics["reward/own/size"] == pytest.approx(1.7e308)
     assert metrics["task_reward"] == metrics["rollout/rewards"] == pytest.approx(1.5e308)
+
+
+def test_accuracy_is_what_the_verifier_says_and_not_that_a_reward_is_above_0():
+    """A length bonus pays every completion a little; one of four is right, another only says so."""
+    paid = [Score(0.1, True, "", "function", verified_correct=right) for right in (True, False, False, False)]
+    metrics = rollout_metrics(with_scores(*paid))
+    assert metrics["rollout/accuracy"] == 0.25
+    assert "rollout/reward_positive" not in metrics
+    assert metrics["reward/correct"] == 1.0, "what selection and curriculum count"
+
+
+def test_without_a_verifier_the_share_of_positive_rewards_is_called_so():
+    paid = [Score(reward, reward > 0, "", "function") for reward in (0.1, 0.2, 0.3, -1.0)]
+    metrics = rollout_metrics(with_scores(*paid))
+    assert metrics["rollout/reward_positive"] == 0.75
+    assert "rollout/accuracy" not in metrics
 
 
 def test_names_of_a_function_are_bounded_and_told(caplog):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,47 @@ def test_accuracy_is_over_all_problems_and_lengths_over_what_was_sampled() -> No
         "validation/own/mean_tokens": 5.0,
         "validation/own/truncated": 0.25,
     }
+
+
+def test_right_is_what_the_verifier_says_where_a_function_pays() -> None:
+    scores = [Score(0.1, True, "", "function", verified_correct=right) for right in (True, False)]
+    plain = group((2, True, "stop"), (2, True, "stop"))
+    file = ValidationFile("own", [plain.prompt], 0, ())
+    measured = replace(plain, scores=tuple(scores))
+    assert file_metrics(file, [measured], samples=2)["validation/own/accuracy"] == 0.5
+    paid = file_metrics(file, [plain], samples=2, figure="reward_positive")
+    assert paid["validation/own/reward_positive"] == 1.0 and "validation/own/accuracy" not in paid
+
+
+@pytest.mark.parametrize(
+    ("overrides", "solution", "figure"),
+    [
+        ((), "7", "accuracy"),
+        (("reward.function=own:paid",), "7", "accuracy"),
+        (("reward.function=own:paid",), "see above", "reward_positive"),
+        (("reward.rewards=[format,'mine=own:paid']",), "see above", "reward_positive"),
+        (("reward.rewards=[correctness,'mine=own:paid']",), "see above", "accuracy"),
+        (("reward.function=own:paid", "validation.scorer=own:scorer"), "see above", "accuracy"),
+    ],
+)
+def test_what_a_validation_measures_is_decided_once(
+    tmp_path: Path, overrides: tuple[str, ...], solution: str, figure: str
+) -> None:
+    prompts = [Prompt(f"q{n}", "?", (1,), (one,), "math") for n, one in enumerate(("7", solution))]
+    files = [ValidationFile("own", prompts, 0, ())]
+    one = validator(tmp_path, Exports(), *overrides, files=files)
+    assert one.figure == figure
+    one.keep_if_best(ValidationResult(3, {f"validation/{figure}": 0.5}))
+    assert best(tmp_path) == (3, 0.5)
+
+
+def test_an_accuracy_by_a_functions_rule_is_not_compared_with_one_by_the_verifier(tmp_path: Path) -> None:
+    """What an earlier version kept as the best, by the function's rule."""
+    own = "reward.function=own:paid"
+    validator(tmp_path, Exports(), own).keep_if_best(ValidationResult(3, {"validation/reward_positive": 0.9}))
+    files = [ValidationFile("own", [Prompt("q", "?", (1,), ("7",), "math")], 0, ())]
+    validator(tmp_path, Exports(), own, steps_done=3, files=files).keep_if_best(measured(6, 0.4))
+    assert best(tmp_path) == (6, 0.4)
 
 
 class Exports:
