@@ -22,6 +22,10 @@ algorithm.loss_normalisation=constant save.ckpt_freq_steps=1 save.keep_last=5
 FUNCTION = """
 def reward(completion, solutions, row):
     return -float(len(completion)), {"correct": len(completion) < 10}
+
+
+def short(completion, solutions, row):
+    return len(completion) < 10
 """
 """The random model is never right, but it can learn to be short."""
 
@@ -36,6 +40,7 @@ def staged(place: Path) -> tuple[str, ...]:
     """Greedy validation every two steps on 20 problems, and on three of which one is too long."""
     paths = f"validation.paths=[{place}/data/heldout.jsonl,{place}/odd.jsonl]"
     how = ("validation.every_steps=2", "validation.temperature=0", "validation.batch_size=8")
+    how += ("validation.scorer=shortness:short",)
     budgets = "stages.max_tokens_per_microbatch=[256,512,1024]"
     return (*STAGES, budgets, "run.total_steps=null", paths, *how, "validation.keep_best=true")
 
