@@ -22,13 +22,17 @@ ARGS ?=
 # The tests of one package for make test-full (tests/parts.py): make test-full PART=rollout
 PART ?=
 
+# What `make mutants` makes mistakes in, and how many: FILES=rlmath/rollout, with SEED
+FILES ?= rlmath
+N ?= 40
+
 # What pyright checks: the code that is free of Megatron and vLLM.
 PURE = rlmath/config rlmath/algorithms rlmath/answers rlmath/data rlmath/rewards rlmath/workers
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: configs launch megatron_patches requirements rlmath tests tools \
-	help demo test test-matrix test-full test-slurm test-megatron-next test-gpu-lock gpu-check lint format docs clean python venv venv-next venv-lint venv-docs venv-triton
+	help demo test test-matrix test-full test-slurm test-megatron-next test-gpu-lock mutants gpu-check lint format docs clean python venv venv-next venv-lint venv-docs venv-triton
 
 help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
@@ -39,7 +43,7 @@ demo: venv ## train a tiny model and print the result: SEED=1 ALGORITHM=grpo RAN
 test: venv ## run the tests: a case of every part of the program, a run that is resumed
 	.venv/bin/python -m tests $(ARGS)
 
-test-matrix: venv venv-triton ## run the tests that CI runs beside: further layouts, engines and programs
+test-matrix: venv venv-lint venv-triton ## run the tests that CI runs beside: further layouts, engines and programs
 	.venv/bin/python -m tests --matrix $(ARGS)
 
 test-full: venv ## run every test, also the long ones, or those of one part: PART=rollout
@@ -56,6 +60,9 @@ test-megatron-next: venv-next ## run the parity tests against the Megatron-Core 
 test-gpu-lock: venv ## read the GPU lock's wheels (5 GB, once): have they what the GPU path and their libraries use?
 	.venv/bin/python tools/gpu_lock.py
 	.venv/bin/python tools/gpu_symbols.py
+
+mutants: venv venv-lint ## plant small mistakes and ask the tests, see docs/testing.md: FILES=rlmath/rollout N=100 SEED=1
+	.venv/bin/python tools/mutants.py $(FILES) --number $(N) --seed $(SEED) $(ARGS)
 
 gpu-check: ## check everything that needs a GPU, with python3's packages, else .venv's: ARGS="--quick"
 	@python=python3; "$$python" -c "import torch" 2>/dev/null || [ ! -x .venv/bin/python ] || python=.venv/bin/python; \

@@ -1,0 +1,506 @@
+"""How many small mistakes in a package's wiring do its tests notice?
+
+    make mutants FILES=rlmath/rollout N=100 SEED=1
+    python tools/mutants.py rlmath/rollout --number 100 --seed 1
+    python tools/mutants.py --record tests/rollout --marks "not distributed"    # only these tests see lines so far
+
+A mutant replaces a node of a function's syntax tree. Whether its types let it pass is asked of pyright: in a copy of
+the file that nobody runs, calls of `reveal_type` with the old and the new expression stand before the node's statement.
+What is of another type or of an unknown one, has an error or is never reached is no mutant. Neither mutmut nor
+cosmic-ray is used: they change operators, constants and texts, and neither exchanges arguments, attributes or names of
+one type.
+
+`tools/mutant_recorder.py` records which tests see a line: once for a commit, of all tests of `make test` and
+`make test-matrix`, or of those that --record names, which adds to the record. A mutant runs the tests that see its
+line, cheap ones first and those with ranks last, until one fails. All happens in copies of HEAD in build/mutants; what
+is not committed is not looked at. Results are a JSON line each; the same command goes on where it was stopped.
+
+Outcomes: "noticed" by a test; "limit", noticed by a test that does not end; "survived"; "not covered", which no test
+sees; "equal", which tools/mutants_equal.jsonl lists with a reason. Where the tests that see a line take longer than the
+limit, only the cheap ones run, and "left" says how many did not.
+"""
+
+import argparse
+import ast
+import contextlib
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rlmath.distributed.process import end_with_parent
+from tools import mutant_recorder
+
+PYRIGHT = Path(__file__).parents[1] / ".venv-lint/bin/basedpyright"
+EQUAL = Path("tools/mutants_equal.jsonl")
+RESULTS = "results.jsonl"
+COUNTED = "not full and not gpu and not slurm"
+"""Marks of the tests of `make test` and `make test-matrix`."""
+OUTCOMES = ("limit", "survived", "not covered", "equal")
+HANGS_SECONDS = 10.0
+"""A test hangs that runs so much longer than three times what it took when it was recorded."""
+VARIABLE = "RLMATH_MUTANTS_COPY"
+"""In the environment of all that a session of tests starts: the copy of the project."""
+KINDS = ("default", "exchange", "attribute", "name", "part", "carried", "bound", "negate")
+"""An argument with a default left out; two arguments exchanged; an attribute, a local name replaced by another; a part
+of a sum, union, chain, list or condition left out; a variable's new value not kept; a comparison's bound moved by one;
+a condition negated."""
+CHOICES = 12
+"""Most replacements of one node that pyright is asked about."""
+ASKED = 5
+"""Nodes of each kind that pyright is asked about, for each mutant wanted: most nodes have no other of their type."""
+CHECKS = ("strict", "encoding")
+"""Arguments that refuse what does not happen, or say what is so on every machine of ours."""
+TELLING = re.compile(r"^(logger|logging|log|warnings)\.|_logger\.\w+$|\.add_argument$", re.IGNORECASE)
+"""What is called only to say something."""
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+LEFT_OUT = (*FUNCTIONS, ast.ClassDef, ast.JoinedStr, ast.Raise, ast.Assert)
+"""Of a function's body: what has its own, texts, what only checks."""
+NOT_TWICE = (ast.Yield, ast.YieldFrom, ast.Await, ast.NamedExpr)
+"""What cannot be written a second time before its statement."""
+WITH_NAMES = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp, ast.Lambda)
+"""Expressions with names of their own."""
+STRICT = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
+NO_VALUES = re.compile(r"Unknown|Unbound|^Any$|^Module\(|^type\[|^\(|^Overload\[|^Never$|^NoReturn$")
+"""Types that pyright does not know, and those of what is no value."""
+
+Row = Mapping[str, Any]
+"""A mutant: file, function, line and column (in bytes) where the old text begins and ends, the statement's line, kind,
+old and new text; later with its outcome."""
+Probe = tuple[int, str]
+"""An expression, and the id of the node where its type is asked: a statement, or an expression inside it with names of
+its own."""
+Candidate = tuple[Row, list[Probe]]
+"""A mutant, if the expressions have one type."""
+
+
+# ---------------------------------------------------------------- candidates of a file
+
+
+def candidates_of(file: str, tree: ast.Module, others: Mapping[str, set[str]]) -> Iterator[list[Candidate]]:
+    """The candidates of a node and kind together, of all functions. `others` is from `attributes_beside`."""
+    nodes = list(ast.walk(tree))
+    callees = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    conditions = {
+        id(test) for node in nodes for test in (getattr(node, "test", 0), *getattr(node, "ifs", ()))
+    }
+    for function in (node for node in nodes if isinstance(node, FUNCTIONS)):
+        inner = [child for statement in function.body for child in ast.walk(statement)]
+        names = {child.arg for child in ast.walk(function.args) if isinstance(child, ast.arg)}
+        names |= {
+            child.id for child in inner if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store)
+        }
+        chains = {
+            ast.unparse(child) for child in inner if is_chain(child) and isinstance(child.ctx, ast.Load)
+        }
+        for node, place, statement in nodes_below(function, function, function):
+            changes = list(changed_calls(node) if isinstance(node, ast.Call) else changed_operators(node))
+            if id(node) not in callees and isinstance(getattr(node, "ctx", None), ast.Load):
+                changes += changed_names(node, names, chains, others)
+            if isinstance(node, (ast.Assign, ast.AugAssign)) and function.name != "__init__":
+                targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
+                changes.append(("carried", node.value, *targets, node.value))
+            if id(node) in conditions:
+                changes.append(
+                    ("negate", ast.UnaryOp(ast.Not(), node), ast.Call(ast.Name("bool"), [node], []))
+                )
+            row = {
+                "file": file,
+                "function": function.name,
+                "line": node.lineno,
+                "column": node.col_offset,
+                "end_line": node.end_lineno,
+                "end_column": node.end_col_offset,
+                "statement_line": statement.lineno,
+                "old": ast.unparse(node),
+            }
+            for kind, group in itertools.groupby(changes, lambda change: change[0]):
+                yield [
+                    (
+                        row | {"kind": kind, "new": ast.unparse(new)},
+                        [(id(place), ast.unparse(part)) for part in same_types or (node, new)],
+                    )
+                    for _, new, *same_types in group
+                ]
+
+
+def nodes_below(node: ast.AST, place: ast.AST, statement: ast.AST) -> Iterator[tuple[Any, ast.AST, Any]]:
+    """The nodes of a function's body that are wiring, with the place where types are asked and their statement."""
+    for child in node.body if isinstance(node, FUNCTIONS) else ast.iter_child_nodes(node):
+        is_said = isinstance(child, ast.Call) and TELLING.search(ast.unparse(child.func))
+        if is_said or isinstance(child, LEFT_OUT) or child is getattr(node, "annotation", None):
+            continue
+        is_statement = isinstance(child, ast.stmt)
+        is_element = isinstance(node, WITH_NAMES) and isinstance(child, ast.expr)
+        is_place = is_statement or is_element or child in getattr(node, "ifs", ())
+        where = (child if is_place else place, child if is_statement else statement)
+        if hasattr(child, "lineno") and not any(isinstance(part, NOT_TWICE) for part in ast.walk(child)):
+            yield child, *where
+        yield from nodes_below(child, *where)
+
+
+def is_chain(node: ast.AST) -> bool:
+    """Whether this is a name with attributes: a.b.c."""
+    return isinstance(node, ast.Attribute) and (is_chain(node.value) or isinstance(node.value, ast.Name))
+
+
+def attributes_beside(sources: Iterable[str]) -> dict[str, set[str]]:
+    """By attribute: the others of the classes that have it, annotated ones and those of self."""
+    others: dict[str, set[str]] = {}
+    for node in (node for source in sources for node in ast.walk(ast.parse(source))):
+        if isinstance(node, ast.ClassDef):
+            chains = (child for child in ast.walk(node) if is_chain(child))
+            fields = {chain.attr for chain in chains if ast.unparse(chain.value) == "self"}
+            fields |= {ast.unparse(child.target) for child in node.body if isinstance(child, ast.AnnAssign)}
+            for name in fields:
+                others.setdefault(name, set()).update(fields - {name})
+    return others
+
+
+# ---------------------------------------------------------------- changes of a node
+# Kind, new expression, and the expressions that must have one type, where they are not the old and the new one.
+
+
+def changed_calls(node: ast.Call) -> Iterator[tuple[Any, ...]]:
+    """Arguments left out and exchanged."""
+    names = [keyword.arg for keyword in node.keywords]
+    kind = "part" if ast.unparse(node.func).endswith("chain") else "default"
+    yield from ((kind, call) for call in without_each(node, "args"))
+    shorter = zip(names, without_each(node, "keywords"), strict=True)
+    yield from (("default", call) for name, call in shorter if name not in CHECKS)
+    values = [*node.args, *(keyword.value for keyword in node.keywords)]
+    for first, second in itertools.combinations(range(len(values)), 2):
+        exchanged = list(values)
+        exchanged[first], exchanged[second] = values[second], values[first]
+        keywords = list(map(ast.keyword, names, exchanged[len(node.args) :]))
+        call = ast.Call(node.func, exchanged[: len(node.args)], keywords)
+        if ast.unparse(call) != ast.unparse(node) and ast.unparse(node.func) not in ("max", "min"):
+            yield "exchange", call, values[first], values[second]
+
+
+def changed_operators(node: ast.AST) -> Iterator[tuple[Any, ...]]:
+    """Parts left out, and bounds moved."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.BitOr)):
+        yield from (("part", node.left), ("part", node.right))
+    elif isinstance(node, (ast.BoolOp, ast.List, ast.Set)):
+        yield from (("part", new) for new in without_each(node, node._fields[isinstance(node, ast.BoolOp)]))
+    elif isinstance(node, ast.Compare) and type(node.ops[0]) in STRICT:
+        new = ast.Compare(node.left, [STRICT[type(node.ops[0])](), *node.ops[1:]], node.comparators)
+        yield "bound", new, node.left, node.comparators[0], ast.Constant(0)
+
+
+def changed_names(
+    node: ast.AST, names: set[str], chains: set[str], others: Mapping[str, set[str]]
+) -> Iterator[tuple[Any, ...]]:
+    """Names and attributes replaced by others, `names` and `chains` of their function or of the same record."""
+    text = ast.unparse(node)
+    if text in names:
+        yield from (("name", ast.Name(new)) for new in sorted(names - {text, "_"}))
+    elif is_chain(node):
+        fields = {f"{ast.unparse(node.value)}.{attribute}" for attribute in others.get(node.attr, ())}
+        yield from (("attribute", ast.Name(new)) for new in sorted((fields | chains) - {text}))
+
+
+def without_each(node: ast.AST, name: str) -> list[Any]:
+    """The node as often as a field has parts, each time without another one; a call may lose its only one."""
+    fields = dict(ast.iter_fields(node))
+    rests = itertools.combinations(fields[name], len(fields[name]) - 1) if fields[name] else ()
+    return [type(node)(**{**fields, name: rest}) for rest in rests if rest or isinstance(node, ast.Call)][
+        ::-1
+    ]
+
+
+# ---------------------------------------------------------------- types, and the sample
+
+
+class WithCalls(ast.NodeTransformer):
+    """Puts calls before statements, and into expressions that have names of their own, by the id of these."""
+
+    def __init__(self, calls: Mapping[int, list[ast.expr]]) -> None:
+        self._calls = calls
+
+    def visit(self, node: ast.AST) -> Any:
+        calls, changed = self._calls.get(id(node), []), self.generic_visit(node)
+        if isinstance(node, ast.stmt):
+            return [*map(ast.Expr, calls), changed]
+        return ast.Subscript(ast.Tuple([*calls, changed]), ast.Constant(-1)) if calls else changed
+
+
+def types_of(probes: Sequence[Probe], trees: Mapping[str, ast.Module], folder: Path) -> dict[Probe, str]:
+    """The types of expressions; "Unknown" of one with an error. The trees and the files are changed: `folder` is a
+    copy of the project."""
+    calls: dict[int, list[ast.expr]] = {}
+    for number, (place, text) in enumerate(probes):  # an element of a list has no literal type
+        call = ast.parse(f"reveal_type([{text}][0], expected_text='{number}')", mode="eval").body
+        calls.setdefault(place, []).append(call)
+    for file, tree in trees.items():
+        (folder / file).write_text(ast.unparse(ast.fix_missing_locations(WithCalls(calls).visit(tree))))
+    answer = subprocess.run(
+        [str(PYRIGHT), "--pythonpath", sys.executable, "--outputjson", *trees],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        check=False,
+    ).stdout
+    types: dict[Probe, str] = {}
+    wrong: tuple[str, int] | None = None
+    for file, line, _, severity, message in sorted(
+        (row["file"], *row["range"]["start"].values(), row["severity"], row["message"])
+        for row in json.loads(answer)["generalDiagnostics"]
+    ):
+        revealed = re.search(r'expected "(\d+)" but received "(.*)"', message, re.DOTALL)
+        if revealed:  # comes after all else that is wrong with the expression
+            types[probes[int(revealed[1])]] = "Unknown" if wrong == (file, line) else revealed[2]
+        if severity == "error":
+            wrong = None if revealed else (file, line)
+    return types
+
+
+def passes(candidate: Candidate, types: Mapping[Probe, str]) -> bool:
+    """Whether the types let the mistake pass. A sum of texts is a text."""
+    first, *others = (types.get(probe, "Unknown") for probe in candidate[1])
+    is_excluded = NO_VALUES.search(first) or (candidate[0]["kind"] == "part" and first == "str")
+    return not is_excluded and others.count(first) == len(others)
+
+
+def sampled_mutants(folder: Path, files: Sequence[str], number: int, seed: int) -> list[Row]:
+    """So many mutants of files of a copy of the project, evenly of every kind as far as it has some; a larger number
+    begins with the same ones. The files are changed."""
+    others = attributes_beside(path.read_text() for path in sorted(folder.rglob("*.py")))
+    trees = {file: ast.parse((folder / file).read_text()) for file in files}
+    groups = [group for file, tree in trees.items() for group in candidates_of(file, tree, others)]
+    by_kind: list[list[list[Candidate]]] = []
+    for kind in KINDS:
+        generator = random.Random(f"{seed} {kind}")
+        of_kind = [group for group in groups if group[0][0]["kind"] == kind]
+        drawn = generator.sample(of_kind, len(of_kind))[: number * ASKED]
+        by_kind.append([generator.sample(group, min(CHOICES, len(group))) for group in drawn])
+    asked = itertools.chain.from_iterable(itertools.chain.from_iterable(by_kind))
+    types = types_of(list({probe: None for _, probes in asked for probe in probes}), trees, folder)
+    rows = [[[c[0] for c in group if passes(c, types)][:1] for group in of_kind] for of_kind in by_kind]
+    turns = itertools.zip_longest(*map(itertools.chain.from_iterable, rows))
+    return [row for turn in turns for row in turn if row is not None][:number]
+
+
+def applied(source: str, row: Mapping[str, Any]) -> str:
+    """A file's text with a mutant's mistake."""
+    lines = source.encode().splitlines(keepends=True)
+    before = b"".join(lines[: row["line"] - 1]) + lines[row["line"] - 1][: row["column"]]
+    after = lines[row["end_line"] - 1][row["end_column"] :] + b"".join(lines[row["end_line"] :])
+    return f"{before.decode()}({row['new']}){after.decode()}"
+
+
+# ---------------------------------------------------------------- copies of the project, and sessions of pytest
+
+
+def make_copy(folder: Path) -> Path:
+    """HEAD of the project in a new folder, with links to the environments."""
+    end_processes(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run(["git", "clone", "--quiet", "--shared", ".", str(folder)], check=True)
+    for environment in Path.cwd().glob(".venv*/"):
+        (folder / environment.name).symlink_to(environment)
+    shutil.copy(mutant_recorder.__file__, folder / "sitecustomize.py")
+    (folder / ".mutants").mkdir()
+    return folder
+
+
+def run_tests(folder: Path, arguments: Sequence[str], seconds: float | None = None) -> int | None:
+    """The status of a session of pytest in a copy, None where the time did not suffice. No process of it is left."""
+    ours = os.getpid()
+    try:
+        with open(folder / ".mutants/output", "ab") as output:
+            return subprocess.run(
+                [sys.executable, "-m", "pytest", "-p", "sitecustomize", "-p", "no:cacheprovider", *arguments],
+                cwd=folder,
+                env=os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", VARIABLE: str(folder)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                timeout=seconds,
+                start_new_session=True,
+                preexec_fn=lambda: end_with_parent(ours),
+            ).returncode
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        end_processes(folder)
+
+
+def end_processes(folder: Path) -> None:
+    """Kill all that sessions in a copy have started, until nothing is left. What a killed process has started goes to
+    init, but has the variable."""
+    of_copy = {VARIABLE: str(folder)}.items()
+    while left := [
+        one for one in psutil.process_iter(["environ"]) if of_copy <= (one.info["environ"] or {}).items()
+    ]:
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+# ---------------------------------------------------------------- which tests see a line
+
+
+def record_tests(work: Path, marks: str, paths: Sequence[str]) -> None:
+    """Run tests with a tracer in every process, those with ranks beside the others, and add to the record."""
+    copies = [make_copy(work / name) for name in ("record-0", "record-1")]
+    for folder in copies:
+        (folder / mutant_recorder.PAGE).write_bytes(bytes(mutant_recorder.PAGE_BYTES))
+    sessions = [
+        ["-m", f"{COUNTED} and ({marks}) and {ranks}", *paths] for ranks in ("not distributed", "distributed")
+    ]
+    with ThreadPoolExecutor() as pool:
+        print("pytest ended with status", *pool.map(run_tests, copies, sessions), flush=True)
+    for name in ("lines", "progress"):
+        with open(work / name, "ab") as whole:
+            whole.writelines(part.read_bytes() for part in work.glob(f"record-*/.mutants/{name}"))
+
+
+class Record:
+    """Which tests see a line of files."""
+
+    def __init__(self, work: Path, files: Collection[str]) -> None:
+        self._tests = {row["test"]: row for row in read_rows(work / "progress") if row["outcome"] == "passed"}
+        self._lines: dict[str, dict[int, set[str]]] = {file: {} for file in files}
+        with open(work / "lines") as lines:
+            for line, file, test in (row.rstrip("\n").split("\t") for row in lines):
+                if file in files:
+                    self._lines[file].setdefault(int(line), set()).add(test)
+
+    def tests_of(self, mutant: Row) -> list[Row]:
+        """The tests that see a mutant's lines, else its statement's, cheap ones first and those with ranks last. A line
+        that runs while modules are imported, for no test, is seen by all tests that see its file."""
+        lines = self._lines[mutant["file"]]
+        names = set().union(*(lines.get(line, ()) for line in range(mutant["line"], mutant["end_line"] + 1)))
+        names = names or lines.get(mutant["statement_line"], set())
+        names = set().union(*lines.values()) if "" in names else names
+        rows = [self._tests[name] for name in names & self._tests.keys()]
+        return sorted(rows, key=lambda row: (row["ranks"], row["seconds"], row["test"]))
+
+
+# ---------------------------------------------------------------- mutants
+
+
+def judge(folder: Path, mutant: Row, tests: Sequence[Row], limit: float) -> dict[str, Any]:
+    """A mutant's row with what the tests in a copy of the project make of it."""
+    if not tests:
+        return {**mutant, "outcome": "not covered"}
+    totals = itertools.accumulate(test["seconds"] for test in tests)
+    affordable = tests[: max(1, sum(total <= limit for total in totals))]
+    file, progress = folder / mutant["file"], folder / mutant_recorder.PROGRESS
+    source = file.read_text()
+    progress.write_text("")
+    write_source(file, applied(source, mutant))
+    started = time.monotonic()
+    status = run_tests(folder, ["-x", *(test["test"] for test in affordable)], limit)
+    write_source(file, source)
+    rows = read_rows(progress) or [{"test": "(collection)"}]
+    last = rows[-1]
+    usual = sum(test["seconds"] for test in tests if test["test"] == last["test"])
+    hangs = time.monotonic() - last.get("clock", float("inf")) > HANGS_SECONDS + 3 * usual
+    passed = sum("seconds" in row for row in rows)
+    verdict: Row = {"outcome": "survived", "tests": passed, "left": len(tests) - passed}
+    if status or (status is None and hangs):
+        verdict = {"outcome": "noticed" if status else "limit", "test": last["test"]}
+    return {**mutant, **verdict, "seconds": round(time.monotonic() - started, 1)}
+
+
+def write_source(file: Path, text: str) -> None:
+    """And remove what Python has compiled of it, which it knows by the second of the change and the size."""
+    file.write_text(text)
+    for compiled in file.parent.glob(f"__pycache__/{file.stem}.*.pyc"):
+        compiled.unlink()
+
+
+def judge_all(mutants: Iterator[Row], record: Record, work: Path, limit: float) -> None:
+    """Judge mutants, two beside each other, and add a JSON line of each to the results."""
+    copies = [make_copy(work / name) for name in ("copy-0", "copy-1")]
+
+    def judge_in_turn(folder: Path) -> None:
+        for mutant in mutants:
+            line = json.dumps(judge(folder, mutant, record.tests_of(mutant), limit))
+            print(line, file=results, flush=True)
+            print(line, flush=True)
+
+    with ThreadPoolExecutor() as pool, open(work / RESULTS, "a") as results:
+        try:
+            list(pool.map(judge_in_turn, copies))
+        finally:
+            results.close()  # of an interrupted mutant, whose processes are killed, nothing is written
+            for folder in copies:
+                end_processes(folder)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; none where there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def key_of(row: Row) -> tuple[Any, ...]:
+    """What tells a mutant from others, also where lines have moved."""
+    return tuple(row[name] for name in ("file", "function", "kind", "old", "new"))
+
+
+def table(rows: Iterable[Row]) -> str:
+    """How many mutants are noticed of those that are not equal, by package and kind."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for row in rows:
+        package = "/".join(row["file"].split("/")[:2])
+        counts[package, row["outcome"]] += 1
+        for kind in (row["kind"], "all") if row["outcome"] != "equal" else ():
+            counts[package, kind] += 1
+            counts[package, f"{kind} noticed"] += row["outcome"] in ("noticed", "limit")
+    lines = [f"| package | {' | '.join((*KINDS, 'all', *OUTCOMES))} |", "|---" * (len(KINDS) + 6) + "|"]
+    for package in sorted({package for package, _ in counts}):
+        cells = [f"{counts[package, f'{kind} noticed']}/{counts[package, kind]}" for kind in (*KINDS, "all")]
+        cells += [str(counts[package, outcome]) for outcome in OUTCOMES]
+        lines.append(f"| {package} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="*", help="files and folders to make mistakes in")
+    parser.add_argument(
+        "--number", type=int, default=40, help="mutants; a larger number begins with the same ones"
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=120.0, help="most seconds of one mutant's tests")
+    parser.add_argument("--record", nargs="*", metavar="PATH", help="record these tests, without a name all")
+    parser.add_argument(
+        "--marks", default=COUNTED, help="record only tests with these marks, as pytest's -m takes them"
+    )
+    args = parser.parse_args()
+    head = subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], text=True)
+    work = Path("build/mutants", head.strip()).absolute()
+    work.mkdir(parents=True, exist_ok=True)
+    if args.record is not None or not (work / "lines").exists():
+        record_tests(work, args.marks, args.record or ())
+    files = [str(path) for name in args.files for path in sorted(Path(name).rglob("*.py")) or [name]]
+    sample = sampled_mutants(make_copy(work / "types"), files, args.number, args.seed) if files else []
+    verdicts = {key_of(row): row for row in read_rows(work / RESULTS)}
+    verdicts |= {key_of(row): row | {"outcome": "equal"} for row in read_rows(EQUAL)}
+    pending = iter([row for row in sample if key_of(row) not in verdicts])
+    judge_all(pending, Record(work, files), work, args.limit)
+    verdicts = {key_of(row): row for row in read_rows(work / RESULTS)} | verdicts
+    print(table(verdicts[key_of(row)] for row in sample))
+
+
+if __name__ == "__main__":
+    main()
