@@ -133,9 +133,11 @@ class Run:
         return model
 
 
-def train(config: Config, ranks: int | None = None, program: str = "grpo") -> Run:
-    """Train in processes of their own, and print what they print. `ranks`: as `rlmath train --ranks`; `program`: "grpo"
-    or "sft". A run that was stopped before is resumed.
+def train(
+    config: Config, ranks: int | None = None, program: str = "grpo", *, oversubscribe: bool = False
+) -> Run:
+    """Train in processes of their own, and print what they print. `ranks`, `oversubscribe`: as `rlmath train --ranks`
+    and `--oversubscribe`; `program`: "grpo" or "sft". A run that was stopped before is resumed.
 
     Raises ValueError for a mistake in the settings, RuntimeError for a run that failed. An interrupt stops the run,
     which saves a checkpoint.
@@ -147,7 +149,8 @@ def train(config: Config, ranks: int | None = None, program: str = "grpo") -> Ru
         file = Path(place) / "config.yaml"
         file.write_text(config_as_yaml(config), encoding="utf-8")
         command = [sys.executable, "-P", "-m", "rlmath.cli.main", name, "--config", str(file)]
-        status, printed = _run(command + ([] if ranks is None else ["--ranks", str(ranks)]))
+        command += [] if ranks is None else ["--ranks", str(ranks)]
+        status, printed = _run([*command, *["--oversubscribe"] * oversubscribe])
     if status == FINISHED:
         return Run(Path(config.run.output_dir))
     told = read_exit_status(config.run.output_dir).message if status != MISTAKE else "\n".join(printed)

@@ -25,6 +25,9 @@ from rlmath.config.run_files import EXPORT_FOLDER, REPORT_FILE, VALIDATION_FILE
 from rlmath.config.schema import RewardConfig
 from rlmath.config.shipped_files import PACKAGE, shipped
 from rlmath.config.terminal import escape_terminal
+from rlmath.distributed.device_kind import gpu_count
+from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE
+from rlmath.planning.machine_room import OVERSUBSCRIBE, refuse_crowding, this_machine
 from rlmath.rewards.schemes import WRONG_ANSWER
 from rlmath.telemetry.metrics_writer import read_metrics
 
@@ -131,6 +134,7 @@ def train(folder: Path, given: argparse.Namespace) -> Path:
     """The training run of `folder`'s base model, and its folder. Before and after, every held-out problem is answered
     once at temperature 1."""
     command = [*RLMATH, "train", "--ranks", str(given.ranks), *training_words(folder, given)]
+    command += [OVERSUBSCRIBE] * given.oversubscribe
     layout = f"TP{given.tensor_parallel} x PP{given.pipeline_parallel}"
     run(f"Training ({given.algorithm}) on {given.ranks} ranks, {layout}", command, one_thread())
     return folder / "run"
@@ -149,6 +153,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--output", type=Path, default=Path("outputs/demo"), help="folder (default: outputs/demo)")
     began = "when the user began, in seconds since 1970: the seconds with installation are told, too"
     add("--started-at", type=float, help=began)
+    add(OVERSUBSCRIBE, action="store_true", help="start more processes than this machine has room for")
     given = parser.parse_args(argv)
     sizes = given.tensor_parallel, given.pipeline_parallel
     if min(given.ranks, *sizes) < 1 or given.ranks % math.prod(sizes):
@@ -163,6 +168,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     escape_terminal()
     started, given = time.time(), parse(argv)
     folder = given.output.resolve()
+    if not given.oversubscribe:
+        try:
+            refuse_crowding(given.ranks, this_machine(gpu_count("auto")))
+        except ValueError as error:
+            print(f"demo: {error}", file=sys.stderr)
+            return MISTAKE
     if folder.exists():
         set_aside(folder)
     folder.mkdir(parents=True)

@@ -2,6 +2,7 @@
 `replay`.
 
 `--ranks N` says how many; without it every GPU has one, and on CPU there are as many as the layout takes at least.
+More than the machine has room for are refused, unless `--oversubscribe` asks for them.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from pathlib import Path
 
 from rlmath.checkpoint.directory import complete_checkpoints
 from rlmath.config.help import raise_problems
+from rlmath.config.hub import is_hub_id
+from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.load import load_config, make_parser
 from rlmath.config.run_files import CHECKPOINTS_FOLDER, EXIT_STATUS_FILE
-from rlmath.config.schema import RunConfig
+from rlmath.config.schema import Config, RunConfig
 from rlmath.config.shipped_files import PACKAGE
+from rlmath.distributed.device_kind import gpu_count
 from rlmath.distributed.fault_tolerance.exit_codes import (
     AGAIN,
     FAILURE,
@@ -30,16 +34,17 @@ from rlmath.distributed.fault_tolerance.exit_codes import (
 )
 from rlmath.distributed.fault_tolerance.preemption import EXIT_SECONDS, WANTED_SIGNALS
 from rlmath.distributed.memory import out_of_memory_kills
+from rlmath.models.hf_config import planned_shape
 from rlmath.planning.checks import only_used
 from rlmath.planning.early_checks import early_problems
+from rlmath.planning.machine_room import GIB, OVERSUBSCRIBE, Machine, refuse_crowding, this_machine
 from rlmath.planning.memory_estimate import Kind
-from rlmath.planning.parallelism import least_ranks, ranks_or_least
+from rlmath.planning.memory_fit import host_bytes
+from rlmath.planning.parallelism import ranks_or_least
 from rlmath.run.program import main as run_program
 from rlmath.run.run_dir import sole_user
 
 RANKS = "--ranks"
-CPU_RANKS = 8
-"""A replay starts at most so many without being told, or as many as the machine has cores, where there is no GPU."""
 SIGNALS = f"--signals-to-handle={','.join(WANTED_SIGNALS)}"
 """So torchrun passes on every signal that a run stops at."""
 BY_OTHERS = "what runs this job (a scheduler, its time limit), or kill -9"
@@ -69,6 +74,7 @@ def _train(program: Kind, argv: Sequence[str]) -> int:
         return run_program([program, *argv])
     try:
         ranks, words = take_ranks(argv)
+        oversubscribe, words = take_oversubscribe(words)
         given = make_parser("").parse_intermixed_args(words)
         config = load_config(given.config, given.overrides)
         used = only_used(config)[0] if program == "sft" else config
@@ -76,16 +82,28 @@ def _train(program: Kind, argv: Sequence[str]) -> int:
         output = Path(used.run.output_dir)
         with sole_user(output) if output.is_dir() else nullcontext():
             pass  # another run is not working there
+        gpus = gpu_count(used.run.device)
+        if ranks is None:
+            ranks = gpus or ranks_or_least(used, None)
+        if not oversubscribe:
+            planned = 0 if gpus else planned_bytes(used, ranks, program)
+            refuse_crowding(ranks, this_machine(gpus), planned)
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
-    if ranks is None:
-        ranks = gpu_count(used.run.device) or least_ranks(used)
     command = ["-m", "rlmath.trainer", program, *words]
     status = launch(ranks, command, output, used.run.stop_grace_seconds)
     if status not in (0, MISTAKE) and (line := _line_after(output, used.run.recover_mode == "disabled")):
         print(line, file=sys.stderr)
     return status
+
+
+def planned_bytes(config: Config, ranks: int, kind: Kind) -> int:
+    """What the ranks of a run on the CPU hold by its plan, all together; 0 for a model on the hub, whose shape is not
+    known yet."""
+    if is_hub_id(config.model.path) or (shape := planned_shape(config.model.path).shape) is None:
+        return 0
+    return host_bytes(with_longest_lengths(config), shape, ranks, kind)
 
 
 def _line_after(output: Path, starts_over: bool) -> str | None:
@@ -105,16 +123,20 @@ def evaluate(argv: Sequence[str]) -> int:
 
     try:
         ranks, words = take_ranks(argv)
+        oversubscribe, words = take_oversubscribe(words)
         given = command.parse(words)
         if given.compare:
             return command.main(words)
         plan, _ = command.plan_of(given), command.rollout_of(given)
         raise_problems("this evaluation", command.input_problems(plan))
+        gpus = gpu_count(given.device)
+        if ranks is None:
+            ranks = gpus or given.tensor_parallel
+        if not oversubscribe:
+            refuse_crowding(ranks, this_machine(gpus), int(ranks * given.cpu_kv_cache_gib * GIB))
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
-    if ranks is None:
-        ranks = gpu_count(given.device) or given.tensor_parallel
     command = ["-m", "rlmath.evals", *words]
     status = launch(ranks, command, given.output, RunConfig().stop_grace_seconds)
     if status not in (0, MISTAKE) and AGAIN not in read_exit_status(given.output).message:
@@ -130,22 +152,24 @@ def replay(argv: Sequence[str]) -> int:
     given = program.parse(argv)
     try:
         ranks, words = take_ranks(argv)
+        oversubscribe, words = take_oversubscribe(words)
         folder = program.find_capture(given.run, given.step)
-        ranks = ranks or _ranks_of_replay(read_capture(folder).world_size)
+        machine = this_machine(gpu_count(RunConfig.device))
+        if ranks is None:
+            ranks = _ranks_of_replay(read_capture(folder).world_size, machine)
+        if not oversubscribe:
+            refuse_crowding(ranks, machine)
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
     return launch(ranks, ["-m", "rlmath.trainer", "replay", *words], None, RunConfig().stop_grace_seconds)
 
 
-def _ranks_of_replay(captured: int) -> int:
+def _ranks_of_replay(captured: int, machine: Machine) -> int:
     """As many as the run had. ValueError where this machine is too small for them."""
-    gpus = gpu_count(RunConfig.device)
-    most = gpus or max(os.cpu_count() or 1, CPU_RANKS)
-    if captured > most:
-        has = f"{gpus} GPUs" if gpus else f"{os.cpu_count()} cores"
+    if captured > machine.most_ranks:
         raise ValueError(
-            f"the run had {captured} ranks, and this machine has {has}. Say how many to use, and their layout: "
+            f"the run had {captured} ranks, and this machine has {machine}. Say how many to use, and their layout: "
             f"{RANKS} 1 parallel.tensor=1 parallel.pipeline=1"
         )
     return captured
@@ -167,11 +191,9 @@ def take_ranks(argv: Sequence[str]) -> tuple[int | None, list[str]]:
     return value, words
 
 
-def gpu_count(device: str) -> int:
-    """GPUs that a program with this setting of its device uses; 0: it runs on the CPU."""
-    import torch
-
-    return torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+def take_oversubscribe(argv: Sequence[str]) -> tuple[bool, list[str]]:
+    """Whether OVERSUBSCRIBE is among the words, and the others."""
+    return OVERSUBSCRIBE in argv, [word for word in argv if word != OVERSUBSCRIBE]
 
 
 def launch(ranks: int, command: Sequence[str], output: Path | None, grace_seconds: float) -> int:

@@ -66,3 +66,10 @@ def set_cuda_defaults() -> None:
     """`CUDA_DEFAULTS` where the user has set nothing; call it before anything starts CUDA in this process."""
     for name, value in CUDA_DEFAULTS.items():
         os.environ.setdefault(name, value)
+
+
+def gpu_count(device: str) -> int:
+    """GPUs that a program with this setting of its device uses; 0: it runs on the CPU."""
+    import torch
+
+    return torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0

@@ -37,8 +37,9 @@ from rlmath.models.hf_config import (
     planned_shape,
 )
 from rlmath.planning import checks
+from rlmath.planning.machine_room import ADVICE, OVERSUBSCRIBE, room_problems, this_machine
 from rlmath.planning.memory_estimate import Kind, Target, mesh_of
-from rlmath.planning.memory_fit import GIB, planned_target, start_up_lines
+from rlmath.planning.memory_fit import GIB, host_bytes, planned_target, start_up_lines
 from rlmath.planning.parallelism import planned_ranks, roles
 from rlmath.planning.prepare import RunData, dropped_warning, read_inputs, tokenizer_problem, try_data
 from rlmath.planning.reward_checks import hook_lines, reward_lines
@@ -77,6 +78,8 @@ class RunPlan:
     """Neither settings nor a launcher nor the user named their number."""
     not_here: tuple[str, ...] = ()
     """Why a start on this machine would be refused, in a plan for another."""
+    crowding: str = ""
+    """Why this machine has no room for ranks that are asked for all the same."""
 
     @property
     def total_steps(self) -> int:
@@ -84,15 +87,19 @@ class RunPlan:
 
 
 def dry_run(
-    config_files: Sequence[Path], overrides: Sequence[str], ranks: int | None, kind: Kind = "grpo"
+    config_files: Sequence[Path],
+    overrides: Sequence[str],
+    ranks: int | None,
+    kind: Kind = "grpo",
+    oversubscribe: bool = False,
 ) -> int:
     """Print the plan of a run, or all problems; the exit status, MISTAKE where the run could not start, FAILURE where
-    the hub could not be asked."""
+    the hub could not be asked. `oversubscribe` is as in `plan_run`."""
     rank = 0
     try:
         rank = environment_rank()
         config, of_hub = plan_inputs(load_config(config_files, overrides))
-        title, *lines = plan_lines(plan_run(config, ranks, kind))
+        title, *lines = plan_lines(plan_run(config, ranks, kind, oversubscribe=oversubscribe))
         lines = [title, *of_hub, *lines]
     except (ValueError, HubFailedError) as error:
         status = FAILURE if isinstance(error, HubFailedError) else MISTAKE
@@ -105,10 +112,13 @@ def dry_run(
     return status
 
 
-def plan_run(given: Config, ranks: int | None = None, kind: Kind = "grpo") -> RunPlan:
+def plan_run(
+    given: Config, ranks: int | None = None, kind: Kind = "grpo", *, oversubscribe: bool = False
+) -> RunPlan:
     """The plan of a run that could start; ValueError that lists everything that keeps it from starting.
 
-    `ranks` is the number of ranks; without it `parallelism.planned_ranks` finds one.
+    `ranks` is the number of ranks; without it `parallelism.planned_ranks` finds one. With `oversubscribe` they may be
+    more than this machine has room for.
     """
     config, unused = checks.only_used(given) if kind == "sft" else (given, [])
     found, size = planned_shape(config.model.path), planned_ranks(config, ranks)
@@ -148,6 +158,10 @@ def plan_run(given: Config, ranks: int | None = None, kind: Kind = "grpo") -> Ru
     raise_problems("this run", problems)
     assert shape is not None and data is not None and target is not None
     planned = replace(config, run=replace(config.run, device=target.kind))
+    crowding = ""
+    if target.kind == "cpu":
+        needed = host_bytes(length_curriculum.with_longest_lengths(config), shape, size, kind)
+        crowding = " ".join(room_problems(size, this_machine(gpus=0), needed))
     return RunPlan(
         planned,
         shape,
@@ -160,7 +174,11 @@ def plan_run(given: Config, ranks: int | None = None, kind: Kind = "grpo") -> Ru
         missing=tuple(missing),
         recovery=recovery,
         ranks_are_least=ranks is None and config.parallel.data is None and "WORLD_SIZE" not in os.environ,
-        not_here=tuple(checks.cuda_problems(config.run.device)),
+        not_here=(
+            *checks.cuda_problems(config.run.device),
+            *([f"{crowding} {ADVICE}"] if crowding and not oversubscribe else ()),
+        ),
+        crowding=crowding if oversubscribe else "",
     )
 
 
@@ -195,7 +213,6 @@ def plan_lines(plan: RunPlan) -> list[str]:
     mesh = mesh_of(config, plan.ranks, 0)
     layout = mesh.describe() if plan.kind == "grpo" else mesh.training_layout
     warnings = list(_warnings(plan))
-    is_elsewhere = plan.missing or plan.shape_note
     return [
         "Dry run: nothing is started, nothing is written.",
         f"Model: {config.model.path}, {parameter_count(shape) / 1e9:.3g} B parameters, {shape.num_layers} layers, "
@@ -215,8 +232,19 @@ def plan_lines(plan: RunPlan) -> list[str]:
         *_resume_lines(plan),
         *(["Worth knowing:"] if warnings else ()),
         *(f"  - {warning}".replace("\n", "\n    ") for warning in warnings),
-        "No problem was found." + " A start needs the whole model, which is not here." * bool(is_elsewhere),
+        _verdict(plan),
     ]
+
+
+def _verdict(plan: RunPlan) -> str:
+    """The last line, which agrees with what is said above it."""
+    verdict = "No problem was found"
+    if plan.not_here:
+        verdict += ", but a start on this machine would be refused"
+    elif plan.crowding:
+        verdict += ", but this machine has no room for so many ranks"
+    is_elsewhere = plan.missing or plan.shape_note
+    return f"{verdict}." + " A start needs the whole model, which is not here." * bool(is_elsewhere)
 
 
 def preset_lines(config: Config) -> Iterator[str]:
@@ -366,6 +394,8 @@ def _warnings(plan: RunPlan) -> Iterator[str]:
         yield from (*plan.recovery.notes, *plan.recovery.warnings)
     for problem in plan.missing:
         yield f"a start needs more of the model: {problem}"
+    if plan.crowding:
+        yield f"{OVERSUBSCRIBE} starts all ranks: {plan.crowding}"
     for problem in plan.not_here:
         yield f"a start on this machine would be refused: {problem}"
     yield from config_warnings(config, plan.unused, parameter_count(plan.shape))

@@ -10,13 +10,16 @@ from dataclasses import replace
 from functools import partial
 
 from rlmath.config.gpu_specs import GPUS
+from rlmath.config.help import counted
 from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, StagesConfig, ValidationConfig
 from rlmath.distributed.device_kind import cuda_is_available
 from rlmath.distributed.memory import total_bytes
 from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.ranks import local_world_size
 from rlmath.planning import memory_estimate
+from rlmath.planning.machine_room import PROCESS_GIB
 from rlmath.planning.memory_estimate import TRAINING_PHASES, Kind, MemoryPlan, Target
 from rlmath.planning.memory_formulas import engine_bytes, longest_sequence_bytes
 
@@ -43,7 +46,7 @@ def planned_target(config: Config) -> Target:
     gpu = partial(Target, "cuda", local_layers=policy.transformer_impl == "local", dtype=policy.dtype)
     named = None if gib is None else gpu(memory.gpu or "the GPU", int(gib * GIB))
     if config.run.device == "cpu" or not cuda_is_available():
-        return named or Target("cpu", "CPU", None, local_layers=True, dtype=policy.dtype)
+        return named or cpu_target(config)
     try:
         here = gpu("the GPU that is there", _bytes_of_gpu_here())
     except ValueError as error:
@@ -53,6 +56,11 @@ def planned_target(config: Config) -> Target:
             f"the GPU that is there: {error}. Name it by memory.gpu or memory.gpu_gib."
         ) from error
     return min(filter(None, (named, here)), key=lambda target: target.total_bytes or 0)
+
+
+def cpu_target(config: Config) -> Target:
+    """The CPU, whose memory has no bound of its own."""
+    return Target("cpu", "CPU", None, local_layers=True, dtype=config.policy.dtype)
 
 
 def _bytes_of_gpu_here() -> int:
@@ -133,13 +141,30 @@ def start_up_lines(config: Config, shape: ModelShape, world_size: int, kind: Kin
     for plan in (most, *(plan for plan in plans if plan.is_engine)):
         lines.append(f"Planned memory of {plan.name} on {target.name}{limit}:")
         lines += [f"  {phase}: {figures(plan, phase)}" for phase in plan.phases]
-    there, needed = total_bytes(), world_size * most.held(most.worst)
-    if target.total_bytes is None and needed > there:
-        lines.append(
-            f"  That is {_gib(needed)} GiB for {world_size} rank{'s' * (world_size > 1)}, and this machine has "
-            f"{_gib(there)}: here the run would be killed. memory.gpu plans for a GPU."
-        )
+    if target.total_bytes is None:
+        ranks_here = local_world_size() or world_size
+        planned = host_bytes(config, shape, world_size, kind) * ranks_here // world_size
+        needed, there = planned + int(ranks_here * PROCESS_GIB * GIB), total_bytes()
+        if needed > there:
+            lines.append(
+                f"  With {PROCESS_GIB:g} GiB for the processes of each, that is {_gib(needed)} GiB for "
+                f"{counted(ranks_here, 'rank')} on this machine, which has {_gib(there)}: the kernel would kill the "
+                "run. memory.gpu plans for a GPU."
+            )
     return lines
+
+
+def host_bytes(config: Config, shape: ModelShape, world_size: int, kind: Kind = "grpo") -> int:
+    """What the ranks of a run on CPU hold at most, all together, by the plan. The layout must have no problems."""
+    plans = all_plans(config, shape, world_size, cpu_target(config), kind)
+    engines = [plan for plan in plans if plan.is_engine]
+    trainer, phase = memory_estimate.largest([plan for plan in plans if not plan.is_engine])
+    engine_ranks = config.rollout.ranks if engines else 0
+    held = (world_size - engine_ranks) * trainer.held(phase)
+    if engines:
+        engine, phase = memory_estimate.largest(engines)
+        held += engine_ranks * engine.held(phase)
+    return held
 
 
 def measured_line(

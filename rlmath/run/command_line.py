@@ -14,6 +14,7 @@ from rlmath.config.load import make_parser
 from rlmath.config.terminal import visible
 from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.distributed.ranks import environment_rank
+from rlmath.planning.machine_room import OVERSUBSCRIBE
 from rlmath.run.run_dir import sole_user
 from rlmath.telemetry.console import setup_logging
 
@@ -29,16 +30,23 @@ MOST_STATUS_CHARACTERS = 2000
 def read_command_line(
     description: str, argv: Sequence[str] | None = None, keys: Collection[str] | None = None
 ) -> argparse.Namespace:
-    """The words of a program: `config`, `overrides`, `dry_run`, `ranks`. `--help` lists settings, all or of `keys`."""
+    """The words of a program: `config`, `overrides`, `dry_run`, `ranks`, `oversubscribe`. `--help` lists settings, all
+    or those of `keys`."""
     parser = make_parser(description, keys)
     dry_run_help = "check the settings and print the plan; nothing is started or written"
     parser.add_argument("--dry-run", action="store_true", help=dry_run_help)
     ranks_help = "ranks of this run; default: one for each GPU, on CPU the least that the layout takes"
     parser.add_argument("--ranks", type=int, help=ranks_help)
+    crowd_help = "start more ranks than this machine has GPUs, or cores and memory for"
+    parser.add_argument(OVERSUBSCRIBE, action="store_true", help=crowd_help)
     with mistakes_end_all_ranks():
         given = parser.parse_intermixed_args(argv)
         if given.ranks is not None and not given.dry_run:
             parser.error("--ranks is for rlmath train and --dry-run; under torchrun it is --nproc-per-node.")
+        if given.oversubscribe and not given.dry_run:
+            parser.error(
+                f"{OVERSUBSCRIBE} is for rlmath train and --dry-run; torchrun starts what it is told to."
+            )
     return given
 
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Imported only now: a start has no use for it.
         from rlmath.planning.dry_run import dry_run
 
-        return dry_run(given.config, given.overrides, given.ranks, program)
+        return dry_run(given.config, given.overrides, given.ranks, program, oversubscribe=given.oversubscribe)
     # Imported only now: help and a mistake in the words are answered before torch is loaded.
     from rlmath.run.startup import prepare_grpo, prepare_sft, start
 

@@ -21,6 +21,7 @@ from rlmath.config.shipped_files import shipped
 from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.distributed.memory import out_of_memory_kills
 from tests.programs import ENVIRONMENT, REPOSITORY
+from tests.tiny_models import make_model_folder
 
 WITHOUT = """import sys
 for name in ("torch", "vllm", "megatron", "transformers", "tokenizers", "huggingface_hub", "jaxtyping", "pyarrow"):
@@ -36,6 +37,15 @@ from rlmath.models.hf_config import PUBLISHED
 print(shipped("configs/demo.yaml"))
 assert (PUBLISHED / "Qwen2.5-7B.json").is_file(), PUBLISHED
 """
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model, and problems with written solutions in heldout.jsonl."""
+    folder = make_model_folder(tmp_path_factory.mktemp("tiny"), tied=True)
+    row = {"problem": "1+1", "answer": "2", "solution": "\\boxed{2}"}
+    (folder / "heldout.jsonl").write_text(8 * f"{json.dumps(row)}\n", encoding="utf-8")
+    return folder
 
 
 def python(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -322,6 +332,25 @@ def test_a_mistake_in_the_settings_starts_nothing(tmp_path: Path, capfd: pytest.
         == 2
     )
     assert "optimizer.lr" in capfd.readouterr().err and not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "eval", "demo"])
+def test_no_command_starts_more_ranks_than_the_machine_has_room_for(
+    command: str, tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "output"
+    run = ["--config", "configs/demo.yaml", f"run.output_dir={output}", f"model.path={tiny}"]
+    run += [f"data.train_path={tiny}/heldout.jsonl"]
+    words = {
+        "train": run,
+        "sft": ["--config", "configs/demo_sft.yaml", *run[2:]],
+        "eval": [*f"--model {tiny} --benchmarks heldout --data-dir {tiny} --output {output}".split()],
+        "demo": ["--output", str(output), "--tensor-parallel", "1"],
+    }[command]
+    assert main([command, "--ranks", "5000", *words]) == 2
+    told = capfd.readouterr().err
+    assert "5000 ranks on" in told and "Start fewer, or say --oversubscribe." in told
+    assert not output.exists()
 
 
 def test_locks_and_commands_of_an_installation() -> None:

@@ -152,6 +152,7 @@ def test_a_gpu_that_is_not_here(dry, bare_model: Path, monkeypatch: pytest.Monke
     assert status == 2 and "torch finds no CUDA device" in err and "name it by memory.gpu" in err
     status, out, _ = dry(SMALL_R1, *settings, "memory.gpu=H100-80GB")
     assert status == 0 and "a start on this machine would be refused: run.device is" in out
+    assert "No problem was found, but a start on this machine would be refused." in out
 
 
 @pytest.mark.parametrize(("dtype", "planned"), [("auto", "float32"), ("bfloat16", "bfloat16")])
@@ -343,6 +344,22 @@ def test_epochs_that_end_before_the_steps_are_worth_knowing(dry, bare_model: Pat
     assert status == 0, err
     assert "run.total_steps is 13, and the run ends after 10 steps" in out and "run.total_epochs=3." in out
     assert "the run ends after" not in dry(V2, *words, "run.total_steps=10")[1]
+
+
+def test_the_verdict_agrees_with_what_is_said_of_too_many_ranks(dry, bare_model: Path) -> None:
+    words = (f"model.path={bare_model}", *TINY, "memory.gpu=null", "run.device=cpu", "parallel.data=null")
+    ranks = 4 * len(os.sched_getaffinity(0)) + 60  # more than four a core
+    words = (*words, "--ranks", str(ranks), f"data.prompts_per_step={ranks}")
+    status, out, err = dry(SMALL_R1, *words)
+    assert status == 0, err
+    warned, _, verdict = out.rstrip().rpartition("\n")
+    assert f"a start on this machine would be refused: {ranks} ranks on " in warned
+    assert verdict.startswith("No problem was found, but a start on this machine would be refused.")
+    _, out, _ = dry(SMALL_R1, *words, "--oversubscribe")
+    assert "refused" not in out and f"--oversubscribe starts all ranks: {ranks} ranks on" in out
+    assert "No problem was found, but this machine has no room for so many ranks." in out
+    _, out, _ = dry(SMALL_R1, *words, "memory.gpu=H100-80GB")
+    assert "No problem was found." in out, "a plan for another machine"
 
 
 def test_without_a_number_of_ranks_the_least_are_planned(
