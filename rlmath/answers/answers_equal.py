@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 from rlmath.answers.compare_values import mentions, symbols, value_of
@@ -19,6 +20,7 @@ from rlmath.answers.integer_sets import same_integers
 from rlmath.answers.interpret import interpret
 from rlmath.answers.lexer import Reading
 from rlmath.answers.normalize import (
+    KnownWords,
     NotMathematics,
     Unevaluated,
     Unsupported,
@@ -27,8 +29,16 @@ from rlmath.answers.normalize import (
     without_layout,
 )
 from rlmath.answers.parser import parse_answer
+from rlmath.answers.question import Question, known_words
 from rlmath.answers.sentences import plain_sentences, says_order
-from rlmath.answers.special_forms import bare_parts, same_objects, same_special, split_list, split_parts
+from rlmath.answers.special_forms import (
+    bare_parts,
+    same_objects,
+    same_special,
+    split_chain,
+    split_list,
+    split_parts,
+)
 from rlmath.answers.string_match import Rules, plain_answer
 from rlmath.answers.syntax_tree import Answer, Call, Expr, Num, Sym
 
@@ -39,19 +49,22 @@ _WORKING = re.compile(r"(?:[+-]|\\cdot|\\times) ?\\[cl]?dots(?![a-zA-Z])|[0-9)] 
 _UNEVALUATED = re.compile(r"\\(?:i{0,2}int|sum|prod|lim)(?![a-zA-Z])|\|_")
 
 
-def answers_equal(answer: str, gold: str, rules: Rules) -> bool:
-    """Whether two answers are equal. May hang or take gigabytes in math-verify, and raises what that raises."""
+def answers_equal(answer: str, gold: str, rules: Rules, question: Question) -> bool:
+    """Whether two answers to a question are equal. May hang or take gigabytes in math-verify, and raises what that
+    raises."""
     gold = gold.replace(":=", "=")
     ours, theirs = plain_answer(answer), plain_answer(gold)
     if ours is None or theirs is None:
         return False
     if theirs.choice is not None and theirs.choice.rest:  # a choice's text without its letter is accepted
-        return answers_equal(ours.choice.rest if ours.choice else answer, theirs.choice.rest, rules)
+        return answers_equal(ours.choice.rest if ours.choice else answer, theirs.choice.rest, rules, question)
     name, marked, value = answer.partition(NAMED_BEFORE)
     if marked and ("(" in name or "_" in name):  # a function before the box
-        return answers_equal(value, gold, rules) or answers_equal(f"{name}={value}", gold, rules)
+        return answers_equal(value, gold, rules, question) or answers_equal(
+            f"{name}={value}", gold, rules, question
+        )
     if ":=" in answer:
-        return answers_equal(answer.replace(":=", "="), gold, rules)
+        return answers_equal(answer.replace(":=", "="), gold, rules, question)
     special = same_special(theirs.key, ours.key)
     if special is not None:
         return special
@@ -59,17 +72,26 @@ def answers_equal(answer: str, gold: str, rules: Rules) -> bool:
         if (decided := same(theirs.key, ours.key)) is not None:
             return decided
     said = plain_sentences(theirs.key, ours.key)
-    if said != (None, None) and _said_equal(said[0] or gold, said[1] or answer, rules):
+    if said != (None, None) and _said_equal(said[0] or gold, said[1] or answer, rules, question):
         return True
     if says_order(theirs.key) or says_order(ours.key):
         return False  # "in any order", "and its permutations": as they are written only
+    chains = split_chain(theirs.key), split_chain(ours.key)
+    if chains[0] is not None and chains[1] is not None and chains[0][1] == chains[1][1]:
+        sides = zip(chains[0][0], chains[1][0], strict=True)
+        if all(answers_equal(answer_side, gold_side, rules, question) for gold_side, answer_side in sides):
+            return True
     labelled = split_parts(theirs.key), split_parts(ours.key)
     if labelled != (None, None):
         count = len(labelled[0] or labelled[1] or ())
         golds = labelled[0] or bare_parts(theirs.key, count)
         answers = labelled[1] or bare_parts(ours.key, count)
+        if None not in labelled and len(golds or ()) != len(answers or ()):
+            return False
         if golds is not None and answers is not None and len(golds) == len(answers):
-            same = all(answers_equal(one, other, rules) for other, one in zip(golds, answers, strict=True))
+            same = all(
+                answers_equal(one, other, rules, question) for other, one in zip(golds, answers, strict=True)
+            )
             if same or labelled[0] is not None:  # (1)/(2) has no labels
                 return same
     answer, gold = _PARTIAL_DERIVATIVE.sub("", answer), _PARTIAL_DERIVATIVE.sub("", gold)
@@ -77,33 +99,39 @@ def answers_equal(answer: str, gold: str, rules: Rules) -> bool:
     if (match := DECLARED.search(answer)) is not None:
         answer, declared = answer[: match.start()], tuple(re.findall(r"[a-dkm]", match[1] or match[2]))
     try:
-        return equal_by_grammar(answer, gold, rules, declared)
+        return equal_by_grammar(answer, gold, rules, question, declared)
     except Unsupported:
         return _is_bounded(answer) and _equal_by_math_verify(answer, gold)
     except NotMathematics:
         return False
 
 
-def _said_equal(gold: str, answer: str, rules: Rules) -> bool:
+def _said_equal(gold: str, answer: str, rules: Rules, question: Question) -> bool:
     one, two = plain_answer(gold), plain_answer(answer)
-    return one is not None and two is not None and (one.key == two.key or answers_equal(answer, gold, rules))
+    return (
+        one is not None
+        and two is not None
+        and (one.key == two.key or answers_equal(answer, gold, rules, question))
+    )
 
 
-def boxes_equal(boxes: list[str], gold: str, rules: Rules) -> bool:
+def boxes_equal(boxes: list[str], gold: str, rules: Rules, question: Question) -> bool:
     """Whether the contents of several boxes are the parts of the gold answer, which has as many."""
     theirs = plain_answer(gold)
     if theirs is None or any(plain_answer(box) is None for box in boxes):
         return False
     parts = split_parts(theirs.key) or split_list(theirs.key)
     count = 2 if theirs.key.count("\\pm") == 1 else len(parts)
-    return count == len(boxes) and answers_equal("; ".join(boxes), gold, rules)
+    return count == len(boxes) and answers_equal("; ".join(boxes), gold, rules, question)
 
 
-def equal_by_grammar(answer: str, gold: str, rules: Rules, declared: tuple[str, ...] = ()) -> bool:
+def equal_by_grammar(
+    answer: str, gold: str, rules: Rules, question: Question, declared: tuple[str, ...] = ()
+) -> bool:
     """Whether any reading of the answer equals any reading of the gold answer. Raises NotMathematics or Unsupported."""
     with_remark = _REMARK.search(gold) is not None
-    ours = _readings(_without_working(answer), False)
-    golds = _readings(_without_working(gold), with_remark)
+    ours = _readings(_without_working(answer), False, known_words(answer, gold, question))
+    golds = _readings(_without_working(gold), with_remark, None)
     if _repeats_question(ours[0], golds[0]) and not _leaves_work(golds[0]):
         return False  # the question repeated
     if isinstance(ours[0], Unsupported) and _UNEVALUATED.search(answer) and not _UNEVALUATED.search(gold):
@@ -116,7 +144,8 @@ def equal_by_grammar(answer: str, gold: str, rules: Rules, declared: tuple[str, 
         # Digits in groups, read as a list, are no list of solutions.
         grouped = one is not golds[0] or other is not ours[0]
         try:
-            if _same_answer(one, other, Equivalence(rules.protocol, repeats=not grouped), declared):
+            equivalence = Equivalence(rules.protocol, repeats=not grouped, question=question)
+            if _same_answer(one, other, equivalence, declared):
                 return True
         except (NotMathematics, Unsupported) as error:
             refused.append(error)
@@ -199,14 +228,15 @@ def _expressions(reading: object) -> Iterator[Expr]:
 
 
 @lru_cache(maxsize=2048)
-def _readings(text: str, with_remark: bool) -> tuple:
+def _readings(text: str, with_remark: bool, known_words: KnownWords | None) -> tuple:
     """The syntax trees of a text, one per reading of its ambiguous digits; an exception if it has none."""
     plain = other_notation(without_layout(plain_unicode(text)))
-    ways = [Reading(with_remark=with_remark)]
+    plainly = Reading(with_remark=with_remark, known_words=known_words)
+    ways = [plainly]
     if re.search(r"[0-9],[0-9]{3}(?![0-9])", plain):
-        ways.append(Reading(commas_group=False))
+        ways.append(replace(plainly, with_remark=False, commas_group=False))
     if re.search(r"[0-9][eE][+-][0-9]", plain):
-        ways.append(Reading(e_is_exponent=False))
+        ways.append(replace(plainly, with_remark=False, e_is_exponent=False))
     trees, errors = [], []
     for way in ways:
         try:
@@ -219,7 +249,7 @@ def _readings(text: str, with_remark: bool) -> tuple:
 def _is_bounded(answer: str) -> bool:
     """Whether all numbers that our grammar parses of an answer are within our limits, before math-verify computes."""
     try:
-        for reading in _readings(answer, False):
+        for reading in _readings(answer, False, None):
             if not isinstance(reading, Exception):
                 _check_size(reading)
     except NotMathematics:

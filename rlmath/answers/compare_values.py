@@ -66,7 +66,7 @@ _SIZES = (Fraction(7, 10), Fraction(23, 11), Fraction(13, 3), Fraction(1, 7), Fr
 _WHOLE_SIZES = (5, 6, 7, 8, 9, 10, 11, 12, 17, 18, 13, 14)
 _SMALL_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 1, 3, 9, 12)
 _SMALL_LETTERS = frozenset("ijkrst")
-_STEPWISE = frozenset(("floor", "ceil", "factorial", "binom", "gcd", "lcm"))
+_STEPWISE = frozenset(("floor", "ceil", "factorial", "double factorial", "binom", "gcd", "lcm"))
 _IMAGINARY = frozenset(("i",))
 _REAL_LETTERS = frozenset("xyztuvw")
 
@@ -333,9 +333,10 @@ def same_number(gold: Expr, answer: Expr, protocol: bool = False) -> bool:
 
     A reference written as a decimal of at least `MIN_DIGITS` significant digits also equals the exact value, if that is
     no finite decimal, within `RELATIVE_TOLERANCE`, a short one within `ROUNDING`, and longer or shorter decimals of at
-    least as many digits; if the reference is exact, the answer must be. With `protocol`, as in the Qwen2.5-Math
-    evaluation, any two real numbers within `PROTOCOL_TOLERANCE` are equal, and a decimal of two or more places equals a
-    number that rounds to it (3.14 and pi).
+    least as many digits. One that looks rounded equals exact values, and decimals with more places, that round to it:
+    33.3 equals 100/3. If the reference is exact, the answer must be. With `protocol`, as in the Qwen2.5-Math
+    evaluation, any two real numbers within `PROTOCOL_TOLERANCE` are equal, and a decimal of two or more places equals
+    a number that rounds to it (3.14 and pi).
     """
     if same_expression(gold, answer):
         return True
@@ -353,11 +354,15 @@ def same_number(gold: Expr, answer: Expr, protocol: bool = False) -> bool:
         return any(d is not None and _places(d) >= 2 and rounds_to(d, value) for d, value in pairs)
     if one is None:
         return False
-    represented = _represents(one, b.value)
-    if represented or other is None:
-        return represented
-    is_longer = _rounded_reference(one) and _places(other) > _places(one)
-    return is_longer and abs(one.value - other.value) < Fraction(1, 2 * 10 ** _places(one))
+    if _represents(one, b.value):
+        return True
+    has_more_digits = other is None or _places(other) > _places(one)
+    if not (has_more_digits and _rounded_reference(one)):
+        return False
+    half = Fraction(1, 2 * 10 ** _places(one))
+    if type(b.value) is Fraction:
+        return abs(one.value - b.value) < half
+    return abs(x - y) < to_mp(half)
 
 
 def _decimal(expr: Expr) -> Num | None:

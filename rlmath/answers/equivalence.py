@@ -11,7 +11,14 @@ from itertools import chain, combinations, permutations
 from operator import eq
 from typing import Any
 
-from rlmath.answers.compare_values import are_proportional, same_expression, same_number, symbols, value_of
+from rlmath.answers.compare_values import (
+    are_proportional,
+    mentions,
+    same_expression,
+    same_number,
+    symbols,
+    value_of,
+)
 from rlmath.answers.evaluate import to_mp
 from rlmath.answers.families import (
     MAX_CONSTANTS,
@@ -23,6 +30,7 @@ from rlmath.answers.families import (
     substituted,
     with_letter_i,
 )
+from rlmath.answers.question import NO_QUESTION, Question
 from rlmath.answers.real_sets import RealSet
 from rlmath.answers.syntax_tree import Call, Expr, MatrixOf, Num, Scalar, Sym
 from rlmath.answers.units import DEGREE, PERCENT, RADIAN, Unit, compatible
@@ -79,6 +87,8 @@ class Equivalence:
     protocol: bool
     repeats: bool = True
     """Whether a value that one of two lists repeats counts once."""
+    question: Question = NO_QUESTION
+    """Its units may stand beside a value whose reference has none."""
 
     def same(self, gold: Interpretations, answer: Interpretations) -> bool:
         """Whether any interpretation of one equals the same kind of interpretation of the other."""
@@ -163,6 +173,9 @@ class Equivalence:
                 return True
             if with_unit.unit.dimensions == PERCENT.dimensions:
                 return self._same_percentage(gold, answer, bare is gold)
+            in_radians = with_unit.unit == RADIAN and mentions(bare.expr, frozenset(("pi",)))
+            if bare is gold and not (in_radians or self.question.has(with_unit.unit)):
+                return False
             return self._same_expr(gold.expr, answer.expr)
         if {gold.unit, answer.unit} == {DEGREE, RADIAN}:
             return same_expression(
@@ -200,6 +213,8 @@ class Equivalence:
             return self._same_ratio(gold.row, answer.row)
         if "::" in kinds or kinds in ({"matrix"}, {""}):  # two lists without brackets have no order
             return False
+        if "" in kinds and any("[" in brackets or "]" in brackets for brackets in kinds):
+            return False  # an interval is no list
         if len(kinds) == 2 and not kinds & {"matrix", ""}:
             return False
         if all(self.same(one, other) for one, other in zip(gold.row, answer.row, strict=True)):

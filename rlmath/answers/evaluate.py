@@ -201,6 +201,14 @@ def _factorial(value: Value, context: Context) -> Value:
     return _real_function(MP.factorial, lambda x: x > -1)(value, context)
 
 
+def _double_factorial(value: Value, context: Context) -> Value:
+    """`7!!`, the product of 7, 5, 3 and 1; of whole numbers alone."""
+    if not is_whole(value) or not 0 <= value <= MAX_FACTORIAL:
+        raise Undefined
+    number = int(value)
+    return Fraction(math.prod(range(number, 0, -2)))
+
+
 def _binomial(n: Value, k: Value) -> Value:
     if is_whole(n) and is_whole(k) and 0 <= k <= n <= MAX_FACTORIAL:
         return Fraction(math.comb(int(n), int(k)))
@@ -237,6 +245,7 @@ _ONE_ARGUMENT: dict[str, Callable[[Value, Context], Value]] = {
     "sqrt": _sqrt,
     "exp": _exp,
     "factorial": _factorial,
+    "double factorial": _double_factorial,
     "sin": _real_function(MP.sin),
     "cos": _real_function(MP.cos),
     "tan": _real_function(_ratio(MP.sin, MP.cos)),

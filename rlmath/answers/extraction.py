@@ -140,8 +140,8 @@ def _boxed_or_tagged(part: str) -> str | None:
     if tagged is not None and (not boxes or boxes[-1].end <= tagged[1]):
         inside = extract_boxed(tagged[0])
         return (inside if inside is not None else tagged[0]).replace(ALL_BOXES, " ")
-    if not boxes:
-        return None
+    if not boxes or not boxes[-1].content.strip():
+        return boxes[-1].content if boxes else None
     answer, first = _joined(part, boxes)
     answer = answer.replace(ALL_BOXES, " ")
     apart = _boxes_apart(part, list(boxes)) if first is boxes[-1] and len(boxes) > 1 else None
@@ -175,7 +175,7 @@ def _boxes_apart(text: str, boxes: list[_Box]) -> tuple[str, bool] | None:
         return None
     contents = [("" if "=" in box.content else _label(text, box)) + box.content.strip() for box in found]
     every = BOX_SEPARATOR.join(contents)
-    if len(every) > _LONGEST_ALL or ALL_BOXES in every:
+    if len(every) > _LONGEST_ALL or ALL_BOXES in every or not all(box.content.strip() for box in found):
         return None
     return every, _OTHER_SOLUTION.search(text, found[0].end, found[-1].start) is not None
 
@@ -212,11 +212,14 @@ def _joined(text: str, boxes: deque[_Box]) -> tuple[str, _Box]:
     """(contents of the last box and of those that are joined to it, the first of these)."""
     answer, after = boxes[-1].content, boxes[-1]
     parts = {answer.strip()}
+    next_label = ""
     for box in list(boxes)[-2::-1]:
         between = text[box.end : after.start]
-        joiner = _joiner(between) if len(between) <= _LONGEST_JOINER else None
-        if joiner is None:
+        joiner = _joiner(between) if len(between) <= _LONGEST_JOINER and box.content.strip() else None
+        label = _part_label(between) if joiner == _NEXT_PART else ""
+        if joiner is None or (next_label and label >= next_label):
             break
+        next_label = label
         labelled = _label(text, after)
         if box.content.strip() not in parts or labelled or joiner == _NEXT_PART:
             parts.add(box.content.strip())
@@ -282,6 +285,12 @@ def _joiner(between: str) -> str | None:
     if match is None or (on_new_line and not plain):
         return None
     return f" {match['word'] or ','} "
+
+
+def _part_label(between: str) -> str:
+    """The `b` of `(b)`, by which labels are in order; "" where there is none."""
+    part = _PART.search(between)
+    return "" if part is None else re.sub(r"(?i)part|[^a-z0-9]", "", part.group()).lower()
 
 
 def _label(text: str, box: _Box) -> str:

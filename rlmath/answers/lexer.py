@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from rlmath.answers.normalize import MAX_DIGITS, NotMathematics, word_list, word_set
+from rlmath.answers.normalize import MAX_DIGITS, KnownWords, NotMathematics, word_list, word_set
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class Reading:
     """`3e-2` is 0.03, not 3e - 2."""
     with_remark: bool = False
     """A remark in brackets may be mathematics, as in a reference: `5 (least for x = 2)`."""
+    known_words: KnownWords | None = None
+    """The words that may stand beside a value; None: any, as in a reference."""
 
 
 _GROUPED = re.compile(
@@ -188,7 +190,7 @@ def _repeated(digits: str) -> Fraction | None:
 RELATIONS = {
     text: operator
     for operator, texts in {
-        "=": "=",
+        "=": "= equals",
         "<": "< \\lt",
         ">": "> \\gt",
         "<=": "\\le \\leq \\leqslant \\leqq",

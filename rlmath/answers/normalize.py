@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from dataclasses import dataclass
 
 
 class NotMathematics(Exception):
@@ -28,6 +29,51 @@ def word_list(text: str) -> list[str]:
 
 def word_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
+
+
+_SINGULAR = dict(
+    pair.split(":")
+    for pair in word_list(
+        "children:child men:man women:woman people:person feet:foot teeth:tooth geese:goose "
+        "mice:mouse lives:life knives:knife wives:wife wolves:wolf shelves:shelf leaves:leaf "
+        "loaves:loaf calves:calf halves:half scarves:scarf thieves:thief elves:elf "
+        "vertices:vertex indices:index matrices:matrix axes:axis bases:basis radii:radius "
+        "dice:die buses:bus gases:gas pennies:penny pence:penny potatoes:potato tomatoes:tomato "
+        "heroes:hero movies:movie cookies:cookie pies:pie ties:tie zombies:zombie "
+        "brownies:brownie series:series species:species"
+    )
+)
+
+
+def singular(word: str) -> str:
+    """A noun in lower case and, where it is a plural, in the singular.
+
+    >>> [singular(word) for word in ("Apples", "boxes", "berries", "children", "glass", "horses")]
+    ['apple', 'box', 'berry', 'child', 'glass', 'horse']
+    """
+    word = word.lower()
+    if word in _SINGULAR:
+        return _SINGULAR[word]
+    if len(word) > 4 and word.endswith("ies"):
+        return word[:-3] + "y"
+    if word.endswith(("sses", "shes", "ches", "xes", "zzes")):
+        return word[:-2]
+    if len(word) > 3 and word.endswith("s") and not word.endswith(("ss", "us", "is")):
+        return word[:-1]
+    return word
+
+
+@dataclass(frozen=True)
+class KnownWords:
+    """The words of an answer that are known to change nothing of the value beside them, in the singular."""
+
+    words: frozenset[str] = frozenset()
+    """Those that stand in the reference or the question."""
+    counted: frozenset[str] = frozenset()
+    """Those that the question counts, also where they would turn or multiply a value: pairs of `How many pairs`."""
+
+    def __contains__(self, word: str) -> bool:
+        return singular(word) in self.words
 
 
 MAX_DIGITS = 400
@@ -121,6 +167,7 @@ def _roots(text: str) -> str:
 
 
 _POWER_OF_TEN = re.compile(r"(?<=[0-9])\s?x\s?(?=10\s?(?:\^|\*\*))")
+_ELECTRON_VOLT = re.compile(r"electron[ -]volt")
 _DOTTED_DIGIT = re.compile(r"(?<=[0-9.])\\(dot|bar|overline)\s?([0-9])(?![0-9])")
 _CHOSEN = r"\{?([0-9]{1,4}|n)\}?"
 _FROM = r"\{?([0-9]{1,4}|[kr])\}?"
@@ -151,6 +198,8 @@ _CURRENCY = {"USD": "\\dollar ", "US\\dollar": "\\dollar ", "EUR": "\\euro ", "G
 
 def other_notation(text: str) -> str:
     """`1.5x10^3`, `0.1\\dot6`, `C(10,3)`, `A(1,2)` and `USD 5` in the notation of the grammar."""
+    if "electron" in text:
+        text = _ELECTRON_VOLT.sub("electronvolt", text)
     if "x" in text and "10" in text:
         text = _POWER_OF_TEN.sub(r" \\times ", text)
     if "\\dot" in text or "\\bar" in text or "\\overline" in text:
@@ -184,10 +233,36 @@ def _as_binomial(match: re.Match[str]) -> str:
     return f"\\binom{{{n}}}{{{k}}}"
 
 
+_PRICE = re.compile(r"\$\s?(?=[0-9]|\.[0-9])")
+_AFTER_AMOUNT = re.compile(r"(?<=[0-9])\$$")
+
+
+def _with_currency(text: str) -> str:
+    """The text with `\\dollar` for each `$` before an amount that no other one closes: `$80`, `$5 and $6`."""
+    pieces: list[str] = []
+    start = 0
+    while (at := text.find("$", start)) >= 0:
+        after = text.find("$", at + 1)
+        opens = _PRICE.match(text, at) is not None
+        closed = after >= 0 and not (
+            opens and _PRICE.match(text, after) and re.search("[a-z, ]$", text[at:after])
+        )
+        if closed:
+            pieces.append(text[start : after + 1])
+            start = after + 1
+            continue
+        is_price = opens or (at == len(text) - 1 and _AFTER_AMOUNT.search(text) is not None)
+        pieces.append(text[start:at] + (" \\dollar " if is_price else "$"))
+        start = at + 1
+    return "".join(pieces) + text[start:]
+
+
 def without_layout(text: str) -> str:
     """Removes dollar signs, spacing and size commands; escaped dollars are kept as currency."""
     text = _COMMA_BEFORE_NOTHING.sub(",", text)
     text = text.replace("\\!", "").replace("\\$", "\\dollar ").replace("+/-", "\\pm ")
+    if "$" in text:
+        text = _with_currency(text)
     text = _OTHER_SIGNS.sub(lambda match: _SIGN_OF[match.group(1)], text)
     text = _ROW_END.sub(r"\\\\ ", text)
     for mark in ("$", "\\(", "\\)", "\\[", "\\]"):

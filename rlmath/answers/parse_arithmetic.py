@@ -239,6 +239,8 @@ class Arithmetic(ABC):
                 return False
             if text == "[" and self.peek(1) in AFTER_INTERVAL:  # [2, 5[
                 return False
+            if text == "(" and self.peek(1) == "+":  # 7 (+1)
+                return False
             return text in ("(", "{", "[") or (text == "|" and not self.in_bars)
         named = any(text[1:] in names for names in (lexer.CONSTANTS, GREEK, lexer.FUNCTIONS))
         return named or any(
@@ -272,10 +274,13 @@ class Arithmetic(ABC):
         token = self.token()
         is_sign = self.peek(1) != "=" or (of_number and token is not None and not token.space)
         if is_sign and self.skip("!"):
+            name = "double factorial" if self.skip("!") else "factorial"
             if self.peek() == "!":
-                raise NotMathematics("a double factorial")
-            return Scalar(Call("factorial", (as_expr(base),)))
+                raise NotMathematics("more than a double factorial")
+            return Scalar(Call(name, (as_expr(base),)))
         if self.skip("%", "\\%"):
+            if isinstance(base, Scalar) and isinstance(base.expr, Call) and base.expr.name == "percent":
+                raise NotMathematics("a percentage of a percentage")
             return Scalar(Call("percent", (as_expr(base),)))
         return None
 

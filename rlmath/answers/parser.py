@@ -33,7 +33,14 @@ from rlmath.answers.lexer import (
 from rlmath.answers.normalize import GREEK, NotMathematics, Unsupported
 from rlmath.answers.parse_arithmetic import AFTER_INTERVAL, as_expr
 from rlmath.answers.parse_commands import Commands
-from rlmath.answers.phrases import has_number_word, is_remark, split_qualifiers, split_set, with_numbers
+from rlmath.answers.phrases import (
+    has_number_word,
+    is_name,
+    is_remark,
+    split_qualifiers,
+    split_set,
+    with_numbers,
+)
 from rlmath.answers.syntax_tree import (
     DOTS,
     Answer,
@@ -48,7 +55,7 @@ from rlmath.answers.syntax_tree import (
     SetOf,
     SetOperation,
 )
-from rlmath.answers.units import DEGREE, PARTS_OF_DEGREE, Unit, read_unit
+from rlmath.answers.units import DEGREE, PARTS_OF_DEGREE, Unit, is_known_noun, read_unit
 
 MAX_UNIT_TOKENS = 12
 """Longest unit behind a number."""
@@ -75,20 +82,18 @@ def parse_answer(text: str, reading: Reading = AS_WRITTEN) -> Answer:
         tokens = with_numbers(tokens)
     if not words:
         return _Parser(tokens).whole()
-    in_words = _set_in_words(tokens)
+    in_words = _set_in_words(tokens, reading)
     if in_words is not None:
         return in_words
-    tokens, memberships = split_qualifiers(tokens)
-    parser = _Parser(tokens)
-    parser.with_remark = reading.with_remark
-    answer = parser.whole()
+    tokens, memberships = split_qualifiers(tokens, reading.known_words)
+    answer = _Parser(tokens, reading=reading).whole()
     if not memberships:
         return answer
     items = answer.items if isinstance(answer, Listing) else (answer,)
     return Listing((*items, *memberships), answer.joiner if isinstance(answer, Listing) else ",")
 
 
-def _set_in_words(tokens: list[Token]) -> Answer | None:
+def _set_in_words(tokens: list[Token], reading: Reading) -> Answer | None:
     """`all real numbers except 2`, `all odd integers` or `multiples of 6`, else None."""
     if len(tokens) < 2:
         return None
@@ -101,7 +106,8 @@ def _set_in_words(tokens: list[Token]) -> Answer | None:
         return named
     if rest[0].text.lower() not in ("except", "excluding") or len(rest) < 2:
         return None
-    excluded = _Parser(rest[2 if rest[1].text == "for" and len(rest) > 2 else 1 :]).whole()
+    after = 2 if rest[1].text == "for" and len(rest) > 2 else 1
+    excluded = _Parser(rest[after:], reading=reading).whole()
     points = excluded.items if isinstance(excluded, Listing) else (excluded,)
     return SetOperation("without", (named, SetOf(tuple(map(_value_of_name, points)))))
 
@@ -115,7 +121,12 @@ def _value_of_name(item: Answer) -> Answer:
 class _Parser(Commands):
     """Lists, items, units, relations and sets."""
 
-    with_remark = False
+    def __init__(
+        self, tokens: list[Token], outer: _Parser | None = None, reading: Reading = AS_WRITTEN
+    ) -> None:
+        super().__init__(tokens, outer)
+        self.with_remark = reading.with_remark and outer is None
+        self.known_words = reading.known_words if outer is None else outer.known_words
 
     def whole(self) -> Answer:
         answer = self.listing(frozenset())
@@ -188,11 +199,11 @@ class _Parser(Commands):
         if inside[0].kind != "word" or inside[0].text in FUNCTIONS:
             return end
         in_words = [replace(token, space=True, prose=True) for token in inside]
-        unit = read_unit(in_words)
+        unit = read_unit(in_words, self.known_words)
         behind_number = self.tokens[start - 1].kind == "number"
         if unit is not None and (unit.dimensions or unit.multiplier > 1 or behind_number):
             inside = in_words
-        elif is_remark(inside, self.with_remark):
+        elif is_remark(inside, self.with_remark, self.known_words):
             inside = []
         else:
             return end
@@ -230,6 +241,10 @@ class _Parser(Commands):
     def _with_unit(self, start: int, end: int) -> Scalar | None:
         """The item as a number with a unit or a currency sign, else None."""
         tokens = self.tokens[start:end]
+        lead = next((at for at, token in enumerate(tokens) if not is_known_noun(token, self.known_words)), 0)
+        if lead and tokens[lead].kind == "number":
+            value = self._with_unit(start + lead, end) or self._constant(start + lead, end)
+            return value if isinstance(value, Scalar) or value is None else Scalar(value)
         if len(tokens) > 1 and tokens[0].text == "-" and tokens[1].text in CURRENCIES:
             amount = self._money(start + 1, end)
             return Scalar(Call("neg", (amount.expr,)), amount.unit) if amount else None
@@ -240,10 +255,11 @@ class _Parser(Commands):
             glued = len(first.text) == 1 and not (first.space or first.prose)
             if first.text not in ("%", "^", "/") and (first.kind in ("number", "sign") or glued):
                 continue
-            unit = read_unit(tokens[cut:])
+            unit = read_unit(tokens[cut:], self.known_words)
             if unit is None:
                 continue
-            behind_number = tokens[cut - 1].kind == "number" and cut == 1
+            signed = cut == 2 and tokens[0].text in ("-", "+")
+            behind_number = tokens[cut - 1].kind == "number" and (cut == 1 or signed)
             if len(first.text) == 1 and first.text.isalpha() and not (first.prose or behind_number):
                 continue
             inner = self._constant(start, start + cut)
@@ -276,7 +292,7 @@ class _Parser(Commands):
             rest = [token for token in self.tokens[begin + 1 : stop] if token.text not in (",", "and")]
             marks = PARTS_OF_DEGREE.get("".join(token.text for token in rest))
             is_part = marks is not None and first == DEGREE
-            unit = replace(DEGREE, factor=marks) if is_part else read_unit(rest)
+            unit = replace(DEGREE, factor=marks) if is_part else read_unit(rest, self.known_words)
             if unit is None or not unit.dimensions or unit.nouns or number.value is None:
                 return None
             if any(token.kind == "sign" and token.text not in ("^", "{", "}", "'") for token in rest):
@@ -406,6 +422,8 @@ class _Parser(Commands):
             return words
         while (token := self.token()) is not None and _part_of_name(token) and len(words) < 6:
             if words and not (token.prose or words[-1] in ("\\angle", "\\triangle", "angle", "the")):
+                return []
+            if not is_name(token, self.known_words):
                 return []
             words.append(self.take().text)
         if words and self.peek() == "_":

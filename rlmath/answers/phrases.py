@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 from rlmath.answers.lexer import Token
-from rlmath.answers.normalize import GREEK, word_list, word_set
+from rlmath.answers.normalize import GREEK, KnownWords, singular, word_list, word_set
 from rlmath.answers.syntax_tree import NamedSet, Relation, Scalar, Sym
 from rlmath.answers.units import TURNING_WORDS
 
@@ -20,6 +20,8 @@ _TENS = word_list("twenty thirty forty fifty sixty seventy eighty ninety")
 NUMBER_WORDS = {word: number for number, word in enumerate(_SMALL)}
 NUMBER_WORDS |= {word: 10 * number for number, word in enumerate(_TENS, start=2)}
 _POWERS = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
+_COUNTED = _POWERS | {"dozen": 12}
+"""What there may be one of: `a dozen`, `a hundred`."""
 _PARTS = {
     "half": 2,
     "quarter": 4,
@@ -46,6 +48,10 @@ def with_numbers(tokens: list[Token]) -> list[Token]:
     position = 0
     while position < len(tokens):
         number = _number(tokens, position)
+        if number is None and _is_sign_in_words(tokens, position):
+            found.append(Token("sign", "-", tokens[position].space, tokens[position].prose))
+            position += 1
+            continue
         if number is None:
             found.append(tokens[position])
             position += 1
@@ -60,8 +66,22 @@ def with_numbers(tokens: list[Token]) -> list[Token]:
     return found
 
 
+_BEFORE_SIGN = word_set("= : , ; and or is to equals ( \\approx")
+
+
+def _is_sign_in_words(tokens: Sequence[Token], position: int) -> bool:
+    """Whether a word is the sign of the number in digits behind it: `negative 7`."""
+    if _word(tokens[position]) not in _MINUS or position + 1 == len(tokens):
+        return False
+    following = tokens[position + 1]
+    begins = position == 0 or tokens[position - 1].text.lower() in _BEFORE_SIGN
+    return begins and (
+        following.kind == "number" or following.text in ("\\frac", "\\sqrt", "\\pi", "\\dollar")
+    )
+
+
 def has_number_word(texts: Iterable[str]) -> bool:
-    return any(text in NUMBER_WORDS or text in _PARTS or text in _POWERS or text in _MINUS for text in texts)
+    return any(text in NUMBER_WORDS or text in _PARTS or text in _COUNTED or text in _MINUS for text in texts)
 
 
 def _number(tokens: Sequence[Token], start: int) -> tuple[Fraction, int] | None:
@@ -76,6 +96,8 @@ def _number(tokens: Sequence[Token], start: int) -> tuple[Fraction, int] | None:
     whole, size = _cardinal(words)
     if size == 0:
         article = words[0] in ("a", "an") and len(words) > 1 and words[1] in _PARTS
+        if words[0] == "a" and len(words) > 1 and words[1] in _COUNTED and start == 0:
+            return Fraction(_COUNTED[words[1]]), start + 2
         alone = words[0] == "half" and (start == 0 or before in _MINUS)
         if article or alone:
             return Fraction(1, _PARTS[words[article]]), start + 1 + article
@@ -139,6 +161,9 @@ _NOUNS = {
 _NOUNS |= {"parameter": ""}
 _PREPOSITIONS = word_set("for where with when and attained achieved reached at \\forall")
 _MOMENTS = word_set("when attained achieved reached at")
+_OF_DOMAIN = (
+    _DETERMINERS | _ADJECTIVES | _PREPOSITIONS | word_set("in of domain its possible both such other and or")
+)
 _LONGEST_QUALIFIER = 14
 _TRIGGERS = word_set(
     "for where with when integer integers real reals natural all every any attained achieved reached at "
@@ -156,8 +181,11 @@ def split_set(tokens: Sequence[Token]) -> tuple[NamedSet, int] | None:
     return NamedSet(name), at + (at < len(tokens) and _is_letter(tokens[at]))
 
 
-def split_qualifiers(tokens: list[Token]) -> tuple[list[Token], list[Relation]]:
-    """(tokens without the sets of their parameters, these sets): `for any integer k`; a domain, `for all x`, is cut."""
+def split_qualifiers(
+    tokens: list[Token], known_words: KnownWords | None
+) -> tuple[list[Token], list[Relation]]:
+    """(tokens without the sets of their parameters, these sets): `for any integer k`; a domain, `for all x`, is cut.
+    Its words are `known_words`; None: any."""
     memberships: list[Relation] = []
     texts = {token.text.lower() for token in tokens[-_LONGEST_QUALIFIER:]}
     for _ in range(3):
@@ -165,7 +193,7 @@ def split_qualifiers(tokens: list[Token]) -> tuple[list[Token], list[Relation]]:
             break
         for start in range(max(1, len(tokens) - _LONGEST_QUALIFIER), len(tokens)):
             if tokens[start].text.lower() in _PREPOSITIONS or tokens[start].text in (",", "("):
-                found = _qualifier(tokens[start:])
+                found = _qualifier(tokens[start:], known_words)
                 if found is not None:
                     kept, membership = found
                     tokens = [*tokens[:start], *kept]
@@ -178,7 +206,9 @@ def split_qualifiers(tokens: list[Token]) -> tuple[list[Token], list[Relation]]:
     return tokens, memberships
 
 
-def _qualifier(part: Sequence[Token]) -> tuple[list[Token], list[Relation]] | None:
+def _qualifier(
+    part: Sequence[Token], known_words: KnownWords | None
+) -> tuple[list[Token], list[Relation]] | None:
     """(tokens to be read after a comma, memberships) of the whole part, else None."""
     comma = Token("sign", ",")
     if part[0].text == ",":
@@ -209,7 +239,15 @@ def _qualifier(part: Sequence[Token]) -> tuple[list[Token], list[Relation]] | No
         if name and after == len(part):
             return [], [_membership(part[at], name)]
     is_domain = 0 < spoken < at and part[0].text.lower() == "for"
-    return ([], []) if is_domain and all(token.kind == "word" for token in part) else None
+    return ([], []) if is_domain and all(_is_of_domain(token, known_words) for token in part) else None
+
+
+def _is_of_domain(token: Token, known_words: KnownWords | None) -> bool:
+    """Whether a token may be part of a domain in words: `for all positive integers n in the domain`."""
+    word = token.text.lower()
+    if token.kind != "word" or known_words is None or len(word) == 1:
+        return token.kind == "word"
+    return word in _OF_DOMAIN or singular(word) in _NOUNS or word in known_words
 
 
 def is_equation_of_letter(tokens: Sequence[Token]) -> bool:
@@ -253,6 +291,29 @@ def _membership(letter: Token, name: str) -> Relation:
     return Relation((Scalar(Sym(letter.text.removeprefix("\\"))), NamedSet(name)), ("in",))
 
 
+# ---------------------------------------------------------------- names
+_NAMES = word_set(
+    "value solution root result number way sum product area perimeter volume length radius "
+    "diameter center centre vertex point maximum minimum max min probability total limit integral "
+    "function equation slope domain range set difference ratio distance height width speed "
+    "velocity cost price age angle triangle measure coordinate remainder quotient degree "
+    "coefficient expression derivative period amplitude mean median mode average interval pair "
+    "element zero answer ans final solution the and of required greatest smallest largest least "
+    "expected variance focus midpoint constant count amount time rate force energy power mass "
+    "work percentage side base"
+)
+"""Words for what has a value: `Area = 5`."""
+
+
+def is_name(token: Token, known_words: KnownWords | None) -> bool:
+    """Whether a token may be part of a name before "=": letters do, and words for quantities. Other words than such are
+    `known_words`; None: any."""
+    text = token.text
+    if known_words is None or token.kind != "word" or len(text) < 2 or (text.isupper() and len(text) < 5):
+        return True
+    return singular(text) in _NAMES or text in known_words
+
+
 # ---------------------------------------------------------------- remarks
 _CHANGES = word_set(
     "or nor not no none never but either neither maybe perhaps possibly wrong false incorrect invalid "
@@ -265,12 +326,23 @@ _CHANGES |= TURNING_WORDS
 """Words that make another answer of it, or take it back."""
 _REASONS = word_set("since because")
 _CIRCUMSTANCES = word_set("attained achieved reached when at where for with occurs since because as")
+_COMMENTS = _CIRCUMSTANCES | word_set(
+    "the a an of in is are this that it both and one only single unique smallest largest least "
+    "greatest minimum maximum minimal maximal multiplicity double triple root solution value "
+    "answer number result total exact exactly"
+)
+"""Words of a remark that are known to change nothing of the value before it."""
 
 
-def is_remark(inside: Sequence[Token], may_calculate: bool) -> bool:
-    """Whether what is in brackets after a value only comments on it: `(the smallest one)`, `(attained at x = 2)`."""
+def is_remark(inside: Sequence[Token], may_calculate: bool, known_words: KnownWords | None) -> bool:
+    """Whether what is in brackets after a value only comments on it: `(the smallest one)`, `(attained at x = 2)`. Other
+    words than such are `known_words`; None: any."""
     words = [token.text.lower() for token in inside if token.kind == "word"]
     if inside[0].kind != "word" or len(words[0]) < 2:
+        return False
+    if known_words is not None and not all(
+        len(word) < 2 or word in _COMMENTS or word in known_words for word in words
+    ):
         return False
     changes = _CHANGES - {"not", "no"} if words[0] in _REASONS else _CHANGES
     if (

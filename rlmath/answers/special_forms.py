@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import islice
 
 from rlmath.answers.normalize import word_list
 from rlmath.answers.phrases import NUMBER_WORDS
@@ -40,6 +41,8 @@ _TITLED = re.compile(
 _YES_NO = re.compile(
     r"(yes|no)(?:[,.;:] ?(?!.*\b(?:yes|no|not|never|cannot|false|wrong)\b)[a-z ,.']{1,100})?"
 )
+_REASONED = re.compile(r"(yes|no)[,.;:] .{1,200}", re.IGNORECASE)
+"""A reference with its reason, which an answer leaves out: `No, 91 = 7 * 13`."""
 _DENIED = re.compile(
     r"^no[,.;:]? (?:it|they|he|she|this|that|we|you) (?:is|are|does|do|can|will|has|have) ?not$"
 )
@@ -70,7 +73,11 @@ def same_special(gold: str, answer: str) -> bool | None:
         return counts
     if _titled(one, two) or _same_meaning(one, two):
         return True
-    said = _YES_NO.fullmatch(one), _YES_NO.fullmatch(_DENIED.sub("no", two))
+    reasoned = _REASONED.fullmatch(gold)
+    said = (
+        _YES_NO.fullmatch(reasoned[1].casefold() if reasoned else one),
+        _YES_NO.fullmatch(_DENIED.sub("no", two)),
+    )
     if said[0] is not None and said[1] is not None:
         return said[0][1] == said[1][1]
     dates = _date(one), _date(two)
@@ -137,6 +144,11 @@ def _meaning(text: str) -> str:
 
 _LABEL_SETS = (tuple("abcdefgh"), ("i", "ii", "iii", "iv", "v"), tuple("123456"))
 _FIRST_LABEL = re.compile(r"(?:part ?)?\(?([ai1])(?:[).:]|(?<=part .) )")
+_LABELS = [
+    re.compile(rf"(?:\(|(?<![a-z0-9(\\])(?:part ?)?)({'|'.join(reversed(labels))})(?:\):?|[:.](?= |[0-9]))")
+    for labels in _LABEL_SETS
+]
+"""Any label of each kind."""
 _NEXT_LABELS = {
     label: re.compile(rf"(?:\(|(?<![a-z0-9(\\])(?:part ?)?){label}(?:\):?|[:.](?= |[0-9]))")
     for labels in _LABEL_SETS
@@ -145,8 +157,10 @@ _NEXT_LABELS = {
 
 
 def split_parts(text: str) -> list[str] | None:
-    """The parts of `(a) 12; (b) 30`, None if it has no such labels."""
+    """The parts of `(a) 12; (b) 30` in the order of their labels, None if it has no such labels."""
     low = text.casefold()
+    if (parts := _parts_in_any_order(text, low)) is not None:
+        return parts
     start = _FIRST_LABEL.match(low)
     labels = next((labels for labels in _LABEL_SETS if start and labels[0] == start[1]), None)
     if start is None or labels is None or not (start.group()[-1] == ")" or low.startswith("part")):
@@ -158,11 +172,52 @@ def split_parts(text: str) -> list[str] | None:
             break
         cuts.append(found.span())
         at = found.end()
-    ends = [begin for begin, _ in cuts[1:]] + [len(text)]
-    parts = [
-        _END_OF_PART.sub("", text[after:end]).strip() for (_, after), end in zip(cuts, ends, strict=True)
-    ]
+    parts = _between(text, cuts)
     return parts if len(parts) > 1 and all(parts) else None
+
+
+def _parts_in_any_order(text: str, low: str) -> list[str] | None:
+    """The parts of `(b) 30; (a) 12`, which begins with a later label, in their order; None of other texts."""
+    for labels, pattern in zip(_LABEL_SETS, _LABELS, strict=True):
+        start = pattern.match(low)
+        if start is None or start[1] == labels[0]:
+            continue
+        matches = list(islice(pattern.finditer(low), len(labels) + 1))
+        if sorted((match[1] for match in matches), key=labels.index) == list(labels[: len(matches)]):
+            parts = _between(text, [match.span() for match in matches])
+            in_order = sorted(zip(matches, parts, strict=True), key=lambda pair: labels.index(pair[0][1]))
+            return [part for _, part in in_order] if all(parts) else None
+    return None
+
+
+def _between(text: str, cuts: list[tuple[int, int]]) -> list[str]:
+    """The texts behind each of the cuts, up to the next one."""
+    ends = [begin for begin, _ in cuts[1:]] + [len(text)]
+    return [_END_OF_PART.sub("", text[after:end]).strip() for (_, after), end in zip(cuts, ends, strict=True)]
+
+
+_ORDER = re.compile(r" ?([<>](?!=)|\\(?:[lg]eq?(?:slant)?|[lg]t)(?![a-zA-Z])) ?")
+_ASCENDING = {"<": "<", "\\lt": "<", "\\le": "<=", "\\leq": "<=", "\\leqslant": "<="}
+_DESCENDING = {">": "<", "\\gt": "<", "\\ge": "<=", "\\geq": "<=", "\\geqslant": "<="}
+
+
+def split_chain(text: str) -> tuple[list[str], list[str]] | None:
+    """(sides, signs) of a chain of inequalities from its least side on: of `a < x <= b` and of `b >= x > a`; None of
+    other texts."""
+    if not ("<" in text or ">" in text or "\\l" in text or "\\g" in text):
+        return None
+    pieces = _ORDER.split(text)
+    sides, signs = [side.strip() for side in pieces[::2]], pieces[1::2]
+    if (
+        not 1 <= len(signs) <= _MAX_PARTS
+        or not all(sides)
+        or any(re.search("[=,;|{]|\\\\in", side) for side in sides)
+    ):
+        return None
+    for reading, step in ((_ASCENDING, 1), (_DESCENDING, -1)):
+        if all(sign in reading for sign in signs):
+            return sides[::step], [reading[sign] for sign in signs][::step]
+    return None
 
 
 _END_OF_PART = re.compile(r"[\s,;.]*(?:\band\s*)?$")

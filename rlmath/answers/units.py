@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 from rlmath.answers.lexer import Token
-from rlmath.answers.normalize import word_list, word_set
+from rlmath.answers.normalize import KnownWords, singular, word_list, word_set
 
 MAX_NOUNS = 5
 """More unknown words than this are prose."""
+
+
+Dimensions = tuple[tuple[str, int], ...]
+"""(base, exponent) of base units, in alphabetical order, without zeros."""
+Known = tuple[Dimensions, Fraction]
+"""Dimensions of a known unit, and its size in base units."""
 
 
 @dataclass(frozen=True)
@@ -22,26 +28,22 @@ class Unit:
     Fraction(1, 10000)
     """
 
-    dimensions: tuple[tuple[str, int], ...] = ()
-    """(base, exponent) in alphabetical order, without zeros."""
+    dimensions: Dimensions = ()
     factor: Fraction = Fraction(1)
     """The unit in base units."""
     nouns: tuple[str, ...] = ()
-    """Other words, in lower case and without a plural s."""
+    """Other words, in lower case and in the singular."""
     multiplier: int = 1
     """The value of "million" or "dozen", which belongs to the number."""
+    parts: frozenset[Known] = field(default=frozenset(), compare=False)
+    """The known units it is written with: mile and hour of `miles per hour`, and of `mph`."""
 
 
 PARTS_OF_DEGREE = {"'": Fraction(1, 60), "''": Fraction(1, 3600)}
 """Minutes and seconds of arc."""
-DEGREE = Unit((("degree", 1),))
-RADIAN = Unit((("radian", 1),))
-PERCENT = Unit((("percent", 1),))
-
-
-Dimensions = tuple[tuple[str, int], ...]
-Known = tuple[Dimensions, Fraction]
-"""(base, exponent) of a known unit, and its size in base units."""
+DEGREE = Unit((("degree", 1),), parts=frozenset({((("degree", 1),), Fraction(1))}))
+RADIAN = Unit((("radian", 1),), parts=frozenset({((("radian", 1),), Fraction(1))}))
+PERCENT = Unit((("percent", 1),), parts=frozenset({((("percent", 1),), Fraction(1))}))
 
 _PREFIXES = {"p": -12, "n": -9, "\\mu ": -6, "m": -3, "c": -2, "d": -1, "": 0, "h": 2, "k": 3}
 _PREFIXES |= {"M": 6, "G": 9, "T": 12}
@@ -136,6 +138,18 @@ _KNOWN |= {symbol.lower(): _SYMBOLS[symbol] for symbol in _ANY_CASE.split()}
 _KNOWN |= {name: (base, size) for base, names, size in _rows(_OTHERS) for name in names}
 for _misread in word_list("cd pm ha hA dA min hL cal Mm dm dT dS dC dF dH MM pt"):
     _SYMBOLS.pop(_misread, None)
+_WRITTEN_WITH = {
+    _KNOWN[name]: frozenset(_KNOWN[word] for word in words.split())
+    for name, words in {
+        "mph": "mile hour",
+        "kph": "kilometer hour",
+        "mps": "meter second",
+        "rpm": "revolution minute",
+        "bpm": "beat minute",
+        "mpg": "mile gallon",
+    }.items()
+}
+"""The units that an abbreviation stands for."""
 _MULTIPLIERS = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _MULTIPLIERS |= {"dozen": 12, "gross": 144, "score": 20, "lakh": 10**5, "crore": 10**7}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
@@ -164,24 +178,40 @@ TURNING_WORDS = word_set(
 )
 """What makes another value of the number before it: they are no units, which may be left out."""
 _NO_NOUNS |= TURNING_WORDS
-_FILLERS = word_set("of the a an in total per each way")
+_FILLERS = word_set("of the a an them altogether")
+_AFTER_IN = word_set("total all the")
+"""Words beside a value, and behind "in", that are known to change nothing of it."""
+_SHORT_NOUNS = word_set(
+    "ant ape axe bag bar bat bed bee box boy bug bun bus cab can cap car cat cow cup cut day dog "
+    "dot egg fan fox gas gem hat hen hut ice jar jug key kid kit leg lot man map mat men mug nut "
+    "oar ox owl pad pan pea pen pet pie pig pin pit pot ram rat rod row rug set sit sky son tap "
+    "tax tie tin tip toe ton top toy tub van way web wig win yak zoo"
+)
+"""Nouns of three letters, which are no product of letters behind a space: `6 egg`, but not `6 abc`."""
 _ORDINALS = frozenset(("th", "st", "nd", "rd"))
 
 
-def read_unit(tokens: Sequence[Token]) -> Unit | None:
-    """The unit of these tokens, or None: `cm^2`, `miles per hour`, `square feet`, `^\\circ C`, `apples`."""
+def read_unit(tokens: Sequence[Token], known_words: KnownWords | None = None) -> Unit | None:
+    """The unit of these tokens, or None: `cm^2`, `miles per hour`, `square feet`, `^\\circ C`, `apples`. Nouns are
+    `known_words`; None: any."""
     dimensions: dict[str, int] = {}
+    parts: set[Known] = set()
     factor, nouns, sign, pending, position, multiplier = Fraction(1), [], 1, 1, 0, 1
     while position < len(tokens):
         text = tokens[position].text
         lower = text.lower()
         step, exponent = 1, 1
-        if lower in ("/", "per") or (lower in ("a", "an") and sign == 1 and (dimensions or nouns)):
+        known = _known(tokens, position)
+        if known is None and known_words is not None and singular(lower) in known_words.counted:
+            nouns.append(singular(lower))
+        elif lower in ("/", "per") or (lower in ("a", "an") and sign == 1 and (dimensions or nouns)):
             if position + 1 == len(tokens):
                 return None
             sign = -1
         elif lower in ("\\cdot", "*", ".", "-"):
             pass
+        elif lower == "in" and _text(tokens, position + 1) in _AFTER_IN:
+            step = 2
         elif lower in _POWERS:
             if lower.endswith("d"):  # "squared" follows its unit
                 return None
@@ -189,6 +219,7 @@ def read_unit(tokens: Sequence[Token]) -> Unit | None:
         elif (degree := _degree(tokens, position)) is not None:
             name, step = degree
             _multiply(dimensions, ((name, 1),), sign)
+            parts.add((((name, 1),), Fraction(1)))
         elif lower in ("unit", "units"):
             step += _exponent(tokens, position + 1)[1]
             pending = 1
@@ -196,27 +227,37 @@ def read_unit(tokens: Sequence[Token]) -> Unit | None:
             over, step = quotient
             factor *= over.factor
             _multiply(dimensions, over.dimensions, 1)
-        elif (known := _known(tokens, position)) is not None:
+            parts |= over.parts
+        elif known is not None:
             known, size = known
             exponent, more = _exponent(tokens, position + size)
-            step = size + more
+            step = size + more + (lower == "percentage" and _text(tokens, position + 1).startswith("point"))
             if lower == "ms" and exponent < 0:  # m s^{-2}
                 _multiply(dimensions, (("length", 1),), sign)
+                parts.add(_KNOWN["m"])
                 known = _KNOWN["s"]
+            parts |= _WRITTEN_WITH.get(known, {known})
             factor *= known[1] ** (sign * pending * exponent)
             _multiply(dimensions, known[0], sign * pending * exponent)
             sign, pending = 1, 1
         elif (times := _MULTIPLIERS.get(lower) or _MULTIPLIERS.get(lower.removesuffix("s"))) is not None:
             multiplier *= times
-        elif _is_noun(tokens[position]) and sign == 1:
-            nouns.append(lower.removesuffix("s") if len(lower) > 3 else lower)
+        elif sign == 1 and _is_noun(tokens[position]) and (known_words is None or lower in known_words):
+            nouns.append(singular(lower))
         elif not (lower in _FILLERS or (lower in _ORDINALS and position == 0 and not tokens[0].space)):
             return None
         position += step
     if len(nouns) > MAX_NOUNS or not tokens:
         return None
+    if any(dimensions.get(base, 1) != 1 for base in ("percent", "degree")):
+        return None
     bases = tuple(sorted((base, n) for base, n in dimensions.items() if n))
-    return Unit(bases, factor, tuple(nouns), multiplier)
+    return Unit(bases, factor, tuple(nouns), multiplier, parts=frozenset(parts))
+
+
+def _text(tokens: Sequence[Token], position: int) -> str:
+    """A token's text in lower case; "" behind the last one."""
+    return tokens[position].text.lower() if position < len(tokens) else ""
 
 
 def _known(tokens: Sequence[Token], position: int) -> tuple[Known, int] | None:
@@ -228,11 +269,11 @@ def _known(tokens: Sequence[Token], position: int) -> tuple[Known, int] | None:
         return (micro, 2) if micro is not None else None
     if following == "\\Omega" and text in ("k", "M", "m", "G"):
         return _SYMBOLS[f"{text}\\Omega"], 2
-    found = _unit_of_word(token)
+    found = _unit_of_word(token, behind_slash=position > 0 and tokens[position - 1].text == "/")
     return (found, 1) if found is not None else None
 
 
-def _unit_of_word(token: Token) -> Known | None:
+def _unit_of_word(token: Token, behind_slash: bool) -> Known | None:
     text = token.text
     if len(text) == 1 and text.isalpha() and text in _SINGLE_LETTERS:
         return _KNOWN[text.lower()]
@@ -244,9 +285,21 @@ def _unit_of_word(token: Token) -> Known | None:
     lower = text.lower()
     if len(text) == 1 and text.isalpha():
         return None
-    if not (token.space or token.prose or token.kind != "word" or lower in _UNMISTAKABLE):
+    if not (token.space or token.prose or behind_slash or token.kind != "word" or lower in _UNMISTAKABLE):
         return None
-    return _KNOWN.get(lower) or (_KNOWN.get(lower.removesuffix("s")) if len(lower) > 3 else None)
+    return _KNOWN.get(lower) or (_KNOWN.get(singular(lower)) if len(lower) > 3 else None)
+
+
+def unit_of_word(word: str) -> frozenset[Known]:
+    """The known units that a word stands for, whatever its case: `miles`, `mph`; none of other words."""
+    known = _KNOWN.get(word.lower()) or _KNOWN.get(singular(word))
+    return frozenset() if known is None else _WRITTEN_WITH.get(known, frozenset({known}))
+
+
+def unit_of_symbol(symbol: str) -> frozenset[Known]:
+    """The known units of a symbol behind a number, `m`, or of a word; none of others."""
+    known = _SYMBOLS.get(symbol)
+    return unit_of_word(symbol) if known is None else frozenset({known})
 
 
 def _quotient(tokens: Sequence[Token], position: int) -> tuple[Unit, int] | None:
@@ -269,12 +322,19 @@ def _quotient(tokens: Sequence[Token], position: int) -> tuple[Unit, int] | None
     dimensions = dict(parts[0].dimensions)
     _multiply(dimensions, parts[1].dimensions, -1)
     bases = tuple(sorted(dimensions.items()))
-    return Unit(bases, parts[0].factor / parts[1].factor), at - position
+    written_with = parts[0].parts | parts[1].parts
+    return Unit(bases, parts[0].factor / parts[1].factor, parts=written_with), at - position
+
+
+def is_known_noun(token: Token, known_words: KnownWords | None) -> bool:
+    """Whether a word before a value changes nothing of it: the year of `year 1469`."""
+    word = token.text.lower()
+    return known_words is not None and (word == "the" or (_is_noun(token) and word in known_words))
 
 
 def _is_noun(token: Token) -> bool:
     text = token.text.lower()
-    long_enough = len(text) > 1 if token.prose else len(text) > 3 and token.space
+    long_enough = len(text) > 1 if token.prose else token.space and (len(text) > 3 or text in _SHORT_NOUNS)
     return token.kind == "word" and long_enough and text not in _NO_NOUNS and text not in _FILLERS
 
 

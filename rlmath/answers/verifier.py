@@ -87,11 +87,18 @@ def check_tasks(tasks: Iterable[str]) -> None:
         )
 
 
-def verify(completion: str, solutions: Sequence[str], task: str = "math", rules: Rules = STRICT) -> Verdict:
-    """Whether a completion's final answer equals any of the solutions. It has no time limit, unlike a `WorkerPool`."""
+def verify(
+    completion: str, solutions: Sequence[str], task: str = "math", rules: Rules = STRICT, question: str = ""
+) -> Verdict:
+    """Whether a completion's final answer equals any of the solutions. It has no time limit, unlike a `WorkerPool`.
+
+    A word or unit beside a value counts only where it stands in the solution or in the `question`, the problem's text
+    without its template; see docs/rewards.md.
+    """
     assert task in TASKS, task
     answer = extract_answer(completion, rules.answer_from)
-    return verify_by_string(answer, solutions, rules) or verify_by_parser(answer or "", solutions, rules)
+    verdict = verify_by_string(answer, solutions, rules)
+    return verdict or verify_by_parser(answer or "", solutions, rules, question)
 
 
 def are_few(solutions: Sequence[str]) -> bool:
@@ -157,24 +164,27 @@ def _is_one_where_answer_is_two(solution: str, answer: str) -> bool:
 _HAS_BOUNDS = re.compile(r"[\[\](<>{|≤≥]|\\(?:in|[lg]eq?|[lg]t)(?![a-z])|between|to")
 
 
-def verify_by_parser(answer: str, solutions: Sequence[str], rules: Rules = STRICT) -> Verdict:
+def verify_by_parser(
+    answer: str, solutions: Sequence[str], rules: Rules = STRICT, question: str = ""
+) -> Verdict:
     """The result of the grammar or of math-verify, which may hang or take gigabytes: for workers alone."""
-    from rlmath.answers.answers_equal import (
-        answers_equal,
-        boxes_equal,
-    )  # imports mpmath, which only workers need
+    # These import mpmath, which only workers need.
+    from rlmath.answers.answers_equal import answers_equal, boxes_equal
+    from rlmath.answers.question import read_question
 
+    asked = read_question(question)
     extracted, every_box = split_boxes(answer.strip())
     kind = "symbolic"
     for solution in usable_solutions(solutions):
         gold = gold_answer(solution)
         try:
             if (
-                not _is_one_where_answer_is_two(solution, extracted) and answers_equal(extracted, gold, rules)
+                not _is_one_where_answer_is_two(solution, extracted)
+                and answers_equal(extracted, gold, rules, asked)
             ) or (
                 every_box
                 and not _is_one_where_answer_is_two(solution, every_box)
-                and boxes_equal(every_box.split(BOX_SEPARATOR), gold, rules)
+                and boxes_equal(every_box.split(BOX_SEPARATOR), gold, rules, asked)
             ):
                 return Verdict(True, extracted, "symbolic")
         except Exception:  # a parser may raise anything on hostile text, MemoryError among it

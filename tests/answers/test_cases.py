@@ -34,7 +34,15 @@ def test_the_set_is_large_spread_and_its_ids_are_unique():
 
 def wrongly_verified(rows: list[dict]) -> list[dict]:
     """The rows whose verdict is not their label, or no verdict at all, each with it."""
-    verdicts = [(row, verify(row["completion"], row["solutions"], row.get("task", "math"))) for row in rows]
+    verdicts = [
+        (
+            row,
+            verify(
+                row["completion"], row["solutions"], row.get("task", "math"), question=row.get("question", "")
+            ),
+        )
+        for row in rows
+    ]
     return [
         row | {"verdict": verdict}
         for row, verdict in verdicts

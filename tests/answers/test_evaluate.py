@@ -30,7 +30,9 @@ def test_what_is_too_large_or_lost_in_rounding_is_refused():
 
 def test_a_reference_may_be_rounded_and_an_answer_may_not():
     assert same_number(expr("0.333333333333"), expr("\\frac13"))
-    assert not same_number(expr("0.33333"), expr("\\frac13"))
+    assert same_number(expr("0.33333"), expr("\\frac13"))
+    assert not same_number(expr("0.33"), expr("\\frac13"))
+    assert not same_number(expr("0.33333"), expr("\\frac{3}{10}"))
     assert not same_number(expr("\\frac13"), expr("0.333333333333"))
     assert not same_number(expr("0.333333333333"), expr("0.333333333334"))
     assert same_number(expr("\\frac13"), expr("0.33"), protocol=True)

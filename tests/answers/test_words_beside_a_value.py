@@ -1,0 +1,342 @@
+"""Words and units beside a value: which are ignored, which are compared, and where there is no answer."""
+
+from __future__ import annotations
+
+from rlmath.answers.question import MAX_QUESTION_CHARS, read_question
+from rlmath.answers.verifier import verify
+from tests.answers.table import check_table
+
+
+def is_right(question: str, gold: str, answer: str) -> bool:
+    return verify(f"\\boxed{{{answer}}}", [gold], question=question).correct
+
+
+APPLES = "Anna has 3 red apples and buys 4 more. How many apples does she have?"
+MILES = "A car drives at 60 miles per hour for 3 hours. How far does it get?"
+
+
+def test_a_word_that_is_not_known_to_change_nothing_makes_no_answer():
+    words = (
+        "thou",
+        "mega",
+        "incorrect",
+        "never",
+        "wrong",
+        "bogus",
+        "tenfold",
+        "fewer",
+        "k",
+        "kilo",
+        "squared",
+        "each",
+        "nines",
+        "short of ten",
+        "of a thousand",
+        "oranges",
+    )
+    texts = [f"7 {word}" for word in words]
+    texts += [f"7 \\text{{ {word}}}" for word in words if len(word) > 1]
+    texts += [f"7 ({word})" for word in words if len(word) > 1]
+    texts += [f"\\text{{{word}: }} 7" for word in words if len(word) > 1]
+    texts += [f"\\text{{{word}}} = 7" for word in words if len(word) > 1]
+    texts += ["7 (+1)", "7\\%\\%", "7\\%\\%\\%\\%", "7^\\circ{}^\\circ"]
+    rows = [(question, "7", text, False) for text in texts for question in (APPLES, "")]
+    check_table(is_right, rows)
+
+
+def test_a_word_of_the_question_is_ignored_in_singular_and_plural():
+    check_table(
+        is_right,
+        [
+            (APPLES, "7", "7 apples", True),
+            (APPLES, "7", "7 \\text{ apple}", True),
+            (APPLES, "7", "7 \\text{ red apples}", True),
+            (APPLES, "7", "7 \\text{ (apples)}", True),
+            (APPLES, "7", "\\text{apples} = 7", True),
+            (APPLES, "7", "7 green apples", False),
+            (APPLES, "7", "7 more", False),
+            ("How many boxes fit?", "5", "5 \\text{ box}", True),
+            ("How many boxes fit?", "5", "5 box", True),
+            ("Each child gets a berry. How many?", "5", "5 children", True),
+            ("Each child gets a berry. How many?", "5", "5 berries", True),
+            ("How many horses and glasses?", "5", "5 \\text{ glass}", True),
+            ("How many horses and glasses?", "5", "5 \\text{ horse}", True),
+            ("Find $abcd$ if $ab = 1$ and $cd = 2$.", "2", "2 abcd", False),
+        ],
+    )
+
+
+def test_without_a_question_only_units_of_the_reference_and_articles_are_ignored():
+    check_table(
+        is_right,
+        [
+            ("", "7", "7 apples", False),
+            ("", "7", "7 cm", False),
+            ("", "7", "\\$7", False),
+            ("", "7 apples", "7 \\text{ of the apples}", True),
+            ("", "7 apples", "7", True),
+            ("", "7 apples", "7 \\text{ apples}", True),
+            ("", "7 apples", "7 \\text{ red apples}", False),
+            ("", "7 \\text{ red apples}", "7 apples", True),
+            ("", "7 apples", "7 oranges", False),
+            ("", "7 cm", "7", True),
+            ("", "7 cm", "70 \\text{ mm}", True),
+            ("", "7 cm", "7 km", False),
+            ("", "7 cm", "7 \\text{ cm long}", False),
+        ],
+    )
+
+
+def test_a_unit_beside_a_bare_reference_stands_in_the_question():
+    check_table(
+        is_right,
+        [
+            (MILES, "180", "180 miles", True),
+            (MILES, "180", "180 \\text{ mi}", True),
+            (MILES, "180", "180 km", False),
+            (MILES, "60", "60 mph", True),
+            (MILES, "60", "60 \\text{ miles per hour}", True),
+            (MILES, "60", "60 \\text{ km/h}", False),
+            ("A car drives at 60 mph. How far does it get in 3 hours?", "180", "180 miles", True),
+            ("A square has side 5 cm. What is its area?", "25", "25 \\text{ cm}^2", True),
+            ("A square has side 5 cm. What is its area?", "25", "25 \\text{ square centimeters}", True),
+            ("A square has side 5 cm. What is its area?", "25", "25 \\text{ square inches}", False),
+            ("Eggs cost $2 each. What do 9 eggs cost?", "18", "\\$18", True),
+            ("Eggs cost $2 each. What do 9 eggs cost?", "18", "$18", True),
+            ("Eggs cost $2 each. What do 9 eggs cost?", "18", "18 \\text{ dollars}", True),
+            ("Eggs cost $2 each. What do 9 eggs cost?", "18", "18 \\text{ euros}", False),
+            ("Eggs cost $2 each. What do 9 eggs cost?", "18", "18 \\text{ cents}", False),
+            ("Let $x$ be $5$ more than $3$. Find $x$.", "8", "\\$8", False),
+            ("What is the measure of angle $A$?", "60", "60^\\circ", True),
+            ("What is the measure of $\\angle A$?", "60", "60 \\text{ degrees}", True),
+            ("How many ducks are there?", "60", "60^\\circ", False),
+            ("A ball of mass $3 \\mathrm{~kg}$ falls.", "5", "5 \\text{ kg}", True),
+            ("A ball falls 5 m in 2 s.", "5", "5 \\text{ m/s}", True),
+            ("A ball falls in the air.", "5", "5 \\text{ inches}", False),
+        ],
+    )
+
+
+def test_a_currency_without_its_pair_of_dollars_is_one():
+    check_table(
+        is_right,
+        [
+            ("", "$80", "80 cents", False),
+            ("", "$80", "80 euros", False),
+            ("", "$80", "80 \\text{ cents}", False),
+            ("", "$5", "5 cents", False),
+            ("", "$64", "64 km", False),
+            ("", "$80", "80", True),
+            ("", "$80", "\\$80", True),
+            ("", "$80", "$80", True),
+            ("", "$80", "80 dollars", True),
+            ("", "$80", "8000 cents", True),
+            ("", "-$80", "-80", True),
+            ("", "-$80", "80", False),
+            ("", "80$", "80 cents", False),
+            ("", "80$", "80", True),
+            ("", "$1,250.50", "1250.50", True),
+            ("", "$1.5 million", "1500000", True),
+            ("", "$5 and $6", "5, 6", True),
+            ("", "$5 and $6", "5 cents, 6 cents", False),
+            ("", "$5$ and $6$", "5, 6", True),
+            ("", "$x+1", "x+1", True),
+            ("", "\\$80", "80 cents", False),
+        ],
+    )
+
+
+def test_a_unit_of_the_reference_may_be_left_out():
+    check_table(
+        is_right,
+        [("", f"-21 {letter}", "-21", True) for letter in "mgshL"]
+        + [("", f"-21 {letter}", f"-21 \\text{{ {letter}}}", True) for letter in "mgshL"]
+        + [
+            ("", "-21 m", "21", False),
+            ("", "-21 m", "-21 g", False),
+            ("", "1/2 cup", "1/2", True),
+            ("", "1/2 cup", "0.5 cups", True),
+            ("", "6 egg", "6", True),
+            ("", "6 eggs", "6 egg", True),
+            ("", "5 box", "5", True),
+            ("", "5 boxes", "5 box", True),
+            ("", "2 abc", "2", False),
+            ("", "2 xyz", "2", False),
+            ("", "6 egg", "6 box", False),
+        ],
+    )
+
+
+def test_numbers_in_other_words():
+    check_table(
+        is_right,
+        [
+            ("", "-7", "negative 7", True),
+            ("", "-7", "minus 7", True),
+            ("", "-7", "\\text{negative } 7", True),
+            ("", "-\\frac12", "\\text{negative }\\frac12", True),
+            ("", "7", "negative 7", False),
+            ("", "12", "a dozen", True),
+            ("", "24", "two dozen", True),
+            ("", "100", "a hundred", True),
+            ("", "13", "a dozen", False),
+            ("", "105", "7!!", True),
+            ("", "48", "6!!", True),
+            ("", "1", "1!!", True),
+            ("", "5040", "7!!", False),
+            ("", "105", "7!!!", False),
+        ],
+    )
+
+
+def test_a_reference_that_looks_rounded_takes_the_exact_value():
+    check_table(
+        is_right,
+        [
+            ("", "33.3", "100/3", True),
+            ("", "33.3", "\\frac{100}{3}", True),
+            ("", "33.3", "33\\frac13", True),
+            ("", "33.3", "33.29", True),
+            ("", "3.14", "\\pi", True),
+            ("", "1.41", "\\sqrt2", True),
+            ("", "33.3", "101/3", False),
+            ("", "33.3", "33", False),
+            ("", "2", "2.4", False),
+            ("", "2", "7/3", False),
+            ("", "0.5", "0.46", False),
+            ("", "0.5", "6/13", False),
+            ("", "0.33", "1/3", False),
+            ("", "\\pi", "3.14", False),
+        ],
+    )
+
+
+def test_a_chain_of_inequalities_may_be_read_from_its_other_end():
+    check_table(
+        is_right,
+        [
+            ("", "a<x<b", "b>x>a", True),
+            ("", "a<x<b", "a<x<b", True),
+            ("", "a \\le x < b", "b > x \\ge a", True),
+            ("", "a<x<b", "b<x<a", False),
+            ("", "a<x<b", "b \\ge x>a", False),
+            ("", "a<b<c<d", "d>c>b>a", True),
+            ("", "2a<x<a+b", "b+a>x>a+a", True),
+            ("", "a<b", "b>a", True),
+            ("", "a<b", "a>b", False),
+        ],
+    )
+
+
+def test_labelled_parts_are_compared_by_their_labels():
+    gold = "\\text{(a) } 12, \\text{ (b) } 30"
+    check_table(
+        is_right,
+        [
+            ("", reference, answer, right)
+            for reference in ("(a) 12 (b) 30", gold)
+            for answer, right in (
+                ("(a) 12 (b) 30", True),
+                ("(b) 30 (a) 12", True),
+                ("(b) 30, (a) 12", True),
+                ("(b) 12 (a) 30", False),
+                ("(b) 12, (a) 30", False),
+                ("(b) 12; (a) 30", False),
+                ("(a) 30 (b) 12", False),
+                ("12, 30", True),
+                ("30, 12", False),
+            )
+        ]
+        + [
+            ("", "(a) 1 (b) 2 (c) 3", "(c) 3 (a) 1 (b) 2", True),
+            ("", "(a) 1 (b) 2 (c) 3", "(c) 1 (a) 2 (b) 3", False),
+            ("", "(i) 1 (ii) 2", "(ii) 2 (i) 1", True),
+            ("", "(i) 1 (ii) 2", "(ii) 1 (i) 2", False),
+            ("", "(1) 5 (2) 6", "(2) 5 (1) 6", False),
+            ("", "12, 30", "(b) 12 (a) 30", False),
+            ("", "12, 30", "(b) 30 (a) 12", True),
+        ],
+    )
+
+
+def test_boxes_with_labels_keep_the_order_of_their_labels():
+    def right(completion: str) -> bool:
+        return verify(completion, ["(a) 1 (b) 2 (c) 3"]).correct
+
+    check_table(
+        right,
+        [
+            ("(a) $\\boxed{1}$ (b) $\\boxed{2}$ (c) $\\boxed{3}$", True),
+            ("(a) $\\boxed{1}$ (c) $\\boxed{2}$ (b) $\\boxed{3}$", False),
+        ],
+    )
+
+
+def test_an_interval_is_no_list_of_two_numbers():
+    check_table(
+        is_right,
+        [
+            ("", "2,3", "[2,3]", False),
+            ("", "2,3", "[2,3)", False),
+            ("", "2,3", "(2,3]", False),
+            ("", "2, 3", "\\left[2, 3\\right)", False),
+            ("", "2 and 3", "[2,3]", False),
+            ("", "x=2,y=3", "[2,3]", False),
+            ("", "2,3", "(2,3)", True),
+            ("", "2,3", "2, 3", True),
+            ("", "2,3", "\\{2,3\\}", True),
+            ("", "[2,3]", "2,3", False),
+            ("", "[2,3]", "[2,3]", True),
+        ],
+    )
+
+
+def test_an_empty_last_box_is_no_answer():
+    def answered(completion: str) -> tuple[bool, str]:
+        verdict = verify(completion, ["7"])
+        return verdict.correct, verdict.verdict
+
+    check_table(
+        answered,
+        [
+            ("\\boxed{7}\\boxed{}", (False, "no_answer")),
+            ("$\\boxed{7}$ and $\\boxed{ }$", (False, "no_answer")),
+            ("$\\boxed{7}$, $\\boxed{}$", (False, "no_answer")),
+            ("\\boxed{}, \\boxed{7}", (True, "string")),
+        ],
+    )
+
+
+def test_yes_and_no_with_their_reasons():
+    check_table(
+        is_right,
+        [
+            ("", "No, 91 = 7 * 13", "no", True),
+            ("", "No, $91 = 7 \\cdot 13$", "No", True),
+            ("", "No, 91 = 7 * 13", "yes", False),
+            ("", "Yes, 97 is prime", "yes", True),
+            ("", "no", "No, it is true, yes", False),
+        ],
+    )
+
+
+def test_a_question_is_read_within_bounds():
+    hostile = (
+        "a " * 500_000,
+        "$" * 1_000_000,
+        "$5 and " * 200_000,
+        "\\text{" * 200_000,
+        "{" * 1_000_000,
+        "9" * 1_000_000,
+        "x" * 1_000_000,
+        "\\(" * 500_000,
+        "1\\," * 300_000,
+        "\\mathrm{~" * 100_000,
+        "\x00\ud800",
+    )
+    for question in hostile:
+        assert not verify("\\boxed{7 bogus}", ["7"], question=question).correct, question[:20]
+        assert verify("\\boxed{\\sqrt{49}}", ["7"], question=question).correct, question[:20]
+    far = "How many apples are there? " + "x " * MAX_QUESTION_CHARS + " Give the number of pears."
+    assert {"apple", "pear"} <= read_question(far).words
+    assert len(read_question(far).words) < 20
