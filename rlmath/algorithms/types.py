@@ -39,6 +39,8 @@ class Prompt:
     """The row's further columns, a JSON object; a reward function of the user's may want them."""
     problem_key: int = field(default=0, compare=False)
     """The same for prompts of the same problem, whatever their file, name and template; 0: not known."""
+    question: str = field(default="", compare=False, repr=False)
+    """The problem as the data file has it, without template: its words may stand beside an answer's value."""
 
     @property
     def row(self) -> dict:
@@ -49,7 +51,7 @@ class Prompt:
             "query_id": self.prompt_id,
             "solutions": list(self.solutions),
         }
-        return json.loads(self.more_json) | own
+        return {"question": self.question} | json.loads(self.more_json) | own
 
 
 @dataclass(frozen=True)

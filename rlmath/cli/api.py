@@ -41,16 +41,23 @@ VERIFY_SECONDS = 5.0
 
 
 def verify(
-    answer: str, reference: str | Sequence[str], task: str = TASKS[0], answer_from: str = "boxed"
+    answer: str,
+    reference: str | Sequence[str],
+    task: str = TASKS[0],
+    answer_from: str = "boxed",
+    question: str = "",
 ) -> Verdict:
     r"""Whether a model's text gives the right answer: that of its last \boxed{}, or the whole text where it has none.
 
     `reference` is one answer or several of which each is right, with or without a box. The comparison runs in a worker
     process with a time limit of VERIFY_SECONDS, as in training: hostile text costs no more than that. `answer_from` is
-    as `reward.answer_from`. Raises ValueError for an unknown `task` or `answer_from`, and for what is no text.
+    as `reward.answer_from`. Beside a value may stand words and units of the reference or the `question`: 7 apples is
+    right for 7 where the question has apples. Raises ValueError for an unknown `task` or `answer_from`, and for what is
+    no text.
     """
     references = (reference,) if isinstance(reference, str) else reference
-    if not isinstance(references, Sequence) or not all(isinstance(one, str) for one in (answer, *references)):
+    texts = (answer, question, *references) if isinstance(references, Sequence) else (None,)
+    if not all(isinstance(text, str) for text in texts):
         raise ValueError(
             f"verify({answer!r:.60}, {reference!r:.60}); needed: a text, and a text or a list of texts, such as "
             'verify("3", "3")'
@@ -58,7 +65,7 @@ def verify(
     if answer_from == "boxed" and "\\boxed" not in answer and "\\fbox" not in answer:
         answer = f"\\boxed{{{answer}}}"
     boxed = tuple(one if "\\boxed" in one else f"\\boxed{{{one}}}" for one in references)
-    return _pool(answer_from).submit(answer, boxed, task).result()
+    return _pool(answer_from).submit(answer, boxed, task, question=question).result()
 
 
 @cache

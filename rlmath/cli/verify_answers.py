@@ -2,8 +2,9 @@
 
     rlmath verify --input cases.jsonl --output verdicts.jsonl --workers 2
 
-Each input line is {"id", "completion", "solutions": [...]} with an optional "task"; each output line, in the order of
-the input, {"id", "correct", "extracted", "verdict", "seconds"}. Malformed lines are reported by number on stderr and
+Each input line is {"id", "completion", "solutions": [...]} with an optional "task", and an optional "question", whose
+words and units may stand beside a value; each output line, in the order of the input, {"id", "correct", "extracted",
+"verdict", "seconds"}. Malformed lines are reported by number on stderr and
 skipped; the exit code is then 1.
 """
 
@@ -87,8 +88,8 @@ def _verified(source: Path, pool: WorkerPool) -> Iterator[tuple[Any, Verdict | V
             yield identity, future.result()
 
 
-def _parse_case(line: bytes) -> tuple[Any, str, list[str], str]:
-    """(id, completion, solutions, task). Raises ValueError for a malformed line."""
+def _parse_case(line: bytes) -> tuple[Any, str, list[str], str, str]:
+    """(id, completion, solutions, task, question). Raises ValueError for a malformed line."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -99,15 +100,17 @@ def _parse_case(line: bytes) -> tuple[Any, str, list[str], str]:
     if missing:
         raise ValueError(f"missing {', '.join(missing)}")
     solutions, task = row["solutions"], row.get("task", TASKS[0])
-    if not isinstance(row["completion"], str):
-        raise ValueError("completion must be a string")
+    question = row.get("question", "")
+    for key, text in (("completion", row["completion"]), ("question", question)):
+        if not isinstance(text, str):
+            raise ValueError(f"{key} must be a string")
     if not isinstance(solutions, list) or not all(isinstance(one, str) for one in solutions):
         raise ValueError("solutions must be a list of strings")
     if not 1 <= len(solutions) <= MAX_SOLUTIONS:
         raise ValueError(f"it has {len(solutions)} solutions; needed: 1 to {MAX_SOLUTIONS}")
     if task not in TASKS:
         raise ValueError(f"task {task!r} cannot be verified; supported: {', '.join(TASKS)}")
-    return row["id"], row["completion"], solutions, task
+    return row["id"], row["completion"], solutions, task, question
 
 
 def _check_files(source: Path, target: Path) -> None:
@@ -124,7 +127,9 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         description="Verify the answers of a file, with the verifier that the trainer uses."
     )
     add = parser.add_argument
-    add("--input", required=True, help='JSONL: {"id", "completion", "solutions": [...], "task"?}')
+    add(
+        "--input", required=True, help='JSONL: {"id", "completion", "solutions": [...], "task"?, "question"?}'
+    )
     add("--output", required=True, help="JSONL of results, in the order of the input")
     add("--workers", type=int, default=min(4, os.cpu_count() or 1), help="default: %(default)s")
     add("--timeout", type=float, default=5.0, help="seconds per answer (default: 5)")

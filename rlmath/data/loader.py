@@ -221,6 +221,7 @@ def as_prompt(row: PromptRow, text: str, token_ids: Sequence[int]) -> Prompt:
         task=row.task,
         more_json=row.more_json,
         problem_key=problem_key(row.prompt),
+        question=without_template(row.prompt),
     )
 
 

@@ -17,7 +17,7 @@ from rlmath.config.help import nearest_word
 from rlmath.config.model_shape import cpu_head_dim_problem
 from rlmath.data.audit import audit_references
 from rlmath.data.formats import read_prompts
-from rlmath.data.tokenizer import drop_special_token_rows, prompt_tokens, rendered
+from rlmath.data.tokenizer import drop_special_token_rows, prompt_tokens, rendered, without_template
 from rlmath.workers.user_functions import UserFunction
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ def load_benchmark(
             solutions=row.solutions,
             task=row.task,
             more_json=row.more_json,
+            question=without_template(row.prompt),
             benchmark=name,
         )
         for row, prompt, ids in zip(rows, prompts, tokens, strict=True)

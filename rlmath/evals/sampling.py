@@ -144,7 +144,8 @@ class Verification:
         problem = self._problems[generated.key[0]]
         text = completion_text(self._tokenizer, generated.token_ids, generated.finish_reason == "stop")
         if self._scorer is None:
-            future = self._pool.submit(text_to_verify(problem.text, text), problem.solutions, problem.task)
+            whole = text_to_verify(problem.text, text)
+            future = self._pool.submit(whole, problem.solutions, problem.task, question=problem.question)
         else:
             future = self._scorer.call(text, problem.solutions, problem.row)
         self._submitted.append((request, generated, text, future))

@@ -161,6 +161,7 @@ def _group_row(group: ScoredGroup, samples: Sequence[int]) -> dict[str, Any]:
         "solutions": list(prompt.solutions),
         "task": prompt.task,
         "more": prompt.more_json,
+        "question": prompt.question,
         "learned": list(samples),
         "completions": [
             {
@@ -251,6 +252,7 @@ def _read_groups(
             solutions=tuple(map(str, row["solutions"])),
             task=str(row["task"]),
             more_json=str(row["more"]),
+            question=str(row.get("question", "")),  # earlier captures have none
         )
         completions = tuple(
             _read_completion(index, one, tokens) for index, one in enumerate(row["completions"])

@@ -138,7 +138,7 @@ class RewardWorkers:
         verifier where it measures; `text` is what is verified."""
         is_measured = self.measured.validation if validates else self.measured.training
         return {
-            name: pool.submit(text, prompt.solutions, prompt.task)
+            name: pool.submit(text, prompt.solutions, prompt.task, question=prompt.question)
             if name in VERIFIED
             else pool.call(completion.text, prompt.solutions, prompt.row)
             for name, pool in self.by_name.items()

@@ -35,6 +35,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
 from rlmath.answers.extraction import extract_answer, split_boxes
+from rlmath.answers.question import usable_question
 from rlmath.answers.verifier import (
     FAILURES,
     STRICT,
@@ -62,7 +63,7 @@ LOST_SECONDS = 2.0
 PROGRESS_SECONDS = 1.0
 """Between two reports of progress while results are awaited."""
 CACHE_SIZE = 8192
-"""Results kept, one per pair of answer and solutions."""
+"""Results kept, one per answer, solutions and question."""
 MAX_REPLY_BYTES = 2**20
 """Longest message of a worker; its own are far below."""
 MAX_HOOK_REPLY_BYTES = 2**24
@@ -164,7 +165,7 @@ class WorkerPool:
         self._lock = threading.Lock()
         self._pending: deque[_Job] = deque()
         self._workers: list[_Worker] = []
-        self._cache: OrderedDict[tuple[str, tuple[str, ...]], Future[Verdict]] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, tuple[str, ...], str], Future[Verdict]] = OrderedDict()
         self._closing = False
         self._broken: str | None = None
         self._wake_receiver, self._wake_sender = socket.socketpair()
@@ -179,9 +180,11 @@ class WorkerPool:
         self._thread = threading.Thread(target=self._run, name="verifier-pool", daemon=True)
         self._thread.start()
 
-    def submit(self, completion: str, solutions: Sequence[str], task: str) -> Future[Verdict]:
-        """Verify a completion; the future is done at once where no parser is needed. RuntimeError where the pool is
-        closed or its fork server has ended."""
+    def submit(
+        self, completion: str, solutions: Sequence[str], task: str, question: str = ""
+    ) -> Future[Verdict]:
+        """Verify a completion; the future is done at once where no parser is needed. `question` is as in
+        `answers.verifier.verify`. RuntimeError where the pool is closed or its fork server has ended."""
         assert task in TASKS, task
         started = time.perf_counter()
         rules = self._settings.rules
@@ -193,7 +196,9 @@ class WorkerPool:
             done.set_result(replace(verdict, seconds=time.perf_counter() - started))
             return done
         assert answer is not None
-        return self._verify_in_worker(answer.strip(), usable_solutions(solutions), by_string=not few)
+        return self._verify_in_worker(
+            answer.strip(), usable_solutions(solutions), usable_question(question), by_string=not few
+        )
 
     def call(
         self, completion: str, solutions: Sequence[str], row: Mapping[str, Any]
@@ -215,9 +220,11 @@ class WorkerPool:
             on_progress()
         return [future.result() for future in futures]
 
-    def _verify_in_worker(self, answer: str, solutions: tuple[str, ...], by_string: bool) -> Future[Verdict]:
-        """Verify in a worker; the same answer to the same solutions is verified once."""
-        key = (answer, solutions)
+    def _verify_in_worker(
+        self, answer: str, solutions: tuple[str, ...], question: str, by_string: bool
+    ) -> Future[Verdict]:
+        """Verify in a worker; the same answer to the same question and solutions is verified once."""
+        key = (answer, solutions, question)
         with self._lock:
             cached = self._cache.get(key)
             if cached is not None and _is_reusable(cached):
@@ -233,7 +240,8 @@ class WorkerPool:
                 bool(reply.get("correct")), extracted, kind, reply["seconds"], reply["queue_seconds"]
             )
 
-        future = self._queue({"answer": answer, "solutions": solutions, "strings": by_string}, as_result)
+        request = {"answer": answer, "solutions": solutions, "question": question, "strings": by_string}
+        future = self._queue(request, as_result)
         with self._lock:
             self._cache[key] = future
             if len(self._cache) > CACHE_SIZE:

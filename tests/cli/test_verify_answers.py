@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rlmath.cli.api import verify
 from tests.answers.attacks import HANG_SOLUTIONS, boxed, hanging
 from tests.programs import run
 
@@ -57,6 +58,7 @@ def test_every_line_gets_its_verdict_in_order(tmp_path):
         (b"[1]", "a JSON object is needed"),
         ({"id": 1, "completion": "x"}, "missing solutions"),
         ({"id": 1, "completion": 5, "solutions": ["x"]}, "completion must be a string"),
+        ({"id": 1, "completion": "x", "solutions": ["x"], "question": 5}, "question must be a string"),
         ({"id": 1, "completion": "x", "solutions": []}, "it has 0 solutions; needed: 1 to 1000"),
         ({"id": 1, "completion": "x", "solutions": [2]}, "solutions must be a list of strings"),
         ({"id": 1, "completion": "x", "solutions": ["x"] * 1001}, "it has 1001 solutions; needed: 1 to 1000"),
@@ -84,6 +86,24 @@ def test_a_byte_order_mark_costs_no_line(tmp_path):
     source.write_bytes(b"\xef\xbb\xbf" + source.read_bytes())
     run(*TOOL, "--input", str(source), "--output", str(tmp_path / "verdicts.jsonl"))
     assert [row["id"] for row in rows(tmp_path / "verdicts.jsonl")] == [2, "c"]
+
+
+def test_a_question_reaches_the_judge(tmp_path):
+    case = {"completion": "\\boxed{7 apples}", "solutions": ["7"]}
+    asked = [{"id": 1} | case, {"id": 2, "question": "How many apples?"} | case]
+    source, target = write(tmp_path / "cases.jsonl", *asked), tmp_path / "verdicts.jsonl"
+    run(*TOOL, "--input", str(source), "--output", str(target))
+    assert [row["correct"] for row in rows(target)] == [False, True]
+    code = (
+        "from rlmath import verify\n"
+        "print(verify('7 apples', '7').correct, verify('7 apples', '7', question='How many apples?').correct)"
+    )
+    assert run("-c", code).stdout.split() == ["False", "True"]
+
+
+def test_a_question_that_is_no_text_is_refused():
+    with pytest.raises(ValueError, match="needed: a text"):
+        verify("7", "7", question=None)
 
 
 def test_options_reach_the_judge(tmp_path):

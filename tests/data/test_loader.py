@@ -10,6 +10,8 @@ from rlmath.data import loader
 from rlmath.data.loader import DroppedPrompt, FilterReport, dropped_share, load_prompts, write_report
 from rlmath.data.order import PromptOrder, Share, permutation
 from rlmath.data.rows import UnusableRow, unusable_lines
+from rlmath.data.tokenizer import FIXED
+from rlmath.evals.benchmarks import load_benchmark
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,18 @@ def test_prompts_longer_in_tokens_are_dropped_and_counted(tmp_path, tokenizer):
         template="raw",
     )
     assert dropped_share([report, replace(report, dropped_too_long=0, kept=4)]) == 0.25
+
+
+def test_the_question_is_the_problem_without_its_template(tmp_path, tokenizer):
+    texts = [FIXED["qwen_boxed"].render("How many eggs?"), "How many ducks?"]
+    prompts, _ = load_prompts(write(tmp_path, texts), tokenizer, max_prompt_tokens=99)
+    assert [prompt.question for prompt in prompts] == ["How many eggs?", "How many ducks?"]
+    plain = tmp_path / "plain.jsonl"
+    plain.write_text(json.dumps({"question": "How many cows?", "answer": "1"}) + "\n")
+    (rendered,), _ = load_prompts(str(plain), tokenizer, max_prompt_tokens=99, template="orz")
+    assert rendered.question == "How many cows?" and rendered.text == FIXED["orz"].render("How many cows?")
+    benchmark = load_benchmark("plain", plain, tokenizer, "orz")
+    assert [problem.question for problem in benchmark.problems] == ["How many cows?"]
 
 
 def test_prompts_without_any_token_are_dropped_and_counted(tmp_path):

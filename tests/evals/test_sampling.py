@@ -33,13 +33,23 @@ def test_hostile_completions_cost_their_time_limit_and_nothing_else(
         "</think>" + "\\boxed{" * 300,
         "</think> no answer",
         "</think> \\boxed{\\frac{2}{2}}",
+        "</think> \\boxed{1 apple}",
+        "</think> \\boxed{1 pear}",
     ]
     tokenizer = load_tokenizer(str(untied_model))
-    problem = Problem("q", "One?<think>\n", (1, 2), (*HANG_SOLUTIONS, "1"), "math", benchmark="quiz")
+    problem = Problem(
+        "q",
+        "One?<think>\n",
+        (1, 2),
+        (*HANG_SOLUTIONS, "1"),
+        "math",
+        benchmark="quiz",
+        question="How many apples?",
+    )
     found: list[tuple[str, CompletionRecord]] = []
     with WorkerPool(1, 1.0) as pool:
         verification = Verification(pool, tokenizer, {0: problem}, lambda *written: found.append(written))
-        for index, text in zip((GREEDY_INDEX, 0, 1, 2, 3, 4), texts, strict=True):
+        for index, text in zip((GREEDY_INDEX, 0, 1, 2, 3, 4, 5, 6), texts, strict=True):
             tokens = (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)
             request = Request((0, index), problem.token_ids, 40 + index, 0, 99)
             verification.submit(request, RequestResult((0, index), tokens, (0.0,) * len(tokens), "stop"))
@@ -49,13 +59,13 @@ def test_hostile_completions_cost_their_time_limit_and_nothing_else(
     records = [record for _, record in found]
     back = [tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) for text in texts]
     assert [record.text for record in records] == back
-    assert [record.correct for record in records] == [False, False, False, False, False, True]
+    assert [record.correct for record in records] == [False] * 5 + [True, True, False]
     assert [(record.mode, record.sample) for record in records[:3]] == [
         ("greedy", 0),
         ("sample", 0),
         ("sample", 1),
     ]
-    assert [record.seed for record in records] == [39, 40, 41, 42, 43, 44]
+    assert [record.seed for record in records] == [39, 40, 41, 42, 43, 44, 45, 46]
     assert [records[i].verdict for i in (0, 1, 4)] == ["no_answer", "timeout", "no_answer"]
     assert records[0].prompt_hash == problem.prompt_hash and records[0].finish_reason == "stop"
 

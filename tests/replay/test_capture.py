@@ -43,7 +43,9 @@ from rlmath.rollout.sampling import RolloutSeed
 
 
 def group(name: str, *completions: tuple[int, ...]) -> ScoredGroup:
-    prompt = Prompt(name, f"{name}=\x1b[2J\ud800", (5, 6, 7), ("\\\\boxed{1}",), "math", '{"n": 1}')
+    prompt = Prompt(
+        name, f"{name}=\x1b[2J\ud800", (5, 6, 7), ("\\\\boxed{1}",), "math", '{"n": 1}', question="How many?"
+    )
     made = [
         Completion(
             g,
@@ -97,6 +99,7 @@ def test_a_capture_is_read_as_it_was_written(tmp_path: Path) -> None:
     )  # as earlier versions wrote it
     assert read_capture(folder) == capture
     assert [len(one.completions) for one in capture.learned] == [2, 1]
+    assert [one.prompt.question for one in read_capture(folder).groups] == ["How many?"] * 2
     text = (folder / GROUPS_FILE).read_text(encoding="ascii")
     assert "\x1b" not in text and json.loads(text.splitlines()[0])["completions"][0]["score"]["reward"] == 5.0
 

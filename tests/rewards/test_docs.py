@@ -12,6 +12,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text(e
 _ROW = re.compile(
     r"^\| `(?P<gold>[^`]+)` \| `(?P<answer>[^`]+)` \| (?P<right>yes|no) \|(?P<why>[^|]*\|)?$", re.MULTILINE
 )
+_ASKED = re.compile(r"^\| ([^|`]+) \| `([^`]+)` \| `([^`]+)` \| (right|wrong) \|$", re.MULTILINE)
 _SCHEME = re.compile(r"^\| `(\w+)` \((?:AReaL|DAPO|TRL, verl|SimpleRL)\) \| (.*) \|$", re.MULTILINE)
 
 STRICT_PART, LOOSE_PART = PAGE.split("`reward.strict: false` restores")
@@ -29,6 +30,17 @@ def test_the_tables_of_examples():
             if verify(f"\\boxed{{{answer}}}", [gold], rules=rules).correct is not right
         ]
         assert not wrong, wrong
+
+
+def test_the_table_of_questions():
+    answers = _ASKED.findall(PAGE)
+    assert len(answers) == PAGE.count("| right |\n") + PAGE.count("| wrong |\n") >= 9
+    wrong = [
+        (question, answer)
+        for question, gold, answer, verdict in answers
+        if verify(f"\\boxed{{{answer}}}", [gold], question=question).correct is not (verdict == "right")
+    ]
+    assert not wrong, wrong
 
 
 def test_every_row_of_the_tables_is_run():

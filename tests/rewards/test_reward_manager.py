@@ -1,5 +1,7 @@
 """From the settings to scores, as the rollout requests them."""
 
+from dataclasses import replace
+
 import pytest
 
 from rlmath.algorithms.types import Completion, Prompt, RewardFailure, Score
@@ -53,6 +55,15 @@ def test_scores_come_in_the_order_of_asking_and_once(pool):
         (-5.0, False, False, "no_answer"),
     ]
     assert manager.collect() == []
+
+
+def test_the_question_of_a_prompt_reaches_the_verifier(pool):
+    asked = replace(prompt(), question="How many apples are 1 and 1?")
+    answers = (completion("\\boxed{2 apples}"), completion("\\boxed{2 pears}"))
+    found = scores(pool, RewardConfig(), *((asked, one) for one in answers), (prompt(), answers[0]))
+    assert [score.correct for score in found] == [True, False, False]
+    assert asked.row["question"] == "How many apples are 1 and 1?"
+    assert prompt(more='{"question": "its own"}').row["question"] == "its own"
 
 
 def test_schemes_and_lengths_reach_the_reward(pool):

@@ -143,6 +143,17 @@ def test_equal_questions_are_asked_once(pool):
     assert pool.submit("\\boxed{\\frac{3}{6}}", HALF, "math") is first
 
 
+def test_an_answer_to_another_question_is_another_check(pool):
+    apples, pears = ("How many apples?", "How many pears?")
+    first, second = (
+        pool.submit("\\boxed{3 apples}", ("3",), "math", question) for question in (apples, pears)
+    )
+    assert first.result(60).correct and not second.result(60).correct
+    assert pool.submit("\\boxed{3 apples}", ("3",), "math", apples) is first
+    hostile = pool.submit("\\boxed{3 apples}", ("3",), "math", "\ud800\0 apples " + "x" * 10_000_000)
+    assert hostile.result(60).correct
+
+
 def test_an_answer_that_waited_longer_than_its_limit_is_judged():
     progress = []
     with WorkerPool(workers=1, timeout_seconds=0.5) as pool:
