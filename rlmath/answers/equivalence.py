@@ -30,7 +30,7 @@ from rlmath.answers.families import (
     substituted,
     with_letter_i,
 )
-from rlmath.answers.question import NO_QUESTION, Question
+from rlmath.answers.question import Question
 from rlmath.answers.real_sets import RealSet
 from rlmath.answers.syntax_tree import Call, Expr, MatrixOf, Num, Scalar, Sym
 from rlmath.answers.units import DEGREE, PERCENT, RADIAN, Unit, compatible
@@ -87,8 +87,8 @@ class Equivalence:
     protocol: bool
     repeats: bool = True
     """Whether a value that one of two lists repeats counts once."""
-    question: Question = NO_QUESTION
-    """Its units may stand beside a value whose reference has none."""
+    question: Question | None = None
+    """Its units may stand beside a value whose reference has none; None: any unit."""
 
     def same(self, gold: Interpretations, answer: Interpretations) -> bool:
         """Whether any interpretation of one equals the same kind of interpretation of the other."""
@@ -174,7 +174,8 @@ class Equivalence:
             if with_unit.unit.dimensions == PERCENT.dimensions:
                 return self._same_percentage(gold, answer, bare is gold)
             in_radians = with_unit.unit == RADIAN and mentions(bare.expr, frozenset(("pi",)))
-            if bare is gold and not (in_radians or self.question.has(with_unit.unit)):
+            may_stand = in_radians or self.question is None or self.question.has(with_unit.unit)
+            if bare is gold and not may_stand:
                 return False
             return self._same_expr(gold.expr, answer.expr)
         if {gold.unit, answer.unit} == {DEGREE, RADIAN}:

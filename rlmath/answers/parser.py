@@ -279,7 +279,13 @@ class _Parser(Commands):
             return None
         unit = amount.unit or Unit()
         dimensions = tuple(sorted((*currency.dimensions, *unit.dimensions)))
-        return Scalar(amount.expr, replace(unit, dimensions=dimensions, factor=currency.factor * unit.factor))
+        priced = replace(
+            unit,
+            dimensions=dimensions,
+            factor=currency.factor * unit.factor,
+            parts=currency.parts | unit.parts,
+        )
+        return Scalar(amount.expr, priced)
 
     def _composite(self, start: int, end: int) -> Scalar | None:
         """A sequence of amounts, `1 hour 30 minutes` or `22^\\circ 30'`, in the unit of the first."""

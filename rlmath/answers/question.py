@@ -31,9 +31,6 @@ class Question:
         return is_asked and unit.parts <= self.units
 
 
-NO_QUESTION = Question()
-
-
 def usable_question(question: str) -> str:
     """The part of a question that is read."""
     if len(question) <= MAX_QUESTION_CHARS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 
 from rlmath.answers.lexer import Token
@@ -35,7 +35,7 @@ class Unit:
     """Other words, in lower case and in the singular."""
     multiplier: int = 1
     """The value of "million" or "dozen", which belongs to the number."""
-    parts: frozenset[Known] = field(default=frozenset(), compare=False)
+    parts: frozenset[Known] = frozenset()
     """The known units it is written with: mile and hour of `miles per hour`, and of `mph`."""
 
 
