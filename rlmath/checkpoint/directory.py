@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rlmath.config.files import require_regular
+from rlmath.config.files import read_json, require_regular
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,8 @@ NEEDED = (PROGRESS, SETTINGS, f"{STATE}/{INDEX}")
 """Files that every checkpoint has."""
 FORMAT = 1
 """Version of this layout, in every manifest."""
+MAX_MANIFEST_BYTES = 2**26
+"""A larger manifest is refused; a file takes some 150 bytes of it."""
 _NAME = re.compile(r"step-(\d{6,})")
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
 
@@ -158,8 +160,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in a folder; ValueError where it has no manifest, or one that cannot be used."""
     path = folder / MANIFEST
     try:
-        require_regular(path)
-        values: Any = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path, MAX_MANIFEST_BYTES)
         if values["format"] != FORMAT:
             raise ValueError(f"its format is {values['format']!r}; this program reads {FORMAT}")
         files = {name: FileEntry(_whole(x["size"]), str(x["sha256"])) for name, x in values["files"].items()}
@@ -167,7 +168,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         absent = [name for name in NEEDED if name not in files]
         if absent:
             raise ValueError(f"it does not name {', '.join(absent)}")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise_if_out_of_reach(path, error)
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
     outside = [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]
@@ -434,9 +435,9 @@ def read_progress(folder: Path) -> Progress:
     """ValueError where the file cannot be used. The manifest's checksum says that it is as it was written."""
     path = folder / PROGRESS
     try:
-        values: Any = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
         values = {"learned_step": values["step"]} | values  # older versions did not write all fields
         known = {field.name: values[field.name] for field in fields(Progress) if field.name in values}
         return Progress(**{name: tuple(x) if isinstance(x, list) else x for name, x in known.items()})
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error

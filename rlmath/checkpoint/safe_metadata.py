@@ -1,8 +1,9 @@
 """Reads the index of a torch_dist checkpoint, which is a pickle, without executing what it names.
 
 The unpickler allows only the classes of an index, and nothing else is imported or called. The result is checked: plain
-file names, offsets within the files, chunks within their tensors, all tensors stored whole. What a hostile index can
-still do is take memory and time in proportion to MAX_INDEX_BYTES, and end the program.
+file names, offsets within the files, chunks within their tensors, all tensors stored whole. A few bytes could ask the
+unpickler for any amount of memory, so what they ask for is checked before it starts. What a hostile index can still do
+is take memory and time in proportion to MAX_INDEX_BYTES, and end the program.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import importlib
 import io
 import math
 import pickle
+import pickletools
+import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -90,6 +93,7 @@ def read_index(path: Path) -> dcp.Metadata:
     was_on = gc.isenabled()
     gc.disable()  # it would search a million small objects, none of them garbage: more than twice the time
     try:
+        _check_memory(content)
         return _checked(_Unpickler(io.BytesIO(content)).load(), path.parent)
     except _Refused as error:
         raise ValueError(f"{path} is refused: {error}") from error
@@ -109,9 +113,69 @@ class _Refused(ValueError):
 
 _DAMAGED = (
     *(pickle.UnpicklingError, EOFError, ArithmeticError, AssertionError, AttributeError, LookupError),
-    *(MemoryError, RecursionError, TypeError, ValueError),
+    *(MemoryError, RuntimeError, SystemError, TypeError, ValueError),
 )
 """What pickle and the classes' constructors raise where a file is no index, or is cut off."""
+
+_ARGUMENT_BYTES = {
+    ord(opcode.code): 0 if opcode.arg is None else opcode.arg.n for opcode in pickletools.opcodes
+}
+"""By opcode; negative where the argument says its length itself."""
+_LENGTH_BYTES = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}
+"""How many bytes say the length of an argument."""
+_LINES = {ord("c"): 2, ord("i"): 2}
+"""Arguments that end with a line, of opcodes that have more than one."""
+_PUT, _LONG_BINPUT, _BYTEARRAY8 = ord("p"), ord("r"), 0x96
+_STOP = ord(".")
+
+
+def _harmless_opcodes() -> re.Pattern[bytes]:
+    """Any number of opcodes in a row that end nothing, number nothing and have arguments of a fixed length."""
+    by_length: dict[int, bytes] = {}
+    for opcode, length in _ARGUMENT_BYTES.items():
+        if length >= 0 and opcode not in (_LONG_BINPUT, _STOP):
+            by_length[length] = by_length.get(length, b"") + bytes([opcode])
+    choices = [b"[%b].{%d}" % (re.escape(opcodes), length) for length, opcodes in by_length.items()]
+    return re.compile(b"(?:%b)*+" % b"|".join(choices), re.DOTALL)
+
+
+_HARMLESS_OPCODES = _harmless_opcodes()
+
+
+def _check_memory(content: bytes) -> None:
+    """EOFError or _Refused where an opcode asks for more memory than the bytes around it account for: it names a text
+    that is longer than the file, numbers an object higher than there are bytes before it (the unpickler makes a list
+    of as many), or makes a bytearray, which is allocated before it is read."""
+    at, size = 0, len(content)
+    while (run := _HARMLESS_OPCODES.match(content, at)) is not None:
+        at = run.end()
+        opcode, start = content[at] if at < size else _STOP, at + 1
+        length = _ARGUMENT_BYTES.get(opcode)
+        if opcode == _STOP or length is None:
+            return  # what is missing or no opcode, the unpickler says
+        end = start + length
+        if length == pickletools.UP_TO_NEWLINE:
+            end = start
+            for _ in range(_LINES.get(opcode, 1)):
+                end = content.find(b"\n", end) + 1 or size + 1
+        elif length < 0:
+            end = start + _LENGTH_BYTES[length]
+            end += int.from_bytes(content[start:end], "little")
+        if end > size:
+            raise EOFError("it ends within an entry")
+        if opcode in (_PUT, _LONG_BINPUT):
+            argument = content[start:end]
+            number = int(argument) if opcode == _PUT else int.from_bytes(argument, "little")
+            if number > at:
+                raise _Refused(f"it numbers its object {number} after {at} bytes.")
+        if opcode == _BYTEARRAY8:
+            raise _Refused("it has a bytearray, which is no part of a checkpoint's index.")
+        at = end
 
 
 class _Unpickler(pickle.Unpickler):

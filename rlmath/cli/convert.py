@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from rlmath.checkpoint.convert.sources import MegatronSource, check_output, find_megatron
 from rlmath.checkpoint.directory import CRITIC, CRITIC_CONFIG
+from rlmath.config.files import MAX_JSON_BYTES, read_regular
 from rlmath.config.hub import HubFailedError, local_folder
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.terminal import escape_terminal
@@ -101,7 +102,7 @@ def to_hf(given: argparse.Namespace) -> Converted:
         folder = config.parent if is_file else config
         if not (folder / CONFIG).is_file():
             raise ValueError(f"--config {given.config}: needed: a {CONFIG}, or a folder that has one.")
-        own = {CONFIG: (folder / CONFIG).read_bytes()}
+        own = {CONFIG: read_regular(folder / CONFIG, MAX_JSON_BYTES)}
         metadata_files = metadata_files | own if is_file else read_metadata_files(folder)
     if folder is None:
         raise ValueError(
@@ -134,7 +135,7 @@ def critic_of(
     path = source.state.parent / CRITIC_CONFIG
     if not path.is_file():
         raise ValueError(f"{source.state.parent} has no critic (no {CRITIC_CONFIG}). Leave --critic out.")
-    return read_critic_shape(path), metadata_files | {CONFIG: path.read_bytes()}
+    return read_critic_shape(path), metadata_files | {CONFIG: read_regular(path, MAX_JSON_BYTES)}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

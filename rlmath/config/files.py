@@ -74,10 +74,16 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def read_json(file: Path, most_bytes: int = MAX_JSON_BYTES) -> Any:
+    """What a JSON file holds. ValueError where it is larger, no regular file or no JSON, OSError where it cannot be
+    read."""
+    return parse_json(read_regular(file, most_bytes).decode("utf-8"))
+
+
 def read_json_object(file: Path, most_bytes: int = MAX_JSON_BYTES) -> dict:
     """ValueError for a file that cannot be read, is larger or holds something else."""
     try:
-        found = parse_json(read_regular(file, most_bytes).decode("utf-8"))
+        found = read_json(file, most_bytes)
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read: {error}; download or save it again") from error
     if not isinstance(found, dict):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlmath.checkpoint.convert.convert import megatron_to_hf
 from rlmath.checkpoint.convert.sources import MegatronSource, find_megatron
-from rlmath.checkpoint.directory import MANIFEST
+from rlmath.checkpoint.directory import MANIFEST, file_entry
 from rlmath.checkpoint.hf.headers import model_fingerprint
 from rlmath.checkpoint.hf.weights import read_metadata_files
 from rlmath.config.files import read_json_object
@@ -93,7 +93,7 @@ def _content(source: MegatronSource) -> str:
     """Hash of a checkpoint's manifest, which has checksums; without one, of its files' names, sizes and times."""
     manifest = source.state.parent / MANIFEST
     if manifest.is_file():
-        return hashlib.sha256(manifest.read_bytes()).hexdigest()[:16]
+        return file_entry(manifest).sha256[:16]
     stats = [(file.name, file.stat()) for file in sorted(source.state.iterdir())]
     files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlmath.config.files import read_json
 from rlmath.config.help import all_settings, raise_problems
 from rlmath.config.run_files import write_whole
 from rlmath.config.schema import Template
@@ -170,8 +171,8 @@ def _read_settings(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        content = read_json(path)
+    except ValueError as error:
         raise ValueError(f"{path} is no JSON ({error}); give another --output") from error
     parts = content.values() if isinstance(content, dict) else [content]
     if not all(part is None or isinstance(part, dict) for part in parts):

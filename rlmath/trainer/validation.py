@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from rlmath.algorithms.types import ScoredGroup
 from rlmath.answers.verifier import FAILURES
+from rlmath.config.files import read_json
 from rlmath.config.length_curriculum import validates, validation_tokens
 from rlmath.config.run_files import BEST_FOLDER, VALIDATION_FILE
 from rlmath.config.schema import Config
@@ -228,13 +229,13 @@ def _read_earlier(folder: Path, config: Config, measured: bool) -> tuple[set[int
         done = {int(row["step"]) for row in read_metrics(str(folder), VALIDATION_FILE)}
     path, best = folder / BEST_FOLDER / BEST_FILE, None
     try:
-        account = json.loads(path.read_text(encoding="utf-8"))
+        account = read_json(path)
         if account["measured_with"] == _measure(config, measured):
             best = float(account["accuracy"])
         else:
             logger.warning("%s was measured with other settings of validation and no longer counts", path)
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         logger.warning("%s cannot be read (%s); the next validation makes the best model", path, error)
     return done, best

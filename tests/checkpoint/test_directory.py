@@ -13,11 +13,14 @@ import pytest
 import torch
 
 from rlmath.checkpoint.directory import (
+    MANIFEST,
+    PROGRESS,
     complete_checkpoints,
     file_entry,
     finish_partial,
     open_partial,
     read_checkpoint,
+    read_progress,
     remove_partial,
     set_newer_aside,
     set_superseded_aside,
@@ -110,6 +113,19 @@ def test_a_manifest_that_cannot_be_used_is_told(tmp_path: Path, manifest: str) -
     with pytest.raises(ValueError, match=r"manifest.json (cannot be read|names files outside)"):
         read_checkpoint(folder)
     assert steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", [MANIFEST, PROGRESS])
+def test_a_small_file_that_has_become_huge_is_refused_unread(tmp_path: Path, name: str) -> None:
+    """As a sparse file of 40 GiB, more than the machine's memory, it takes no disk."""
+    make(tmp_path, 3)
+    (folder,) = tmp_path.glob("step-*")
+    (folder / name).touch()
+    os.truncate(folder / name, 40 * 2**30)
+    with pytest.raises(ValueError, match=f"{name} cannot be read .*has 42949672960 bytes, more than"):
+        read_checkpoint(folder) if name == MANIFEST else read_progress(folder)
+    found, (problem,) = complete_checkpoints(tmp_path)
+    assert found == [] and "is damaged and is skipped" in problem
 
 
 def test_a_truncated_a_missing_and_a_changed_file_are_told(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from rlmath.checkpoint import safe_metadata
 from rlmath.checkpoint.safe_metadata import SafeReader, read_metadata
+from rlmath.distributed.device import most_resident_bytes
 from tests.checkpoint.conversions import Call, write_index
 
 TENSORS = {
@@ -202,6 +203,34 @@ def test_what_is_no_index_is_refused_at_once(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ValueError, match=r"\.metadata is (damaged|refused)"):
         read_metadata(write_index(tmp_path, content))
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"\x80\x02Nr\xff\xff\xff\x07.", "numbers its object 134217727 after 3 bytes"),
+        (b"Np134217727\n.", "numbers its object 134217727 after 1 bytes"),
+        (b"\x80\x05\x96\x02" + bytes(7) + b"ab.", "has a bytearray"),
+        (b"\x80\x05\x96" + (2**33).to_bytes(8, "little") + b"ab.", "ends within an entry"),
+        (b"\x80\x04\x8d" + (2**40).to_bytes(8, "little") + b"ab.", "ends within an entry"),
+    ],
+    ids=["LONG_BINPUT", "PUT", "BYTEARRAY8", "a long bytearray", "a long text"],
+)
+def test_a_few_bytes_that_ask_for_much_memory_are_refused(tmp_path: Path, content: bytes, told: str):
+    write_index(tmp_path, content)
+    before = most_resident_bytes()
+    with pytest.raises(ValueError, match=told):
+        read_metadata(tmp_path)
+    assert most_resident_bytes() - before < 2**26
+
+
+def test_what_the_classes_of_an_index_raise_is_damage(tmp_path: Path):
+    content = pickle.dumps(honest(tmp_path), protocol=2)
+    encoding = rb"ctorch[^\n]*\n_MEM_FORMAT_ENCODING\nq.K\x00\x85q.Rq."
+    changed, places = re.subn(encoding, b"K\xff", content, flags=re.DOTALL)
+    assert places == 1
+    with pytest.raises(ValueError, match=r"\.metadata is damaged.*RuntimeError.*encoding: 255"):
+        read_metadata(write_index(tmp_path, changed))
 
 
 def test_every_way_to_cut_an_index_off_is_refused(tmp_path: Path):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rlmath.checkpoint import directory
 from rlmath.checkpoint.directory import INDEX
+from rlmath.config.files import open_regular
 from rlmath.config.help import nearest_path
 from rlmath.config.run_files import CHECKPOINTS_FOLDER
 
@@ -51,7 +52,8 @@ def find_megatron(folder: Path) -> MegatronSource:
 
 
 def _tracked(folder: Path) -> Path:
-    word = (folder / TRACKER).read_text(encoding="utf-8", errors="replace")[:40].strip()
+    with open_regular(folder / TRACKER) as file:
+        word = file.read(40).decode("utf-8", errors="replace").strip()
     if word != RELEASE and not (word.isascii() and word.isdigit()):
         raise ValueError(f'{folder / TRACKER} says {word!r}; needed: an iteration or "{RELEASE}".')
     state = folder / (RELEASE if word == RELEASE else f"iter_{int(word):07d}")

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rlmath.config.files import read_json
 from rlmath.config.run_files import EXIT_STATUS_FILE
 from rlmath.config.terminal import visible
 
@@ -150,7 +151,7 @@ def read_exit_status(output_dir: str | Path) -> ExitStatus:
     """How the last run in this folder ended; FAILURE where there is no status, or an unreadable one."""
     path = Path(output_dir) / EXIT_STATUS_FILE
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
         found = ExitStatus(values["status"], values["message"])
     except FileNotFoundError:
         if not path.parent.is_dir():
