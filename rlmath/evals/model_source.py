@@ -6,13 +6,14 @@ import hashlib
 import json
 import logging
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlmath.checkpoint.convert.convert import megatron_to_hf
 from rlmath.checkpoint.convert.sources import MegatronSource, find_megatron
 from rlmath.checkpoint.directory import MANIFEST, file_entry
-from rlmath.checkpoint.hf.headers import model_fingerprint
+from rlmath.checkpoint.hf.headers import model_fingerprint, older_model_fingerprint
 from rlmath.checkpoint.hf.weights import read_metadata_files
 from rlmath.config.files import read_json_object
 from rlmath.config.run_files import CHECKPOINTS_FOLDER, EXPORT_FOLDER, SUMMARY_FILE, adapter_alone
@@ -32,6 +33,12 @@ class EvaluatedModel:
     folder: Path
     fingerprint: str
     """The same for the same weights, tokenizer and settings in any folder."""
+    older_fingerprint: str
+    """As earlier releases made it."""
+
+    def named_as(self, recorded: object) -> str:
+        """Its fingerprint; where an evaluation of an earlier release recorded the older one, that."""
+        return self.older_fingerprint if recorded == self.older_fingerprint else self.fingerprint
 
 
 def resolve_model(path: Path, output: Path) -> EvaluatedModel:
@@ -47,10 +54,19 @@ def resolve_model(path: Path, output: Path) -> EvaluatedModel:
         )
     folder = _hugging_face(path) or _convert(path, output)
     check_loadable(folder)
-    digest = hashlib.sha256(model_fingerprint(folder).encode())
-    for name, content in read_metadata_files(folder).items():
+    metadata_files = read_metadata_files(folder)
+    fingerprint, older = (
+        _with_metadata(weights, metadata_files)
+        for weights in (model_fingerprint(folder), older_model_fingerprint(folder))
+    )
+    return EvaluatedModel(folder, fingerprint, older)
+
+
+def _with_metadata(fingerprint: str, metadata_files: Mapping[str, bytes]) -> str:
+    digest = hashlib.sha256(fingerprint.encode())
+    for name, content in metadata_files.items():
         digest.update(f"{name}:{len(content)}".encode() + content)
-    return EvaluatedModel(folder, digest.hexdigest()[:16])
+    return digest.hexdigest()[:16]
 
 
 def _hugging_face(path: Path) -> Path | None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rlmath.checkpoint.hf.peft import other_base_warnings
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config import length_curriculum
 from rlmath.config.help import as_yaml_word, counted, raise_problems, setting_values
@@ -386,6 +387,7 @@ def _resume_lines(plan: RunPlan) -> Iterator[str]:
 def _warnings(plan: RunPlan) -> Iterator[str]:
     config = plan.config
     yield from plan.data.warnings
+    yield from other_base_warnings(config.model.adapter_path, config.model.path)
     if plan.kind == "grpo" and (dropped := dropped_warning(config, plan.data)) is not None:
         yield dropped
     yield from length_curriculum.fewer_steps_warnings(config, plan.data.inputs.order.steps_per_epoch)

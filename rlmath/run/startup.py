@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from rlmath.checkpoint.hf.peft import other_base_warnings
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config.hub import HubFailedError
 from rlmath.config.length_curriculum import fewer_steps_warnings, late_steps_warnings, length_stage_lines
@@ -89,6 +90,7 @@ def _prepare(given: Config, kind: Kind) -> PreparedRun[Any]:
     )
     warnings = (
         *data.warnings,
+        *other_base_warnings(config.model.adapter_path, config.model.path),
         *fewer_steps_warnings(config, inputs.order.steps_per_epoch),
         *late_steps_warnings(config, inputs.total_steps),
     )

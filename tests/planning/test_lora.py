@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from rlmath.checkpoint.hf.peft import other_base_warnings
 from rlmath.config.load import load_config
 from rlmath.config.schema import AlgorithmConfig, Config, LoraConfig, ParallelConfig
 from rlmath.planning.checks import only_used, shape_problems
@@ -115,3 +118,34 @@ def test_settings_without_effect_beside_lora_and_without_it_are_told():
 def test_supervised_training_has_adapters():
     given = Config(lora=LoraConfig(rank=8, alpha=16.0, target="attention"))
     assert only_used(given) == (given, [])
+
+
+@pytest.mark.parametrize(
+    ("named", "warns"),
+    [
+        ("Qwen/Qwen2.5-1.5B", True),
+        ("/home/me/models/other", True),
+        ("acme/Base", False),
+        ("/home/me/base/", False),
+        ("/cache/models--acme--base/snapshots/0123abc", False),
+        ("COPY", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_adapters_of_another_base_model_are_told_with_both_names(
+    tmp_path: Path, named: str | None, warns: bool
+) -> None:
+    base, copy, adapter = tmp_path / "base", tmp_path / "a copy", tmp_path / "adapter"
+    for folder in (base, copy, adapter):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+    named = str(copy) if named == "COPY" else named
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": named}))
+    warnings = list(other_base_warnings(str(adapter), str(base)))
+    assert len(warnings) == warns
+    assert not warns or (f"trained on {named!r}" in warnings[0] and f'model.path is "{base}"' in warnings[0])
+
+
+def test_no_adapter_has_no_other_base() -> None:
+    assert list(other_base_warnings(None, "base")) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -9,15 +10,19 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from rlmath.algorithms.types import Prompt
 from rlmath.checkpoint.directory import Progress, finish_partial, open_partial, write_progress
 from rlmath.checkpoint.hf.headers import model_fingerprint
+from rlmath.checkpoint.hf.weights import read_metadata_files, with_stop_tokens, write_files
 from rlmath.config.help import setting_values
 from rlmath.config.length_curriculum import planned_steps, unfinished_problem
 from rlmath.config.load import config_as_yaml, load_config
 from rlmath.config.schema import Config, RewardConfig
 from rlmath.data.order import Rollback
+from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
 from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.run.recovery.checkpoint_choice import choose_checkpoint
 from rlmath.run.recovery.resume import (
@@ -34,6 +39,7 @@ from rlmath.run.recovery.rollback import write_rollbacks
 from rlmath.run.run_dir import check_output_folder
 from rlmath.workers.hooks import code_fingerprint, hooks_fingerprint
 from tests.disks import an_ordinary_user
+from tests.tiny_models import make_model_folder
 
 DECOUPLED = (
     "rollout.tail=carry",
@@ -72,8 +78,9 @@ def checkpoint(
     config: Config | None = None,
     reward: str | None = None,
     changed: Mapping[str, int | str | None] = MappingProxyType({}),
+    files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Path:
-    """`changed` are values of its progress; None: one that is not there."""
+    """`changed` are values of its progress, None: one that is not there; `files` are those of its model."""
     partial = open_partial(folder / "checkpoints", step)
     write_progress(partial, replace(PROGRESS, step=step))
     values = json.loads((partial / "progress.json").read_text()) | changed | {"reward_fingerprint": reward}
@@ -81,6 +88,7 @@ def checkpoint(
     (partial / "progress.json").write_text(json.dumps(known))
     (partial / "config.yaml").write_text(config_as_yaml(config or make_config(folder)))
     (partial / "state" / ".metadata").write_text("index")
+    write_files(partial / "hf", files)
     return finish_partial(partial, step, False, {}).folder
 
 
@@ -387,6 +395,81 @@ def test_fingerprints_tell_contents_and_not_places(tmp_path: Path) -> None:
     assert data_fingerprint(prompts) == data_fingerprint(list(prompts))
     assert data_fingerprint(prompts) != data_fingerprint(prompts[::-1])
     assert data_fingerprint(prompts) != data_fingerprint([prompts[0], replace(prompts[1], solutions=("6",))])
+
+
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+def test_a_fingerprint_sees_the_begin_middle_and_end_of_every_tensor(tmp_path: Path, place: str) -> None:
+    """A file of some 4 MiB, whose tensors in the middle lie in neither its first nor its last MiB."""
+    tensors = {f"t{number}": torch.ones(64, 2048) for number in range(8)}
+    fingerprints = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        save_file(tensors, tmp_path / name / "model.safetensors")
+        fingerprints.append(model_fingerprint(tmp_path / name))
+        number = {"first": 0, "middle": 64 * 1024, "last": -1}[place]
+        tensors["t4"].view(-1)[number] = 0.0
+    assert fingerprints[0] != fingerprints[1]
+
+
+def test_a_checkpoint_of_an_older_release_compares_by_its_own_rule(tmp_path: Path) -> None:
+    model = tmp_path / "m"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    save_file({"t": torch.ones(4)}, model / "model.safetensors")
+    content = (model / "model.safetensors").read_bytes()
+    older = hashlib.sha256(b"{}" + f"model.safetensors:{len(content)}".encode() + content + content)
+    run, origin = tmp_path / "run", replace(ORIGIN, model=model_fingerprint(model))
+    checkpoint(run, 3, changed={"model_fingerprint": older.hexdigest()[:16]})
+    assert found_steps(make_config(run, f"model.path={model}"), origin) == [3]
+    (model / "config.json").write_text("{ }")
+    with pytest.raises(ValueError, match=r"model\.path: what the run started from has changed"):
+        found_steps(make_config(run, f"model.path={model}"), replace(origin, model=model_fingerprint(model)))
+
+
+def edit_json(path: Path, change: Callable[[dict], object]) -> None:
+    content = json.loads(path.read_text()) if path.exists() else {}
+    change(content)
+    path.write_text(json.dumps(content, indent=3))
+
+
+def swapped(content: dict) -> None:
+    vocabulary = content["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("tokenizer.json", swapped, "2 tokens have other ids, '1' 20 there and 21 now"),
+        ("tokenizer_config.json", lambda c: c.update(pad_token="<bos>"), "pad_token_id is 0 there and 2 now"),
+        (
+            "generation_config.json",
+            lambda c: c.update(eos_token_id=[1, 50]),
+            "ended with the tokens 1 there, and do with 1, 50 now",
+        ),
+        ("tokenizer.json", lambda c: c, None),
+        ("tokenizer_config.json", lambda c: c.update(model_max_length=77, chat_template="x"), None),
+        ("generation_config.json", lambda c: c.update(temperature=0.3), None),
+    ],
+    ids=["ids", "pad", "stops", "indented anew", "what changes no token", "temperature"],
+)
+def test_a_tokenizer_or_stops_that_were_edited_are_refused_with_what_to_do(
+    tmp_path: Path, name: str, change: Callable[[dict], object], told: str | None
+) -> None:
+    model, run = make_model_folder(tmp_path / "model"), tmp_path / "run"
+    files = with_stop_tokens(read_metadata_files(model), (1,))
+    checkpoint(run, 3, files=files)
+    edit_json(model / name, change)
+    config = make_config(run, f"model.path={model}")
+    stops = stop_token_ids(str(model), load_tokenizer(str(model)), 101)
+    origin = replace(ORIGIN, stop_token_ids=stops)
+    if told is None:
+        assert found_steps(config, origin) == [3]
+        return
+    with pytest.raises(ValueError, match="cannot resume from") as error:
+        find_recovery(config, origin, TOTAL)
+    assert told in str(error.value) and f'hf" into "{model}"' in str(error.value)
 
 
 STAGED = ("stages.steps=[2,4,6]", "stages.max_new_tokens=[8,16,24]")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlmath.checkpoint.convert.torch_dist_io import StateReader
 from rlmath.checkpoint.directory import SETTINGS, read_progress
-from rlmath.checkpoint.hf.headers import model_fingerprint, weight_problems
+from rlmath.checkpoint.hf.headers import fingerprint_to_compare, model_fingerprint, weight_problems
 from rlmath.checkpoint.hf.weight_map import adapter_name, hf_tensors
 from rlmath.checkpoint.hf.weights import HFReader, merged_weight
 from rlmath.config.help import raise_problems
@@ -40,7 +40,8 @@ def base_model(reader: StateReader, run: Config, shape: ModelShape, given: Path 
             f'{reader.folder} has adapters (LoRA) for a model that is not in "{folder}". {change}'
         )
     raise_problems(f"the model of the adapters, {folder}", weight_problems(folder, shape))
-    if (found := model_fingerprint(folder)) != needed:
+    found = fingerprint_to_compare(needed, model_fingerprint(folder), folder)
+    if found != needed:
         raise ValueError(
             f'{reader.folder} has adapters (LoRA) for another model than that in "{folder}" (fingerprint {needed} '
             f"there, {found} here). {change}"

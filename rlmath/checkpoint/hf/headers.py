@@ -1,20 +1,27 @@
-"""Which tensors a Hugging Face folder has: the headers of its safetensors files, and the index. No tensor is read but
-an output layer beside tied embeddings."""
+"""Which tensors a Hugging Face folder has: the headers of its safetensors files, and the index; and fingerprints
+of their contents. No tensor is read whole but an output layer beside tied embeddings, and for `content_digests`."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
 from rlmath.checkpoint.hf.weight_map import Rule, hf_tensors
-from rlmath.config.files import read_json_object, require_regular
+from rlmath.config.files import (
+    MAX_JSON_BYTES,
+    open_regular,
+    parse_json,
+    read_json_object,
+    read_regular,
+    require_regular,
+)
 from rlmath.config.model_shape import ModelShape
 
 FORMATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -23,8 +30,13 @@ NEEDED_FORMATS = "needed: float32, bfloat16 or float16 (F32, BF16, F16). Save th
 SINGLE_FILE, ADAPTER_FILE = "model.safetensors", "adapter_model.safetensors"
 MAX_INDEX_BYTES = 64 * 2**20
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+FINGERPRINT_FORM = "2:"
+"""How fingerprints of models begin; of earlier releases they have no form."""
 _CHUNK_BYTES = 2**24
-_SAMPLE_BYTES = 2**20
+_MAX_HEADER_BYTES = 10**8
+"""As the safetensors library has it."""
+_SAMPLE_BYTES = 2**12
+_OLDER_SAMPLE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -150,24 +162,98 @@ def _are_equal(first: TensorHeader, second: TensorHeader, *names: str) -> bool:
 
 
 def _chunks(path: Path, name: str) -> Iterator[bytes]:
-    """The bytes of one tensor of a safetensors file: an 8-byte length, the header, all tensors one behind the other."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        start, end = json.loads(file.read(size))[name]["data_offsets"]
-        file.seek(8 + size + start)
+    """The bytes of one tensor of a safetensors file, some MiB at a time."""
+    with open_regular(path) as file:
+        _, places = _header(file)
+        start, end = places[name]
+        file.seek(start)
         for left in range(end - start, 0, -_CHUNK_BYTES):
             yield file.read(min(left, _CHUNK_BYTES))
 
 
+def _header(file: BinaryIO) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """The header of a safetensors file as it stands, and where each tensor begins and ends in the file, by name. An
+    8-byte length, the header, all tensors one behind the other. ValueError where it is none."""
+    size = int.from_bytes(file.read(8), "little")
+    if size > _MAX_HEADER_BYTES:
+        raise ValueError(f"its header has {size} bytes")
+    header, base = file.read(size), 8 + size
+    places = {}
+    try:
+        for name, entry in parse_json(header.decode()).items():
+            if name != "__metadata__":
+                start, end = map(int, entry["data_offsets"])
+                if not 0 <= start <= end < 2**62:
+                    raise ValueError(f"{name[:80]!r} lies at {start} to {end}")
+                places[name] = (base + start, base + end)
+    except (AttributeError, LookupError, TypeError, OverflowError) as error:
+        raise ValueError(f"its header names no tensors ({error})") from error
+    return header, places
+
+
+# ---------------------------------------------------------------- fingerprints
+
+
 def model_fingerprint(folder: str | Path, config: str = "config.json") -> str:
-    """Of a Hugging Face folder: its config.json (`config`: its name, of adapters), and names, sizes, first and last MiB
-    of its weight files. It is the same for the same model in another place, and another one after training."""
-    digest = hashlib.sha256((Path(folder) / config).read_bytes())
+    """Of a Hugging Face folder: its config.json (`config`: its name, of adapters), and of its safetensors files names,
+    headers, and the first, middle and last 4 KiB of every tensor; of a file without a header all bytes. It is the same
+    for the same model in another place, and another one after training. Begins with FINGERPRINT_FORM."""
+    digest = hashlib.sha256(read_regular(Path(folder) / config, MAX_JSON_BYTES))
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with open_regular(path) as file:
+            digest.update(f"{path.name}:{os.fstat(file.fileno()).st_size}".encode())
+            for block in _sampled_bytes(file):
+                digest.update(block)
+    return f"{FINGERPRINT_FORM}{digest.hexdigest()[:16]}"
+
+
+def _sampled_bytes(file: BinaryIO) -> Iterator[bytes]:
+    try:
+        header, places = _header(file)
+    except ValueError:
+        file.seek(0)
+        yield from iter(lambda: file.read(_CHUNK_BYTES), b"")
+        return
+    yield header
+    for start, end in sorted(places.values()):
+        middle = (start + end - _SAMPLE_BYTES) // 2
+        for place in sorted({start, max(start, middle), max(start, end - _SAMPLE_BYTES)}):
+            file.seek(place)
+            yield file.read(max(0, min(_SAMPLE_BYTES, end - place)))
+
+
+def older_model_fingerprint(folder: str | Path, config: str = "config.json") -> str:
+    """As `model_fingerprint` was before it had a form: of weights the first and last MiB of every file."""
+    digest = hashlib.sha256(read_regular(Path(folder) / config, MAX_JSON_BYTES))
     for path in sorted(Path(folder).glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_SAMPLE_BYTES))
-            file.seek(max(0, size - _SAMPLE_BYTES))
-            digest.update(file.read(_SAMPLE_BYTES))
+        with open_regular(path) as file:
+            digest.update(file.read(_OLDER_SAMPLE_BYTES))
+            file.seek(max(0, size - _OLDER_SAMPLE_BYTES))
+            digest.update(file.read(_OLDER_SAMPLE_BYTES))
     return digest.hexdigest()[:16]
+
+
+def fingerprint_to_compare(recorded: str, now: str, folder: str | Path, config: str = "config.json") -> str:
+    """The fingerprint of a folder that may be compared with a recorded one: `now`, its `model_fingerprint`, or the
+    older form where that was recorded."""
+    is_older = recorded != "" and not recorded.startswith(FINGERPRINT_FORM)
+    if is_older and now.startswith(FINGERPRINT_FORM):
+        return older_model_fingerprint(folder, config)
+    return now
+
+
+def content_digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of all bytes of every tensor in the folder's safetensors files, by its name. ValueError where one cannot
+    be read."""
+    headers, problems = tensor_headers(folder)
+    if problems:
+        raise ValueError(" ".join(problems))
+    digests = {}
+    for name, header in sorted(headers.items()):
+        digest = hashlib.sha256(f"{header.dtype_name} {header.shape}".encode())
+        for block in _chunks(header.file, name):
+            digest.update(block)
+        digests[name] = digest.hexdigest()
+    return digests

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlmath.checkpoint.hf.headers import ADAPTER_FILE, read_header, tensor_problems
+from rlmath.checkpoint.hf.headers import ADAPTER_FILE, model_fingerprint, read_header, tensor_problems
 from rlmath.checkpoint.hf.weight_map import adapter_rules, hf_tensors
 from rlmath.config.files import read_json_object
 from rlmath.config.help import nearest_path
@@ -16,6 +18,7 @@ from rlmath.config.hub import as_hub_ids, is_hub_id, parse_hub_id
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.run_files import ADAPTER_CONFIG
 from rlmath.config.schema import LoraConfig
+from rlmath.config.terminal import visible
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,6 +86,40 @@ def adapter_problems(folder: Path, lora: LoraConfig, shape: ModelShape) -> Itera
             problems.append(f"{len(others)} tensors of {ADAPTER_FILE} are no adapters of this model: {more}.")
     for problem in problems:
         yield f"{setting}: {problem}"
+
+
+def other_base_warnings(adapter: str | None, model: str) -> Iterator[str]:
+    """Where the folder `adapter`, that of `model.adapter_path`, names another base model than `model`, which is
+    `model.path`, and that one is not known to be a copy of it."""
+    if adapter is None:
+        return
+    try:
+        named = read_json_object(Path(adapter) / ADAPTER_CONFIG).get("base_model_name_or_path")
+    except ValueError:
+        return  # `adapter_problems` says so
+    if not isinstance(named, str) or not named or _names_of(named) & _names_of(as_hub_ids(model)):
+        return
+    folder = Path(named)
+    with suppress(OSError, ValueError):
+        is_here = (folder / "config.json").is_file() and (Path(model) / "config.json").is_file()
+        if is_here and model_fingerprint(folder) == model_fingerprint(model):
+            return
+    yield (
+        f'model.adapter_path "{adapter}" has adapters that were trained on {visible(named)!r:.200}, and model.path is '
+        f'"{model}": on another model of the same shapes they mean nothing. Go on only where both are the same model.'
+    )
+
+
+def _names_of(model: str) -> set[str]:
+    """Names that a model has by its path or its id on the hub: the last part, of a place in the hub's cache the id's.
+
+    >>> sorted(_names_of("/home/me/models--Qwen--Qwen3-8B/snapshots/0123/")), _names_of("hf://Qwen/qwen3-8b@main")
+    (['0123', 'qwen3-8b'], {'qwen3-8b'})
+    """
+    text = re.sub(r"@.*", "", model) if is_hub_id(model) else model
+    parts = [part for part in text.casefold().split("/") if part not in ("", ".")]
+    cached = [part.rpartition("--")[2] for part in parts if part.startswith("models--")]
+    return {*parts[-1:], *cached}
 
 
 def _config_problems(config: dict[str, Any], lora: LoraConfig, shape: ModelShape) -> Iterator[str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from rlmath.algorithms.types import Prompt
 from rlmath.checkpoint import directory
 from rlmath.checkpoint.directory import Checkpoint, Progress
-from rlmath.checkpoint.hf.headers import model_fingerprint
+from rlmath.checkpoint.hf.headers import fingerprint_to_compare, model_fingerprint
 from rlmath.config.help import as_yaml_word, is_among, setting_values
 from rlmath.config.hub import is_same
 from rlmath.config.length_curriculum import (
@@ -30,12 +30,13 @@ from rlmath.config.length_curriculum import (
 from rlmath.config.load import load_config, shown_values
 from rlmath.config.run_files import ADAPTER_CONFIG, CHECKPOINTS_FOLDER
 from rlmath.config.schema import Config, RewardConfig
-from rlmath.data.dataset import PromptFiles, SftInputs
+from rlmath.data.dataset import Inputs, PromptFiles, SftInputs
 from rlmath.data.sft_sequences import sequences_fingerprint
 from rlmath.distributed.device_kind import resolve_kind
 from rlmath.rewards.several_rewards import functions_of
 from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.run.recovery.rollback import read_rollbacks, rollbacks_of, superseded_by
+from rlmath.run.recovery.tokenizer_changes import tokenizer_changes
 from rlmath.workers.hooks import Hook, code_fingerprint, hooks_fingerprint, is_same_function
 from rlmath.workers.user_functions import advantage_hook, selection_hook
 
@@ -104,6 +105,8 @@ class Origin:
     """The fingerprint without the places where files end, as checkpoints before November 27, 2026 have it."""
     adapter: str = ""
     """What `model.adapter_path` holds; "" where it names nothing."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """Tokens that end a completion; None where the tokenizer is not read."""
 
 
 def origin_of(config: Config, inputs: PromptFiles, has_weights: bool = True) -> Origin:
@@ -111,7 +114,9 @@ def origin_of(config: Config, inputs: PromptFiles, has_weights: bool = True) -> 
     reward = reward_fingerprint(config.reward, config.run.plugins)
     model = model_fingerprint(config.model.path) if has_weights else ""
     data, hooks = data_fingerprint(inputs.prompts, sizes), hooks_fingerprint(learning_hooks(config))
-    return Origin(model, data, reward, hooks, adapter=adapter_fingerprint(config) if has_weights else "")
+    adapter = adapter_fingerprint(config) if has_weights else ""
+    stops = inputs.stop_token_ids if isinstance(inputs, Inputs) else None
+    return Origin(model, data, reward, hooks, adapter=adapter, stop_token_ids=stops)
 
 
 def adapter_fingerprint(config: Config) -> str:
@@ -142,6 +147,7 @@ def sft_origin_of(config: Config, inputs: SftInputs, has_weights: bool = True) -
         sequences_fingerprint(*(files or [inputs.sequences])),
         older_data=sequences_fingerprint(inputs.sequences),
         adapter=adapter_fingerprint(config) if has_weights else "",
+        stop_token_ids=inputs.stop_token_ids,
     )
 
 
@@ -163,6 +169,9 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
             notes.append(f"the checkpoint {checkpoint.folder} is skipped: {text}")
             continue
         problems = list(_other_run(then, config, progress, origin, total_steps))
+        if origin.stop_token_ids is not None:
+            model = Path(config.model.path)
+            problems += tokenizer_changes(model, checkpoint.folder, origin.stop_token_ids)
         if problems:
             what = [*(f"  - {problem}" for problem in problems), f"{START_OVER.capitalize()}."]
             raise ValueError("\n".join([f"The run cannot resume from {checkpoint.folder}:", *what]))
@@ -245,9 +254,16 @@ def _other_run(
     data = progress.data_fingerprint
     if as_many_files and data == origin.older_data:
         data = origin.data
+    model, adapter = origin.model, origin.adapter
+    model_then, adapter_then = progress.model_fingerprint, progress.adapter_fingerprint
+    if model:
+        model = fingerprint_to_compare(model_then, model, now.model.path)
+    if adapter and now.model.adapter_path is not None:
+        place = now.model.adapter_path
+        adapter = fingerprint_to_compare(adapter_then, adapter, place, ADAPTER_CONFIG)
     for key, path, was, is_now in (
-        ("model.path", now.model.path, progress.model_fingerprint, origin.model),
-        ("model.adapter_path", now.model.adapter_path, progress.adapter_fingerprint, origin.adapter),
+        ("model.path", now.model.path, model_then, model),
+        ("model.adapter_path", now.model.adapter_path, adapter_then, adapter),
         ("data.train_path", now.data.train_path, data, origin.data),
     ):
         is_known = is_now or (key == "model.adapter_path" and origin.model)

@@ -1,0 +1,93 @@
+"""Whether the model's folder still has the tokenizer and the stop tokens that a checkpoint was made with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlmath.checkpoint.directory import METADATA_FILES
+from rlmath.checkpoint.hf.weights import (
+    CHAT_TEMPLATE,
+    GENERATION_CONFIG,
+    TOKENIZER_CONFIG,
+    read_metadata_files,
+)
+from rlmath.config.files import parse_json
+from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_OF_NO_TOKENIZER = ("config.json", GENERATION_CONFIG, CHAT_TEMPLATE)
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
+_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "added_tokens", "model")
+"""Of a tokenizer as the tokenizers library writes it."""
+_ANY_TOKEN = 2**31
+
+
+def tokenizer_changes(model: Path, checkpoint: Path, stops: Sequence[int]) -> Iterator[str]:
+    """What differs between the tokenizer in the folder `model`, with the run's `stops`, and the checkpoint's own files.
+    What changes no token, such as how a file is indented or its chat template, is no difference; a checkpoint without
+    a tokenizer is not compared."""
+    own = checkpoint / METADATA_FILES
+    files = read_metadata_files(own) if own.is_dir() else {}
+    if not any(name in files for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+        return
+    restore = f'Copy the files of "{own}" into "{model}"'
+    if _tokenizer_files(files) != _tokenizer_files(read_metadata_files(model)):
+        then, now = load_tokenizer(str(own), "the checkpoint"), load_tokenizer(str(model))
+        if difference := _difference(then, now):
+            yield f"model.path: its tokenizer is another than the checkpoint's own: {difference}. {restore}"
+            return
+    if _said_stops(files) != {*stops}:
+        tokenizer = load_tokenizer(str(own), "the checkpoint")
+        then = stop_token_ids(str(own), tokenizer, _ANY_TOKEN)
+        if {*then} != {*stops}:
+            yield (
+                f"model.path: completions ended with the tokens {_listed(then)} there, and do with {_listed(stops)} "
+                f"now ({GENERATION_CONFIG}, or the chat template). {restore}"
+            )
+
+
+def _listed(tokens: Sequence[int]) -> str:
+    return ", ".join(map(str, sorted(tokens))) or "none"
+
+
+def _tokenizer_files(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """What files of a model's folder say of its tokenizer."""
+    kept = {name: content for name, content in files.items() if name not in _OF_NO_TOKENIZER}
+    parsed = {name: parse_json(content.decode()) for name, content in kept.items() if name.endswith(".json")}
+    config = parsed.get(TOKENIZER_CONFIG)
+    if isinstance(config, dict):
+        config.pop("chat_template", None)
+    return kept | parsed
+
+
+def _said_stops(files: Mapping[str, bytes]) -> set[Any]:
+    said = parse_json(files.get(GENERATION_CONFIG, b"{}").decode()).get("eos_token_id")
+    return {*(said if isinstance(said, list) else [said])}
+
+
+def _difference(then: PreTrainedTokenizerFast, now: PreTrainedTokenizerFast) -> str | None:
+    """The first thing that gives other tokens or texts."""
+    ids_then, ids_now = then.get_vocab(), now.get_vocab()
+    changed = sorted(
+        (ids_then.get(token, -1), token)
+        for token in ids_then.keys() | ids_now.keys()
+        if ids_then.get(token) != ids_now.get(token)
+    )
+    if changed:
+        _, token = changed[0]
+        places = (f"{ids.get(token, 'none')}" for ids in (ids_then, ids_now))
+        return f"{len(changed)} tokens have other ids, {token!r} {' there and '.join(places)} now"
+    for name in _SPECIAL_TOKENS:
+        if getattr(then, name) != getattr(now, name):
+            return f"{name} is {getattr(then, name)} there and {getattr(now, name)} now"
+    whole = [json.loads(tokenizer.backend_tokenizer.to_str()) for tokenizer in (then, now)]
+    for part in _PARTS:
+        if whole[0].get(part) != whole[1].get(part):
+            return f"its {part} differs"
+    name = "clean_up_tokenization_spaces"
+    return f"{name} differs" if getattr(then, name, None) != getattr(now, name, None) else None

@@ -1,0 +1,77 @@
+"""`rlmath doctor --model`: all bytes of models, and what a run started from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlmath.checkpoint.directory import Progress, finish_partial, open_partial, write_progress
+from rlmath.checkpoint.hf.headers import model_fingerprint
+from rlmath.checkpoint.hf.weights import read_metadata_files, write_files
+from rlmath.cli.doctor import main
+from tests.tiny_models import make_model_folder
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_model_folder(tmp_path / "model")
+
+
+def copied(model: Path, name: str) -> Path:
+    return Path(shutil.copytree(model, model.with_name(name)))
+
+
+def checkpoint(run: Path, model: Path) -> None:
+    partial = open_partial(run / "checkpoints", 3)
+    progress = Progress(3, 0, 24, 6, 3, "TP1", 1, (), (), model_fingerprint(model), "data", {})
+    write_progress(partial, progress)
+    (partial / "config.yaml").write_text("{}")
+    (partial / "state" / ".metadata").write_text("index")
+    write_files(partial / "hf", read_metadata_files(model))
+    finish_partial(partial, 3, kept=False, known={})
+
+
+def test_one_byte_of_any_tensor_is_seen(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    same, other = copied(model, "same"), copied(model, "other")
+    tensors = load_file(other / "model.safetensors")
+    flat = tensors[NAME].view(torch.uint8).view(-1)
+    place = 3 * flat.numel() // 8  # neither begin, middle nor end
+    flat[place] = flat[place] ^ 1
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    assert model_fingerprint(model) == model_fingerprint(other)
+    assert main(["--model", str(model), "--model", str(same)]) == 0
+    assert f"beside {model}: all tensors are the same" in capsys.readouterr().out
+    assert main(["--model", str(model), "--model", str(other)]) == 1
+    assert f"! beside {model}: 1 tensors differ: {NAME}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_model_is_compared_with_what_a_run_started_from(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = model.with_name("run")
+    checkpoint(run, model)
+    assert main(["--model", str(model), "--run", str(run)]) == 0
+    assert "tokenizer and stop tokens are those of that checkpoint" in capsys.readouterr().out
+    config = model / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 0.5}))
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
+    assert main(["--model", str(model), "--run", str(run)]) == 1
+    told = capsys.readouterr().out
+    assert f"has the fingerprint {model_fingerprint(model)}, not" in told
+    assert "with the tokens 1 there, and do with 1, 7 now" in told
+
+
+def test_what_is_no_model_or_no_run_is_a_mistake(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", str(model.with_name("none"))]) == 2
+    assert "has neither model.safetensors nor" in capsys.readouterr().err
+    assert main(["--model", str(model), "--run", str(model)]) == 2
+    assert "has no whole checkpoint" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--run", str(model)])
