@@ -31,9 +31,9 @@ rollout: ranks=272 tensor_parallel=136 group_size=137 max_new_tokens=138 min_new
     slice_tokens=2701 max_groups_in_flight=2702 memory_share=0.443 kv_cache_gib=2.707 cpu_kv_cache_gib=0.25
     max_num_seqs=144 max_num_batched_tokens=145 chunked_prefill=false cuda_graphs=false progress_bar=false
 reward: scheme=independent format_penalty=-0.152 output_scaling=1.53 length_penalty=1.541 output_bias=0.154
-    mask_no_eos_with_zero=true overlong_buffer=155 overlong_penalty=0.156 answer_from=phrase strict=false
+    function_takes=group mask_no_eos_with_zero=true overlong_buffer=155 overlong_penalty=0.156 answer_from=phrase
     function=package.module:name function_failure=-0.157 rewards=[correctness,length,steps=package.other:steps]
-    weights=[1.571,-0.572,0.573] combine=gdpo timeout_seconds=15.8 workers=2 max_failure_share=0.159
+    weights=[1.571,-0.572,0.573] combine=gdpo timeout_seconds=15.8 workers=2 max_failure_share=0.159 strict=false
 selection: dynamic_sampling=reward max_extra_prompts=160 min_completion_tokens=161 max_completion_tokens=162
     drop_truncated=true
 algorithm: preset=cispo advantage=rloo pass_k=1631 advantage_eps=0.00163 loss=cispo loss_normalisation=constant

@@ -18,6 +18,13 @@ def reward(completion: str, solutions: list[str], row: dict) -> tuple[float, dic
     return hash_of(completion, solutions), {"row": hash_of(row["query_id"], row["solutions"])}
 
 
+def of_group(completions: list[str], solutions: list[str], row: dict) -> list[tuple[float, dict[str, float]]]:
+    """What `reward` gives each of a group of two, with `reward.function_takes=group`."""
+    if len(completions) != 2:
+        raise ValueError(f"a group of {len(completions)}")
+    return [reward(completion, solutions, row) for completion in completions]
+
+
 def wrong(completion: str, solutions: list[str], row: dict) -> float:
     """Every answer is."""
     return 0.0

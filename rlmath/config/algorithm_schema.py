@@ -57,6 +57,9 @@ class RewardConfig:
     function: Annotated[str, TakesFunction("reward")] | None = None
     """A reward function of yours, "package.module:name" or "path/to/file.py:name", instead of the verifier; see
     docs/rewards.md."""
+    function_takes: Literal["completion", "group"] = "completion"
+    """What a reward function of yours is called with: "completion" (one), or "group": the list of all completions of a
+    prompt, of which it returns a list of numbers, as batch rewards of TRL and verl do; see docs/rewards.md."""
     function_failure: FiniteFloat = 0.0
     """What a completion gets when that function fails or takes too long (before scaling)."""
     rewards: list[str] = field(default_factory=list)

@@ -251,7 +251,8 @@ TRL = {
     "train_dataset": "`data.train_path`",
     "dataset_name": "`data.train_path`; `hf://datasets/org/name/file` for one of the hub",
     "eval_dataset": "`validation.paths`, a list",
-    "reward_funcs": "`reward.function`, of one completion; several are `reward.rewards`",
+    "reward_funcs": "`reward.function`, with `reward.function_takes: group` of all completions of a prompt; several "
+    "are `reward.rewards`",
     "reward_weights": "`reward.weights`",
     "multi_objective_aggregation: normalize_then_sum": "`reward.combine: gdpo`",
     "chat_template_kwargs": "`data.chat_template_kwargs`",

@@ -135,6 +135,7 @@ teacher.loss teacher.coef teacher.with_rewards memory.offload_teacher: without t
 selection.max_extra_prompts: without selection.dynamic_sampling
 reward.mask_no_eos_with_zero: with selection.drop_truncated
 reward.function_failure: with reward.rewards; what fails is left out
+reward.function_takes: without reward.function and without reward.rewards; no function of yours gives a reward
 reward.output_scaling reward.output_bias: with reward.combine=gdpo; every reward of the list is normalised apart
 rollout.max_staleness: without rollout.tail=carry and without rollout.ranks
 rollout.memory_share: with rollout.kv_cache_gib

@@ -29,7 +29,7 @@ def open_reward_workers(
     for one in rewards_of(reward):
         if one.function is not None:
             setting = f"reward.rewards: {one.name}" if one.name else "reward.function"
-            hooks[one.name] = Hook("reward", one.function, setting, tuple(plugins))
+            hooks[one.name] = Hook("reward", one.function, setting, tuple(plugins), reward.function_takes)
         elif one.name == "correctness":
             hooks[one.name] = None
     return RewardWorkers(hooks, reward, measured)
@@ -55,10 +55,15 @@ def text_to_verify(prompt_text: str, completion_text: str) -> str:
     return "<think>" + completion_text if opens else completion_text
 
 
-CALL_NEEDED = (
-    "It is called as function(completion: str, solutions: list[str], row: dict) and must return a number, or a number "
-    "and a dict of numbers (docs/rewards.md)"
-)
+CALL_NEEDED = {
+    "completion": "It is called as function(completion: str, solutions: list[str], row: dict) and must return a "
+    "number, or a number and a dict of numbers (docs/rewards.md)",
+    "group": "With reward.function_takes=group it is called as function(completions: list[str], solutions: list[str], "
+    "row: dict) and must return a list with a number, or a number and a dict of numbers, for each completion "
+    "(docs/rewards.md)",
+}
+UNSCORED = Score(0.0, False, extracted="", verdict="unscored")
+"""Of a completion that waits for the others of its group, with functions that take groups."""
 
 
 class RewardFunctionError(UserFunctionError):
@@ -91,7 +96,7 @@ def _try_function(hook: Hook, reward: RewardConfig, prompt: Prompt) -> tuple[str
     with WorkerPool(1, reward.timeout_seconds, function=hook) as pool:
         for completion in _made_up_completions(prompt):
             try:
-                result = pool.call(completion, prompt.solutions, prompt.row).result()
+                result = _tried(pool, hook, completion, prompt)
             except RuntimeError as error:
                 raise ValueError(f"{named}: {error}") from None
             if result.failure is None:
@@ -105,8 +110,16 @@ def _try_function(hook: Hook, reward: RewardConfig, prompt: Prompt) -> tuple[str
     raise ValueError(
         f"{named} fails on the first row of the training data ({prompt.prompt_id!r}), with "
         f"each of {len(failures)} completions that were made up to try it:\n{_indented(failures[0].message)}\n"
-        f"{CALL_NEEDED}. Correct the function."
+        f"{CALL_NEEDED[hook.takes]}. Correct the function."
     )
+
+
+def _tried(pool: WorkerPool, hook: Hook, completion: str, prompt: Prompt) -> FunctionResult:
+    """The result of a trial call: on a completion, or on a group that it is the first of."""
+    if hook.takes == "completion":
+        return pool.call(completion, prompt.solutions, prompt.row).result()
+    group = [completion, *_made_up_completions(prompt)]
+    return pool.call_group(group, prompt.solutions, prompt.row).result()[0]
 
 
 def _made_up_completions(prompt: Prompt) -> tuple[str, ...]:
@@ -190,17 +203,26 @@ def _indented(message: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _Submitted:
-    completion: Completion
-    boxed: bool
-    futures: dict[str, Future[Any]]
-    """Results to come, by the name of the reward."""
-    was_known: frozenset[str]
-    """Futures that were done at once: the answer waited for no worker."""
+    """A completion, or with functions that take groups all of a prompt."""
+
+    completions: tuple[Completion, ...]
+    boxed: tuple[bool, ...]
+    futures: tuple[dict[str, Future[Any]], ...]
+    """Results to come, by completion and name of the reward."""
+    group_futures: dict[str, Future[list[FunctionResult]]]
+    """Lists of results to come, by the name of the reward."""
+    was_known: tuple[frozenset[str], ...]
+    """By completion, futures that were done at once: the answer waited for no worker."""
     key: Any
 
     @property
+    def all_futures(self) -> list[Future[Any]]:
+        single = [future for futures in self.futures for future in futures.values()]
+        return [*single, *self.group_futures.values()]
+
+    @property
     def is_done(self) -> bool:
-        return all(future.done() for future in self.futures.values())
+        return all(future.done() for future in self.all_futures)
 
 
 class RewardManager:
@@ -218,43 +240,74 @@ class RewardManager:
 
     def __len__(self) -> int:
         """Completions whose scores are not taken."""
-        return len(self._submitted)
+        return sum(len(one.completions) for one in self._submitted)
+
+    @property
+    def takes_groups(self) -> bool:
+        """Whether completions are submitted by group."""
+        return bool(self._workers.of_groups)
 
     def submit(self, prompt: Prompt, completion: Completion, key: Any = None) -> None:
         """Queue a completion for the workers; `key` is what `take_finished` calls it."""
-        text = text_to_verify(prompt.text, completion.text)
-        futures = self._workers.submit(text, prompt, completion, self._validates)
-        known = frozenset(name for name, future in futures.items() if future.done())
-        self._submitted.append(_Submitted(completion, has_box(text), futures, known, key))
+        assert not self.takes_groups, "the functions take groups"
+        self.submit_group(prompt, [completion], key)
+
+    def submit_group(self, prompt: Prompt, completions: Sequence[Completion], key: Any = None) -> None:
+        """Queue all completions of a prompt for the workers; `key` is what `take_finished` calls them."""
+        texts = [text_to_verify(prompt.text, completion.text) for completion in completions]
+        futures = [
+            self._workers.submit(text, prompt, completion, self._validates)
+            for text, completion in zip(texts, completions, strict=True)
+        ]
+        known = [frozenset(name for name, future in one.items() if future.done()) for one in futures]
+        self._submitted.append(
+            _Submitted(
+                tuple(completions),
+                boxed=tuple(map(has_box, texts)),
+                futures=tuple(futures),
+                group_futures=self._workers.submit_group(prompt, completions),
+                was_known=tuple(known),
+                key=key,
+            )
+        )
 
     def collect(self, on_progress: Callable[[], None] = lambda: None) -> list[Score]:
         """The scores of all completions submitted since the last call, in that order, when all are there: answers time
         out one by one, each after `reward.timeout_seconds` of its own. `on_progress` is called every second."""
-        submitted, self._submitted = self._submitted, []
-        WorkerPool.results([future for one in submitted for future in one.futures.values()], on_progress)
-        return [self._score(one) for one in submitted]
+        self.wait(on_progress)
+        return [score for _, scores in self.take_finished() for score in scores]
 
-    def take_finished(self, wait: bool = False) -> list[tuple[Any, Score]]:
+    def wait(self, on_progress: Callable[[], None] = lambda: None) -> None:
+        """Until all that is submitted has its scores; as `collect`."""
+        WorkerPool.results([future for one in self._submitted for future in one.all_futures], on_progress)
+
+    def take_finished(self, wait: bool = False) -> list[tuple[Any, list[Score]]]:
         """The scores that are there and were not taken, with their keys; `wait` for all."""
         taken: list[_Submitted] = []
         left: list[_Submitted] = []
         for one in self._submitted:
             (taken if wait or one.is_done else left).append(one)
         self._submitted = left
-        return [(one.key, self._score(one)) for one in taken]
+        return [(one.key, self._scores(one)) for one in taken]
 
-    def _score(self, submitted: _Submitted) -> Score:
-        results = {
-            name: replace(future.result(), queue_seconds=0.0)
-            if name in submitted.was_known
-            else future.result()
-            for name, future in submitted.futures.items()
-        }
-        return score_of(
-            self._reward,
-            results,
-            boxed=submitted.boxed,
-            length=len(submitted.completion.token_ids),
-            limit=self._limit,
-            truncated=submitted.completion.finish_reason == "length",
-        )
+    def _scores(self, submitted: _Submitted) -> list[Score]:
+        """By completion."""
+        by_group = {name: future.result() for name, future in submitted.group_futures.items()}
+        scores = []
+        for g, completion in enumerate(submitted.completions):
+            results = {name: future.result() for name, future in submitted.futures[g].items()}
+            known = submitted.was_known[g]
+            results = {
+                name: replace(result, queue_seconds=0.0) if name in known else result
+                for name, result in results.items()
+            }
+            score = score_of(
+                self._reward,
+                results | {name: found[g] for name, found in by_group.items()},
+                boxed=submitted.boxed[g],
+                length=len(completion.token_ids),
+                limit=self._limit,
+                truncated=completion.finish_reason == "length",
+            )
+            scores.append(score)
+        return scores

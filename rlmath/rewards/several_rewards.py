@@ -83,7 +83,15 @@ def functions_of(reward: RewardConfig) -> dict[str, str]:
 
 def reward_hooks(reward: RewardConfig, plugins: Sequence[str] = ()) -> list[Hook]:
     """The user's functions, to be loaded."""
-    return [Hook("reward", one, setting, tuple(plugins)) for setting, one in functions_of(reward).items()]
+    return [
+        Hook("reward", one, setting, tuple(plugins), reward.function_takes)
+        for setting, one in functions_of(reward).items()
+    ]
+
+
+def takes_groups(reward: RewardConfig) -> bool:
+    """Whether rewards are functions of the user's that are called once for all completions of a prompt."""
+    return reward.function_takes == "group" and bool(functions_of(reward))
 
 
 def rules_of(reward: RewardConfig) -> Rules:
@@ -122,6 +130,8 @@ class RewardWorkers:
         """Returns at once, as `WorkerPool`. `hooks` are functions by the reward's name; None: the verifier."""
         rules = rules_of(reward)
         self.measured = measured
+        self.of_groups = [name for name, hook in hooks.items() if hook is not None and hook.takes == "group"]
+        """Names of the functions that take groups."""
         if measured.training or measured.validation:
             hooks = {**hooks, MEASURED: None}
         self.by_name: dict[str, WorkerPool] = {}
@@ -142,7 +152,17 @@ class RewardWorkers:
             if name in VERIFIED
             else pool.call(completion.text, prompt.solutions, prompt.row)
             for name, pool in self.by_name.items()
-            if name != MEASURED or is_measured
+            if name not in self.of_groups and (name != MEASURED or is_measured)
+        }
+
+    def submit_group(
+        self, prompt: Prompt, completions: Sequence[Completion]
+    ) -> dict[str, Future[list[FunctionResult]]]:
+        """Queue all completions of a prompt for every function that takes groups; results are in their order."""
+        texts = [completion.text for completion in completions]
+        return {
+            name: self.by_name[name].call_group(texts, prompt.solutions, prompt.row)
+            for name in self.of_groups
         }
 
     def close(self) -> None:

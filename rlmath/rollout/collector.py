@@ -34,7 +34,8 @@ from rlmath.data.tokenizer import completion_text
 from rlmath.distributed.collectives import all_gather_objects, shared_store
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.run_store import RunStore
-from rlmath.rewards.reward_manager import RewardManager, RewardWorkers, scorer_settings
+from rlmath.rewards.reward_manager import UNSCORED, RewardManager, RewardWorkers, scorer_settings
+from rlmath.rewards.several_rewards import takes_groups
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import Key, Request, RolloutSeed, SamplingSettings, group_requests
 from rlmath.rollout.work_queue import EngineUsage, WorkQueue
@@ -96,9 +97,11 @@ class Collector:
         reward: RewardConfig,
         pool: RewardWorkers | None,
         scorer: RewardWorkers | None = None,
+        has_scorer: bool = False,
     ) -> None:
         """Every rank makes one, and one at a time: the number of a rollout names its keys in the store. `scorer` says
-        what is right in validation, where that is another than the `pool`."""
+        what is right in validation, where that is another than the `pool`: on ranks that have a pool, if the run
+        `has_scorer`."""
         assert (pool is not None) == mesh.is_engine_leader, (
             "the leading rank of an engine has the reward workers"
         )
@@ -109,6 +112,7 @@ class Collector:
         self._reward = reward
         self._pool = pool
         self._scorer = scorer
+        self._has_scorer = has_scorer
         self._rollouts = 0
 
     def collect(self, what: CollectGroups) -> Rollout:
@@ -125,7 +129,30 @@ class Collector:
             scored_group(prompt, [sampled[p, g] for g in range(sampling.samples)])
             for p, prompt in enumerate(prompts)
         ]
-        return Rollout(groups, engines)
+        return Rollout(self.score_groups(groups, sampling.max_new_tokens, what.validates), engines)
+
+    def score_groups(
+        self, groups: list[ScoredGroup], max_new_tokens: int, validates: bool = False
+    ) -> list[ScoredGroup]:
+        """The groups with their scores, the same on every rank, where a reward function takes whole groups; the engines
+        share them. Else they have their scores already."""
+        if not groups or not self._takes_groups(validates):
+            return groups
+        scores: dict[int, list[Score]] = {}
+        if self._pool is not None:
+            rewards = self._reward_manager(max_new_tokens, validates)
+            own = range(self._mesh.engine_index, len(groups), self._mesh.num_engines)
+            for index in own:
+                rewards.submit_group(groups[index].prompt, groups[index].completions, key=index)
+            rewards.wait(self._engine.on_step)
+            scores = dict(rewards.take_finished())
+        for of_engine in all_gather_objects(scores):
+            scores |= of_engine
+        return [replace(group, scores=tuple(scores[index])) for index, group in enumerate(groups)]
+
+    def _takes_groups(self, validates: bool) -> bool:
+        by_scorer = validates and self._has_scorer
+        return takes_groups(self._reward) and not by_scorer
 
     def reset_prefix_cache(self) -> None:
         """Let the engine compute all prompts anew: what it has cached may differ in the last bits."""
@@ -149,8 +176,17 @@ class Collector:
         by_key = {work.request.key: work for row in rows for work in row}
         progress = SamplingProgress(len(by_key), self._mesh, store, title, self._rollout.progress_bar)
         rewards = None if self._pool is None else self._reward_manager(max_new_tokens, validates)
+        by_group = self._takes_groups(validates)
         gathered = all_gather_objects(
-            self._sample(by_key, work_queue, max_new_tokens, step=step, progress=progress, rewards=rewards)
+            self._sample(
+                by_key,
+                work_queue,
+                max_new_tokens,
+                step=step,
+                progress=progress,
+                rewards=rewards,
+                by_group=by_group,
+            )
         )
         progress.close()
         work_queue.close()
@@ -174,8 +210,10 @@ class Collector:
         step: int,
         progress: SamplingProgress,
         rewards: RewardManager | None,
+        by_group: bool,
     ) -> tuple[dict[Key, _Slice], EngineUsage] | None:
-        """What this rank's engine samples, and what it does; None on ranks that do not lead it."""
+        """What this rank's engine samples, and what it does; None on ranks that do not lead it. What is scored
+        `by_group` has no score yet: an engine may have sampled a part of a group alone."""
         started = time.perf_counter()
         slices: dict[Key, _Slice] = {}
         submitted: list[Key] = []
@@ -192,7 +230,9 @@ class Collector:
             if finished:
                 text = completion_text(self.tokenizer, [*before, *result.token_ids], stopped)
             slices[result.key] = one = _Slice(result.token_ids, result.logprobs, stopped, text)
-            if finished:
+            if finished and by_group:
+                slices[result.key] = replace(one, score=UNSCORED)
+            elif finished:
                 rewards.submit(work.prompt, one.completion(work, self._engine.version, step))
                 submitted.append(result.key)
         usage = work_queue.usage(time.perf_counter() - started)

@@ -46,7 +46,7 @@ from rlmath.data.tokenizer import completion_text
 from rlmath.distributed.bridge import Mailbox
 from rlmath.distributed.collectives import shared_store
 from rlmath.distributed.mesh import Mesh
-from rlmath.rewards.reward_manager import RewardManager, RewardWorkers
+from rlmath.rewards.reward_manager import UNSCORED, RewardManager, RewardWorkers
 from rlmath.rollout.collector import CollectGroups, Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import (
@@ -531,19 +531,32 @@ class EngineLoop:
         tokenizer, stopped = self._collector.tokenizer, reason == "stop"
         text = "" if self._leader is None else completion_text(tokenizer, whole.token_ids, stopped)
         group.samples[g] = completion = whole.finished(g, text, reason)
-        if self._rewards is not None:
-            self._rewards.submit(group.prompt, completion, key=(draw, g))
-        elif group.is_sampled:
-            del self._groups[draw]  # its leader scores it
+        if self._rewards is None:
+            if group.is_sampled:
+                del self._groups[draw]  # its leader scores it
+        elif not self._rewards.takes_groups:
+            self._rewards.submit(group.prompt, completion, key=(draw, [g]))
+        else:
+            group.samples[g] = ScoredCompletion(completion, UNSCORED)
+            self._submit_if_complete(draw)
+
+    def _submit_if_complete(self, draw: int) -> None:
+        """Have a group scored as a whole, where all of it is sampled."""
+        group = self._groups[draw]
+        completions = [one.completion for one in group.samples if isinstance(one, ScoredCompletion)]
+        if self._rewards is not None and len(completions) == len(group.samples):
+            self._rewards.submit_group(group.prompt, completions, key=(draw, range(len(completions))))
 
     def _finish_scored(self, wait: bool = False) -> None:
         if self._rewards is None or not len(self._rewards):
             return
-        for (draw, g), score in self._rewards.take_finished(wait):
+        for (draw, indices), scores in self._rewards.take_finished(wait):
             group = self._groups[draw]
-            completion = group.samples[g]
-            assert isinstance(completion, Completion)
-            group.samples[g] = ScoredCompletion(completion, score)
+            for g, score in zip(indices, scores, strict=True):
+                sample = group.samples[g]
+                assert not isinstance(sample, PartialCompletion)
+                completion = sample.completion if isinstance(sample, ScoredCompletion) else sample
+                group.samples[g] = ScoredCompletion(completion, score)
             if all(isinstance(one, ScoredCompletion) for one in group.samples):
                 del self._groups[draw]
                 self._send(GroupDone(draw, tuple(group.samples)))  # type: ignore[arg-type]

@@ -35,6 +35,7 @@ from rlmath.run.join import join_run
 from rlmath.run.prepared import PreparedRun
 from rlmath.trainer.context import RankContext
 from rlmath.trainer.rollouts.engines import offer_plans, validation_scorer
+from rlmath.workers.user_functions import scorer_hook
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +133,7 @@ class EngineRank:
                 reward=config.reward,
                 pool=context.workers,
                 scorer=self._scorer,
+                has_scorer=scorer_hook(config) is not None,
             ),
             plan=SamplingPlan(
                 inputs,

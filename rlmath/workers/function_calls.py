@@ -1,7 +1,7 @@
 """Calls of the user's functions in their workers, and what comes back. See `rlmath.workers.hooks` for the kinds.
 
 A reward function returns a number, at most MAX_REWARD, or a number and metrics, which are averaged over a step and
-logged as `reward/own/<name>`.
+logged as `reward/own/<name>`; one that takes groups returns a list of these.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import json
 import math
 import reprlib
 import traceback
-from collections.abc import Callable, Mapping, MappingView, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, MappingView, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from rlmath.workers.hooks import Group
 
+GROUP_REWARD = "group_reward"
+"""Stands for the kind of a reward function that takes whole groups."""
 MAX_METRICS = 50
 """Most metrics of one completion; further ones are left out."""
 MAX_NAME_CHARS = 100
@@ -63,6 +65,15 @@ def result_of(reply: Mapping[str, Any]) -> FunctionResult:
     return FunctionResult(reward, named, failure, message=message, queue_seconds=reply["queue_seconds"])
 
 
+def group_result_of(reply: Mapping[str, Any], count: int) -> list[FunctionResult]:
+    """The results of a reward function for the `count` completions of a group, which have one fate where it fails."""
+    if reply["failure"]:
+        return [result_of(reply)] * count
+    if len(reply["value"]) != count:
+        raise ValueError("a reply for another group")
+    return [result_of({**reply, "value": value}) for value in reply["value"]]
+
+
 def hook_result_of(reply: Mapping[str, Any]) -> HookResult:
     """The result of a function of another kind as it came from its process, or a failure of that process."""
     return HookResult(reply.get("value"), reply["failure"], reply.get("message", ""))
@@ -72,13 +83,15 @@ def hook_result_of(reply: Mapping[str, Any]) -> HookResult:
 
 
 def call_function(kind: str, function: Callable, arguments: Sequence[Any]) -> dict[str, Any]:
-    """Call a function; the reply to the pool."""
+    """Call a function, of a kind of `hooks` or a GROUP_REWARD; the reply to the pool."""
     given = [Group(**one) for one in arguments] if kind == "selection" else list(arguments)
     if kind == "metric":
         given = [[Group(**group) for group in arguments[0]]]
-    shape = (
-        [len(row) for row in arguments[0]] if kind == "advantage" else []
-    )  # the function may change its lists
+    shape: list[int] = []  # now, as the function may change its lists
+    if kind == "advantage":
+        shape = [len(row) for row in arguments[0]]
+    elif kind == GROUP_REWARD:
+        shape = [len(arguments[0])]
     try:
         returned = function(*given)
     except (Exception, SystemExit) as error:
@@ -103,7 +116,9 @@ def _with_trace(error: BaseException) -> str:
 
 def checked_value(kind: str, returned: Any, shape: Sequence[int] = ()) -> Any:
     """What a function returned, as plain data; an exception where its kind returns something else. `shape` has the
-    lengths of the lists that an advantage returns."""
+    lengths of the lists that an advantage returns, or the length of the list that a group's reward returns."""
+    if kind == GROUP_REWARD:
+        return _group_rewards(returned, *shape)
     if kind in ("reward", "scorer"):
         return _reward(returned, with_metrics=kind == "reward")
     if kind == "data_form":
@@ -141,6 +156,15 @@ def _reward(returned: Any, with_metrics: bool) -> tuple[float, list[tuple[str, f
         raise ValueError(f"{what}; needed: a number, or a number and a dict of numbers") from error
     _check_numbers(reward, numbers)
     return reward, list(numbers.items())
+
+
+def _group_rewards(returned: Any, count: int) -> list[tuple[float, list[tuple[str, float]]]]:
+    if isinstance(returned, UNORDERED) or not isinstance(returned, Iterable):
+        raise ValueError("needed: a list of numbers, one for each completion, in their order")
+    found = list(returned)
+    if len(found) != count:
+        raise ValueError(f"needed: {count} rewards, one for each completion of the group, got {len(found)}")
+    return [_reward(one, with_metrics=True) for one in found]
 
 
 def _advantages(returned: Any, shape: list[int]) -> list[list[float]]:

@@ -13,7 +13,7 @@ A setting names a function, "package.module:name" or "path/to/file.py:name", or 
 |---|---|---|
 | data_form | data.format | `DataForm` |
 | template | data.template, validation.template | `Template` |
-| reward | reward.function, reward.rewards | `Reward` |
+| reward | reward.function, reward.rewards | `Reward`, `GroupReward` |
 | selection | selection.dynamic_sampling | `Selection` |
 | advantage | algorithm.advantage | `Advantage` |
 | scorer | validation.scorer | `Scorer` |
@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NotRequired, Protocol, TypedDict, TypeVar
+from typing import Any, Literal, NotRequired, Protocol, TypedDict, TypeVar
 
 from rlmath.config.help import all_settings, nearest_path, nearest_word
 from rlmath.config.shipped_files import PACKAGE
@@ -115,6 +115,15 @@ class Reward(Protocol):
     ) -> float | tuple[float, dict[str, float]]: ...
 
 
+class GroupReward(Protocol):
+    """All completions of a prompt, its reference answers and its row to a reward of each, or a reward and metrics, in
+    the same order: a reward function with `reward.function_takes=group`."""
+
+    def __call__(
+        self, completions: list[str], solutions: list[str], row: dict[str, Any], /
+    ) -> Sequence[float | tuple[float, dict[str, float]]]: ...
+
+
 class Selection(Protocol):
     """Whether a group is learned from. The completions that length filters leave out are not in it."""
 
@@ -161,6 +170,8 @@ class Hook:
     """What messages call it, "algorithm.advantage"."""
     plugins: tuple[str, ...] = ()
     """Modules and files that register functions."""
+    takes: Literal["completion", "group"] = "completion"
+    """Of a reward: what one call is about."""
 
     def __str__(self) -> str:
         return self.spec

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from rlmath.answers.verifier import Rules, verify_by_parser, verify_by_string
 from rlmath.distributed.process import end_with_parent
 from rlmath.workers import process_tree
-from rlmath.workers.function_calls import call_function
+from rlmath.workers.function_calls import GROUP_REWARD, call_function
 from rlmath.workers.hooks import Hook
 
 WALL_FACTOR = 10
@@ -107,7 +107,8 @@ def _serve(channel: socket.socket, settings: WorkerSettings, function: Callable 
         _limit_request(settings)
         if function is not None:
             assert settings.function is not None
-            result = _call(settings.function.kind, function, request)
+            kind = GROUP_REWARD if settings.function.takes == "group" else settings.function.kind
+            result = _call(kind, function, request)
         else:
             result = _verify(request, settings.rules)
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -32,6 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self, TypeVar
 
 from rlmath.answers.extraction import extract_answer, split_boxes
@@ -49,7 +50,13 @@ from rlmath.answers.verifier import (
     verify_by_string,
 )
 from rlmath.workers.fork_server import MAX_PROCESSES, START_SECONDS, Ended, ForkServer, exit_text
-from rlmath.workers.function_calls import FunctionResult, HookResult, hook_result_of, result_of
+from rlmath.workers.function_calls import (
+    FunctionResult,
+    HookResult,
+    group_result_of,
+    hook_result_of,
+    result_of,
+)
 from rlmath.workers.hooks import Hook, as_hook
 from rlmath.workers.process_tree import cpu_seconds
 from rlmath.workers.worker import LENGTH_BYTES, WorkerSettings, framed
@@ -67,7 +74,7 @@ CACHE_SIZE = 8192
 MAX_REPLY_BYTES = 2**20
 """Longest message of a worker; its own are far below."""
 MAX_HOOK_REPLY_BYTES = 2**24
-"""Longest message of a worker that calls a function of another kind than rewards."""
+"""Longest message of a worker that calls a function of another kind than rewards, or one for a whole group."""
 MAX_START_FAILURES = 3
 """Workers that end one after the other before they are ready; then the pool is dead."""
 ENDINGS = {
@@ -160,7 +167,7 @@ class WorkerPool:
         self._size = workers
         hook = None if function is None else as_hook(function)
         self._settings = WorkerSettings(memory_bytes, timeout_seconds, rules, hook)
-        scores = hook is None or hook.kind in ("reward", "scorer")
+        scores = hook is None or (hook.kind in ("reward", "scorer") and hook.takes == "completion")
         self._most_reply_bytes = MAX_REPLY_BYTES if scores else MAX_HOOK_REPLY_BYTES
         self._lock = threading.Lock()
         self._pending: deque[_Job] = deque()
@@ -205,6 +212,13 @@ class WorkerPool:
     ) -> Future[FunctionResult]:
         """Call the user's function on a completion."""
         return self._queue({"arguments": [completion, list(solutions), row]}, result_of)
+
+    def call_group(
+        self, completions: Sequence[str], solutions: Sequence[str], row: Mapping[str, Any]
+    ) -> Future[list[FunctionResult]]:
+        """Call the user's function, which takes groups, on all completions of a prompt; one call has the time limit."""
+        as_results = partial(group_result_of, count=len(completions))
+        return self._queue({"arguments": [list(completions), list(solutions), row]}, as_results)
 
     def call_hook(self, arguments: Sequence[Any]) -> Future[HookResult]:
         """Call the user's function, of another kind than rewards. What JSON has no word for is given as its text."""

@@ -144,7 +144,7 @@ def run(folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Map
     world, parallel = environment_world_size(), config.parallel
     mesh = Mesh(environment_rank(), world, parallel.tensor, 1, rollout.tensor_parallel)
     device, found = open_device("cpu"), Run([], [], [], [], [])
-    with GrpoTrainer.open_workers(config, mesh) as workers:
+    with GrpoTrainer.open_workers(config, mesh, prepared.inputs, prepared.validation) as workers:
         init_process_group(device, 120.0)
         trainer = GrpoTrainer(prepared.on_rank(mesh, device, workers=workers))
         begin(trainer)

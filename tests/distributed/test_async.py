@@ -23,6 +23,7 @@ from tests.distributed import partial_rollout_cases as cases
 from tests.distributed.async_cases import layout_of, run, with_engines
 from tests.distributed.partial_rollout_cases import LONGEST, PER_STEP
 from tests.distributed.rank_pool import RankPool
+from tests.reward_by_hash import hash_of
 from tests.selection import keeping, matrix
 
 pytestmark = pytest.mark.distributed
@@ -149,6 +150,29 @@ def test_dropped_groups_are_replaced(ranks: RankPool, model: Path, tmp_path: Pat
         assert kept == PER_STEP or sampled == PER_STEP + 4
     assert sum(metrics["selection/extra_prompts"] for metrics in found.metrics) > 0
     assert set(Counter(prompts_of(found)).values()) == {1}
+
+
+@matrix
+def test_a_function_of_whole_groups_is_called_when_an_engine_has_all_of_a_group(
+    ranks: RankPool, model: Path, tmp_path: Path
+) -> None:
+    """Also where a snapshot for a checkpoint is taken meanwhile; a validation has groups of its own."""
+    held_out = tmp_path / "held_out.jsonl"
+    row = {"prompt": "1+1=", "solutions": ["2"], "query_id": "h", "task": "math"}
+    held_out.write_text(json.dumps(row) + "\n")
+    more = {
+        "reward": RewardConfig(function="tests.reward_by_hash:of_group", function_takes="group"),
+        "validation": ValidationConfig(every_steps=2, paths=[str(held_out)], max_new_tokens=8, samples=2),
+    }
+    (found,) = train(ranks, 2, model, tmp_path, 4, with_engines(), snapshots=True, **more)
+    groups = [group for step in found.groups for group in step]
+    assert len(groups) == 4 * PER_STEP
+    for group in groups:
+        for completion, score in zip(group.completions, group.scores, strict=True):
+            assert score.reward == hash_of(completion.text, group.prompt.solutions)
+            assert score.verdict == "function"
+    assert [bool(one) for one in found.validated] == [True, False, True, False]
+    assert sum(found.left) > 0, "snapshots had groups in flight"
 
 
 PLUGIN = """

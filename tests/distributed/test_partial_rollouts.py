@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlmath.algorithms.types import Completion, ScoredGroup
-from rlmath.config.schema import OptimizerConfig, ParallelConfig, RolloutConfig, SelectionConfig
+from rlmath.config.schema import OptimizerConfig, ParallelConfig, RewardConfig, RolloutConfig, SelectionConfig
 from tests.distributed import partial_rollout_cases as cases
 from tests.distributed.partial_rollout_cases import CARRY, DEFER, GROUP, LONGEST, PER_STEP, Run
 from tests.distributed.rank_pool import RankPool
@@ -102,6 +102,22 @@ def test_engines_and_cuts_change_nothing(
     assert_same_completions(run, whole)
     if slice_tokens == CARRY.slice_tokens:
         assert run.groups == carried.groups and run.in_flight == carried.in_flight
+
+
+BY_GROUP = RewardConfig(function="tests.reward_by_hash:of_group", function_takes="group")
+
+
+@matrix
+def test_a_function_of_whole_groups_pays_what_one_of_single_completions_pays(
+    make: Make, whole: Run, carried: Run, deferred: Run
+) -> None:
+    """Whoever sampled what of a group, and in which step: it is called once, with all completions, when all are there;
+    also of a group of which a checkpoint had a part."""
+    assert make(2, WAIT, reward=BY_GROUP).groups == whole.groups
+    again = make(2, CARRY, reward=BY_GROUP, stop_after=5)
+    assert again.groups == carried.groups and again.in_flight == carried.in_flight
+    assert make(1, DEFER, reward=BY_GROUP).groups == deferred.groups
+    assert all("reward/own/row" in metrics and metrics["reward/failures"] == 0 for metrics in again.metrics)
 
 
 @matrix

@@ -133,6 +133,7 @@ algorithm.kl_in=reward: no effect with algorithm.kl_coef=0
 algorithm.kl_coef=0.1 {K1}: an expected gradient of 0
 rollout.kv_cache_gib=2 rollout.memory_share=0.3: share: no effect with rollout.kv_cache_gib
 selection.max_extra_prompts=4: no effect without selection.dynamic_sampling
+reward.function_takes=group: no function of yours gives a reward
 selection.drop_truncated=true reward.mask_no_eos_with_zero=true: no effect with selection.drop_truncated
 """
 

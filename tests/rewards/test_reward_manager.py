@@ -178,6 +178,118 @@ def test_a_function_gives_the_reward_and_the_verifier_the_accuracy(tmp_path, mon
     assert [score.verdict for score in found] == ["function", "function"]
 
 
+GROUPS = """
+import time
+
+def ranks(completions, solutions, row):
+    order = sorted(range(len(completions)), key=lambda g: len(completions[g]))
+    return [(float(order.index(g)), {"size": len(completions)}) for g in range(len(completions))]
+
+def few(completions, solutions, row):
+    return [1.0] * (len(completions) - 1)
+
+def not_a_number(completions, solutions, row):
+    return [float("nan") if completion == "b" else 1.0 for completion in completions]
+
+def one_number(completions, solutions, row):
+    return 1.0
+
+def by_text(completions, solutions, row):
+    return {completion: 1.0 for completion in completions}
+
+def slow(completions, solutions, row):
+    time.sleep(60)
+
+def memory(completions, solutions, row):
+    return [len(bytearray(2**33)) for completion in completions]
+"""
+
+
+def group_scores(folder, function: str, **settings: object) -> list[Score]:
+    (folder / "of_groups.py").write_text(GROUPS)
+    reward = RewardConfig(
+        function=f"{folder}/of_groups.py:{function}",
+        function_takes="group",
+        function_failure=-2.0,
+        workers=1,
+        **settings,
+    )
+    with open_reward_workers(reward, measured=MeasuredRows(training=True)) as workers:
+        manager = RewardManager(workers, reward, LIMIT)
+        group = [completion(text, tokens) for text, tokens in (("aaa", 10), ("b", 100), ("\\boxed{2}", 10))]
+        manager.submit_group(prompt(), group, key="g")
+        manager.wait()
+        ((key, found),) = manager.take_finished()
+    assert key == "g" and len(found) == 3
+    return found
+
+
+def test_a_function_of_groups_is_called_once_with_all_completions(tmp_path):
+    found = group_scores(tmp_path, "ranks", output_bias=1.0, overlong_buffer=20)
+    assert [score.reward for score in found] == [0.0, -2.0, 1.0], "less the bias, and less 1 for 100 tokens"
+    assert [score.metrics for score in found] == [(("size", 3.0),)] * 3
+    assert [(score.correct, score.verified_correct) for score in found] == [
+        (True, False),
+        (False, False),
+        (True, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "told"),
+    [
+        (
+            "few",
+            "error",
+            "needed: 3 rewards, one for each completion of the group, got 2; it returned [1.0, 1.0]",
+        ),
+        ("not_a_number", "error", "the reward must be a number from -1e+30 to 1e+30"),
+        ("one_number", "error", "needed: a list of numbers, one for each completion, in their order"),
+        ("by_text", "error", "needed: a list of numbers, one for each completion, in their order"),
+        ("slow", "timeout", "timeout"),
+        ("memory", "error", "MemoryError"),
+    ],
+)
+def test_a_group_whose_call_fails_is_paid_as_completions_that_failed(tmp_path, function, kind, told):
+    found = group_scores(tmp_path, function, timeout_seconds=1.0)
+    assert [(score.reward, score.verdict) for score in found] == [(-2.0, kind)] * 3
+    assert all(score.extracted.startswith(told) for score in found), found[0].extracted
+
+
+def test_several_rewards_may_be_functions_of_groups(tmp_path):
+    (tmp_path / "of_groups.py").write_text(GROUPS)
+    names = ["correctness", f"rank={tmp_path}/of_groups.py:ranks", f"few={tmp_path}/of_groups.py:few"]
+    reward = RewardConfig(
+        rewards=names, weights=[1.0, 0.5, 3.0], function_takes="group", output_scaling=1.0, workers=1
+    )
+    with open_reward_workers(reward) as workers:
+        manager = RewardManager(workers, reward, LIMIT)
+        manager.submit_group(prompt(), [completion("\\boxed{2}"), completion("3")])
+        found = manager.collect()
+    assert [score.parts for score in found] == [(1.0, 1.0, None), (-1.0, 0.0, None)]
+    assert [score.reward for score in found] == [1.5, -1.0]
+    assert [(failure.name, failure.kind) for failure in found[0].failures] == [("few", "error")]
+    assert found[0].metrics == (("rank/size", 2.0),)
+
+
+@pytest.mark.parametrize(
+    ("name", "takes"), [("ranks", "completion"), ("few", "group"), ("one_number", "group")]
+)
+def test_a_function_that_takes_something_else_is_refused_before_the_start(tmp_path, name, takes):
+    (tmp_path / "of_groups.py").write_text(GROUPS)
+    settings = RewardConfig(function=f"{tmp_path}/of_groups.py:{name}", function_takes=takes)
+    with pytest.raises(ValueError, match=r"fails on the first row of the training data") as refused:
+        try_reward_function(settings, [prompt()])
+    needed = "completions: list[str]" if takes == "group" else "completion: str"
+    assert needed in str(refused.value)
+
+
+def test_a_function_of_groups_that_works_starts(tmp_path):
+    (tmp_path / "of_groups.py").write_text(GROUPS)
+    settings = RewardConfig(function=f"{tmp_path}/of_groups.py:ranks", function_takes="group")
+    assert try_reward_function(settings, [prompt()]) == ()
+
+
 def test_where_the_verifier_gives_the_reward_it_gives_the_accuracy(pool):
     found = scores(
         pool, RewardConfig(), *[(prompt(), completion(f"\\boxed{{{answer}}}")) for answer in (2, 3)]

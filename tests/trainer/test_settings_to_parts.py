@@ -45,7 +45,13 @@ from rlmath.models.megatron import Recompute, selective_modules, transformer_con
 from rlmath.models.optimizer import LossScale
 from rlmath.planning.memory_estimate import engine_mesh_of, mesh_of
 from rlmath.rewards.reward_manager import open_reward_workers, open_scorer, scorer_settings
-from rlmath.rewards.several_rewards import NamedReward, compared_rewards, named_rewards
+from rlmath.rewards.several_rewards import (
+    NamedReward,
+    compared_rewards,
+    named_rewards,
+    reward_hooks,
+    takes_groups,
+)
 from rlmath.rollout.engine import _device_arguments, _shared_gpu_arguments
 from rlmath.rollout.sampling import SamplingSettings, training_sampling
 from rlmath.rollout.unfinished_rules import slice_tokens, unfinished_rules
@@ -193,6 +199,14 @@ def test_the_reward_workers() -> None:
     with open_reward_workers(RewardConfig(workers=1)) as workers:
         (pool,) = workers.by_name.values()
         assert pool._settings.rules == Rules(answer_from="boxed", protocol=False)
+
+
+def test_what_the_functions_of_rewards_take() -> None:
+    assert [hook.takes for hook in reward_hooks(DISTINCT.reward)] == ["group"]
+    assert [hook.takes for hook in reward_hooks(replace(DISTINCT.reward, function_takes="completion"))] == [
+        "completion"
+    ]
+    assert takes_groups(ONE_REWARD) and not takes_groups(replace(ONE_REWARD, function=None))
 
 
 def test_a_scorer_has_the_workers_and_limits_of_rewards() -> None:

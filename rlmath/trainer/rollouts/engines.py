@@ -140,6 +140,7 @@ class ColocatedEngines(Engines):
             reward=config.reward,
             pool=context.workers,
             scorer=self._scorer,
+            has_scorer=scorer_hook(config) is not None,
         )
         rollouts = WholeRollouts if config.rollout.tail == "wait" else PartialRollouts
         self.rollouts = rollouts(config, inputs, self.collector, shape.vocab_size, keep)

@@ -27,14 +27,14 @@ from rlmath.algorithms.partial_rollouts import (
     advance_defer,
     too_old,
 )
-from rlmath.algorithms.types import PartialCompletion, Score, ScoredGroup
+from rlmath.algorithms.types import PartialCompletion, Score, ScoredCompletion, ScoredGroup
 from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished, write_unfinished
 from rlmath.config.length_curriculum import LengthStage, length_stage_at, length_stages, unfinished_problem
 from rlmath.config.schema import Config, RewardConfig, RolloutConfig, SelectionConfig
 from rlmath.data.dataset import Inputs
 from rlmath.data.prompt_curriculum import HISTORY, PromptCurriculum, rules_of
 from rlmath.data.tokenizer import completion_text
-from rlmath.rewards.several_rewards import compared_rewards
+from rlmath.rewards.several_rewards import compared_rewards, takes_groups
 from rlmath.rollout.collector import CollectGroups, Collector, Work
 from rlmath.rollout.sampling import (
     Key,
@@ -344,9 +344,25 @@ class PartialRollouts(RolloutsWithUnfinished):
             )
             for group, own in zip(groups, keys, strict=True)
         ]
+        after = self._score_complete(groups, after, sampling.max_new_tokens)
         rounds.usages.append(usages)
         rounds.new_tokens += sum(map(tokens_of, after)) - sum(map(tokens_of, groups))
         rounds.prefilled_again += sum(len(work.so_far.token_ids) for row in rows for work in row)
+        return after
+
+    def _score_complete(
+        self, before: Sequence[UnfinishedGroup], after: list[UnfinishedGroup], max_new_tokens: int
+    ) -> list[UnfinishedGroup]:
+        """The groups after a round; those that it made complete have scores, also of functions that take groups."""
+        if not takes_groups(self._config.reward):
+            return after
+        places = [
+            place for place, group in enumerate(after) if group.is_complete and not before[place].is_complete
+        ]
+        scored = self._engines.score_groups([self._scored(after[place]) for place in places], max_new_tokens)
+        for place, group in zip(places, scored, strict=True):
+            samples = map(ScoredCompletion, group.completions, group.scores)
+            after[place] = replace(after[place], samples=tuple(samples))
         return after
 
     def _rows(
