@@ -31,3 +31,8 @@ def __getattr__(name: str) -> Any:
             del os.environ["HF_HUB_OFFLINE"]
         return getattr(importlib.import_module("rlmath.cli.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """With the public names, which are imported when they are first asked for."""
+    return sorted({*globals(), *__all__, "hooks"})

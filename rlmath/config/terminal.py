@@ -6,8 +6,12 @@ end in `sys.stdout` or `sys.stderr`, so that is where `escape_terminal` replaces
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 _UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
@@ -43,6 +47,32 @@ def excerpt(text: str | bytes, most: int = 200) -> str:
     )
     shown = visible(head[:most]).replace("\n", "\\n").replace("\t", "\\t")
     return shown if len(text) <= most else f"{shown}... ({len(text)} in all)"
+
+
+@contextmanager
+def ends_with_its_reader() -> Iterator[None]:
+    """Around a program: where who reads its output has gone, as `head` does, it ends here, without a traceback."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        closed = [number for number in (1, 2) if _has_no_reader(number)]
+        if not closed:
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for number in closed:  # what is left in a buffer goes there at the interpreter's end
+            os.dup2(nowhere, number)
+
+
+def _has_no_reader(number: int) -> bool:
+    """Whether a file descriptor is a pipe whose other end is closed."""
+    poll = select.poll()
+    with suppress(OSError):
+        poll.register(number, select.POLLOUT)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    return False
 
 
 def escape_terminal() -> None:

@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         stop_on_signal(plan.output)
-        logger.info("Importing vLLM")
+        logger.info("Importing vLLM (seconds to a minute) ...")
         from rlmath.evals.runner import evaluate
 
         device_kind = resolve_kind(arguments.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -52,8 +53,11 @@ def open_engine(
 ) -> Iterator[Any]:
     """This rank's vLLM engine. On GPU the end of the process frees its memory."""
     longest = lengths.max_prompt_tokens + lengths.max_new_tokens
+    logger.info("Building the engine (seconds to minutes) ...")
+    started = time.monotonic()
     llm = open_standalone(str(model), rollout, longest, device.kind, mesh, stop_token_ids)
     process.freeze_live_objects()
+    logger.info("The engine is ready after %.0f s. Sampling ...", time.monotonic() - started)
     try:
         yield llm
     finally:

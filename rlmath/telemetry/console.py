@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 COLUMNS = 80
 """Of the lines for steps; what is longer is wrapped on a terminal, to its width."""
+LEAST_COLUMNS = 40
+"""To which lines are wrapped on a terminal that has fewer."""
 RECENT_STEPS = 100
 """Whose mean gives the time that is left."""
 EARLY_LINES = 1000
@@ -211,12 +213,16 @@ class _LogFile(logging.FileHandler):
 
 
 def terminal_width(stream: TextIO | None = None) -> int | None:
-    """Columns of the terminal that a stream is, by default stderr; None where it is none, or of unknown size."""
+    """Columns of the terminal that a stream is, by default stderr, or COLUMNS where it does not know its size (0, as in
+    a container); None where it is none."""
     stream = sys.stderr if stream is None else stream
     try:
-        return max(os.get_terminal_size(stream.fileno()).columns, 40) if stream.isatty() else None
+        if not stream.isatty():
+            return None
+        columns = os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):
         return None
+    return max(columns or COLUMNS, LEAST_COLUMNS)
 
 
 def over_bar(text: str, width: int) -> str:

@@ -18,9 +18,11 @@ import rlmath
 from rlmath.cli import doctor, install, train
 from rlmath.cli.main import COMMANDS, main
 from rlmath.config.shipped_files import shipped
+from rlmath.config.terminal import ends_with_its_reader
 from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.distributed.memory import out_of_memory_kills
 from tests.programs import ENVIRONMENT, REPOSITORY
+from tests.terminal import on_terminal
 from tests.tiny_models import make_model_folder
 
 WITHOUT = """import sys
@@ -111,7 +113,7 @@ def test_what_is_missing_is_named_and_the_rest_works_without_torch(tmp_path: Pat
     assert "pyyaml " in ran.stdout and ran.stdout.count("ZeroDivisionError: division by zero") == 2
     assert doctor.import_problems(["sympy"]) == {}
     ran = python("from rlmath.cli.main import main; sys.exit(main(['samples', 'nothing']))", tmp_path)
-    assert ran.returncode == 1 and "Traceback" not in ran.stderr
+    assert ran.returncode == 2 and "Traceback" not in ran.stderr
 
 
 @pytest.mark.parametrize(
@@ -198,6 +200,76 @@ def test_a_damaged_file_of_samples_leaves_the_others(tmp_path: Path) -> None:
     (tmp_path / "samples" / "step-000002.jsonl").write_bytes(lines)
     (tmp_path / "samples" / "step-x.jsonl").write_text(good)
     assert [(row["step"], row["text"]) for row in rlmath.Run(tmp_path).samples()] == [(2, "2")]
+
+
+def test_the_public_names_are_seen_and_imported_when_asked_for(tmp_path: Path) -> None:
+    ran = python(
+        """
+import rlmath
+assert {"Config", "Run", "hooks", "load_config", "train", "verify", "__version__"} <= set(dir(rlmath))
+assert dir(rlmath) == sorted(dir(rlmath)) and "rlmath.cli.api" not in sys.modules
+print(rlmath.Run.__name__, "rlmath.cli.api" in sys.modules)
+""",
+        tmp_path,
+    )
+    assert ran.stdout == "Run True\n", ran.stderr
+
+
+LONG_SCREENS = (
+    ["--help"],
+    *([command.name, "--help"] for command in COMMANDS),
+    ["train", "--help", "all"],
+    ["train", "--help", "save"],
+    ["plan-memory", "--help", "all"],
+)
+
+
+def test_who_stops_reading_ends_every_command_in_silence(tmp_path: Path) -> None:
+    """As `| head -1` does: the pipe is closed before anything is written. One process for all of them."""
+    program = f"""
+import os, sys
+from rlmath.cli.main import main
+for words in {LONG_SCREENS!r}:
+    child = os.fork()
+    if child == 0:
+        reader, writer = os.pipe()
+        os.dup2(writer, 1)
+        os.close(writer)
+        os.close(reader)
+        try:
+            status = main(words)
+        except SystemExit as ended:
+            status = ended.code
+        sys.stdout.flush()
+        os._exit(int(status or 0))
+    print(words, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=sys.stderr)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert ran.stderr.splitlines() == [f"{words} 0" for words in LONG_SCREENS]
+
+
+def test_a_broken_pipe_of_another_kind_is_still_an_error() -> None:
+    with pytest.raises(BrokenPipeError), ends_with_its_reader():
+        raise BrokenPipeError("to a worker")
+
+
+@pytest.mark.parametrize("columns", [0, 1, 20])
+def test_a_terminal_without_columns_shows_every_help(columns: int, tmp_path: Path) -> None:
+    """As in a container without a size of its terminal."""
+    program = f"""
+import sys
+from rlmath.cli.main import main
+for words in {LONG_SCREENS!r}:
+    try:
+        status = main(words)
+    except SystemExit as ended:
+        status = ended.code
+    print("ended with", status)
+"""
+    shown = on_terminal(program, columns)
+    assert shown.count("ended with 0") == len(LONG_SCREENS) and "Traceback" not in shown
 
 
 def test_an_interrupt_reaches_a_run_once(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from rlmath.algorithms.types import Completion, Prompt, RewardFailure, Score, ScoredGroup
 from rlmath.cli.samples import main
+from rlmath.config.load import load_config, save_config
 from rlmath.telemetry.samples import SampleWriter
 
 RIGHT, WRONG = Score(5.0, True, "132", "string"), Score(-5.0, False, "13\x1b[2J", "symbolic")
@@ -92,19 +93,29 @@ def test_only_one_kind_of_group(run_dir, capsys, kind, prompt_id):
     ],
 )
 def test_what_is_not_there_is_said(run_dir, capsys, arguments, message):
-    assert main([run_dir, *arguments]) == 1
+    assert main([run_dir, *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_folder_without_samples_is_named(tmp_path, capsys):
-    assert main([str(tmp_path)]) == 1
-    assert "samples: no such folder" in capsys.readouterr().err
-    (tmp_path / "first").mkdir()
-    assert main([str(tmp_path / "frist")]) == 1
-    assert f'There is "{tmp_path / "first"}"' in capsys.readouterr().err
-    (tmp_path / "samples").mkdir()
-    assert main([str(tmp_path)]) == 1
-    assert "has no samples yet" in capsys.readouterr().err
+def test_where_there_is_nothing_to_show_the_cause_is_said(tmp_path, capsys):
+    def told(folder: Path) -> str:
+        assert main([str(folder)]) == 2
+        output, errors = capsys.readouterr()
+        assert output == "" and errors.startswith("rlmath samples: ")
+        return errors
+
+    run = tmp_path / "first"
+    run.mkdir()
+    assert f'there is no folder "{tmp_path / "frist"}"' in told(tmp_path / "frist")
+    assert f'There is "{run}"' in told(tmp_path / "frist")
+    assert "is not the folder of a run: it has no config.yaml" in told(run)
+    settings = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
+    save_config(load_config([], settings), run / "config.yaml")
+    assert "has no samples yet: no GRPO step is done" in told(run)
+    (run / "samples").mkdir()
+    assert "has no samples yet" in told(run)
+    save_config(load_config([], [*settings, "telemetry.sample_groups_per_step=0"]), run / "config.yaml")
+    assert "keeps no samples: its telemetry.sample_groups_per_step is 0." in told(run)
 
 
 ROW = (
@@ -124,7 +135,7 @@ ROW = (
 def test_a_file_that_is_none_of_samples_is_named(tmp_path, capsys, content, message):
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "step-000001.jsonl").write_bytes(content)
-    assert main([str(tmp_path)]) == 1
+    assert main([str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -134,8 +145,8 @@ def test_only_files_are_samples(tmp_path, capsys):
     os.mkfifo(samples / "step-000004.jsonl")
     (samples / "step-000005.jsonl").symlink_to("/dev/zero")
     (samples / "step-٠٠٠٠٠٦.jsonl").write_text(ROW)
-    assert main([str(tmp_path)]) == 1
-    assert "has no samples yet" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 2
+    assert "is not the folder of a run" in capsys.readouterr().err
     (samples / "step-000002.jsonl").write_text(ROW)
     assert main([str(tmp_path)]) == 0
     assert "step-000002  a  1 of 1 right" in capsys.readouterr().out

@@ -76,5 +76,5 @@ def test_crafted_samples_are_shown_harmlessly(
     (tmp_path / "samples" / "step-000001.jsonl").write_text(json.dumps(row) + "\n")
     status = samples.main([str(tmp_path)])
     told = capsys.readouterr()
-    assert status == (1 if field == "length" else 0)
+    assert status == (2 if field == "length" else 0)
     assert told.out + told.err and not RAW.search(told.out + told.err)

@@ -231,6 +231,21 @@ except OSError:
     assert "evaluation:" in before and last and "evaluation:" not in after
 
 
+def test_a_terminal_that_does_not_know_its_columns_has_80() -> None:
+    program = """
+import logging
+from tqdm import tqdm
+from rlmath.telemetry.console import setup_logging
+setup_logging(0)
+bar = tqdm(total=10, desc="evaluation", leave=False)
+bar.update(5)
+logging.getLogger("rlmath").info("word " * 30)
+bar.close()
+"""
+    lines = [line for line in shown_lines(on_terminal(program, 0)) if "word" in line]
+    assert len(lines) == 3 and 70 < len(lines[0]) <= 80
+
+
 def test_an_error_that_follows_from_another_rank_s_end_is_for_the_log_file_alone(tmp_path: Path) -> None:
     program = f"""
 import logging
