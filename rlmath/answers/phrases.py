@@ -9,7 +9,7 @@ from fractions import Fraction
 from rlmath.answers.lexer import Token
 from rlmath.answers.normalize import GREEK, KnownWords, singular, word_list, word_set
 from rlmath.answers.syntax_tree import NamedSet, Relation, Scalar, Sym
-from rlmath.answers.units import TURNING_WORDS
+from rlmath.answers.units import TURNING_WORDS, may_name
 
 # ---------------------------------------------------------------- number words
 _SMALL = word_list(
@@ -297,9 +297,9 @@ _NAMES = word_set(
     "diameter center centre vertex point maximum minimum max min probability total limit integral "
     "function equation slope domain range set difference ratio distance height width speed "
     "velocity cost price age angle triangle measure coordinate remainder quotient degree "
-    "coefficient expression derivative period amplitude mean median mode average interval pair "
+    "coefficient expression derivative period amplitude mean median mode average interval "
     "element zero answer ans final solution the and of required greatest smallest largest least "
-    "expected variance focus midpoint constant count amount time rate force energy power mass "
+    "expected variance focus midpoint constant count amount rate force energy power mass "
     "work percentage side base"
 )
 """Words for what has a value: `Area = 5`."""
@@ -311,7 +311,7 @@ def is_name(token: Token, known_words: KnownWords | None) -> bool:
     text = token.text
     if known_words is None or token.kind != "word" or len(text) < 2 or (text.isupper() and len(text) < 5):
         return True
-    return singular(text) in _NAMES or text in known_words
+    return singular(text) in _NAMES or (text in known_words and may_name(text))
 
 
 # ---------------------------------------------------------------- remarks

@@ -329,7 +329,20 @@ def _quotient(tokens: Sequence[Token], position: int) -> tuple[Unit, int] | None
 def is_known_noun(token: Token, known_words: KnownWords | None) -> bool:
     """Whether a word before a value changes nothing of it: the year of `year 1469`."""
     word = token.text.lower()
-    return known_words is not None and (word == "the" or (_is_noun(token) and word in known_words))
+    if known_words is None or word == "the":
+        return known_words is not None
+    return _is_noun(token) and word in known_words and may_name(word)
+
+
+_NUMBERED_UNITS = word_set("minute hour day week month year decade century")
+"""Units that may be counted: hour 7 is no 7 hours, and is asked for by its number."""
+
+
+def may_name(word: str) -> bool:
+    """Whether a word of the question before a value says what has it; units and words that change a value do not."""
+    word = word.lower()
+    is_unit = bool(unit_of_word(word)) and word not in _NUMBERED_UNITS
+    return not (is_unit or word in _NO_NOUNS or singular(word) in _MULTIPLIERS)
 
 
 def _is_noun(token: Token) -> bool:
