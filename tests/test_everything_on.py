@@ -22,7 +22,7 @@ from rlmath.checkpoint.directory import read_progress
 from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished
 from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, read_exit_status
 from rlmath.replay.capture import read_capture
-from tests.programs import TRAIN, rows, run, small_run, torchrun_command
+from tests.programs import TRAIN, metric_rows, rows, run, small_run, torchrun_command
 from tests.selection import matrix
 from tests.spoiled_run import SPOILED_STEP
 from tests.test_end_to_end import replay
@@ -74,8 +74,9 @@ rollout.group_size={GROUP} rollout.tail=carry rollout.slice_tokens=4 rollout.max
 rollout.max_groups_in_flight=11 optimizer.lr={LR} optimizer.min_lr={MIN_LR} optimizer.warmup_steps={WARMUP}
 sync.probe_every=3 memory.offload_critic=true memory.offload_reference=true reward.rewards=[length,digits]
 reward.weights=[1,3] reward.workers=1 algorithm.advantage=gae algorithm.n_minibatches={MINIBATCHES}
-algorithm.kl_coef=0.05 algorithm.kl_in=reward algorithm.recompute_logprobs=true algorithm.importance_correction=token
-algorithm.importance_mask_high=5 algorithm.early_stop_ratio=null algorithm.rollback=2
+algorithm.kl_coef=0.05 algorithm.kl_in=reward algorithm.loss_normalisation=constant
+algorithm.recompute_logprobs=true algorithm.importance_correction=token algorithm.importance_mask_high=5
+algorithm.early_stop_ratio=null algorithm.rollback=2
 algorithm.rollback_lr_factor={FACTOR} algorithm.rollback_reward_drop=50 critic.path={{place}}/critic
 critic.lr={CRITIC_LR} critic.warmup_steps={CRITIC_WARMUP} critic.epochs={CRITIC_EPOCHS}
 critic.pretrain_steps={PRETRAIN} validation.every_steps=3 validation.paths=[{{place}}/held.jsonl]
@@ -148,6 +149,8 @@ def test_it_goes_back_once_and_ends(whole: Path) -> None:
     assert whole.with_suffix(".txt").read_text().count("Rollback 1 of at most 2") == 1
     (record,) = json.loads((whole / "rollbacks.json").read_text())["rollbacks"]
     assert (record["step"], record["diverged_step"]) == (SPOILED_STEP - 1, SPOILED_STEP)
+    (told,) = [row for row in metric_rows(whole, "events.jsonl") if row["kind"] == "rollback"]
+    assert (told["step"], told["diverged_step"]) == (SPOILED_STEP - 1, SPOILED_STEP)
 
 
 def test_every_step_has_the_lengths_of_its_stage_which_leaves_its_model(whole: Path) -> None:

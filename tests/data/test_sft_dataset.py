@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from rlmath.config.schema import Config, DataConfig, ModelConfig, OptimizerConfig, RunConfig, SftConfig
-from rlmath.data.dataset import load_sft_inputs
+from rlmath.data.dataset import load_inputs, load_sft_inputs
 from rlmath.data.sft_sequences import split_held_out
 from tests.tiny_models import shape_of
 
@@ -112,3 +114,25 @@ def test_a_warm_up_counts_steps(config: Config, tied_model: Path) -> None:
     load_sft_inputs(replace(config, optimizer=OptimizerConfig(warmup_steps=8)), shape)
     with pytest.raises(ValueError, match="warmup_steps is 9; the run has 9 optimizer steps"):
         load_sft_inputs(replace(config, optimizer=OptimizerConfig(warmup_steps=9)), shape)
+
+
+def test_both_programs_end_completions_where_a_turn_does(
+    tmp_path: Path, config: Config, tied_model: Path
+) -> None:
+    """Token 1 ends sequences, 97, a tilde, a turn of the template, and the model's own file names 5. An export of SFT
+    stops where the RL that goes on from it does."""
+    model = shutil.copytree(tied_model, tmp_path / "model")
+    (model / "generation_config.json").write_text('{"eos_token_id": 5}')
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["~"]})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}~{% endfor %}"
+    tokenizer.save_pretrained(model)
+    rows = [
+        {"prompt": "1+1=", "task": "math", "solutions": ["2"], "query_id": f"q{number}"}
+        for number in range(4)
+    ]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chat = replace(config, model=ModelConfig(path=str(model)))
+    solutions = load_sft_inputs(chat, shape_of(model))
+    sampling = replace(chat, data=DataConfig(train_path=f"{tmp_path}/problems.jsonl", prompts_per_step=4))
+    assert solutions.stop_token_ids == load_inputs(sampling, shape_of(model)).stop_token_ids == (1, 5, 97)

@@ -60,6 +60,21 @@ def test_tokens_of_low_entropy_lose_their_advantage_and_prompts_never_count(spli
     assert got[1] == ([0.0, 0.0, -0.25], [0.0, 2.0, 0.0])
 
 
+def test_tokens_count_by_the_advantages_that_the_parts_before_have_made() -> None:
+    """Tokens 5 6 7 8 with an advantage of 0.5, to which the teacher adds -2 and 2; the upper half of the entropies is
+    the first completion token's."""
+    batch = pack(SAMPLES, [0], 1)
+    plain = Advantages([batch], [[0.5]])
+    packed = PackedStep(ScoredStep(0, [], [], []), [batch], (slice(0, 1),), seed=1)
+    engine = batch.behaviour_logprobs_T
+    teacher = engine + torch.tensor([0.0, 0.0, -2.0, 2.0])
+    taught = add_teacher_advantages(plain, None, [teacher], [[2]], coef=1.0, vocab_size=99, mesh=ALONE)
+    part = TokensThatCount(TokenRules(entropy_share=0.5), ALONE)
+    logprobs = StepLogprobs(None, None, [torch.tensor([9.0, 9.0, 0.5, 0.1])])
+    assert part.apply(packed, logprobs, taught).batches[0].advantages_T.tolist() == [0.0, 0.0, -1.5, 0.0]
+    assert part.apply(packed, logprobs, plain).batches[0].advantages_T.tolist() == [0.0, 0.0, 0.5, 0.0]
+
+
 def _of_sample(batch: MicroBatch, index: int) -> tuple[list[float], list[float]]:
     where = batch.segments_T == batch.sample_indices.index(index)
     assert batch.penalty_T is not None
