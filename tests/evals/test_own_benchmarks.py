@@ -193,6 +193,25 @@ def test_every_problem_has_its_greedy_answer_and_its_samples(plan: Plan, ranks: 
     assert len(texts) > SAMPLES
 
 
+@matrix
+@pytest.mark.distributed
+def test_completions_end_where_a_turn_of_the_evaluations_own_template_does(
+    plan: Plan, tmp_path: Path, ranks: RankPool
+) -> None:
+    """The model begins with a box, an added token of its tokenizer, with which this template ends a turn."""
+    template = tmp_path / "boxed.jinja"
+    template.write_text("{% for m in messages %}{{ m.content + '\\\\boxed{' }}{% endfor %}")
+    ended = replace(plan, benchmarks=("first",), output=tmp_path / "out", chat_template=str(template))
+    ranks.run(1, evaluate_in_pool, ended)
+    rows = [
+        json.loads(line)
+        for path in (ended.output / "generations" / "first").glob("*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    assert len(rows) == LIMIT * (1 + SAMPLES)
+    assert {(row["finish_reason"], row["tokens"]) for row in rows} == {("stop", 1)}
+
+
 @pytest.mark.parametrize("place", ["", "hf_model", "checkpoints/step-000010", "best_model"])
 def test_a_runs_model_has_the_runs_template(
     tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
