@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from rlmath.config.schema import (
     AlgorithmConfig,
     Config,
     DataConfig,
+    LoraConfig,
     ParallelConfig,
     RewardConfig,
     RolloutConfig,
@@ -58,6 +60,7 @@ from rlmath.rollout.unfinished_rules import slice_tokens, unfinished_rules
 from rlmath.run.recovery.resume import origin_of
 from rlmath.run.recovery.save_schedule import Frequency, kept_frequency, recovery_frequency
 from rlmath.trainer.policy_update import PolicyUpdater
+from rlmath.trainer.rollouts.engines import offer_plans
 from rlmath.trainer.rollouts.synchronous import selection_rules
 from rlmath.trainer.validation import _measure
 from rlmath.workers.hooks import Hook, hooks_fingerprint
@@ -489,6 +492,29 @@ def test_normalisation_and_place_of_the_kl_of_the_updates(tied_model: Path) -> N
     assert one.kl_in_reward and not updater(DISTINCT, tied_model).kl_in_reward
     in_loss = replace(DISTINCT, algorithm=replace(DISTINCT.algorithm, kl_in="loss"))
     assert not updater(in_loss, tied_model, any_reference).kl_in_reward
+
+
+@pytest.mark.parametrize(
+    ("target", "learned"),
+    [
+        ("attention", {"q_proj", "o_proj"}),
+        ("mlp", {"gate_proj", "down_proj"}),
+        ("all", {"q_proj", "o_proj", "gate_proj", "down_proj"}),
+    ],
+)
+def test_engines_get_all_weights_first_and_later_those_whose_adapters_learn(
+    target: Any, learned: set[str]
+) -> None:
+    """By the first matrix of each of Megatron's: q stands for k and v, gate for up."""
+    config = Config(lora=LoraConfig(rank=4, target=target), rollout=RolloutConfig(ranks=1))
+    plans = offer_plans(config, SHAPE, Mesh(0, 1, 1, 1, 1, engine_ranks=1), CPU)
+    first, later = (
+        {copy.source_parameter for copy in chain(*plan.rounds, *plan.local.values())}
+        for plan in (plans.first, plans.later)
+    )
+    assert {name.split(".")[-2] for name in later} == learned and later < first
+    assert {name.split(".")[2] for name in later} == {"0", "1"}, "of both layers"
+    assert "model.embed_tokens.weight" in first
 
 
 def groups_of(*parts_PGK: list[tuple[float, ...]]) -> list[ScoredGroup]:
