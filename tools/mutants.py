@@ -216,12 +216,11 @@ def changed_names(
 
 
 def without_each(node: ast.AST, name: str) -> list[Any]:
-    """The node as often as a field has parts, each time without another one; a call may lose its only one."""
+    """The node as often as a field has parts, each time without another one. The only one is left out where it has a
+    name alone: nobody writes `str()` for `str(number)`."""
     fields = dict(ast.iter_fields(node))
     rests = itertools.combinations(fields[name], len(fields[name]) - 1) if fields[name] else ()
-    return [type(node)(**{**fields, name: rest}) for rest in rests if rest or isinstance(node, ast.Call)][
-        ::-1
-    ]
+    return [type(node)(**{**fields, name: rest}) for rest in rests if rest or name == "keywords"][::-1]
 
 
 # ---------------------------------------------------------------- types, and the sample

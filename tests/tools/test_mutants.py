@@ -199,6 +199,15 @@ def test_sums_conditions_and_lists_lose_a_part() -> None:
     }
 
 
+def test_no_call_loses_its_only_argument_unless_that_has_a_name() -> None:
+    source = "def f(a):\n    return str(a), int(a, 8), open(mode=a)\n"
+    assert {change[1:] for change in changes(source) if change[0] == "default"} == {
+        ("int(a, 8)", "int(a)"),
+        ("int(a, 8)", "int(8)"),
+        ("open(mode=a)", "open()"),
+    }
+
+
 def test_what_is_only_told_checked_or_declared_is_not_changed() -> None:
     source = """def f(a: x.y, b: x.z) -> x.y:
     "a.b"
