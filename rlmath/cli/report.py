@@ -30,12 +30,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=Path,
         help=f"file to write (default: {REPORT_FILE} in RUN, {COMPARED_FILE} in the first of several)",
     )
+    parser.add_argument(
+        "--eval",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="--output of an evaluation of a model of the runs, or of the one they began with; may be given again; "
+        "those in the folder of a run and beside it are found without",
+    )
     options = parser.parse_args(argv)
     if options.output is not None and options.output.is_dir():
         print(f'report: got --output "{options.output}", a folder; needed: a file to write', file=sys.stderr)
         return 2
     try:
-        path = write_report(options.runs, options.output)
+        path = write_report(options.runs, options.output, options.eval)
     except NoRunError as error:
         print(f"report: {error}", file=sys.stderr)
         return 2

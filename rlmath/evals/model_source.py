@@ -35,6 +35,8 @@ class EvaluatedModel:
     """The same for the same weights, tokenizer and settings in any folder."""
     older_fingerprint: str
     """As earlier releases made it."""
+    source: Path
+    """The folder of the model or the checkpoint, whole, before any conversion."""
 
     def named_as(self, recorded: object) -> str:
         """Its fingerprint; where an evaluation of an earlier release recorded the older one, that."""
@@ -52,14 +54,16 @@ def resolve_model(path: Path, output: Path) -> EvaluatedModel:
             f'--model: "{adapter}" has adapters (LoRA) without their model; needed: a whole model. Give the folder of '
             "their run or a checkpoint of it, which is merged at once, or merge them (PEFT: merge_and_unload)."
         )
-    folder = _hugging_face(path) or _convert(path, output)
+    hugging_face = _hugging_face(path)
+    source = hugging_face or find_megatron(path).state
+    folder = hugging_face or _convert(path, output)
     check_loadable(folder)
     metadata_files = read_metadata_files(folder)
     fingerprint, older = (
         _with_metadata(weights, metadata_files)
         for weights in (model_fingerprint(folder), older_model_fingerprint(folder))
     )
-    return EvaluatedModel(folder, fingerprint, older)
+    return EvaluatedModel(folder, fingerprint, older, source.resolve())
 
 
 def _with_metadata(fingerprint: str, metadata_files: Mapping[str, bytes]) -> str:

@@ -174,6 +174,7 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Devic
     )
     common = {
         "about_model": hub.as_hub_ids(str(plan.model)),
+        "about_model_folder": str(model.source),
         "model": model.named_as(read_settings(plan.output).get("model")),
         "template": plan.template,
         "about_chat_template": plan.chat_template,

@@ -36,13 +36,26 @@
     const format = figure.percent ? ".3~%" : figure.log ? ".1e" : high >= 1000 ? ",.6~g" : undefined;
     return {
       type: figure.log ? "log" : "linear", tickformat: format, exponentformat: "power", nticks: figure.log ? 6 : 8,
-      rangemode: figure.stack ? "tozero" : "normal",
-      ...(low === high && low > 0 && !figure.log ? { range: [0, 1.5 * high] } : {}),
+      rangemode: figure.stack ? "tozero" : low >= 0 ? "nonnegative" : "normal",
+      ...(figure.range ? { range: figure.range } : {}),
     };
   }
 
+  /* Steps and counts are whole: where an axis shows few of them, every one has its number, and no half has. */
+  function wholeTicks(place, figure) {
+    const changes = {}, modes = place.tickModes || { xaxis: "auto", yaxis: "auto" };
+    for (const [name, isWhole] of [["xaxis", true], ["yaxis", figure.whole && !figure.percent && !figure.log]]) {
+      const axis = place._fullLayout[name], span = Math.abs(axis.range[1] - axis.range[0]);
+      const mode = isWhole && span <= place.layout[name].nticks ? "linear" : "auto";
+      if (modes[name] === mode) continue;
+      changes[name + ".tickmode"] = modes[name] = mode;
+      if (mode === "linear") Object.assign(changes, { [name + ".tick0"]: 0, [name + ".dtick"]: 1 });
+    }
+    place.tickModes = modes;
+    if (Object.keys(changes).length) Plotly.relayout(place, changes);
+  }
+
   function layout(figure, width) {
-    const legend = figure.traces.length > 1;
     const axis = {
       gridcolor: css("--grid"), linecolor: css("--line"), zeroline: false, automargin: true,
       title: { font: { size: 12, color: css("--soft") }, standoff: 8 },
@@ -51,12 +64,14 @@
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", autosize: true,
       font: { family: "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif", size: 12, color: css("--text") },
       margin: { l: 8, r: 8, t: 8, b: 8 },
-      showlegend: legend,
+      showlegend: figure.legend,
       legend: { orientation: "h", x: 0, y: -0.24, yanchor: "top", font: { size: 11 }, maxheight: 90 },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: css("--soft"), activecolor: css("--link") },
       hovermode: figure.traces.length > 12 ? "closest" : "x unified",
       hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--text") }, namelength: 60 },
-      xaxis: { ...axis, title: { ...axis.title, text: "step" }, nticks: width < 420 ? 6 : 10 },
+      xaxis: {
+        ...axis, title: { ...axis.title, text: "step" }, nticks: width < 420 ? 6 : 10, minallowed: 0, tickformat: ",d",
+      },
       yaxis: {
         ...axis, ...yAxis(figure), title: { ...axis.title, text: plain(figure.unit) },
       },
@@ -76,6 +91,9 @@
       modeBarButtons: [["toImage", "resetScale2d"]],
     };
     Plotly.react(place, traces(figure), layout(figure, place.clientWidth), config);
+    if (!drawn.has(place)) place.on("plotly_relayout", () => wholeTicks(place, figure));
+    place.tickModes = undefined;
+    wholeTicks(place, figure);
     drawn.add(place);
     document.documentElement.dataset.drawn = String(drawn.size);
   }

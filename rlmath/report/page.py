@@ -19,6 +19,7 @@ from importlib import resources
 from typing import Any
 
 from rlmath.config.terminal import visible
+from rlmath.report.accuracies import BEFORE, Accuracy, AccuracyRow, columns
 from rlmath.report.metrics import Curve
 from rlmath.report.panels import Section, sections
 from rlmath.report.run_folder import Message, ShownRun
@@ -41,6 +42,7 @@ def build_page(runs: Sequence[ShownRun], plotly_js: str, made: datetime) -> str:
     title = f"{runs[0].label}: report of a run" if len(runs) == 1 else f"{len(runs)} runs compared"
     parts = [
         ("overview", "Overview", _overview(runs)),
+        ("accuracies", "Before and after", _accuracies(runs)),
         *((f"section-{number}", one.title, _section(one, figures)) for number, one in enumerate(found)),
         ("events", "Warnings and restarts", _events(runs)),
         ("settings", "Settings", _settings(runs)),
@@ -156,7 +158,8 @@ def facts_of(run: ShownRun) -> Iterator[Fact]:
     if validated.values:
         best = max(range(len(validated.values)), key=validated.values.__getitem__)
         last, first, most = (_percent(validated.values[place]) for place in (-1, 0, best))
-        more = f"of the answers; best {most} after step {validated.steps[best]}, first {first}"
+        began = f"{first} before training" if validated.steps[0] == 0 else f"first {first}"
+        more = f"of the answers; {began}, best {most} after step {validated.steps[best]}"
         yield Fact("Validation accuracy", last, more)
     held_out = run.metrics.curve("held_out/loss")
     if held_out.values:
@@ -215,6 +218,69 @@ def _fact(fact: Fact) -> str:
     more = f' <span class="more soft small">{html_text(fact.more)}</span>' if fact.more else ""
     style = ' class="error-text"' if fact.is_bad else ""
     return f"<span{style}>{html_text(fact.value)}</span>{more}"
+
+
+def _accuracies(runs: Sequence[ShownRun]) -> str:
+    """Validations and evaluations of the model before training and of the run's models."""
+    parts = [
+        *_accuracy_table(
+            "Validation", "Answers to the run's validation files.", runs, [run.validated for run in runs]
+        ),
+        *_accuracy_table("Evaluations", "By rlmath eval.", runs, [run.evaluated for run in runs]),
+    ]
+    without = [
+        run for run in runs if not any(BEFORE in row.by_model for row in (*run.validated, *run.evaluated))
+    ]
+    if without:
+        names = "" if len(runs) == 1 else f" of {', '.join(run.label for run in without)}"
+        parts.append(
+            f'<p class="soft small">No accuracy{html_text(names)} before training is known: '
+            "validation.before_training measures it, or rlmath eval of the model that the run begins with.</p>"
+        )
+    return "\n".join(parts)
+
+
+def _accuracy_table(
+    title: str, about: str, runs: Sequence[ShownRun], rows_by_run: Sequence[Sequence[AccuracyRow]]
+) -> Iterator[str]:
+    """Nothing where nothing was measured."""
+    models = columns([row for rows in rows_by_run for row in rows])
+    if not models:
+        return
+    yield (
+        f"<h3>{title}</h3>"
+        f'<p class="soft small">{about} Share of right ones, and its 95% interval over problems like these '
+        "(Wilson).</p>"
+    )
+    with_changes = any(row.change for rows in rows_by_run for row in rows)
+    named_run = ["Run"] if len(runs) > 1 else []
+    head = [*named_run, "Problems", *(escape(visible(name).capitalize()) for name in models)]
+    table = []
+    for number, (run, rows) in enumerate(zip(runs, rows_by_run, strict=True)):
+        for row in rows:
+            how = f'<span class="more soft small">{html_text(row.measure)}</span>' if row.measure else ""
+            cells = [_named(number, run)] if len(runs) > 1 else []
+            cells.append(html_text(row.problems) + how)
+            cells += [_accuracy(row.by_model.get(name)) for name in models]
+            table.append([*cells, *([_change(row.change)] if with_changes else [])])
+    yield _table([*head, *(["Change"] if with_changes else [])], table)
+
+
+def _accuracy(accuracy: Accuracy | None) -> str:
+    if accuracy is None:
+        return ""
+    after = f"after step {accuracy.step}" if accuracy.step else ""
+    ends = "" if accuracy.interval is None else " to ".join(map(_percent, accuracy.interval))
+    more = "; ".join(filter(None, (ends, after)))
+    return f'{_percent(accuracy.value)} <span class="more soft small">{more}</span>'
+
+
+def _change(change: Accuracy | None) -> str:
+    """In percentage points."""
+    if change is None:
+        return ""
+    ends = "" if change.interval is None else " to ".join(f"{100 * end:+.1f}" for end in change.interval)
+    return f'{100 * change.value:+.1f} <span class="more soft small">{ends}</span>'
 
 
 def _section(section: Section, figures: Sequence[dict[str, Any]]) -> str:

@@ -5,8 +5,9 @@ A figure without data is left out. Metrics that are 0 in every step are named un
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from rlmath.config.terminal import visible
@@ -58,7 +59,8 @@ Learning
   Validation accuracy; share of answers; validation/accuracy=all files, validation/*/accuracy=
   Validation rewards above 0; share of answers; validation/reward_positive=all files, validation/*/reward_positive=
   Loss; nats per token; train/loss=training, held_out/loss=held out
-  Groups that teach; share of groups; rollout/groups_with_contrast=different rewards
+  Groups that teach; share of groups; train/teaching_groups=learned from,
+    rollout/groups_with_contrast=different rewards; Learned from: kept by the selection, with an advantage that is not 0
   Validation response length; tokens; validation/*/mean_tokens=
   Validation answers cut off; share of answers; validation/*/truncated=
   Reward parts that failed; share of completions; reward/*/failures=
@@ -148,6 +150,7 @@ def _named_figures(text: str) -> dict[str, list[Lines]]:
 def _lines(spec: Lines, runs: Sequence[ShownRun]) -> tuple[dict[str, Any] | None, bool]:
     """The figure, if any value is not 0; and whether there were values at all."""
     traces, left_out, there = [], 0, False
+    flat: dict[str, None] = {}
     stacks = spec.form == "stack" and len(runs) == 1
     for number, run in enumerate(runs):
         named = [pair for metric, called in spec.metrics for pair in _curves(run, metric, called)]
@@ -156,6 +159,8 @@ def _lines(spec: Lines, runs: Sequence[ShownRun]) -> tuple[dict[str, Any] | None
         for place, (called, curve) in enumerate(named):
             there = there or bool(curve.values)
             if not any(curve.values):
+                if curve.values and len(runs) == 1 and any(called == known for _, known in spec.metrics):
+                    flat[called] = None
                 continue
             if len(traces) == MOST_TRACES:
                 left_out += 1
@@ -172,21 +177,56 @@ def _lines(spec: Lines, runs: Sequence[ShownRun]) -> tuple[dict[str, Any] | None
             )
     if not traces:
         return None, there
-    notes = [spec.note, f"{left_out} more curves are left out" if left_out else ""]
+    is_log = spec.form == "log" and all(value > 0 for trace in traces for value in trace["y"])
+    notes = [
+        spec.note,
+        f"0 in every step: {', '.join(flat)}" if flat else "",
+        f"{left_out} more curves are left out" if left_out else "",
+    ]
     return {
         "title": spec.title,
         "unit": spec.unit,
         "note": "; ".join(filter(None, notes)),
         "percent": spec.unit.startswith("share"),
-        "log": spec.form == "log" and all(value > 0 for trace in traces for value in trace["y"]),
+        "log": is_log,
         "stack": stacks,
+        "legend": len(traces) > 1 or len(spec.metrics) > 1,
+        "whole": all(value == int(value) for trace in traces for value in trace["y"]),
+        "range": None if is_log else axis_range(traces, spec.unit.startswith("share"), stacks),
         "traces": traces,
     }, True
+
+
+def axis_range(traces: Sequence[Mapping[str, Any]], is_share: bool, stacks: bool) -> list[float] | None:
+    """The ends of the values' axis of shares, which has no place below 0, and none above all where no value is; and of
+    values that are all the same. None: as the values have it.
+
+    >>> axis_range([{"y": [1.0, 1.0]}], is_share=True, stacks=False)
+    [0.0, 1.02]
+    >>> axis_range([{"y": [0.4, 0.9]}], is_share=True, stacks=False)
+    [0.375, 0.925]
+    """
+    columns = [trace["y"] for trace in traces]
+    values = [sum(column) for column in zip(*columns, strict=True)] if stacks else [*chain(*columns)]
+    low, most = 0.0 if stacks else min(values), max(values)
+    high = most
+    if low == high > 0:
+        low, high = 0.0, 1.5 * high
+    elif not is_share or low < 0:
+        return None
+    all_of_it = is_share and most < 1.0005  # sums of rounded shares may be a little more
+    high = min(high, 1.0) if all_of_it else high
+    bottom, top = max(0.0, low - 0.05 * (high - low)), high + 0.05 * (high - low)
+    if all_of_it:
+        top = min(top, 1 + 0.02 * (high - low))  # a line at 1 is drawn whole, and no number above it fits
+    return [float(f"{bottom:.6g}"), float(f"{top:.6g}")]
 
 
 def _curves(run: ShownRun, metric: str, called: str) -> list[tuple[str, Curve]]:
     """(what it is called, curve) of a metric, or of all that a star stands for."""
     metrics = run.validation if metric.startswith("validation/") else run.metrics
+    if metric == "validation/accuracy" and sum(name.endswith("/accuracy") for name in metrics.curves) == 2:
+        return []  # the mean over files, where there is only one
     head, star, tail = metric.partition("*")
     if not star:
         return [(called, metrics.curve(metric))]

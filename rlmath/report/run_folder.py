@@ -17,7 +17,8 @@ from rlmath.config.run_files import (
     VALIDATION_FILE,
 )
 from rlmath.config.terminal import visible
-from rlmath.report.metrics import Metrics, read_curves
+from rlmath.report.accuracies import AccuracyRow, evaluation_rows, find_evaluations, validation_rows
+from rlmath.report.metrics import Curve, Metrics, read_curves
 from rlmath.report.samples import SHOWN_STEPS, number_of, samples_of, text_of
 from rlmath.report.settings import Settings, read_settings
 from rlmath.telemetry.events import MOST_CHARS, read_events
@@ -29,6 +30,7 @@ MOST_MESSAGES = 200
 MESSAGES = ("error", "alert", "rollback", "resume", "warning")
 """Kinds of events that are shown as messages, in this order."""
 MOST_MARKERS = 40
+TEACHING = "train/teaching_groups"
 
 Part = TypeVar("Part")
 
@@ -69,6 +71,8 @@ class ShownRun:
     exit_status: dict[str, Any]
     events: Events
     samples: list[dict[str, Any]]
+    validated: list[AccuracyRow] = field(default_factory=list)
+    evaluated: list[AccuracyRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What was left out or could not be read."""
 
@@ -83,12 +87,13 @@ class ShownRun:
         return number_of(self.exit_status.get("status")) not in (None, 0.0, 75.0)
 
 
-def read_runs(folders: Sequence[str | Path]) -> list[ShownRun]:
-    """The runs in these folders; a folder given twice counts once. Errors: NoRunError."""
+def read_runs(folders: Sequence[str | Path], evaluations: Sequence[Path] = ()) -> list[ShownRun]:
+    """The runs in these folders; a folder given twice counts once. `evaluations` are folders of evaluations of their
+    models, beside those that are found. Errors: NoRunError."""
     paths = list({path.resolve(): path for path in map(Path, folders)}.values())
     for path in paths:
         require_run(path)
-    return [_read_run(path, max(1, SHOWN_STEPS // len(paths))) for path in paths]
+    return [_read_run(path, max(1, SHOWN_STEPS // len(paths)), evaluations) for path in paths]
 
 
 def require_run(folder: Path) -> None:
@@ -110,7 +115,7 @@ def label_of(folder: Path) -> str:
     return shown if len(shown) <= MOST_LABEL else f"…{shown[1 - MOST_LABEL :]}"
 
 
-def _read_run(folder: Path, most_steps: int) -> ShownRun:
+def _read_run(folder: Path, most_steps: int, evaluations: Sequence[Path]) -> ShownRun:
     notes: list[str] = []
 
     def read(name: str, read_part: Callable[[Path], Part], missing: Part) -> Part:
@@ -127,17 +132,37 @@ def _read_run(folder: Path, most_steps: int) -> ShownRun:
         metrics = read_curves(folder / METRICS_FILE, notes)
     except (OSError, ValueError) as error:
         raise NoRunError(f"{folder / METRICS_FILE} cannot be read: {error}") from error
+    validation = read(VALIDATION_FILE, lambda path: read_curves(path, notes), Metrics())
+    settings = read(CONFIG_FILE, read_settings, {})
     return ShownRun(
         label_of(folder),
-        metrics=metrics,
-        validation=read(VALIDATION_FILE, lambda path: read_curves(path, notes), Metrics()),
-        settings=read(CONFIG_FILE, read_settings, {}),
+        metrics=with_teaching_groups(metrics),
+        validation=validation,
+        settings=settings,
         summary=read(SUMMARY_FILE, _read_object, {}),
         exit_status=read(EXIT_STATUS_FILE, _read_object, {}),
         events=read(EVENTS_FILE, lambda path: events_of(path, notes), Events()),
         samples=samples_of(folder, notes, most_steps),
+        validated=validation_rows(validation),
+        evaluated=evaluation_rows(find_evaluations(folder, settings, evaluations, notes)),
         notes=notes,
     )
+
+
+def with_teaching_groups(metrics: Metrics) -> Metrics:
+    """The metrics, with those of earlier releases made of what they logged: no more groups taught than were learned
+    from, where any were selected, and no more than had different rewards."""
+    if TEACHING in metrics.curves:
+        return metrics
+    contrast = metrics.curve("rollout/groups_with_contrast")
+    sampled = dict(zip(*metrics.curve("selection/groups_sampled"), strict=True))
+    learned = dict(zip(*metrics.curve("selection/groups_learned"), strict=True))
+    values = [
+        min(share, learned.get(step, 0.0) / sampled[step]) if sampled.get(step) else share
+        for step, share in zip(*contrast, strict=True)
+    ]
+    curves = {**metrics.curves, TEACHING: Curve(contrast.steps, values)}
+    return Metrics(curves, metrics.last_step) if values else metrics
 
 
 def _read_object(path: Path) -> dict[str, Any]:

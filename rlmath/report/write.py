@@ -20,11 +20,14 @@ class NoPlotlyError(RuntimeError):
     """plotly is not installed."""
 
 
-def write_report(folders: Sequence[str | Path], output: Path | None = None) -> Path:
+def write_report(
+    folders: Sequence[str | Path], output: Path | None = None, evaluations: Sequence[Path] = ()
+) -> Path:
     """Write the report of the runs in these folders to `output`, by default `report.html` in the folder or
-    `compared.html` in the first of several; returns where. Errors: NoRunError, NoPlotlyError, OSError."""
+    `compared.html` in the first of several; returns where. `evaluations` are folders of evaluations of their models.
+    Errors: NoRunError, NoPlotlyError, OSError."""
     plotly_js = read_plotly()
-    runs = read_runs(folders)
+    runs = read_runs(folders, evaluations)
     path = (
         Path(folders[0]) / (REPORT_FILE if len(folders) == 1 else COMPARED_FILE) if output is None else output
     )

@@ -48,6 +48,7 @@ from rlmath.trainer.metrics import (
     rollout_metrics,
     selection_metrics,
     teacher_metrics,
+    teaching_metrics,
     update_metrics,
 )
 from rlmath.trainer.policy_update import PolicyTrainer, token_counts
@@ -161,6 +162,8 @@ class GrpoTrainer(PolicyTrainer):
         if self.rules.drop_anything:
             metrics |= selection_metrics(selection)
         metrics |= update_metrics(update, learned, metrics["task_reward"], algorithm)
+        in_loss = self.teacher is not None and self.config.teacher.loss == "full"
+        metrics |= teaching_metrics(update, sampled=len(selection.sampled), every_group=in_loss)
         metrics |= update.critic_metrics
         if self.teacher is not None:
             metrics |= teacher_metrics(update)

@@ -226,6 +226,15 @@ def update_metrics(
     return metrics | counts
 
 
+def teaching_metrics(record: UpdateRecord, sampled: int, every_group: bool) -> dict[str, float]:
+    """The share (0 to 1) of the `sampled` groups that the policy learned from: they were kept, an advantage of
+    theirs is not 0, and a minibatch was not discarded. With `every_group`, where a teacher is part of
+    the loss, every group that was kept teaches."""
+    is_used = any(result.discarded is None for result in record.results)
+    teaching = sum(every_group or any(row) for row in record.advantages) if is_used else 0
+    return {"train/teaching_groups": teaching / sampled}
+
+
 def loss_scale_metrics(results: Sequence[MinibatchResult]) -> dict[str, float]:
     """Of a run in float16: the last loss scale, and minibatches whose gradients overflowed it."""
     scales = [result.loss_scale for result in results if result.loss_scale is not None]

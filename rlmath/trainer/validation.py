@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlmath.algorithms.types import ScoredGroup
+from rlmath.algorithms.intervals import accuracy_interval
+from rlmath.algorithms.types import Score, ScoredGroup
 from rlmath.answers.verifier import FAILURES
 from rlmath.config.files import read_json
 from rlmath.config.length_curriculum import validates, validation_tokens
@@ -187,19 +188,23 @@ class Validator:
 def file_metrics(
     file: ValidationFile, groups: Sequence[ScoredGroup], samples: int, figure: str = "accuracy"
 ) -> dict[str, float]:
-    """Accuracy, or another `figure`, over all problems of the file, mean length (tokens) and truncated share of what
-    was sampled. Right is what the verifier says, where it is asked."""
+    """Accuracy, or another `figure`, over all problems of the file with its 95% interval, mean length (tokens) and
+    truncated share of what was sampled. Right is what the verifier says, where it is asked."""
     completions = [completion for group in groups for completion in group.completions]
-    scores = [score for group in groups for score in group.scores]
-    right = sum(
-        score.correct if score.verified_correct is None else score.verified_correct for score in scores
-    )
+    right = [sum(map(_is_right, group.scores)) for group in groups] + [0] * (file.problems - len(groups))
+    low, high = accuracy_interval([count / samples for count in right], samples)
     n = len(completions)
     return {
-        f"validation/{file.name}/{figure}": right / (file.problems * samples),
+        f"validation/{file.name}/{figure}": sum(right) / (file.problems * samples),
+        f"validation/{file.name}/{figure}_low": low,
+        f"validation/{file.name}/{figure}_high": high,
         f"validation/{file.name}/mean_tokens": sum(len(one.token_ids) for one in completions) / n,
         f"validation/{file.name}/truncated": sum(one.finish_reason == "length" for one in completions) / n,
     }
+
+
+def _is_right(score: Score) -> bool:
+    return score.correct if score.verified_correct is None else score.verified_correct
 
 
 def _measure(config: Config, measured: bool = False) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from rlmath.report.page import build_page
 from rlmath.report.run_folder import read_runs
 from rlmath.telemetry.metrics_writer import MetricsWriter
 from tests.report.folders import HOSTILE, group, make_run, write_event, write_json, write_samples
+from tests.report.test_accuracies import evaluation
 
 PLOTLY = "window.Plotly = {};"
 """Stands for the library where nothing is drawn."""
@@ -55,6 +56,11 @@ def page_of(*folders: Path) -> str:
 
 def data_of(page: str) -> dict[str, Any]:
     return json.loads(_Elements(page).scripts[0])
+
+
+def words_of(page: str) -> str:
+    """The text, with a space where an element is."""
+    return " ".join(re.sub("<[^>]*>", " ", page).split())
 
 
 def titles(page: str) -> list[str]:
@@ -123,6 +129,91 @@ def test_rewards_above_0_have_a_figure_of_their_own_beside_an_earlier_accuracy(t
         "Validation accuracy",
         "Validation rewards above 0",
     ]
+
+
+def figure(page: str, title: str) -> dict[str, Any]:
+    (found,) = [one for one in data_of(page)["figures"] if one["title"] == title]
+    return found
+
+
+def test_groups_that_selection_dropped_teach_nothing(tmp_path: Path) -> None:
+    """All 12 had different rewards, and none was learned from; in the run beside it 3 of 12 were, in one of old."""
+    dropped = {"rollout/groups_with_contrast": 1.0, "train/teaching_groups": 0.0}
+    shown = figure(page_of(run_with(tmp_path / "a", dropped)), "Groups that teach")
+    assert [one["name"] for one in shown["traces"]] == ["different rewards"] and shown["legend"]
+    assert shown["note"].endswith("; 0 in every step: learned from")
+    old = {
+        "rollout/groups_with_contrast": 1.0,
+        "selection/groups_sampled": 12.0,
+        "selection/groups_learned": 3.0,
+    }
+    shown = figure(page_of(run_with(tmp_path / "b", old)), "Groups that teach")
+    assert {one["name"]: one["y"][0] for one in shown["traces"]} == {
+        "learned from": 0.25,
+        "different rewards": 1.0,
+    }
+    unselected = run_with(tmp_path / "c", {"rollout/groups_with_contrast": 0.5})
+    shown = figure(page_of(unselected), "Groups that teach")
+    assert {one["name"]: one["y"][0] for one in shown["traces"]} == {
+        "learned from": 0.5,
+        "different rewards": 0.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("metrics", "title", "ends"),
+    [
+        ({"rollout/accuracy": 1.0}, "Accuracy", [0, 1.02]),
+        ({"rollout/accuracy": 0.9}, "Accuracy", [0, 1.02]),
+        ({"rollout/accuracy": 0.1}, "Accuracy", [0, 0.1575]),
+        (
+            {"reward/verdict/string": 0.75, "reward/verdict/no_answer": 0.25},
+            "What decided on the answers",
+            [0, 1.02],
+        ),
+        ({"train/mfu": 1.5}, "Model FLOP utilisation", [0, 2.3625]),
+        ({"task_reward": -1.0}, "Reward", None),
+    ],
+)
+def test_an_axis_of_shares_ends_at_all(
+    tmp_path: Path, metrics: dict[str, float], title: str, ends: list[float] | None
+) -> None:
+    """But for a share that is more: an MFU on a machine whose peak was measured too low."""
+    assert figure(page_of(run_with(tmp_path / "a", metrics)), title)["range"] == ends
+
+
+def test_an_axis_of_rising_shares_has_no_place_beyond_its_ends(tmp_path: Path) -> None:
+    folder = run_with(tmp_path / "a", {})
+    rows = [{"step": 1, "rollout/accuracy": 0.01}, {"step": 2, "rollout/accuracy": 0.99}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert figure(page_of(folder), "Accuracy")["range"] == [0, 1.0196]
+
+
+def test_axes_of_counts_are_whole(tmp_path: Path) -> None:
+    metrics = {"selection/groups_sampled": 12.0, "selection/groups_learned": 2.0, "task_reward": 0.5}
+    page = page_of(run_with(tmp_path / "a", metrics))
+    assert figure(page, "Groups sampled and learned from")["whole"] and not figure(page, "Reward")["whole"]
+
+
+def test_one_validation_file_has_one_curve(tmp_path: Path) -> None:
+    folder = run_with(tmp_path / "a", {"task_reward": 1.0})
+    row = {"step": 0, "validation/accuracy": 0.5, "validation/sums/accuracy": 0.5}
+    (folder / "validation.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    assert [one["name"] for one in figure(page_of(folder), "Validation accuracy")["traces"]] == ["sums"]
+
+
+def test_accuracies_before_and_after_are_on_the_page(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", settings=[f"model.path={tmp_path}/base"])
+    evaluation(tmp_path / "eval-base", tmp_path / "base", [0] * 12)
+    evaluation(tmp_path / "eval-after", folder, [4] * 12, temperature="<b>")
+    text = words_of(page_of(folder))
+    assert "all files 25.0% 75.0% after step 12 75.0% after step 12 +50.0" in text
+    assert "sums greedy 0.0% 0.0% to 24.2% 100.0% 75.8% to 100.0% +100.0 +62.6 to +100.0" in text
+    assert "25.0% before training" in text and "No accuracy before training is known" not in text
+    unknown = run_with(tmp_path / "elsewhere", {"task_reward": 1.0})
+    assert "No accuracy before training is known" in _Elements(page_of(unknown)).text
+    both = words_of(page_of(folder, unknown))
+    assert "No accuracy of" in both and "+62.6 to +100.0" in both
 
 
 def test_metrics_of_the_users_have_a_figure_for_each_function(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from rlmath.trainer.metrics import (
     rollout_metrics,
     selection_metrics,
     teacher_metrics,
+    teaching_metrics,
     update_metrics,
 )
 from rlmath.trainer.token_advantages import RewardKL
@@ -234,6 +235,17 @@ def test_a_step_without_anything_to_learn_from_has_only_its_counts():
     metrics = update_metrics(UpdateRecord([], [], None), [], 2.0, AlgorithmConfig())
     assert metrics == {"train/early_stopped_minibatches": 0.0, "train/minibatches": 0.0}
     assert mismatch_metrics([], only_first=True) == {}
+
+
+def test_groups_that_teach_are_those_that_moved_the_policy():
+    """Of twelve sampled groups three were kept; the middle one has no advantage but 0."""
+    kept = UpdateRecord(RESULTS, ADVANTAGES, None)
+    assert teaching_metrics(kept, sampled=12, every_group=False) == {"train/teaching_groups": 2 / 12}
+    assert teaching_metrics(kept, sampled=12, every_group=True) == {"train/teaching_groups": 3 / 12}
+    dropped = UpdateRecord([], [], None)
+    assert teaching_metrics(dropped, sampled=12, every_group=True) == {"train/teaching_groups": 0.0}
+    discarded = UpdateRecord([replace(one, discarded="ratio") for one in RESULTS], ADVANTAGES, None)
+    assert teaching_metrics(discarded, sampled=12, every_group=True) == {"train/teaching_groups": 0.0}
 
 
 def test_selection_metrics_count_groups_and_completions():

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rlmath.algorithms.intervals import accuracy_interval
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config
@@ -76,8 +77,13 @@ def group(*completions: tuple[int, bool, str]) -> ScoredGroup:
 def test_accuracy_is_over_all_problems_and_lengths_over_what_was_sampled() -> None:
     groups = [group((2, True, "stop"), (4, False, "length")), group((6, True, "stop"), (8, True, "stop"))]
     file = ValidationFile("own", [one.prompt for one in groups], 2, ())
-    assert file_metrics(file, groups, samples=2) == {
+    metrics = file_metrics(file, groups, samples=2)
+    low, high = accuracy_interval([0.5, 1.0, 0.0, 0.0], samples=2)
+    assert 0 < low < 3 / 8 < high < 1
+    assert metrics == {
         "validation/own/accuracy": 3 / 8,
+        "validation/own/accuracy_low": low,
+        "validation/own/accuracy_high": high,
         "validation/own/mean_tokens": 5.0,
         "validation/own/truncated": 0.25,
     }
