@@ -469,8 +469,8 @@ class TelemetryConfig:
     """Steps of which everything that their update was made of is written to `<output_dir>/captures`, for `rlmath
     replay`, and the checkpoint before them stays. Of the last step before a failure it is written in any case."""
     report: bool = True
-    """Write `<output_dir>/report.html` at the run's end: curves, warnings, settings and samples on one page. Needs
-    plotly."""
+    """Write `<output_dir>/report.html` at the run's end: curves, accuracies, warnings, settings and samples on one
+    page."""
     wandb: Literal["off", "offline", "online"] = "off"
     """Weights & Biases, too: "off", "offline" (files under `<output_dir>/wandb`, without an account) or "online" (with
     an account, `wandb login`). Needs `pip install rlmath[wandb]`."""

@@ -229,7 +229,10 @@ def _accuracies(runs: Sequence[ShownRun]) -> str:
         *_accuracy_table("Evaluations", "By rlmath eval.", runs, [run.evaluated for run in runs]),
     ]
     without = [
-        run for run in runs if not any(BEFORE in row.by_model for row in (*run.validated, *run.evaluated))
+        run
+        for run in runs
+        if run.metrics.curve("rollout/accuracy").values
+        and not any(BEFORE in row.by_model for row in (*run.validated, *run.evaluated))
     ]
     if without:
         names = "" if len(runs) == 1 else f" of {', '.join(run.label for run in without)}"

@@ -80,6 +80,7 @@ def test_a_supervised_run_has_no_figures_of_a_policy(tmp_path: Path) -> None:
     page = page_of(run_with(tmp_path / "a", metrics | {"train/skipped_updates": 0.0}))
     assert titles(page) == ["Loss", "Gradient norm", "Learning rate", "Memory after each phase"]
     assert "<h2>Optimizer</h2>" in page and "<h2>Policy</h2>" not in page
+    assert "<h2>Before and after</h2>" not in page
     assert "0 in every step: Updates skipped." in page
 
 
@@ -210,7 +211,7 @@ def test_accuracies_before_and_after_are_on_the_page(tmp_path: Path) -> None:
     assert "all files 25.0% 75.0% after step 12 75.0% after step 12 +50.0" in text
     assert "sums greedy 0.0% 0.0% to 24.2% 100.0% 75.8% to 100.0% +100.0 +62.6 to +100.0" in text
     assert "25.0% before training" in text and "No accuracy before training is known" not in text
-    unknown = run_with(tmp_path / "elsewhere", {"task_reward": 1.0})
+    unknown = run_with(tmp_path / "elsewhere", {"rollout/accuracy": 1.0})
     assert "No accuracy before training is known" in _Elements(page_of(unknown)).text
     both = words_of(page_of(folder, unknown))
     assert "No accuracy of" in both and "+62.6 to +100.0" in both
