@@ -295,10 +295,11 @@ def token_ids_of(
 
 
 def completion_text(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int], stopped: bool) -> str:
-    """The text of a completion as it is judged and shown, without padding and, where it `stopped` by itself, without
-    the stop token that is its last. Other special tokens are part of what the model says: `<think>` is one for some."""
-    said = list(token_ids)[:-1] if stopped else token_ids
-    return str(tokenizer.decode([token for token in said if token != tokenizer.pad_token_id]))
+    """The text of a completion as it is judged and shown: all that the model said, spaces as it wrote them, without
+    the stop token that is its last where it `stopped` by itself. Nothing pads a completion, so the tokenizer's padding
+    token is a text like others; other special tokens are, too: `<think>` is one for some."""
+    said = list(token_ids)[:-1] if stopped else list(token_ids)
+    return str(tokenizer.decode(said, clean_up_tokenization_spaces=False))
 
 
 def unknown_token_ids(tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:

@@ -248,6 +248,18 @@ def test_the_judge_sees_thinking_marks(
     assert completion_text(tokenizer, token_ids[:-1], stopped=False) == said, "cut where it is longest"
 
 
+def test_the_judge_sees_all_that_was_said() -> None:
+    """A padding token that is a letter of answers ("!" of Qwen's first models), and spaces before marks."""
+    tokenizer = chat_tokenizer("qwen2.5")
+    tokenizer.pad_token = "!"
+    token_ids = tokenizer("\\boxed{4!} , not 4<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert tokenizer.pad_token_id in token_ids
+    assert completion_text(tokenizer, token_ids, stopped=True) == "\\boxed{4!} , not 4"
+    words = Tokenizer(models.WordLevel({"7": 0, "!": 1, "<unk>": 2}, unk_token="<unk>"))
+    spaced = PreTrainedTokenizerFast(tokenizer_object=words, clean_up_tokenization_spaces=True)
+    assert completion_text(spaced, [0, 1, 0], stopped=False) == "7 ! 7"
+
+
 def test_an_export_stops_where_the_run_did(tmp_path: Path) -> None:
     said = {"generation_config.json": b'{"eos_token_id": 0, "top_p": 0.9}', "config.json": b"{}"}
     for files, top_p in ((said, 0.9), ({}, None)):
