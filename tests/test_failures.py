@@ -24,6 +24,7 @@ from tests.programs import (
     TRAIN,
     end_family,
     family,
+    run,
     small_run,
     torchrun_command,
     wait_for,
@@ -105,6 +106,21 @@ def test_a_rank_that_raises_ends_the_run_and_says_why(arithmetic: Path, tmp_path
     assert "LookupError: no such prompt" in (output / "run.log").read_text()
     (captured,) = (output / "captures").iterdir()
     assert "LookupError: no such prompt" in read_capture(captured).reason
+
+
+def test_a_template_that_draws_random_numbers_ends_the_start(arithmetic: Path, tmp_path: Path) -> None:
+    """Each rank would sample completions of other prompts."""
+    template = tmp_path / "dice.jinja"
+    template.write_text("{{ range(1000) | random }}: {{ messages[0].content }}")
+    rows = [{"question": f"{number}+1=", "answer": str(number + 1)} for number in range(100)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    changes = (f"data.train_path={data}", "data.max_prompt_tokens=128", f"data.chat_template={template}")
+    command = torchrun_command(2, *TRAIN, *small_run(arithmetic, tmp_path / "run"), *changes)
+    ended = run(*command, expect=1)
+    assert "the data: rank 1 read other prompts than rank 0" in ended.stderr
+    assert f"and clocks: data.chat_template={template}" in ended.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def raise_until_it_ends(rank: psutil.Process) -> None:

@@ -109,6 +109,9 @@ class RankReport:
     """The node's address towards the first one, with its interface: "10.0.0.7 (eth0)"; sent by one rank per node."""
     data: str = ""
     """Fingerprint of the data that it has read, where ranks may differ in it."""
+    data_makers: str = ""
+    """What made prompts or sequences of the rows, for an error: functions of the user's, the chat
+    template."""
     gpu: str = ""
     """Its GPU, where no other rank may have it."""
 

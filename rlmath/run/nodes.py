@@ -25,6 +25,7 @@ from rlmath.distributed.rendezvous import (
     prefer_for_gloo,
     route_to,
 )
+from rlmath.planning.reward_checks import data_hooks
 from rlmath.run.prepared import PreparedRun
 from rlmath.workers.hooks import hooks_fingerprint
 from rlmath.workers.user_functions import scorer_hook
@@ -45,10 +46,13 @@ def meet_with_mistake(rendezvous: Rendezvous, mistake: ValueError | OSError, sec
         raise MissingRanksError(f"{mistake}\nThe other ranks could not be reached: {lost}") from mistake
 
 
-def meet(rendezvous: Rendezvous, facts: Mapping[str, str], seconds: float, data: str = "") -> None:
-    """Come together before anything is started. ValueError, on all ranks, where any rank found a mistake or nodes
-    differ; MissingRanksError where ranks are missing after `seconds`. `data` is the fingerprint of what this rank has
-    read, where a function of the user's may have given it something else than others."""
+def meet(
+    rendezvous: Rendezvous, facts: Mapping[str, str], seconds: float, *, data: str = "", data_makers: str = ""
+) -> None:
+    """Come together before anything is started. ValueError, on all ranks, where any rank found a
+    mistake or nodes differ; MissingRanksError where ranks are missing after `seconds`. `data` is
+    the fingerprint of what this rank has read, and `data_makers` names what made it of the rows
+    (`data_makers`)."""
     place, address = rendezvous.rank_info, ""
     if place.several_nodes:
         route = route_to(os.environ["MASTER_ADDR"])
@@ -56,7 +60,7 @@ def meet(rendezvous: Rendezvous, facts: Mapping[str, str], seconds: float, data:
         address = "" if route is None else str(route)
         if route is not None and os.environ.get(GLOO_INTERFACE, route.interface) != route.interface:
             address += f", gloo over {os.environ[GLOO_INTERFACE]}"
-    report = RankReport(place.host, place.node, data=data)
+    report = RankReport(place.host, place.node, data=data, data_makers=data_makers)
     if place.is_node_leader:
         report = replace(report, facts=facts, address=address)
     rendezvous.sync("start", report, seconds, _compare_nodes)
@@ -82,6 +86,20 @@ def facts_of(prepared: PreparedRun[Any]) -> dict[str, str]:
     return environment_facts() | origin | settings
 
 
+def data_makers(config: Config) -> str:
+    """What makes prompts or sequences of the rows of a run, for errors.
+
+    >>> data_makers(Config())
+    'the chat template of model.path'
+    """
+    makers = [f"{hook.setting}={hook.spec}" for hook in data_hooks(config)]
+    words = {config.data.template, config.validation.template}
+    if makers or words & {"auto", "chat"}:
+        name = config.data.chat_template
+        makers.append("the chat template of model.path" if name is None else f"data.chat_template={name}")
+    return ", ".join(makers)
+
+
 def environment_facts() -> dict[str, str]:
     """What of the installation must be the same on all nodes, by name."""
     python = platform.python_version()
@@ -98,10 +116,11 @@ def _compare_nodes(reports: Mapping[int, RankReport]) -> RendezvousResult:
     if len({report.data for report in reports.values()}) > 1:
         first = reports[min(reports)].data
         others = [rank for rank, report in reports.items() if report.data != first]
+        makers = reports[min(reports)].data_makers or "the files"
         problems.append(
-            f"what a function of yours makes of the data: {ranks_text(others)} read other prompts than rank "
-            f"{min(reports)}. It must give the same for the same row in every process, without random numbers and "
-            "clocks"
+            f"the data: {ranks_text(others)} read other prompts than rank {min(reports)}. What makes them of "
+            "the rows must give the same for the same row in every process, without random numbers and "
+            f"clocks: {makers}"
         )
     if problems:
         text = "\n".join(f"  {problem}" for problem in problems)

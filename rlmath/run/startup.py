@@ -38,10 +38,10 @@ from rlmath.planning.memory_estimate import Kind, mesh_of, training_ranks
 from rlmath.planning.memory_fit import start_up_lines
 from rlmath.planning.parallelism import roles
 from rlmath.planning.prepare import read_inputs, tokenizer_problem, try_data
-from rlmath.planning.reward_checks import data_hooks, hook_lines
+from rlmath.planning.reward_checks import hook_lines
 from rlmath.planning.warnings import config_warnings
 from rlmath.run.command_line import log_mistake, record_exit, set_up_rank_logging
-from rlmath.run.nodes import facts_of, meet, meet_with_mistake
+from rlmath.run.nodes import data_makers, facts_of, meet, meet_with_mistake
 from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.hub_inputs import SharedMistakeError, fetch_inputs
 from rlmath.run.recovery.resume import find_recovery
@@ -172,10 +172,15 @@ class StartingRank:
             raise error from None
 
     def meet_others(self, prepared: PreparedRun[Any]) -> None:
-        """All ranks come together, and their nodes are compared."""
+        """All ranks come together; their nodes, and the data that they read, are compared."""
         if self.rendezvous is not None:
-            data = prepared.data_read if data_hooks(prepared.config) else ""
-            meet(self.rendezvous, facts_of(prepared), self.start_timeout, data)
+            meet(
+                self.rendezvous,
+                facts_of(prepared),
+                self.start_timeout,
+                data=prepared.data_read,
+                data_makers=data_makers(prepared.config),
+            )
 
 
 def import_program(config: Config, load_program: Callable[[], Program]) -> Program:

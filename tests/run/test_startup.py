@@ -18,9 +18,11 @@ from rlmath.distributed.rendezvous import Route, prefer_for_gloo, route_to
 from rlmath.run import command_line
 from rlmath.run.command_line import record_exit
 from rlmath.run.join import refuse_shared_gpus
-from rlmath.run.nodes import _compare_nodes, differences, labelled, node_lines
+from rlmath.run.nodes import _compare_nodes, data_makers, differences, labelled, node_lines
 from rlmath.run.startup import prepare_grpo, prepare_sft
 from tests.programs import run
+
+GIVEN = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
 
 
 def said(facts: dict[str, str], nodes: int = 3, ranks_per_node: int = 2, **changes: dict[str, str]):
@@ -73,12 +75,16 @@ def test_nodes_with_one_name_are_told_apart_by_their_numbers() -> None:
 
 
 def test_ranks_that_read_other_prompts_than_rank_0_are_told() -> None:
-    """Also on one node, whose ranks a function of the user's may give something else."""
+    """Also on one node, whose ranks a function of the user's or a template may give something
+    else."""
     words = {rank: RankReport("host0", 0, facts={"torch": "2"} if rank == 0 else {}) for rank in range(4)}
     assert _compare_nodes(words).error is None
     read = {rank: replace(word, data="b" if rank in (1, 3) else "a") for rank, word in words.items()}
     decision = _compare_nodes(read)
     assert decision.is_mistake and "ranks 1, 3 read other prompts than rank 0" in (decision.error or "")
+    makers = data_makers(load_config([], ["data.template=chat", "data.chat_template=own.jinja", *GIVEN]))
+    named = {rank: replace(report, data_makers=makers) for rank, report in read.items()}
+    assert "clocks: data.chat_template=own.jinja" in (_compare_nodes(named).error or "")
     assert _compare_nodes({rank: replace(word, data="a") for rank, word in words.items()}).error is None
 
 
