@@ -24,7 +24,7 @@ from typing import Any
 from rlmath.config import algorithm_schema, schema
 from rlmath.config.aliases import Alias, exact_aliases, plain_name, similar_aliases
 from rlmath.config.schema import MISSING, Config
-from rlmath.config.setting_types import Range, TakesFunction, Words
+from rlmath.config.setting_types import NamedValues, Range, TakesFunction, Words
 
 MAX_NAME_BYTES = 255
 """The longest name of a file or folder that Linux file systems take."""
@@ -51,6 +51,9 @@ class Setting:
     """That a text may be; empty: any, or not a text."""
     takes_function: str | None = None
     """The kind of functions of the user's that it takes, too; None: none."""
+    takes_mapping: bool = False
+    """Whether a mapping may be written for a list of texts "name=value"
+    (`setting_types.NamedValues`)."""
 
     @property
     def section(self) -> str:
@@ -75,6 +78,8 @@ class Setting:
     @property
     def written(self) -> str:
         """The type with how a value of it is written where that is not plain: "list of str, written [a, b]"."""
+        if self.takes_mapping:
+            return f"{self.type_name}, written {{a: 1, b: 2}} or [a=1, b=2]"
         if self.type_name.startswith("list"):
             return f"{self.type_name}, written {'[a, b]' if 'str' in self.type_name else '[1, 2]'}"
         return self.type_name.replace("bool", "bool (true or false)")
@@ -125,6 +130,7 @@ def all_settings() -> Mapping[str, Setting]:
                 range=limits,
                 words=words,
                 takes_function=function,
+                takes_mapping=any(isinstance(part, NamedValues) for part in inside),
             )
     return types.MappingProxyType(found)
 

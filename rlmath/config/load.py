@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import functools
 import io
+import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -389,6 +390,12 @@ class _Reader:
         setting = all_settings()[key]
         if value == MISSING:
             return
+        if setting.takes_mapping and isinstance(value, Mapping):
+            try:
+                value = _named_values(value)
+            except (TypeError, ValueError) as error:
+                self._problems.append(f'{source}: "{key}" got {_bounded(value)}: {error}. {setting.doc}')
+                return
         self.given[key] = value
         if setting.is_text and not isinstance(value, str | None):
             change = "Put text that looks like something else in quotes."
@@ -400,6 +407,17 @@ class _Reader:
                 change = 'Write "\\${" for text.' if "${" in str(value) else setting.doc
         shown = "null" if value is None else f"{_bounded(repr(value))} ({type(value).__name__})"
         self._problems.append(f'{source}: "{key}" got {shown}, needs {setting.written}. {change}')
+
+
+def _named_values(mapping: Mapping[Any, Any]) -> list[str]:
+    """A mapping as a list of "name=value" with JSON values. TypeError or ValueError for what JSON
+    has no word for."""
+    entries = []
+    for name, value in mapping.items():
+        if not isinstance(name, str):
+            raise TypeError(f"the name {name!r} is no text")
+        entries.append(f"{name}={json.dumps(value, ensure_ascii=False, allow_nan=False)}")
+    return entries
 
 
 def _bounded(what: object) -> str:

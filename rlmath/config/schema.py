@@ -22,6 +22,7 @@ from rlmath.config.setting_types import (
     Fraction,
     FractionBelowOne,
     HeartbeatSeconds,
+    NamedValues,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -145,9 +146,10 @@ class DataConfig:
     chat_template: str | None = None
     """Which chat template "auto" and "chat" take: the name of one of the tokenizer's, or the path of a .jinja file; the
     exported model has it as its default. null: the tokenizer's default."""
-    chat_template_kwargs: list[str] = field(default_factory=list)
-    """Variables of the tokenizer's chat template, "name=value" with a JSON value or a text: enable_thinking=false for
-    Qwen3 without thinking."""
+    chat_template_kwargs: Annotated[list[str], NamedValues()] = field(default_factory=list)
+    """Variables of the tokenizer's chat template, as a mapping, {enable_thinking: false} for Qwen3
+    without thinking, or as a list, [enable_thinking=false], of names with a JSON value or a text.
+    The template must read them."""
     system_prompt: str | None = None
     """System turn of every conversation that does not begin with one; "" is an empty turn, where the template would
     write its own. null: as the rows and the template have it."""

@@ -43,6 +43,12 @@ class TakesFunction:
 
 
 @dataclass(frozen=True)
+class NamedValues:
+    """Of a list of texts "name=value", whose values are JSON or plain texts: a mapping may be
+    written for it."""
+
+
+@dataclass(frozen=True)
 class Words:
     """Of a text setting: what it may be, where that is not a Literal."""
 

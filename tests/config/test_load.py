@@ -46,6 +46,22 @@ def test_later_sources_win(tmp_path: Path):
     assert isinstance(config, Config) and isinstance(config.model, ModelConfig)
 
 
+def test_variables_of_a_template_may_be_a_mapping(tmp_path: Path):
+    """In YAML and on the command line, with JSON's values; a saved run has the list."""
+    wanted = ["enable_thinking=false", 'effort="low"', "budget=null", 'more={"a": [1, "x"]}']
+    text = "{enable_thinking: false, effort: low, budget: null, more: {a: [1, x]}}"
+    by_word = load_config([], [*GIVEN, f"data.chat_template_kwargs={text}"])
+    by_file = load_config([written(tmp_path / "a.yaml", f"data:\n  chat_template_kwargs: {text}\n")], GIVEN)
+    assert by_word.data.chat_template_kwargs == by_file.data.chat_template_kwargs == wanted
+    again = load_config([written(tmp_path / "again.yaml", config_as_yaml(by_word))], [])
+    assert again.data.chat_template_kwargs == wanted
+    for empty in ("{}", "[]"):
+        assert load_config([], [*GIVEN, f"data.chat_template_kwargs={empty}"]).data.chat_template_kwargs == []
+    for wrong in ("{1: 2}", "{a: .nan}"):
+        assert '"data.chat_template_kwargs" got' in problem_with([f"data.chat_template_kwargs={wrong}"])
+    assert "written {a: 1, b: 2} or [a=1, b=2]" in problem_with(["data.chat_template_kwargs=7"])
+
+
 def test_a_file_may_start_from_another(tmp_path: Path):
     (tmp_path / "sub").mkdir()
     written(tmp_path / "base.yaml", "run:\n  seed: 5\n  total_epochs: 3\n")
