@@ -19,7 +19,7 @@ from rlmath.answers.string_match import gold_answer
 from rlmath.answers.verifier import TASKS, Rules, usable_solutions, verify_by_string
 from rlmath.config.schema import DataConfig, RewardConfig
 from rlmath.config.terminal import excerpt
-from rlmath.data.chat import ChatSettings
+from rlmath.data.chat import ChatSettings, chat_end
 from rlmath.data.loader import FilterReport
 from rlmath.data.picture import prompt_picture, sequence_picture
 from rlmath.data.rows import grouped
@@ -93,7 +93,14 @@ def prompt_lines(
         f"A prompt as the model reads it: {excerpt(prompt.prompt_id, 40)!r} of {report.path},",
         f"  {used} (data.template={data.template}),",
         f"  {_tokens(prompt.text, prompt.token_ids, tokenizer)}; │ ends a token:",
-        *prompt_picture(prompt.text, report.first_row, template, tokenizer, data.system_prompt),
+        *prompt_picture(
+            prompt.text,
+            report.first_row,
+            template,
+            tokenizer,
+            system_prompt=data.system_prompt,
+            token_ids=prompt.token_ids,
+        ),
     )
 
 
@@ -104,12 +111,20 @@ def sequence_lines(
     if report.example is None:
         return ()
     text, one = report.example
-    last = one.completion_ids[-1]
     return (
         f"A sequence as it is learned, of {report.path} (data.template={data.template}),",
-        f"  {_tokens(text.prompt, one.prompt_ids + one.completion_ids, tokenizer)}; │ ends a token;",
+        f"  {_tokens(text.prompt.text, one.prompt_ids + one.completion_ids, tokenizer)}; │ ends a token;",
         f"  the {one.n_learned} of lines with * are learned:",
-        *sequence_picture(text.pieces, text.row, text.template, tokenizer, data.system_prompt, last),
+        *sequence_picture(
+            text.pieces,
+            text.row,
+            text.answer,
+            text.template,
+            tokenizer,
+            system_prompt=data.system_prompt,
+            prompt_ids=one.prompt_ids,
+            last_token=one.completion_ids[-1],
+        ),
     )
 
 
@@ -141,7 +156,11 @@ def audit_prompts(
     started = time.monotonic()
     n_validated = sum(len(found) for _, found in validation)
     prompts = [prompt for _, found in training for prompt in found]
-    findings = [*more, *_unknown_in(prompts, tokenizer), *_overlaps(training, validation)]
+    findings = [*more, *_unknown_in(prompts, tokenizer)]
+    if tokenizer is not None:
+        for name, found in (*training, *validation):
+            findings += ends_and_beginnings(name, found, tokenizer)
+    findings += _overlaps(training, validation)
     findings += _in_earlier_file(training, "problems", lambda one: one.problem_key, _named)
     compared = f"{len(prompts)} prompts and {n_validated} of validation compared"
     if is_verified(reward):
@@ -155,11 +174,16 @@ def audit_prompts(
     return DataAudit(shown, _summary(compared, findings, started), tuple(findings))
 
 
-def audit_references(files: Sequence[PromptsOfFile]) -> tuple[str, ...]:
-    """Warnings about prompts that have no reference which an answer could equal, with the default settings."""
+def audit_benchmarks(
+    files: Sequence[PromptsOfFile], tokenizer: PreTrainedTokenizerFast, verified: bool
+) -> tuple[str, ...]:
+    """Warnings about prompts that end before the answer or begin twice, and, where they are `verified`,
+    that have no reference which an answer could equal, with the default settings."""
     findings: list[Finding] = []
     for name, prompts in files:
-        findings += _reference_findings(_unanswerable(prompts, Rules()), len(prompts), name)
+        findings += ends_and_beginnings(name, prompts, tokenizer)
+        if verified:
+            findings += _reference_findings(_unanswerable(prompts, Rules()), len(prompts), name)
     return DataAudit(findings=tuple(findings)).warnings(EXAMPLES)
 
 
@@ -193,6 +217,44 @@ def _unknown(what: str, lost: Collection[str], examples: tuple[str, ...]) -> Fin
         "characters.",
         examples,
     )
+
+
+def ends_and_beginnings(
+    name: str, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerFast
+) -> Iterator[Finding]:
+    """Prompts of a file that end before the answer, or begin twice, as their tokens show."""
+    return _ends_and_beginnings(name, prompts, lambda prompt: prompt.token_ids, _named, tokenizer)
+
+
+def _ends_and_beginnings(
+    name: str,
+    prompts: Sequence[T],
+    token_ids: Callable[[T], Sequence[int]],
+    shown: Callable[[Sequence[T]], tuple[str, ...]],
+    tokenizer: PreTrainedTokenizerFast,
+) -> Iterator[Finding]:
+    ends = {token for token in (chat_end(tokenizer), tokenizer.eos_token_id) if isinstance(token, int)}
+    beginning = tokenizer.bos_token_id
+    ended = [prompt for prompt in prompts if _last_token(token_ids(prompt), tokenizer) in ends]
+    if ended:
+        yield Finding(
+            f"{len(ended)} of the {len(prompts)} prompts of {name} end with the mark of an end, before the answer "
+            "begins: the model would answer behind its own end. Use a template that begins the answer "
+            "(add_generation_prompt), or take the mark out of the rows.",
+            shown(ended),
+        )
+    twice = [prompt for prompt in prompts if list(token_ids(prompt)[:2]) == [beginning, beginning]]
+    if twice:
+        yield Finding(
+            f"{len(twice)} of the {len(prompts)} prompts of {name} begin with the beginning of sequence twice. "
+            "Take it out of the chat template, or of the rows.",
+            shown(twice),
+        )
+
+
+def _last_token(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> int | None:
+    """The last token that is more than white space; None where there is none."""
+    return next((token for token in reversed(token_ids) if str(tokenizer.decode([token])).strip()), None)
 
 
 def _overlaps(training: Sequence[PromptsOfFile], validation: Sequence[PromptsOfFile]) -> Iterator[Finding]:
@@ -340,6 +402,8 @@ def audit_sequences(
         what = f"all of the texts: {len(odd)} of {total} sequences have unknown tokens."
         findings.append(_unknown(what, lost, _decoded(odd, tokenizer)))
     decoded = functools.partial(_decoded, tokenizer=tokenizer)
+    for path, sequences in (*training, ("what is held out", held_out)):
+        findings += _ends_and_beginnings(path, sequences, _prompt_ids, decoded, tokenizer)
     findings += _in_earlier_file(training, "prompts", lambda one: one.prompt_ids, decoded)
     trained = {one.prompt_ids for _, sequences in training for one in sequences}
     both = [one for one in held_out if one.prompt_ids in trained]
@@ -353,6 +417,10 @@ def audit_sequences(
         )
     compared = f"{total} sequences and {len(held_out)} held out compared"
     return DataAudit(shown, _summary(compared, findings, started), tuple(findings))
+
+
+def _prompt_ids(sequence: WrittenSequence) -> tuple[int, ...]:
+    return sequence.prompt_ids
 
 
 def _decoded(sequences: Sequence[WrittenSequence], tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:

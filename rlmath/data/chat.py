@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import resource
 import signal
 from collections.abc import Iterator, Sequence
@@ -19,16 +20,23 @@ from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from rlmath.config.files import read_regular
+from rlmath.config.help import nearest_word
 from rlmath.config.schema import DataConfig
+from rlmath.data.columns import Message, for_template, text_problem, tool_names, weight_of
+from rlmath.data.rows import RowError
 
 if TYPE_CHECKING:
+    from jinja2.nodes import Template
     from transformers import PreTrainedTokenizerFast
 
 CHAT_SECONDS = 10.0
 """Longest that a chat template may take for one text."""
+REPEAT_SECONDS = 0.1
+"""Interval at which it is interrupted from then on: an exception is lost where one is raised in a
+destructor."""
 CHAT_BYTES = 2**30
 """Most memory that it may take meanwhile (bytes)."""
 TEMPLATE_DATE = date(2024, 7, 26)
@@ -38,8 +46,19 @@ CHATML_END = "<|im_end|>"
 
 CHANGE = "use another data.template"
 
-Messages = Sequence[tuple[str, str]]
-"""(role, content) of every turn."""
+
+def user(content: str) -> Message:
+    """A turn that asks.
+
+    >>> user("1+1?")
+    {'role': 'user', 'content': '1+1?'}
+    """
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> Message:
+    """A turn that answers."""
+    return {"role": "assistant", "content": content}
 
 
 @dataclass(frozen=True)
@@ -120,20 +139,87 @@ def set_template(tokenizer: PreTrainedTokenizerFast, settings: ChatSettings, fol
             given = f"{' and '.join(settings.given)} {'are' if settings.given[1:] else 'is'} given"
             raise ValueError(f"{given}, and the model's tokenizer has no chat template; leave it out")
         return
-    for entry in settings.kwargs:
-        if entry.partition("=")[0] not in template:
-            raise ValueError(
-                f"{settings.names[1]} has {entry!r}, and the chat template of {folder!r} has no such variable; leave "
-                "it out, or write the name as the template does"
-            )
+    if settings.kwargs:
+        _check_variables(template, settings, folder)
     tokenizer.chat_template = settings.head + template
     if settings.template is None and settings.system_prompt is None:
         return
     asked, given = settings.system_prompt or "", " with ".join(settings.given[::2])
     try:
-        _require(asked, render([("user", "6 x 7?")], tokenizer, "a question"), "its system turn")
+        text = render([user("6 x 7?")], tokenizer, "a question")
+        if _squeezed(asked) not in _squeezed(text):
+            raise _left_out("its system turn", text)
     except ValueError as error:
         raise ValueError(f"{given}: {error}, or leave it out") from error
+
+
+_GIVEN = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now")
+"""Names that the program gives to a template."""
+_GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+"""Tags of transformers', which say what an assistant wrote."""
+
+
+def _check_variables(template: str, settings: ChatSettings, folder: str) -> None:
+    """ValueError for a variable that the template does not read, that the program gives, or that is
+    given twice."""
+    from jinja2 import meta
+    from jinja2.defaults import DEFAULT_NAMESPACE
+
+    setting = settings.names[1]
+    names = [entry.partition("=")[0] for entry in settings.kwargs]
+    assert settings.head, "each entry is a variable"
+    try:
+        with _limits():
+            tree = _parsed(template)
+            read = meta.find_undeclared_variables(tree) - {*DEFAULT_NAMESPACE, *_GIVEN}
+    except Exception as error:  # whatever Jinja raises where a template is no program
+        reason = f"more than {CHAT_BYTES / 2**30:g} GiB" if isinstance(error, MemoryError) else error
+        raise ValueError(f"{setting}: the chat template of {folder!r} cannot be read: {reason}") from error
+    for name in names:
+        if name in _GIVEN:
+            raise ValueError(f"{setting} has {name!r}, which the program gives to the template; leave it out")
+        if names.count(name) > 1:
+            raise ValueError(f"{setting} has {name!r} {names.count(name)} times; give it once")
+        if name not in read:
+            known = ", ".join(sorted(read)) or "none"
+            raise ValueError(
+                f"{setting} has {name!r}, and the chat template of {folder!r} reads no such variable."
+                f"{nearest_word(name, read)} Those that it reads: {known}. Leave it out, or write the name as the "
+                "template does"
+            )
+
+
+def _parsed(template: str) -> Template:
+    """The syntax tree of a template. Jinja's errors where it is none."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    return environment.parse(_GENERATION.sub("", template))
+
+
+@lru_cache(maxsize=4)
+def role_names(template: str) -> frozenset[str]:
+    """Roles that a template names, as it compares them with those of messages.
+
+    >>> sorted(role_names("{% if messages[0].role in ['tool', 'ipython'] %}{% endif %}"))
+    ['ipython', 'tool']
+    """
+    from jinja2 import nodes
+
+    try:
+        with _limits():
+            compared = list(_parsed(template).find_all(nodes.Compare))
+    except Exception:  # what Jinja raises where a template is no program: `render` says so
+        return frozenset()
+    names: set[str] = set()
+    for comparison in compared:
+        attributes = [node.attr for node in comparison.find_all(nodes.Getattr)]
+        keys = [node.arg for node in comparison.find_all(nodes.Getitem)]
+        attributes += [key.value for key in keys if isinstance(key, nodes.Const)]
+        if "role" in attributes:
+            words = {node.value for node in comparison.find_all(nodes.Const)} - {"role"}
+            names |= {word for word in words if isinstance(word, str) and word.isidentifier()}
+    return frozenset(names)
 
 
 def _named_template(held: Any, settings: ChatSettings, folder: str) -> str | None:
@@ -162,59 +248,125 @@ def _named_template(held: Any, settings: ChatSettings, folder: str) -> str | Non
         ) from error
 
 
-def render(messages: Messages, tokenizer: PreTrainedTokenizerFast, name: str, prompt: bool = True) -> str:
-    """The messages in the tokenizer's chat template; a `prompt` ends where the answer begins. ValueError, in which
-    `name` is theirs, where it refuses them, takes too long or too much memory, or leaves a prompt's last one out."""
-    chat = [{"role": role, "content": content} for role, content in messages]
+def render(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerFast,
+    name: str,
+    *,
+    prompt: bool = True,
+    tools: Sequence[Message] = (),
+) -> str:
+    """The messages, with all their keys and the tools, in the tokenizer's chat template; a `prompt`
+    ends where the answer begins, and has the text of every turn but the assistant's.
+
+    Errors, in which `name` is the messages': RowError where the template refuses them, leaves a
+    part out, or makes what is no text; ValueError where it is no template at all, takes too long or
+    too much memory."""
+    from jinja2 import TemplateSyntaxError
+
     try:
         with _limits():
             text = str(
                 tokenizer.apply_chat_template(
-                    chat, tokenize=False, add_generation_prompt=prompt, strftime_now=TEMPLATE_DATE.strftime
+                    for_template(messages),
+                    tools=[dict(tool) for tool in tools] or None,
+                    tokenize=False,
+                    add_generation_prompt=prompt,
+                    strftime_now=TEMPLATE_DATE.strftime,
                 )
             )
-    except Exception as error:  # whatever the template's own code raises, such as for an unknown role
+    except (TimeoutError, MemoryError, TemplateSyntaxError) as error:
         reason = f"more than {CHAT_BYTES / 2**30:g} GiB" if isinstance(error, MemoryError) else error
         raise ValueError(f"the tokenizer's chat template cannot take {name}: {reason}; {CHANGE}") from error
+    except Exception as error:  # whatever the template's own code raises, such as for an unknown role
+        raise RowError(f"the tokenizer's chat template cannot take {name}: {error}; {CHANGE}") from error
+    problem = text_problem(text)
+    if problem is not None and not (prompt and problem == "is blank"):
+        raise RowError(f"the tokenizer's chat template makes of {name} a text that {problem}; {CHANGE}")
     if prompt:
-        _require(messages[-1][1], text, f"the problem of {name}")
+        _require_turns(messages, tools, text, name)
     return text
 
 
-def generation_prompt(messages: Messages, text: str, tokenizer: PreTrainedTokenizerFast) -> str:
+def generation_prompt(
+    messages: Sequence[Message], text: str, tokenizer: PreTrainedTokenizerFast, tools: Sequence[Message] = ()
+) -> str:
     """What the template writes behind the messages for an answer to begin; "" where `text` does not begin with them."""
     try:
-        without = render(messages, tokenizer, "the prompt", prompt=False)
+        without = render(messages, tokenizer, "the prompt", prompt=False, tools=tools)
     except ValueError:
         return ""
     return text[len(without) :] if text.startswith(without) else ""
 
 
-def _require(content: str, text: str, name: str) -> None:
-    if "".join(content.split()) not in "".join(text.split()):
-        raise ValueError(
-            f"the tokenizer's chat template leaves out {name}: it makes {text[:60]!r} of it; {CHANGE}"
-        )
+# ---------------------------------------------------------------- what a template must not leave out
 
 
-def conversation(messages: Messages, tokenizer: PreTrainedTokenizerFast, name: str) -> list[Piece]:
-    """The template's own text of a conversation whose last turn is the assistant's, cut behind the mark that ends it.
-    The assistant's turns are learned, each from where its generation begins; earlier ones that the template changes are
-    not, as Qwen3's, which takes their thinking out. ValueError where the text does not begin with the last turn's
-    prompt."""
+def _require_turns(messages: Sequence[Message], tools: Sequence[Message], text: str, name: str) -> None:
+    """RowError for a prompt without one of its turns, the assistant's apart: a template may take
+    thinking out of these. What a tool has answered may be there as JSON."""
+    squeezed = _squeezed(text)
+    for number, message in enumerate(messages, start=1):
+        content = message.get("content")
+        if message["role"] == "assistant" or not isinstance(content, str):
+            continue
+        forms = [content]
+        if message["role"] == "tool":
+            forms += [json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1]]
+        if not any(_squeezed(form) in squeezed for form in forms):
+            part = "the problem" if number == len(messages) else f"the turn of {message['role'][:40]!r}"
+            raise _left_out(f"{part} of {name}", text)
+    if any(_squeezed(tool_name) not in squeezed for tool_name in tool_names(tools)):
+        raise _left_out(f"the tools of {name}", text)
+
+
+def _require_answer(answer: Message, text: str, name: str) -> None:
+    """RowError for a conversation without a part of its last answer."""
+    parts = [answer.get("content"), answer.get("reasoning_content")]
+    calls = answer.get("tool_calls")
+    parts += tool_names(calls) if isinstance(calls, list) else []
+    squeezed = _squeezed(text)
+    if any(isinstance(part, str) and _squeezed(part) not in squeezed for part in parts):
+        raise _left_out(f"a part of the answer of {name}", text)
+
+
+def _left_out(part: str, text: str) -> RowError:
+    return RowError(
+        f"the tokenizer's chat template leaves out {part}: it makes {text[:60]!r} of it; {CHANGE}"
+    )
+
+
+def _squeezed(text: str) -> str:
+    """A text without white space, which templates strip and add."""
+    return "".join(text.split())
+
+
+# ---------------------------------------------------------------- conversations that are learned
+
+
+def conversation(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, name: str, tools: Sequence[Message] = ()
+) -> list[Piece]:
+    """The template's own text of a conversation whose last turn is the assistant's, cut behind the
+    mark that ends the last turn that is learned. The assistant's turns are, each from where its
+    generation begins, but not those of weight 0, nor earlier ones that the template changes, as
+    Qwen3's, which takes their thinking out. RowError where the text does not begin with the last
+    turn's prompt, and where no turn is left to learn; other errors: as `render`."""
     token = chat_end(tokenizer)
     end = "" if token is None else str(tokenizer.convert_ids_to_tokens(token))
     ends = tuple(filter(None, (end, str(tokenizer.eos_token or ""))))
-    messages = [(role, _without(ends, text) if role == "assistant" else text) for role, text in messages]
-    whole = render(messages, tokenizer, name, prompt=False)
+    messages = [without_end(message, ends) for message in messages]
+    whole = render(messages, tokenizer, name, prompt=False, tools=tools)
     pieces: list[Piece] = []
     done = 0
-    for turn in [turn for turn, (role, _) in enumerate(messages) if role == "assistant" and turn > 0]:
+    for turn in [turn for turn, message in enumerate(messages) if turn > 0 and weight_of(message)]:
         is_last = turn == len(messages) - 1
-        start = render(messages[:turn], tokenizer, name)
-        written = whole if is_last else render(messages[: turn + 1], tokenizer, name, prompt=False)
+        start = render(messages[:turn], tokenizer, name, tools=tools)
+        written = whole
+        if not is_last:
+            written = render(messages[: turn + 1], tokenizer, name, prompt=False, tools=tools)
         if is_last and not whole.startswith(start):
-            raise ValueError(
+            raise RowError(
                 f"the tokenizer's chat template does not continue the prompt of {name}: the prompt ends "
                 f"{start[-60:]!r}, and the whole conversation has {_behind_common(start, whole)!r} there. A model that "
                 f"learned it would never see that prompt; {CHANGE}, or give rows with prompt and completion"
@@ -223,11 +375,27 @@ def conversation(messages: Messages, tokenizer: PreTrainedTokenizerFast, name: s
         if not end or stop < len(start):
             stop = len(written)
         if is_last:
-            _require(messages[turn][1], whole, f"a part of the answer of {name}")
+            _require_answer(messages[turn], whole, name)
         if whole.startswith(written[:stop]) and written.startswith(start):
-            pieces += [Piece(whole[done : len(start)], False), Piece(whole[len(start) : stop], True)]
+            pieces.append(Piece(whole[done : len(start)], False))
+            pieces.append(Piece(whole[len(start) : stop], True))
             done = stop
+    if not pieces:
+        raise RowError(
+            f"{name} has no turn that is learned: they have weight 0, or the template changes them"
+        )
     return pieces
+
+
+def without_end(message: Message, ends: tuple[str, ...]) -> Message:
+    """An assistant's turn without the marks of an end that its row writes out, as the template
+    writes one; other turns as they are."""
+    content = message.get("content")
+    if message["role"] != "assistant" or not isinstance(content, str):
+        return message
+    while mark := next(filter(content.rstrip().endswith, ends), None):
+        content = content.rstrip().removesuffix(mark)
+    return {**message, "content": content}
 
 
 def chat_end(tokenizer: PreTrainedTokenizerFast) -> int | None:
@@ -244,19 +412,12 @@ def _chat_end(tokenizer: PreTrainedTokenizerFast, template: str) -> int | None:
         return added.get(CHATML_END)
     answer = "forty-two"
     try:
-        text = render([("user", "6 x 7?"), ("assistant", answer)], tokenizer, "an answer", prompt=False)
+        text = render([user("6 x 7?"), assistant(answer)], tokenizer, "an answer", prompt=False)
     except ValueError:
         return None
     _, shown, rest = text.rpartition(answer)
     behind = tokenizer(rest.lstrip(), add_special_tokens=False)["input_ids"] if shown else []
     return behind[0] if behind and behind[0] in added.values() else None
-
-
-def _without(ends: tuple[str, ...], text: str) -> str:
-    """A text without the marks of an end that a row writes out; the template writes one."""
-    while mark := next(filter(text.rstrip().endswith, ends), None):
-        text = text.rstrip().removesuffix(mark)
-    return text
 
 
 def _behind_common(first: str, second: str) -> str:
@@ -267,21 +428,34 @@ def _behind_common(first: str, second: str) -> str:
     return second[max(0, same - 20) :][:80]
 
 
+class _OutOfTime(BaseException):
+    """Raised where a template takes too long; no Exception, of which Jinja and templates swallow
+    some."""
+
+
 @contextmanager
 def _limits() -> Iterator[None]:
     """TimeoutError or MemoryError where what is inside takes more than CHAT_SECONDS or CHAT_BYTES; main thread only."""
+    is_inside = True
 
-    def too_late(_number: int, _frame: Any) -> NoReturn:
-        raise TimeoutError(f"it takes more than {CHAT_SECONDS:g} s")
+    def too_late(_number: int, _frame: Any) -> None:
+        if is_inside:
+            raise _OutOfTime
 
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    held = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    used_bytes = pages * os.sysconf("SC_PAGE_SIZE")
     handler = signal.signal(signal.SIGALRM, too_late)
     try:
         if soft == resource.RLIM_INFINITY:
-            resource.setrlimit(resource.RLIMIT_AS, (held + CHAT_BYTES, hard))
-        signal.setitimer(signal.ITIMER_REAL, CHAT_SECONDS)
-        yield
+            resource.setrlimit(resource.RLIMIT_AS, (used_bytes + CHAT_BYTES, hard))
+        signal.setitimer(signal.ITIMER_REAL, CHAT_SECONDS, REPEAT_SECONDS)
+        try:
+            yield
+        finally:
+            is_inside = False
+    except _OutOfTime:
+        raise TimeoutError(f"it takes more than {CHAT_SECONDS:g} s") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)

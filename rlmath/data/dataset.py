@@ -36,13 +36,7 @@ from rlmath.data.order import PromptOrder, shares_of
 from rlmath.data.prompt_curriculum import read_history
 from rlmath.data.rows import UnusableRow, unusable_lines
 from rlmath.data.sft_sequences import SequenceReport, WrittenSequence, load_sequences, split_held_out
-from rlmath.data.tokenizer import (
-    drop_special_token_rows,
-    load_tokenizer,
-    prompt_tokens,
-    rendered,
-    stop_token_ids,
-)
+from rlmath.data.tokenizer import load_tokenizer, prompt_tokens, stop_token_ids, usable_prompts
 from rlmath.rewards.several_rewards import MeasuredRows, is_verified, rules_of
 from rlmath.workers.user_functions import form_hook, template_hook, word_or_function
 
@@ -363,22 +357,24 @@ def _load_validation_file(
 ) -> ValidationFile:
     prompts: list[Prompt] = []
     context, new_tokens = length_curriculum.engine_length(config), length_curriculum.validation_tokens(config)
-    file = read_prompts(path, most_characters=CHARACTERS_PER_TOKEN * context)
-    texts, tokens = [row.prompt for row in file.rows], [[] for _ in file.rows]
+    most_characters = CHARACTERS_PER_TOKEN * context
+    file = read_prompts(path, most_characters=most_characters)
+    texts = [row.prompt for row in file.rows]
+    tokens: list[list[int]] = [[] for _ in file.rows]
     if tokenizer is not None:
         word = config.validation.template or config.data.template
         with word_or_function(template_hook(config, validation=True), word) as template:
-            file = drop_special_token_rows(file, template, tokenizer)
-            texts = rendered(file.rows, template, tokenizer)
-        tokens = prompt_tokens(texts, tokenizer)
+            file, found = usable_prompts(file, template, tokenizer, most_characters)
+        texts, tokens = [prompt.text for prompt in found], prompt_tokens(found, tokenizer)
     for row, text, token_ids in zip(file.rows, texts, tokens, strict=True):
         if tokenizer is None or 0 < len(token_ids) <= context - new_tokens:
             prompts.append(loader.as_prompt(row, text, token_ids))
     if not prompts:
         raise ValueError(
-            f"validation.paths: {path} has no problem to sample: {len(file.rows)} can be read, and none of them leaves "
+            f"validation.paths: {path} has no problem to sample: {len(file.rows)} can be used, and none of them leaves "
             f"room for {new_tokens} new tokens in a context of {context}. "
             "Take it out, lower validation.max_new_tokens, or raise data.max_prompt_tokens"
+            + "".join(f"\n    {line}" for line in unusable_lines(path, file.unusable))
         )
     if is_verified(config.reward) and config.validation.scorer is None:
         check_tasks(prompt.task for prompt in prompts)

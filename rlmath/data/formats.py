@@ -21,7 +21,8 @@ from pathlib import Path
 from rlmath.answers.extraction import extract_boxed
 from rlmath.answers.verifier import MAX_SOLUTIONS, TASKS
 from rlmath.config.files import read_json_object
-from rlmath.data.files import CHARACTERS_PER_TOKEN, MAX_LINE_BYTES, MAX_TEXT_CHARACTERS, raw_rows
+from rlmath.data.columns import checked_text, messages_of, texts_of, tools_of
+from rlmath.data.files import CHARACTERS_PER_TOKEN, MAX_TEXT_CHARACTERS, raw_rows
 from rlmath.data.rows import PromptFile, PromptRow, RawRow, RowError, UnusableRow, short, unusable_lines
 from rlmath.data.tokenizer import has_template
 from rlmath.workers.user_functions import UserFunction
@@ -47,20 +48,6 @@ class Form:
 def text_of(columns: dict, key: str) -> str:
     """A column that must be a text with something in it."""
     return checked_text(columns.get(key), key)
-
-
-def checked_text(value: object, name: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise RowError(f"{name} must be a string that is not blank, got {short(value)}")
-    if len(value) > MAX_LINE_BYTES:
-        raise RowError(f"{name} has {len(value)} characters, more than {MAX_LINE_BYTES}")
-    if "\0" in value:
-        raise RowError(f"{name} has a NUL character at character {value.index(chr(0))}")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RowError(f"{name} has half a surrogate pair at character {error.start}") from error
-    return value
 
 
 def answer_text(value: object, name: str) -> str:
@@ -103,8 +90,8 @@ def further_columns(columns: dict, used: Collection[str]) -> str:
 
 
 def check_length(row: PromptRow, most_characters: int) -> None:
-    """RowError for a problem, with its messages, of more characters."""
-    count = max(len(row.prompt), sum(len(content) for _, content in row.messages))
+    """RowError for a problem, with its messages and tools, of more characters."""
+    count = max(len(row.prompt), sum(map(len, texts_of([*row.messages, *row.tools]))))
     if count > most_characters:
         raise RowError(
             f"its text has {count} characters, more than {most_characters}; it is not tokenized "
@@ -185,19 +172,6 @@ _DAPO_TEXT = re.compile(
     re.DOTALL,
 )
 _DAPO_SOURCE = "math_dapo"
-_MAX_MESSAGES = 100
-
-
-def messages_of(value: object, name: str) -> tuple[tuple[str, str], ...]:
-    """(role, content) of a chat, which the column `name` has."""
-    if not isinstance(value, list) or not 0 < len(value) <= _MAX_MESSAGES:
-        raise RowError(f"{name} must be a list of 1 to {_MAX_MESSAGES} messages, got {short(value)}")
-    found = []
-    for message in value:
-        if not isinstance(message, dict) or not {"role", "content"} <= set(message):
-            raise RowError(f"each message of {name} needs role and content, got {short(message)}")
-        found.append((checked_text(message["role"], "role"), checked_text(message["content"], "content")))
-    return tuple(found)
 
 
 def _chat_solutions(columns: dict) -> tuple[str, ...]:
@@ -227,9 +201,10 @@ def _chat_problem(columns: dict, last: str) -> str:
 
 def _chat_row(columns: dict, number: int) -> PromptRow:
     messages = messages_of(columns.get("prompt"), "prompt")
-    role, last = messages[-1]
+    role = messages[-1]["role"]
     if role != "user":
-        raise RowError(f'the last message of prompt must be that of the "user", got that of {role!r}')
+        raise RowError(f'the last message of prompt must be that of the "user", got that of {role[:60]!r}')
+    last = checked_text(messages[-1]["content"], "content")
     whole = len(messages) == 1 and has_template(last)
     extra = columns_of(columns.get("extra_info"))
     named = {"index": extra.get("index")} | {key: columns.get(key) for key in ("query_id", "id", "idx")}
@@ -241,6 +216,7 @@ def _chat_row(columns: dict, number: int) -> PromptRow:
         more_json=further_columns(columns, ("prompt",)),
         whole=whole,
         messages=() if whole else messages,
+        tools=() if whole else tools_of(columns.get("tools")),
     )
 
 
@@ -432,7 +408,7 @@ def form_of(columns: dict) -> Form | None:
 
 _LOOKED_AT = 100
 """Rows in which the form is looked for."""
-_contents = attrgetter("prompt", "task", "solutions", "messages")
+_contents = attrgetter("prompt", "task", "solutions", "messages", "tools")
 """What rows of one query_id must have in common."""
 
 

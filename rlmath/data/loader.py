@@ -16,13 +16,7 @@ from rlmath.config.run_files import DATA_REPORT_FILE, UNUSABLE_ROWS_FILE, write_
 from rlmath.data.files import CHARACTERS_PER_TOKEN, folder_line
 from rlmath.data.formats import read_prompts
 from rlmath.data.rows import PromptRow, UnusableRow, check_unusable, unusable_lines
-from rlmath.data.tokenizer import (
-    drop_special_token_rows,
-    prompt_tokens,
-    rendered,
-    template_of,
-    without_template,
-)
+from rlmath.data.tokenizer import PromptText, prompt_tokens, template_of, usable_prompts, without_template
 from rlmath.workers.user_functions import UserFunction
 
 if TYPE_CHECKING:
@@ -169,15 +163,17 @@ def load_prompts(
     than the share, and when no prompt is left."""
     if max_prompt_tokens < 1:
         raise ValueError(f"data.max_prompt_tokens is {max_prompt_tokens}; it must be at least 1")
-    file = read_prompts(path, form, CHARACTERS_PER_TOKEN * max_prompt_tokens)
+    most_characters = CHARACTERS_PER_TOKEN * max_prompt_tokens
+    file = read_prompts(path, form, most_characters)
+    texts: list[PromptText] = []
     if tokenizer is not None:
-        file = drop_special_token_rows(file, template, tokenizer)
+        file, texts = usable_prompts(file, template, tokenizer, most_characters)
     rows = len(file.rows) + file.repeated + len(file.unusable)
     check_unusable(path, file.unusable, rows, max_unusable_share)
     prompts: list[Prompt] = []
     dropped: list[DroppedPrompt] = []
     first_template, first_row = "", None
-    for row, text, ids in _tokenized(file.rows, template, tokenizer):
+    for row, text, ids in _tokenized(file.rows, texts, tokenizer):
         if tokenizer is None or 0 < len(ids) <= max_prompt_tokens:
             prompts.append(as_prompt(row, text, ids))
             if len(prompts) == 1 and tokenizer is not None:
@@ -202,6 +198,9 @@ def load_prompts(
         template=first_template,
         first_row=first_row,
     )
+    if not file.rows:
+        reasons = "".join(f"\n    {line}" for line in unusable_lines(path, file.unusable))
+        raise ValueError(f"{path}: no row can be used. How many, and why:{reasons}")
     if not prompts:
         raise ValueError(
             f"{path}: all {report.read} prompts are longer than"
@@ -236,16 +235,17 @@ def problem_key(problem: str) -> int:
 
 
 def _tokenized(
-    rows: list[PromptRow], template: str | UserFunction, tokenizer: PreTrainedTokenizerFast | None
+    rows: list[PromptRow], texts: list[PromptText], tokenizer: PreTrainedTokenizerFast | None
 ) -> Iterator[tuple[PromptRow, str, list[int]]]:
     """(row, text, tokens) of every row; without a tokenizer as it stands, and no tokens."""
     if tokenizer is None:
         yield from ((row, row.prompt, []) for row in rows)
         return
     for start in range(0, len(rows), _CHUNK):
-        chunk = rows[start : start + _CHUNK]
-        texts = rendered(chunk, template, tokenizer)
-        yield from zip(chunk, texts, prompt_tokens(texts, tokenizer), strict=True)
+        chunk = texts[start : start + _CHUNK]
+        token_ids = prompt_tokens(chunk, tokenizer)
+        for row, prompt, ids in zip(rows[start : start + _CHUNK], chunk, token_ids, strict=True):
+            yield row, prompt.text, ids
 
 
 # ---------------------------------------------------------------- several files

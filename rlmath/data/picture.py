@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from rlmath.config.help import counted
 from rlmath.config.terminal import visible
 from rlmath.data.chat import Piece, generation_prompt
+from rlmath.data.columns import Message
 from rlmath.data.rows import PromptRow
 from rlmath.data.tokenizer import asked
 
@@ -99,30 +100,44 @@ def _wrapped(text: str, start: int, ends: frozenset[int]) -> Iterator[tuple[int,
 
 
 def prompt_picture(
-    text: str, row: PromptRow, template: str, tokenizer: PreTrainedTokenizerFast, system_prompt: str | None
+    text: str,
+    row: PromptRow,
+    template: str,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    system_prompt: str | None,
+    token_ids: Sequence[int],
 ) -> tuple[str, ...]:
-    """A rendered prompt; `template` is what `template_of` gives."""
-    generation = generation_prompt(asked(row), text, tokenizer) if template == "chat" else ""
+    """A rendered prompt with the tokens that it has; `template` is what `template_of` gives."""
+    generation = ""
+    if template == "chat":
+        generation = generation_prompt(asked(row), text, tokenizer, row.tools)
     contents = _contents(text, row, template, system_prompt)
-    return _drawn(_parts([Piece(text, False)], contents, generation, ""), tokenizer)
+    return _drawn(_parts([Piece(text, False)], contents, generation, ""), tokenizer, token_ids)
 
 
 def sequence_picture(
     pieces: Sequence[Piece],
     row: PromptRow,
+    answer: Message,
     template: str,
     tokenizer: PreTrainedTokenizerFast,
+    *,
     system_prompt: str | None,
+    prompt_ids: Sequence[int],
     last_token: int,
 ) -> tuple[str, ...]:
-    """A sequence that ends with `last_token`; the row's solution is what is learned."""
+    """A sequence whose prompt has these tokens, and that ends with `last_token`; the `answer` is
+    what is learned."""
     end = str(tokenizer.convert_ids_to_tokens(last_token))
     if not pieces[-1].text.endswith(end):  # the tokens have it, the text does not
         pieces = [*pieces[:-1], Piece(pieces[-1].text + end, True)]
     prompt = "".join(one.text for one in pieces[:-1])
-    generation = generation_prompt(asked(row), prompt, tokenizer) if template == "chat" else ""
-    contents = [*_contents(prompt, row, template, system_prompt), ("row", row.solutions[0])]
-    return _drawn(_parts(pieces, contents, generation, end), tokenizer)
+    generation = ""
+    if template == "chat":
+        generation = generation_prompt(asked(row), prompt, tokenizer, row.tools)
+    contents = [*_contents(prompt, row, template, system_prompt), *_of_turn(answer)]
+    return _drawn(_parts(pieces, contents, generation, end), tokenizer, prompt_ids)
 
 
 def _contents(prompt: str, row: PromptRow, template: str, system_prompt: str | None) -> list[tuple[str, str]]:
@@ -132,12 +147,18 @@ def _contents(prompt: str, row: PromptRow, template: str, system_prompt: str | N
     if template != "chat":
         return [("row", row.prompt)]
     turns = asked(row)
-    contents = [("row", content) for _, content in turns]
+    contents = [part for turn in turns for part in _of_turn(turn)]
     if not row.messages:
-        contents = [("row", row.prompt), ("request", turns[0][1].removeprefix(row.prompt))]
-    if system_prompt is not None and turns[0][0] != "system":
+        contents = [("row", row.prompt), ("request", turns[0]["content"].removeprefix(row.prompt))]
+    if system_prompt is not None and turns[0]["role"] != "system":
         contents.insert(0, ("system", system_prompt))
     return contents
+
+
+def _of_turn(message: Message) -> list[tuple[str, str]]:
+    """(label, text) of what a template writes of a turn, in the order in which it does."""
+    texts = [message.get(key) for key in ("reasoning_content", "content")]
+    return [("row", text) for text in texts if isinstance(text, str)]
 
 
 def _parts(
@@ -175,36 +196,24 @@ def _parts(
     return parts
 
 
-def _drawn(pieces: Sequence[Sequence[Part]], tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
-    """The picture of pieces that are tokenized apart, with what the tokenizer adds to the first one by itself."""
+def _drawn(
+    pieces: Sequence[Sequence[Part]], tokenizer: PreTrainedTokenizerFast, prompt_ids: Sequence[int]
+) -> tuple[str, ...]:
+    """The picture of pieces that are tokenized apart; the first has `prompt_ids`, with what the
+    tokenizer put before its text."""
     shown: list[Part] = []
     ends: list[int] = []
+    start = 0
     for number, parts in enumerate(pieces):
-        before, stops, after = _tokens("".join(one.text for one in parts), tokenizer, number == 0)
-        for added in ([Part("tokenizer", before)], parts, [Part("tokenizer", after)]):
-            start = sum(len(one.text) for one in shown)
-            shown += [one for one in added if one.text]
-            if added is parts:
-                ends += [start + stop for stop in stops]
-            elif added[0].text:
-                ends.append(start + len(added[0].text))
+        text = "".join(part.text for part in parts)
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        if number == 0:
+            added = prompt_ids[: max(0, len(prompt_ids) - len(encoded["input_ids"]))]
+            for name in map(str, tokenizer.convert_ids_to_tokens(list(added))):
+                shown.append(Part("tokenizer", name))
+                start += len(name)
+                ends.append(start)
+        shown += [part for part in parts if part.text]
+        ends += [start + stop for _, stop in encoded["offset_mapping"]]
+        start += len(text)
     return picture(shown, ends)
-
-
-def _tokens(
-    text: str, tokenizer: PreTrainedTokenizerFast, special_tokens: bool
-) -> tuple[str, list[int], str]:
-    """What is added before the text (of two beginnings of sequence one), where its tokens end, what is added behind."""
-    found = tokenizer(
-        text,
-        add_special_tokens=special_tokens,
-        return_offsets_mapping=True,
-        return_special_tokens_mask=True,
-        verbose=False,
-    )
-    names = list(map(str, tokenizer.convert_ids_to_tokens(found["input_ids"])))
-    own = [number for number, is_added in enumerate(found["special_tokens_mask"]) if not is_added]
-    first, last = (own[0], own[-1] + 1) if own else (len(names), len(names))
-    stops = [stop for _, stop in found["offset_mapping"][first:last]]
-    before = [] if names[:2] == [tokenizer.bos_token] * 2 else names[:first]
-    return "".join(before), stops, "".join(names[last:])

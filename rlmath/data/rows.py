@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 START_CHARS = 60
 """Characters of a row that are shown where it cannot be used."""
@@ -43,8 +44,10 @@ class PromptRow:
     """The row's further columns, a JSON object."""
     whole: bool = True
     """Whether `prompt` is what the model continues, as it stands."""
-    messages: tuple[tuple[str, str], ...] = ()
-    """(role, content) of the chat that the file has, where it is no whole prompt."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """The chat that the file has (`columns.messages_of`), where it is no whole prompt."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """The tools that its model may call (`columns.tools_of`)."""
 
 
 @dataclass(frozen=True)

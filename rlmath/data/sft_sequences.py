@@ -23,20 +23,27 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Sample
-from rlmath.data.chat import Piece, chat_end, conversation
+from rlmath.data.chat import Piece, assistant, chat_end, conversation, without_end
+from rlmath.data.columns import Message, checked_text, messages_of, tools_of, weight_of
 from rlmath.data.files import CHARACTERS_PER_TOKEN, folder_line, raw_rows
-from rlmath.data.formats import check_length, checked_text, messages_of
+from rlmath.data.formats import check_length
 from rlmath.data.loader import FilterReport
 from rlmath.data.order import permutation
-from rlmath.data.rows import PromptRow, RawRow, RowError, UnusableRow, check_unusable
+from rlmath.data.rows import (
+    START_CHARS,
+    PromptRow,
+    RawRow,
+    RowError,
+    UnusableRow,
+    check_unusable,
+    unusable_lines,
+)
 from rlmath.data.tokenizer import (
-    SPECIAL_TOKEN,
+    PromptText,
     asked,
-    first_found,
+    check_row,
     prompt_tokens,
-    refuse_second_template,
     rendered,
-    special_tokens,
     template_of,
     token_ids_of,
 )
@@ -106,7 +113,7 @@ def load_sequences(
         texts = _texts(chunk, template, tokenizer, unusable, CHARACTERS_PER_TOKEN * limit)
         for row, one in zip(texts, _tokenized(texts, tokenizer), strict=True):
             if not one.prompt_ids:
-                unusable.append(UnusableRow(row.where, "its prompt has no token", row.prompt[:60]))
+                unusable.append(UnusableRow(row.where, "its prompt has no token", row.prompt.text[:60]))
             elif one.length > limit:
                 too_long, longest = too_long + 1, max(longest, one.length)
             else:
@@ -159,19 +166,27 @@ def sequences_fingerprint(*groups: Sequence[WrittenSequence]) -> str:
 @dataclass(frozen=True)
 class _Texts:
     row: PromptRow
-    """Its solution is what is learned."""
+    answer: Message
+    """What is learned: the assistant's last turn."""
     template: str
     """What is around it (`tokenizer.template_of`)."""
     pieces: Sequence[Piece]
     """In their order; the first is the prompt, the last is learned."""
+    is_chat: bool
+    """Whether the tokenizer's chat template wrote the prompt."""
 
     @property
     def where(self) -> str:
         return self.row.query_id
 
     @property
-    def prompt(self) -> str:
-        return self.pieces[0].text
+    def prompt(self) -> PromptText:
+        return PromptText(self.pieces[0].text, self.is_chat)
+
+    @property
+    def length(self) -> int:
+        """Characters in all."""
+        return sum(len(piece.text) for piece in self.pieces)
 
 
 def _texts(
@@ -182,81 +197,154 @@ def _texts(
     most_characters: int,
 ) -> list[_Texts]:
     """What can be used; the others, among them rows of more than `most_characters`, are added to `unusable`."""
-    prompts: list[PromptRow] = []
-    completions: list[str] = []
-    special = special_tokens(tokenizer)
     known = [token for token in (chat_end(tokenizer), tokenizer.eos_token_id) if isinstance(token, int)]
     ends = tuple(map(str, tokenizer.convert_ids_to_tokens(known)))
-    in_chat = template in ("auto", "chat") and bool(tokenizer.chat_template)
-    takes_messages = in_chat or isinstance(template, UserFunction)
-    for raw in rows:
-        if raw.columns is None:
-            unusable.append(UnusableRow(raw.where, raw.reason, raw.start))
-            continue
+    parsed = [_parsed(raw, template, tokenizer, ends, most_characters) for raw in rows]
+    others = [
+        row
+        for _, row in parsed
+        if not isinstance(row, RowError) and not _in_chat(row.prompt, template, tokenizer)
+    ]
+    prompts = rendered([row.prompt for row in others], template, tokenizer)
+    found: list[_Texts] = []
+    for raw, row in parsed:
         try:
-            row, completion = _parse(raw.columns, raw.where)
-            check_length(replace(row, prompt=row.prompt + completion), most_characters)
+            if isinstance(row, RowError):
+                raise row
+            is_chat = _in_chat(row.prompt, template, tokenizer)
+            texts = _written(row, template, tokenizer, None if is_chat else next(prompts), ends)
+            if texts.length > most_characters:
+                raise RowError(
+                    f"in its template it has {texts.length} characters, more than {most_characters}; it is not "
+                    "tokenized"
+                )
+            found.append(texts)
         except RowError as error:
-            unusable.append(UnusableRow(raw.where, str(error), raw.start or str(list(raw.columns))[:60]))
-            continue
-        if row.messages and not takes_messages:
-            raise ValueError(
-                f'{row.query_id}: "messages" need the tokenizer\'s chat template; data.template is "{template}", and '
-                f"the tokenizer has {'one' if tokenizer.chat_template else 'none'}. Use data.template=auto and a "
-                "tokenizer with a chat template, or give rows with prompt and completion"
-            )
-        if template_of(row, template, tokenizer) == "chat":
-            refuse_second_template(row, str(template))
-            if mark := first_found(special, [text for role, text in asked(row) if role != "assistant"]):
-                unusable.append(UnusableRow(raw.where, f"{SPECIAL_TOKEN} {mark!r}", row.prompt[:60]))
-                continue
-        prompts.append(row)
-        completions.append(completion.rstrip() if completion.rstrip().endswith(ends) else completion)
-    in_template = [_in_chat(row, template, tokenizer) for row in prompts]
-    others = iter(
-        rendered(
-            [row for row, chat in zip(prompts, in_template, strict=True) if not chat], template, tokenizer
-        )
-    )
-    found = []
-    for row, completion, chat in zip(prompts, completions, in_template, strict=True):
-        if chat:
-            turns = (*asked(row), ("assistant", completion))
-            pieces = conversation(turns, tokenizer, f"the sequence {row.query_id[:60]!r}")
-        else:
-            pieces = [Piece(next(others), False), Piece(completion, True)]
-        found.append(_Texts(row, template_of(row, template, tokenizer), pieces))
+            unusable.append(_unusable(raw, error))
     return found
 
 
+@dataclass(frozen=True)
+class _Row:
+    prompt: PromptRow
+    answer: Message
+
+
+def _parsed(
+    raw: RawRow,
+    template: str | UserFunction,
+    tokenizer: PreTrainedTokenizerFast,
+    ends: tuple[str, ...],
+    most_characters: int,
+) -> tuple[RawRow, _Row | RowError]:
+    """A row, and its prompt and answer, or why they cannot be used."""
+    try:
+        if raw.columns is None:
+            raise RowError(raw.reason)
+        row = _parse(raw.columns, raw.where)
+        check_length(_whole(row.prompt, row.answer), most_characters)
+        _check_messages(row.prompt, template, tokenizer)
+        check_row(row.prompt, template, tokenizer, without_end(row.answer, ends))
+        return raw, row
+    except RowError as error:
+        return raw, error
+
+
+def _written(
+    row: _Row,
+    template: str | UserFunction,
+    tokenizer: PreTrainedTokenizerFast,
+    prompt: PromptText | RowError | None,
+    ends: tuple[str, ...],
+) -> _Texts:
+    """The texts of a row; `prompt` is what another template than the tokenizer's chat template made
+    of it. RowError where the template cannot take it."""
+    if isinstance(prompt, RowError):
+        raise prompt
+    word = template_of(row.prompt, template, tokenizer)
+    if prompt is not None:
+        pieces = [Piece(prompt.text, False), Piece(_completion(row.answer, ends), True)]
+        return _Texts(row.prompt, row.answer, word, pieces=pieces, is_chat=prompt.is_chat)
+    name = f"the sequence {row.prompt.query_id[:60]!r}"
+    messages = (*asked(row.prompt), row.answer)
+    pieces = conversation(messages, tokenizer, name, row.prompt.tools)
+    return _Texts(row.prompt, row.answer, word, pieces=pieces, is_chat=True)
+
+
+def _unusable(raw: RawRow, error: RowError) -> UnusableRow:
+    columns = "" if raw.columns is None else str(list(raw.columns))[:START_CHARS]
+    return UnusableRow(raw.where, str(error), raw.start or columns)
+
+
 def _in_chat(row: PromptRow, template: str | UserFunction, tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Whether the tokenizer's chat template writes prompt and answer."""
     return template_of(row, template, tokenizer) == "chat" and bool(tokenizer.chat_template)
 
 
-def _parse(columns: dict, where: str) -> tuple[PromptRow, str]:
-    """The prompt, and the completion. RowError for a row of none of the forms."""
+def _check_messages(row: PromptRow, template: str | UserFunction, tokenizer: PreTrainedTokenizerFast) -> None:
+    """RowError for messages where neither a chat template nor a function of the user's takes
+    them."""
+    if row.messages and not isinstance(template, UserFunction) and not _in_chat(row, template, tokenizer):
+        raise RowError(
+            f'"messages" need the tokenizer\'s chat template; data.template is "{template}", and the tokenizer has '
+            f"{'one' if tokenizer.chat_template else 'none'}. Use data.template=auto and a tokenizer with a chat "
+            "template, or give rows with prompt and completion"
+        )
+
+
+def _whole(row: PromptRow, answer: Message) -> PromptRow:
+    """The row with the answer, for its length."""
+    if row.messages:
+        return replace(row, messages=(*row.messages, answer))
+    return replace(row, prompt=row.prompt + answer["content"])
+
+
+def _completion(answer: Message, ends: tuple[str, ...]) -> str:
+    """An answer outside the chat template, with nothing behind an end that it has. RowError where
+    it is more than a text, or is not learned."""
+    if not weight_of(answer):
+        raise RowError("the last of its messages has weight 0, and nothing else of it would be learned")
+    if answer.get("reasoning_content") or answer.get("tool_calls"):
+        raise RowError(
+            "its answer has reasoning_content or tool_calls, which the tokenizer's chat template alone can write"
+        )
+    text = checked_text(answer.get("content"), "content")
+    return text.rstrip() if text.rstrip().endswith(ends) else text
+
+
+def _parse(columns: dict, where: str) -> _Row:
+    """The prompt, and the answer. RowError for a row of none of the forms."""
     for first, second, whole in (("prompt", "completion", True), ("question", "solution", False)):
         if first in columns and second in columns:
             prompt, completion = checked_text(columns[first], first), checked_text(columns[second], second)
-            return PromptRow(prompt, "math", where, (completion,), whole=whole), completion
+            row = PromptRow(prompt, "math", where, (completion,), whole=whole)
+            return _Row(row, assistant(completion))
     if "messages" in columns:
-        *turns, (role, completion) = messages_of(columns["messages"], "messages")
-        if role != "assistant" or not turns:
+        *turns, answer = messages_of(columns["messages"], "messages")
+        if answer["role"] != "assistant" or not turns:
             raise RowError("the last of its messages must be the assistant's, with others before it")
-        row = PromptRow(turns[-1][1], "math", where, (completion,), whole=False, messages=tuple(turns))
-        return row, completion
+        row = PromptRow(
+            str(turns[-1].get("content") or ""),
+            "math",
+            query_id=where,
+            solutions=(str(answer.get("content") or ""),),
+            whole=False,
+            messages=tuple(turns),
+            tools=tools_of(columns.get("tools")),
+        )
+        return _Row(row, answer)
     names = ", ".join(map(repr, list(columns)[:8])) or "no columns"
     raise RowError(f"has {names}; needed: {FORMS}")
 
 
 def _tokenized(texts: Sequence[_Texts], tokenizer: PreTrainedTokenizerFast) -> Iterator[WrittenSequence]:
-    """The prompt with the special tokens that the tokenizer adds by itself, as GRPO has it; the rest without, each
-    piece alone or, of a tokenizer that begins every text with a mark of its own, as in the whole text."""
+    """The prompt as GRPO has it; the rest without special tokens of the tokenizer's, each piece
+    alone or, of a tokenizer that begins every text with a mark of its own, as in the whole text."""
     if not texts:
         return
     prompts = prompt_tokens([one.prompt for one in texts], tokenizer)
     parts = [piece for one in texts for piece in one.pieces[1:]]
-    tokens = iter(token_ids_of([piece.text for piece in parts], tokenizer, special_tokens=False))
+    tokens = iter(token_ids_of([piece.text for piece in parts], tokenizer))
     of_turn, of_sequence = chat_end(tokenizer), tokenizer.eos_token_id
     marks_beginnings = _marks_beginnings(tokenizer)
     for one, prompt in zip(texts, prompts, strict=True):
@@ -306,4 +394,5 @@ def _check(report: SequenceReport, max_unusable_share: float) -> None:
             "it, or give shorter ones"
         )
     if not report.kept:
-        raise ValueError(f"{report.path}: no row can be used; needed: rows with {FORMS}")
+        reasons = "".join(f"\n    {line}" for line in unusable_lines(report.path, report.unusable))
+        raise ValueError(f"{report.path}: no row can be used; needed: rows with {FORMS}. Why:{reasons}")

@@ -60,11 +60,13 @@ def _arrow_batches(file: Path) -> Iterator[pa.RecordBatch]:
 def _columns_of(batch: pa.RecordBatch, at_once: int = _BATCH_ROWS) -> Iterator[tuple[dict | None, str]]:
     """Row by row where a piece as a whole has a value that Python does not take, such as text that is not UTF-8."""
     narrow = [field for field in batch.schema if "float" in str(field.type)]
+    lists = [field.name for field in batch.schema if _has_structs(field.type)]
     for start in range(0, batch.num_rows, at_once):
         piece = batch.slice(start, at_once)
         try:
             for row in piece.to_pylist():
-                yield row | {one.name: _shortest(row[one.name], one.type) for one in narrow}, ""
+                row |= {field.name: _shortest(row[field.name], field.type) for field in narrow}
+                yield row | {name: _without_nulls(row[name]) for name in lists}, ""
         except (pa.ArrowException, ValueError, OverflowError) as error:
             if at_once == 1:
                 yield None, f"a value that cannot be read ({str(error)[:100]})"
@@ -80,10 +82,27 @@ def _shortest(value: Any, kind: pa.DataType) -> Any:
         return value if value.is_integer() else float(str(kind.to_pandas_dtype()(value)))
     if pa.types.is_struct(kind):
         return {one.name: _shortest(value[one.name], one.type) for one in kind}
-    is_list = any(
-        is_kind(kind) for is_kind in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    )
-    return [_shortest(one, kind.value_type) for one in value] if is_list else value
+    return [_shortest(one, kind.value_type) for one in value] if _is_list(kind) else value
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _has_structs(kind: pa.DataType) -> bool:
+    """Whether a column has lists of structs, such as messages."""
+    return _is_list(kind) and pa.types.is_struct(kind.value_type)
+
+
+def _without_nulls(value: Any) -> Any:
+    """A list of structs without what is null in them: in a table each has the keys of all. A null
+    content stays, as messages with calls of tools have it."""
+    if isinstance(value, list):
+        return [_without_nulls(part) for part in value]
+    if isinstance(value, dict):
+        parts = {key: part for key, part in value.items() if part is not None or key == "content"}
+        return {key: _without_nulls(part) for key, part in parts.items()}
+    return value
 
 
 def _start(columns: dict) -> str:

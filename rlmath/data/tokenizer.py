@@ -8,18 +8,20 @@ Each template is written as its source has it:
 
 from __future__ import annotations
 
+import itertools
 import json
-import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlmath.config.files import read_json_object
 from rlmath.data import chat
+from rlmath.data.columns import Message, for_template, messages_of, text_problem
 from rlmath.data.files import MAX_LINE_BYTES
-from rlmath.data.rows import PromptFile, PromptRow, UnusableRow
+from rlmath.data.rows import PromptFile, PromptRow, RowError, UnusableRow
+from rlmath.data.turns import check_turns, marks_of
 from rlmath.workers.user_functions import UserFunction
 
 if TYPE_CHECKING:
@@ -74,27 +76,94 @@ def has_template(text: str) -> bool:
     return any(mark in text for mark in _MARKS) or text.rstrip().endswith(_ENDS)
 
 
+@dataclass(frozen=True)
+class PromptText:
+    """What the model continues."""
+
+    text: str
+    is_chat: bool = False
+    """Whether the tokenizer's chat template wrote it, with all special tokens that it shall
+    have."""
+
+
+def usable_prompts(
+    file: PromptFile,
+    template: str | UserFunction,
+    tokenizer: PreTrainedTokenizerFast,
+    most_characters: int = MAX_LINE_BYTES,
+    limit: int | None = None,
+) -> tuple[PromptFile, list[PromptText]]:
+    """The file without rows that the template cannot take, which are unusable, and the prompts of
+    the others; with a `limit` no more rows than so many that can be used. Errors: as `rendered`."""
+    rows: list[PromptRow] = []
+    prompts: list[PromptText] = []
+    unusable = list(file.unusable)
+    for row, prompt in zip(file.rows, rendered(file.rows, template, tokenizer, most_characters), strict=True):
+        if isinstance(prompt, RowError):
+            unusable.append(UnusableRow(f"query_id {row.query_id[:60]!r}", str(prompt), row.prompt[:60]))
+        else:
+            rows.append(row)
+            prompts.append(prompt)
+        if len(rows) == limit:
+            break
+    return replace(file, rows=rows, unusable=unusable), prompts
+
+
 def rendered(
-    rows: Sequence[PromptRow], template: str | UserFunction, tokenizer: PreTrainedTokenizerFast
-) -> list[str]:
-    """`render` of many rows; `template` may be a function of the user's. ValueError where that fails on one."""
+    rows: Sequence[PromptRow],
+    template: str | UserFunction,
+    tokenizer: PreTrainedTokenizerFast,
+    most_characters: int = MAX_LINE_BYTES,
+) -> Iterator[PromptText | RowError]:
+    """The prompt of every row, or why it has none of at most so many characters; `template` may be
+    a function of the user's. ValueError where that fails on one, and for a chat template that is
+    none or takes too long or too much memory."""
+    made: Iterable[str | list[dict] | None] = itertools.repeat(None)
+    if isinstance(template, UserFunction):
+        made = _made_by(template, rows)
+    for row, written in zip(rows, made, strict=False):
+        try:
+            prompt = _prompt_of(row, template, tokenizer, written)
+            if len(prompt.text) > most_characters:
+                raise RowError(
+                    f"in its template it has {len(prompt.text)} characters, more than {most_characters}; it is not "
+                    "tokenized"
+                )
+            yield prompt
+        except RowError as error:
+            yield error
+
+
+def _prompt_of(
+    row: PromptRow,
+    template: str | UserFunction,
+    tokenizer: PreTrainedTokenizerFast,
+    written: str | list[dict] | None,
+) -> PromptText:
+    """The prompt of one row; `written` is what a function of the user's made of it. RowError where
+    it has none."""
     if not isinstance(template, UserFunction):
-        return [render(row, template, tokenizer) for row in rows]
-    calls = [(row.prompt, _row_for_template(row)) for row in rows]
-    texts = []
+        return prompt_text(row, template, tokenizer)
+    check_row(row, template, tokenizer)
+    if isinstance(written, str):
+        return PromptText(written)
+    setting = template.hook.setting
+    messages = messages_of(written, f"what {setting} returned")
+    check_turns(messages, row.tools, marks_of(tokenizer, None))
+    return PromptText(_chat(messages, row, tokenizer, setting), is_chat=True)
+
+
+def _made_by(template: UserFunction, rows: Sequence[PromptRow]) -> Iterator[str | list[dict]]:
+    """What a function of the user's makes of every row. ValueError where it fails on one."""
+    calls = ((row.prompt, _row_for_template(row)) for row in rows)
     for row, result in zip(rows, template.map(calls), strict=True):
         made = f"{template.hook.setting} {template} of the prompt {row.query_id[:60]!r}"
         if result.failure is not None:
             raise ValueError(f"{made} failed: {template.reason(result)}. Correct the function")
-        text = result.value
-        if not isinstance(text, str):
-            messages = [(one["role"], one["content"]) for one in text]
-            text = _chat(messages, row, tokenizer, template.hook.setting)
-        problem = _text_problem(text)
+        problem = text_problem(result.value) if isinstance(result.value, str) else None
         if problem is not None:
             raise ValueError(f"{made} {problem}; needed: a text that can be tokenized. Correct the function")
-        texts.append(text)
-    return texts
+        yield result.value
 
 
 def _row_for_template(row: PromptRow) -> dict[str, Any]:
@@ -103,47 +172,69 @@ def _row_for_template(row: PromptRow) -> dict[str, Any]:
         "task": row.task,
         "query_id": row.query_id,
         "solutions": list(row.solutions),
-        "messages": [{"role": role, "content": content} for role, content in row.messages],
+        "messages": for_template(row.messages),
     }
     return json.loads(row.more_json) | own
 
 
-def _text_problem(text: str) -> str | None:
-    if not text.strip():
-        return "is blank"
-    if len(text) > MAX_LINE_BYTES:
-        return f"has {len(text)} characters, more than {MAX_LINE_BYTES}"
-    if "\0" in text or text != text.encode("utf-8", "ignore").decode("utf-8"):
-        return "has a NUL character, or half a surrogate pair"
-    return None
+def check_row(
+    row: PromptRow,
+    given: str | UserFunction,
+    tokenizer: PreTrainedTokenizerFast,
+    answer: Message | None = None,
+) -> None:
+    """RowError for a row whose text, or whose `answer` that is to be learned, would make turns in
+    the template, and for one that has a template already. Texts that stay as they stand may have
+    what they like."""
+    word = template_of(row, given, tokenizer)
+    if word == "raw" or _is_around(word, row):
+        return
+    if isinstance(given, UserFunction):
+        if row.whole or has_template(row.prompt):
+            return  # the function knows what it is given
+        messages, written = (*row.messages, chat.user(row.prompt)), None
+    else:
+        if not row.messages:
+            _refuse_second_template(row, given)
+        messages = asked(row) if word == "chat" else (chat.user(row.prompt),)
+        written = FIXED[word].head + FIXED[word].tail if word in FIXED else None
+    answers = () if answer is None else (answer,)
+    check_turns((*messages, *answers), row.tools, marks_of(tokenizer, written))
+    if row.messages and not isinstance(given, UserFunction):
+        _refuse_second_template(row, given)
 
 
-def render(row: PromptRow, template: str, tokenizer: PreTrainedTokenizerFast) -> str:
-    """The text that the model continues. ValueError for a second template, and for "chat" where there is none."""
-    given, template = template, template_of(row, template, tokenizer)
-    if template == "raw":
-        return row.prompt
-    if template in FIXED and FIXED[template].is_around(row.prompt):
-        return row.prompt
-    refuse_second_template(row, given)
-    if template == "chat":
-        return _chat(asked(row), row, tokenizer)
-    return FIXED[template].render(row.prompt)
+def _is_around(word: str, row: PromptRow) -> bool:
+    return word in FIXED and FIXED[word].is_around(row.prompt)
 
 
-def refuse_second_template(row: PromptRow, given: str) -> None:
-    """ValueError where the prompt has a template already, and `given` puts another around it."""
+def prompt_text(row: PromptRow, template: str, tokenizer: PreTrainedTokenizerFast) -> PromptText:
+    """The prompt of a row in a template by its word. RowError for a row that cannot be in it
+    (`check_row`, `chat.render`); ValueError for "chat" where there is none."""
+    word = template_of(row, template, tokenizer)
+    if word == "raw" or _is_around(word, row):
+        return PromptText(row.prompt)
+    check_row(row, template, tokenizer)
+    if word == "chat":
+        return PromptText(_chat(asked(row), row, tokenizer), is_chat=True)
+    return PromptText(FIXED[word].render(row.prompt))
+
+
+def _refuse_second_template(row: PromptRow, given: str) -> None:
+    """RowError where the prompt has a template already, and `given` puts another around it."""
     if has_template(row.prompt):
-        others = '"auto" or "raw"' if row.whole else '"raw"'
-        raise ValueError(
+        change = 'Use data.template "auto" or "raw"' if row.whole else 'Use data.template "raw"'
+        if row.messages:
+            change = "Take it out of the message"
+        raise RowError(
             f'data.template is "{given}", and the prompt {row.query_id[:60]!r} has a template already: it begins '
-            f"{row.prompt[:60]!r}. Use data.template {others}"
+            f"{row.prompt[:60]!r}. {change}"
         )
 
 
-def asked(row: PromptRow) -> tuple[tuple[str, str], ...]:
+def asked(row: PromptRow) -> tuple[Message, ...]:
     """The turns that ask for an answer, as a chat template takes them."""
-    return row.messages or (("user", row.prompt + _BOXED),)
+    return row.messages or (chat.user(row.prompt + _BOXED),)
 
 
 def template_of(row: PromptRow, template: str | UserFunction, tokenizer: PreTrainedTokenizerFast) -> str:
@@ -164,7 +255,7 @@ def without_template(text: str) -> str:
 
 
 def _chat(
-    messages: Sequence[tuple[str, str]],
+    messages: Sequence[Message],
     row: PromptRow,
     tokenizer: PreTrainedTokenizerFast,
     function_of: str | None = None,
@@ -176,41 +267,8 @@ def _chat(
             f"{given}, and the model's tokenizer has no chat template; "
             + ("return a text" if function_of else 'use "qwen_boxed", "r1_distill", "orz" or "raw"')
         )
-    return chat.render(messages, tokenizer, f"the prompt {row.query_id[:60]!r}")
-
-
-SPECIAL_TOKEN = "its problem would end or change the turn, as it has the tokenizer's special token"
-
-
-def special_tokens(tokenizer: PreTrainedTokenizerFast) -> re.Pattern[str]:
-    """Finds the tokenizer's special tokens in a text that writes them out."""
-    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    marks = sorted(filter(None, special), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, marks)) or r"(?!)")
-
-
-def first_found(pattern: re.Pattern[str], texts: Iterable[str]) -> str | None:
-    """What the pattern first finds in one of these texts."""
-    found = next(filter(None, map(pattern.search, texts)), None)
-    return None if found is None else found[0]
-
-
-def drop_special_token_rows(
-    file: PromptFile, template: str | UserFunction, tokenizer: PreTrainedTokenizerFast
-) -> PromptFile:
-    """The file without problems that have a special token of the tokenizer's in their text, such as "<|im_end|>": in a
-    template it would end the user's turn. They are unusable. Whole prompts keep theirs."""
-    rows, unusable, special = [], list(file.unusable), special_tokens(tokenizer)
-    for row in file.rows:
-        plain = not row.whole and template != "raw" and not has_template(row.prompt)
-        texts = (row.prompt, *(content for _, content in row.messages)) if plain else ()
-        found = first_found(special, texts)
-        if found is None:
-            rows.append(row)
-        else:
-            reason = f"{SPECIAL_TOKEN} {found!r}"
-            unusable.append(UnusableRow(f"query_id {row.query_id[:60]!r}", reason, row.prompt[:60]))
-    return replace(file, rows=rows, unusable=unusable)
+    name = f"the prompt {row.query_id[:60]!r}"
+    return chat.render(messages, tokenizer, name, tools=row.tools)
 
 
 # ---------------------------------------------------------------- tokenizer
@@ -263,19 +321,32 @@ def _ends_in_config(folder: Path) -> tuple[Path, Any]:
     return file, read_json_object(file).get("eos_token_id")
 
 
-def prompt_tokens(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
-    """Tokens of prompts with what the tokenizer adds; one beginning of sequence, which a template may write, too."""
-    found, bos = token_ids_of(texts, tokenizer), tokenizer.bos_token_id
-    for token_ids in found:
-        while isinstance(bos, int) and token_ids[:2] == [bos, bos]:
-            del token_ids[0]
+def prompt_tokens(prompts: Sequence[PromptText], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+    """Tokens of prompts: of a chat its text's alone, as transformers' `apply_chat_template` and
+    servers have them; any other begins as the tokenizer begins a text, once. What a tokenizer puts
+    behind a text, an end, is never there."""
+    found = token_ids_of([prompt.text for prompt in prompts], tokenizer)
+    beginning = _beginning(tokenizer)
+    for number, prompt in enumerate(prompts):
+        if not prompt.is_chat and found[number][: len(beginning)] != beginning:
+            found[number] = beginning + found[number]
     return found
 
 
-def token_ids_of(
-    texts: list[str], tokenizer: PreTrainedTokenizerFast, special_tokens: bool = True
-) -> list[list[int]]:
-    """Tokens of texts, some million characters at a time: a tokenizer holds hundreds of bytes for each of them."""
+def _beginning(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Tokens that the tokenizer puts before a text by itself, such as a beginning of sequence."""
+    for text in ("1", "a", "one", str(tokenizer.eos_token or "")):
+        plain = tokenizer(text, add_special_tokens=False)["input_ids"]
+        whole = tokenizer(text)["input_ids"]
+        for start in range(len(whole) - len(plain) + 1 if plain else 0):
+            if whole[start : start + len(plain)] == plain:
+                return whole[:start]
+    return []
+
+
+def token_ids_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+    """Tokens of texts, without any that the tokenizer adds, some million characters at a time: a
+    tokenizer takes hundreds of bytes of memory for each of them."""
     found: list[list[int]] = []
     start = 0
     while start < len(texts):
@@ -284,8 +355,8 @@ def token_ids_of(
             size += len(texts[stop])
             stop += 1
         found += tokenizer(
-            texts[start:stop],
-            add_special_tokens=special_tokens,
+            list(texts[start:stop]),
+            add_special_tokens=False,
             return_attention_mask=False,
             return_token_type_ids=False,
             verbose=False,
@@ -295,9 +366,10 @@ def token_ids_of(
 
 
 def completion_text(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int], stopped: bool) -> str:
-    """The text of a completion as it is judged and shown: all that the model said, spaces as it wrote them, without
-    the stop token that is its last where it `stopped` by itself. Nothing pads a completion, so the tokenizer's padding
-    token is a text like others; other special tokens are, too: `<think>` is one for some."""
+    """The text of a completion as it is judged and shown: all that the model said, spaces as it
+    wrote them, without the stop token that is its last where it `stopped` by itself. Nothing pads a
+    completion, so the tokenizer's padding token is a text like others; other special tokens are,
+    too: `<think>` is one for some."""
     said = list(token_ids)[:-1] if stopped else list(token_ids)
     return str(tokenizer.decode(said, clean_up_tokenization_spaces=False))
 
@@ -314,7 +386,7 @@ def characters_without_token(characters: Iterable[str], tokenizer: PreTrainedTok
     looked at, between letters; marks and what shows nothing are not, which many tokenizers normalise."""
     given = set(characters)
     looked_at = sorted(one for one in given if unicodedata.category(one)[0] not in "CMZ")
-    ids = token_ids_of([*looked_at, "a b", "ab"], tokenizer, special_tokens=False)
+    ids = token_ids_of([*looked_at, "a b", "ab"], tokenizer)
     lost = {one for one, found in zip(looked_at, ids, strict=False) if not found}
     return frozenset(lost | ({" "} & given if ids[-1] == ids[-2] else set()))
 

@@ -15,9 +15,10 @@ from rlmath.answers.verifier import check_tasks
 from rlmath.config.files import read_json_object
 from rlmath.config.help import nearest_word
 from rlmath.config.model_shape import cpu_head_dim_problem
-from rlmath.data.audit import audit_references
+from rlmath.data.audit import audit_benchmarks
 from rlmath.data.formats import read_prompts
-from rlmath.data.tokenizer import drop_special_token_rows, prompt_tokens, rendered, without_template
+from rlmath.data.rows import unusable_lines
+from rlmath.data.tokenizer import prompt_tokens, usable_prompts, without_template
 from rlmath.workers.user_functions import UserFunction
 
 if TYPE_CHECKING:
@@ -79,13 +80,15 @@ def load_benchmark(
 ) -> Benchmark:
     """The first `limit` problems of a file (None: all). ValueError where it cannot be read, has no problems, or tasks
     that cannot be verified, if they are."""
-    file = drop_special_token_rows(read_prompts(str(path)), template, tokenizer)
-    rows = file.rows[:limit]
+    file, prompts = usable_prompts(read_prompts(str(path)), template, tokenizer, limit=limit)
+    rows = file.rows
     if not rows:
-        raise ValueError(f"{path} has no problem that can be used ({len(file.unusable)} rows cannot)")
+        reasons = "".join(f"\n    {line}" for line in unusable_lines(str(path), file.unusable))
+        raise ValueError(
+            f"{path} has no problem that can be used ({len(file.unusable)} rows cannot):{reasons}"
+        )
     if verified:
         check_tasks(row.task for row in rows)
-    prompts = rendered(rows, template, tokenizer)
     tokens = prompt_tokens(prompts, tokenizer)
     empty = [row.query_id for row, ids in zip(rows, tokens, strict=True) if not ids]
     if empty:
@@ -93,7 +96,7 @@ def load_benchmark(
     problems = [
         Problem(
             row.query_id,
-            prompt,
+            prompt.text,
             token_ids=tuple(ids),
             solutions=row.solutions,
             task=row.task,
@@ -106,9 +109,13 @@ def load_benchmark(
     return Benchmark(name, tuple(problems), len(file.unusable))
 
 
-def reference_warnings(benchmarks: Sequence[Benchmark]) -> tuple[str, ...]:
-    """About problems that have no reference which an answer could equal: they are wrong whatever the model says."""
-    return audit_references([(benchmark.name, benchmark.problems) for benchmark in benchmarks])
+def benchmark_warnings(
+    benchmarks: Sequence[Benchmark], tokenizer: PreTrainedTokenizerFast, verified: bool
+) -> tuple[str, ...]:
+    """Warnings about problems whose prompts end before the answer, and, where they are `verified`, about
+    those without a reference that an answer could equal, which are wrong whatever the model says."""
+    files = [(benchmark.name, benchmark.problems) for benchmark in benchmarks]
+    return audit_benchmarks(files, tokenizer, verified)
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,12 @@ from rlmath.distributed.rendezvous import open_rendezvous
 from rlmath.evals.benchmarks import (
     Benchmark,
     LengthLimits,
+    benchmark_warnings,
     check_head_dim,
     check_lengths,
     find_benchmark,
     load_benchmark,
     model_positions,
-    reference_warnings,
 )
 from rlmath.evals.completions import read_completions, remove_unfinished_lines
 from rlmath.evals.model_source import EvaluatedModel, resolve_model
@@ -196,7 +196,7 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Devic
     if repaired:
         logger.info("Removed the unfinished last line of %d files, left by a run that was stopped", repaired)
     missing = [one for benchmark in benchmarks for one in _missing(benchmark, plan, lengths)]
-    for warning in reference_warnings(benchmarks) if verified else ():
+    for warning in benchmark_warnings(benchmarks, tokenizer, verified):
         logger.warning("%s", warning)
     _log_work(benchmarks, lengths, plan, sum(len(one.indices) for one in missing))
     if plan.max_new_tokens is None:

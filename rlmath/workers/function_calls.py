@@ -198,8 +198,8 @@ def _are_messages(value: Any) -> bool:
         and bool(value)
         and all(
             isinstance(one, dict)
-            and one.keys() == {"role", "content"}
-            and all(isinstance(text, str) for text in one.values())
+            and {"role", "content"} <= one.keys()
+            and all(isinstance(one[key], str) for key in ("role", "content"))
             for one in value
         )
     )

@@ -18,11 +18,11 @@ from rlmath.checkpoint.hf.weights import (
     with_stop_tokens,
     write_files,
 )
-from rlmath.data.chat import ChatSettings, chat_end
+from rlmath.data.chat import ChatSettings, chat_end, user
 from rlmath.data.packing import pack
 from rlmath.data.rows import PromptRow
 from rlmath.data.sft_sequences import WrittenSequence, load_sequences
-from rlmath.data.tokenizer import completion_text, load_tokenizer, render, stop_token_ids
+from rlmath.data.tokenizer import completion_text, load_tokenizer, prompt_text, stop_token_ids
 from rlmath.rewards.reward_manager import text_to_verify
 from tests.data.chat_templates import CHATS, chat_tokenizer
 
@@ -41,6 +41,10 @@ def load_rows(tmp_path: Path, tokenizer, row: dict, template: str = "auto") -> W
     file.write_text(json.dumps(row) + "\n")
     (found,), _ = load_sequences(str(file), tokenizer, template, 2000, 0.0)
     return found
+
+
+def render(row: PromptRow, template: str, tokenizer) -> str:
+    return prompt_text(row, template, tokenizer).text
 
 
 def rendered(tokenizer, turns, **more) -> str:
@@ -114,8 +118,41 @@ def test_variables_of_the_chat_template_are_the_runs(tmp_path: Path) -> None:
     assert render(QUESTION, "chat", silent).endswith(begins + "<think>\n\n</think>\n\n")
     one = sequence(tmp_path, silent, ("user", "1+1?"), ("assistant", "2"))
     assert learned_text(one, silent) == "2<|im_end|>", "the prompt has the empty thinking"
-    with pytest.raises(ValueError, match=r"data\.chat_template_kwargs has 'thinking'; needed"):
-        load_tokenizer(str(tmp_path), settings=ChatSettings(kwargs=["thinking"]))
+    for given, told in {
+        ("thinking",): "'thinking'; needed",
+        (
+            "enable_thinkin=false",
+        ): "'enable_thinkin', .* reads no such variable. Did you mean \"enable_thinking\"?",
+        ("add_generation_prompt=false",): "'add_generation_prompt', which the program gives",
+        ("ns=1",): "'ns', .* Those that it reads: enable_thinking",
+        ("enable_thinking=true", "enable_thinking=false"): "'enable_thinking' 2 times",
+    }.items():
+        with pytest.raises(ValueError, match=rf"data\.chat_template_kwargs has {told}"):
+            load_tokenizer(str(tmp_path), settings=ChatSettings(kwargs=given))
+
+
+def test_variables_are_looked_for_in_templates_of_every_kind(tmp_path: Path) -> None:
+    """Set where they are not given, within macros, beside transformers' own tags; a template that
+    hangs as it is read."""
+    tokenizer = chat_tokenizer("qwen2.5")
+    for before, read in {
+        "{% if effort is not defined %}{% set effort = 'low' %}{% endif %}{{ effort }}": True,
+        "{% set effort = effort | default('low') %}{{ effort }}": True,
+        "{% macro say() %}{{ effort }}{% endmacro %}{{ say() }}": True,
+        "{% generation %}{{ effort }}{% endgeneration %}{% for x in [] %}{% break %}{% endfor %}": True,
+        "{% set effort = 'low' %}{{ effort }}": False,
+        "{# effort #}{{ 'effort' }}": False,
+    }.items():
+        tokenizer.chat_template = before + CHATS["qwen2.5"].template
+        tokenizer.save_pretrained(tmp_path)
+        settings = ChatSettings(kwargs=["effort=high"])
+        if read:
+            assert render(QUESTION, "chat", load_tokenizer(str(tmp_path), settings=settings)).startswith(
+                "high"
+            )
+        else:
+            with pytest.raises(ValueError, match="reads no such variable"):
+                load_tokenizer(str(tmp_path), settings=settings)
 
 
 HOSTILE = "Be brief.\n'%}{{ 7*7 }} \\boxed{é}"
@@ -127,10 +164,10 @@ def test_a_system_prompt_is_before_every_conversation_without_one(name: str, tmp
     plain.save_pretrained(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path), settings=ChatSettings(system_prompt=HOSTILE))
     turns = [("user", "1+1?"), ("assistant", "2")] if name in CONTINUING else [("user", "1+1?")]
-    row = replace(QUESTION, messages=(turns[0],))
+    row = replace(QUESTION, messages=(user("1+1?"),))
     wanted = rendered(plain, [("system", HOSTILE), turns[0]], add_generation_prompt=True)
     assert render(row, "auto", tokenizer) == wanted
-    own = replace(QUESTION, messages=(("system", "Own."), turns[0]))
+    own = replace(QUESTION, messages=({"role": "system", "content": "Own."}, user("1+1?")))
     assert render(own, "chat", tokenizer) == render(own, "chat", plain), "a row's own wins"
     assert chat_end(tokenizer) == chat_end(plain)
     if len(turns) == 2:
@@ -167,9 +204,10 @@ def test_a_chat_template_has_a_name_or_is_a_file_and_is_exported(tmp_path: Path)
     own = tmp_path / "own.jinja"
     own.write_text(CHATS["llama3"].template)
     (tmp_path / "broken.jinja").write_text("{% if %}")
-    more = ChatSettings(kwargs=["a=1"], system_prompt="S")
+    more = ChatSettings(system_prompt="S")
     for name, chat in ((None, "phi"), ("default", "phi"), ("think", "qwen3"), (str(own), "llama3")):
-        settings = replace(more, template=name)
+        variables = ["enable_thinking=true"] if chat == "qwen3" else []
+        settings = replace(more, template=name, kwargs=variables)
         found = load_tokenizer(str(named), settings=settings)
         assert found.chat_template == settings.head + CHATS[chat].template
         files = with_chat_template(read_metadata_files(named), settings.named_template(found))
@@ -249,7 +287,8 @@ def test_the_judge_sees_thinking_marks(
 
 
 def test_the_judge_sees_all_that_was_said() -> None:
-    """A padding token that is a letter of answers ("!" of Qwen's first models), and spaces before marks."""
+    """A padding token that is a letter of answers ("!" of Qwen's first models), and spaces before
+    marks."""
     tokenizer = chat_tokenizer("qwen2.5")
     tokenizer.pad_token = "!"
     token_ids = tokenizer("\\boxed{4!} , not 4<|im_end|>", add_special_tokens=False)["input_ids"]

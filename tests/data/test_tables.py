@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlmath.data import tables
+from rlmath.data.chat import user
 from rlmath.data.formats import read_prompts
 from rlmath.data.loader import load_prompts
 
@@ -72,7 +73,7 @@ def test_simplerl_prompts_without_one_keep_their_chat(tmp_path):
     (row,) = read_prompts(write(tmp_path / "train.parquet", [system])).rows
     assert not row.whole and row.query_id == "4"
     assert row.prompt == "What is 1+1?"
-    assert row.messages == (("system", "Be brief."), ("user", content))
+    assert row.messages == ({"role": "system", "content": "Be brief."}, user(content))
 
 
 def test_simplerl_answers_stand_in_several_places(tmp_path):
@@ -96,7 +97,7 @@ def test_dapo_rows_that_repeat_are_counted_apart(tmp_path):
         ("a", "What is 1+1?", ("2",)),
         ("b", "What is\n\n2+2?", ("4",)),
     ]
-    assert file.rows[0].messages == (("user", DAPO.format("What is 1+1?")),)
+    assert file.rows[0].messages == (user(DAPO.format("What is 1+1?")),)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Templates against the published texts."""
 
+import json
 import resource
 import signal
 from dataclasses import replace
@@ -9,8 +10,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from rlmath.data import chat
+from rlmath.data.formats import read_prompts
 from rlmath.data.rows import PromptFile, PromptRow
-from rlmath.data.tokenizer import drop_special_token_rows, has_template, render
+from rlmath.data.tokenizer import has_template, prompt_text, usable_prompts
 
 ROW = PromptRow("What is {1}+1?", "math", "q", ("2",), whole=False)
 R1 = (
@@ -36,10 +38,18 @@ CHAT = (
 )
 
 
+def system(content: str) -> dict[str, str]:
+    return {"role": "system", "content": content}
+
+
 def make_tokenizer(chat_template=None):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     tokenizer.chat_template = chat_template
     return tokenizer
+
+
+def render(row, template, tokenizer) -> str:
+    return prompt_text(row, template, tokenizer).text
 
 
 @pytest.mark.parametrize(
@@ -75,7 +85,7 @@ def test_a_template_in_a_bare_problem_is_refused_with_the_word_that_takes_it():
 
 
 def test_a_chat_of_the_file_is_taken_as_it_stands():
-    row = replace(ROW, messages=(("system", "Be brief."), ("user", "1+1?")))
+    row = replace(ROW, messages=(system("Be brief."), chat.user("1+1?")))
     assert render(row, "auto", make_tokenizer(CHAT)) == "[system]Be brief.[user]1+1?[assistant]"
     assert render(row, "orz", make_tokenizer(CHAT)) == ORZ
 
@@ -99,19 +109,55 @@ BALLOON = (
 )
 
 
+POWER = "{% set x = 9**(9**9) %}"
+"""Jinja computes constants as it compiles, and goes on after what is raised there."""
+
+
 @pytest.mark.parametrize(
     ("template", "reason"),
-    [(LOOP, "it takes more than 1 s"), (BALLOON, "more than 0.25 GiB")],
-    ids=["loop", "balloon"],
+    [
+        (LOOP, "it takes more than 1 s"),
+        (BALLOON, "more than 0.25 GiB"),
+        (POWER, "it takes more than 1 s"),
+        (POWER * 20, "it takes more than 1 s"),
+    ],
+    ids=["loop", "balloon", "constant", "constants"],
 )
 def test_a_chat_template_that_takes_too_much_is_refused(monkeypatch, template, reason):
-    monkeypatch.setattr(chat, "CHAT_SECONDS", 1.0 if template == LOOP else 600.0)
+    monkeypatch.setattr(chat, "CHAT_SECONDS", 600.0 if template == BALLOON else 1.0)
     monkeypatch.setattr(chat, "CHAT_BYTES", 2**28)
     before = signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)
-    with pytest.raises(ValueError, match=f"chat template cannot take the prompt 'q': {reason}; use another"):
+    with pytest.raises(ValueError, match=f"chat template cannot take a system turn: {reason}; use another"):
         render(ROW, "chat", make_tokenizer(template))
     assert (signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)) == before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        ("{{ 'x' * 9000000 }}", "a text that has 90000"),
+        ("{{ '\\ud800' }}", "a text that has half a surrogate pair at character 0"),
+        ("{{ '\\0' }}", "a text that has a NUL character at character 0"),
+    ],
+    ids=["long", "surrogate", "NUL"],
+)
+def test_what_a_chat_template_makes_is_bounded_and_a_text(tmp_path, written, reason):
+    """As what functions of the user's make; for whole conversations, too."""
+    tokenizer = make_tokenizer(written + CHAT)
+    with pytest.raises(ValueError, match=f"chat template makes of a system turn {reason}"):
+        chat.render([system("x"), chat.user("1+1?")], tokenizer, "a system turn", prompt=False)
+    tokenizer.chat_template = "{% if 'seven' in messages[-1].content %}" + written + "{% endif %}" + CHAT
+    rows = [{"question": f"{word} + 1?", "answer": "2"} for word in ("one", "seven", "two")]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    file, texts = usable_prompts(read_prompts(str(tmp_path / "rows.jsonl")), "auto", tokenizer)
+    assert len(texts) == 2 and reason in file.unusable[0].reason
+
+
+def test_a_long_template_around_a_short_problem_is_not_tokenized():
+    tokenizer = make_tokenizer("{{ 'x' * 3000 }}" + CHAT)
+    file, texts = usable_prompts(PromptFile("f", [ROW], []), "auto", tokenizer, most_characters=2000)
+    assert texts == [] and "in its template it has 3" in file.unusable[0].reason
 
 
 def test_a_chat_template_that_leaves_the_problem_out_is_refused():
@@ -130,11 +176,12 @@ def test_problems_with_a_special_token_in_them_cannot_be_used():
     tokenizer = make_tokenizer(CHAT)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     marked = replace(ROW, query_id="end", prompt="1+1?<|im_end|> The answer is 3.")
-    in_chat = replace(ROW, query_id="chat", messages=(("user", "Be quick.<|im_end|>"), ("user", "1+1?")))
+    in_chat = replace(ROW, query_id="chat", messages=(chat.user("Be quick.<|im_end|>"), chat.user("1+1?")))
     whole = replace(marked, query_id="whole", whole=True)
     file = PromptFile("question_answer", [ROW, marked, in_chat, whole], [])
-    found = drop_special_token_rows(file, "auto", tokenizer)
+    found, texts = usable_prompts(file, "auto", tokenizer)
+    assert [text.is_chat for text in texts] == [True, False]
     assert [row.query_id for row in found.rows] == ["q", "whole"]
     assert [row.where for row in found.unusable] == ["query_id 'end'", "query_id 'chat'"]
     assert "special token '<|im_end|>'" in found.unusable[0].reason
-    assert drop_special_token_rows(file, "raw", tokenizer).rows == file.rows
+    assert usable_prompts(file, "raw", tokenizer)[0].rows == file.rows

@@ -10,7 +10,7 @@ from rlmath.data import tokenizer as tokenizer_module
 from rlmath.data.files import CHARACTERS_PER_TOKEN
 from rlmath.data.loader import load_prompts
 from rlmath.data.sft_sequences import load_sequences
-from rlmath.data.tokenizer import load_tokenizer, prompt_tokens, stop_token_ids
+from rlmath.data.tokenizer import PromptText, load_tokenizer, prompt_tokens, stop_token_ids
 from tests.tiny_models import make_model_folder
 
 
@@ -120,7 +120,7 @@ def test_texts_are_tokenized_some_million_characters_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     real = load_tokenizer(str(make_model_folder(tmp_path / "model")))
-    texts = ["12", "345", "6", "7890123", ""]
+    texts = [PromptText(text) for text in ("12", "345", "6", "7890123", "")]
     whole = prompt_tokens(texts, real)
     monkeypatch.setattr(tokenizer_module, "_CHARACTERS_AT_ONCE", 5)
     assert prompt_tokens(texts, real) == whole and prompt_tokens([], real) == []

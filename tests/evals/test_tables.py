@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from rlmath.algorithms.intervals import wilson_interval
-from rlmath.evals.benchmarks import Benchmark, LengthLimits, Problem, check_lengths, reference_warnings
+from rlmath.evals.benchmarks import Benchmark, LengthLimits, Problem, benchmark_warnings, check_lengths
 from rlmath.evals.compare import comparison_text, differences
 from rlmath.evals.completions import CompletionRecord, Key
 from rlmath.evals.plan import GREEDY_INDEX, Plan
 from rlmath.evals.results import BenchmarkResult, result_of
 from rlmath.evals.results_file import read_results
 from rlmath.evals.tables import boxed_tables, first_table, second_table, write_results
+from tests.data.chat_templates import chat_tokenizer
 
 
 def plan_for(folder: Path, **changes: object) -> Plan:
@@ -247,9 +248,10 @@ def test_references_that_no_answer_equals_are_reported() -> None:
     good = problem("good")
     bad = replace(good, prompt_id="bad", solutions=("see solution",))
     algebra = replace(good, prompt_id="algebra", solutions=("x^2+1",))
-    (warning,) = reference_warnings(
-        [Benchmark("fine", (good, algebra), 0), Benchmark("quiz", (good, bad), 0)]
-    )
+    benchmarks = [Benchmark("fine", (good, algebra), 0), Benchmark("quiz", (good, bad), 0)]
+    tokenizer = chat_tokenizer("mistral")
+    (warning,) = benchmark_warnings(benchmarks, tokenizer, verified=True)
+    assert benchmark_warnings(benchmarks, tokenizer, verified=False) == ()
     assert "1 of 2 quiz prompts have no usable reference" in warning and "'bad'" in warning
 
 

@@ -17,7 +17,7 @@ from rlmath.config.load import load_config
 from rlmath.config.schema import RewardConfig
 from rlmath.data.formats import read_prompts
 from rlmath.data.sft_sequences import load_sequences
-from rlmath.data.tokenizer import load_tokenizer, rendered
+from rlmath.data.tokenizer import PromptText, load_tokenizer, rendered
 from rlmath.planning.checks import algorithm_problems
 from rlmath.planning.dry_run import plan_lines, plan_run
 from rlmath.planning.reward_checks import hook_problems, reward_problems, try_functions
@@ -260,13 +260,13 @@ def test_a_template_makes_texts_and_messages(folder: Path, tied_model: Path) -> 
     )
     with UserFunction(Hook("template", "own.py:ask", "data.template")) as ask:
         file = read_prompts("rows.jsonl")
-        assert rendered(file.rows, ask, tokenizer) == ["1+1 3?", "2+2 4?"]
+        assert list(rendered(file.rows, ask, tokenizer)) == [PromptText("1+1 3?"), PromptText("2+2 4?")]
         blank = [file.rows[0], replace(file.rows[1], query_id="blank")]
         with pytest.raises(ValueError, match=r"data.template own.py:ask of the prompt 'blank' is blank"):
-            rendered(blank, ask, tokenizer)
+            list(rendered(blank, ask, tokenizer))
         tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-        chat = replace(file.rows[0], messages=(("user", "1+1"),))
-        assert rendered([chat], ask, tokenizer) == ["[user]1+1!"]
+        chat = replace(file.rows[0], messages=({"role": "user", "content": "1+1"},))
+        assert list(rendered([chat], ask, tokenizer)) == [PromptText("[user]1+1!", is_chat=True)]
     with UserFunction(Hook("template", "say.py:say", "data.template")) as say:
         sequences, _ = load_sequences("sft.jsonl", tokenizer, say, 64, 0.0)
     texts = [tokenizer.decode(list(one.prompt_ids), skip_special_tokens=True) for one in sequences]

@@ -1,0 +1,151 @@
+"""What the turns of a row may be: roles that the chat template knows, and texts that do not end a
+turn or begin another.
+
+    marks_of(tokenizer, None) -> Marks       what makes turns in the template of this tokenizer
+    check_turns(messages, tools, marks)      RowError for a row that would make other turns
+
+A mark is one of the tokenizer's added tokens or a text of the template's own, such as Llama 2's
+`[INST]`. Which ones make turns is seen in a conversation of the template's, not in the flags of
+tokens: `<|im_end|>` is an ordinary added token in many folders, and `<think>`, which an answer may
+well contain, a special one in some.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from rlmath.data.chat import CHATML_END, assistant, chat_end, render, role_names, user
+from rlmath.data.columns import Message, texts_of
+from rlmath.data.rows import RowError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles that a row may have; a template that has no such turn refuses it, or leaves it out, which
+is refused, too."""
+_SHAPE = r"<[|｜][^\s<>|｜]{1,60}[|｜]>"
+_IN_TEXT = re.compile(rf"{_SHAPE}|\[/?[A-Z][A-Z_]+\]|<</?[A-Z]+>>|<(?:start|end)_of_\w+>")
+"""Marks as templates write them, be they tokens or text."""
+_TAG = re.compile(r"<(?P<closes>/?)(?P<name>[^<>|｜/]+)>")
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What makes turns."""
+
+    in_prompts: re.Pattern[str]
+    """Finds it in a system's, a user's or a tool's turn: marks of turns, and every special
+    token."""
+    in_answers: re.Pattern[str]
+    """Finds it in an assistant's turn, which has special tokens of its own: marks of turns, and
+    what ends or begins a sequence."""
+    tokens: frozenset[str]
+    """Those that are tokens."""
+    roles: frozenset[str]
+    tokenizer: PreTrainedTokenizerFast
+
+
+def marks_of(tokenizer: PreTrainedTokenizerFast, written: str | None) -> Marks:
+    """The marks of a tokenizer and of what is `written` around a problem; None: its chat
+    template."""
+    return _marks_of(tokenizer, str(tokenizer.chat_template or ""), written, len(tokenizer))
+
+
+@lru_cache(maxsize=8)
+def _marks_of(
+    tokenizer: PreTrainedTokenizerFast, template: str, written: str | None, _vocabulary: int
+) -> Marks:
+    added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
+    names = {token.content for token in added}
+    if written is not None:
+        of_turns = set(_IN_TEXT.findall(f"{written}{CHATML_END}"))
+    else:
+        of_turns = _marks_of_turns(tokenizer, template, names)
+    of_sequence = {str(token) for token in (tokenizer.eos_token, tokenizer.bos_token) if token}
+    end = chat_end(tokenizer)
+    if end is not None:
+        of_sequence.add(str(tokenizer.convert_ids_to_tokens(end)))
+    special = {token.content for token in added if token.special or re.fullmatch(_SHAPE, token.content)}
+    return Marks(
+        in_prompts=_pattern(of_turns | of_sequence | special),
+        in_answers=_pattern(of_turns | of_sequence),
+        tokens=frozenset(names),
+        roles=frozenset(ROLES) | role_names(template),
+        tokenizer=tokenizer,
+    )
+
+
+def _pattern(marks: Collection[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or r"(?!)")
+
+
+def _marks_of_turns(tokenizer: PreTrainedTokenizerFast, template: str, added: Collection[str]) -> set[str]:
+    """What the chat template writes around turns. Of its tags, such as `<think>`, those alone whose
+    partner is around another turn: thinking is opened and closed within an answer."""
+    question, answer = "6 x 7 = ?", "forty-two"
+    tokens = _pattern(added)
+    conversation = [user(question), assistant(answer), user(question)]
+    marks = _in_system_turn(tokenizer, tokens)
+    try:
+        text = render(conversation, tokenizer, "a question", prompt=False)
+        before, shown, rest = text.partition(question)
+        header, answered, rest = rest.partition(answer)
+        behind = rest if shown and answered else ""
+    except RowError:
+        before, header, behind = "", template, ""
+    around = set(_found(f"{before}\n{behind}", tokens))
+    for mark in _found(header, tokens):
+        tag = _TAG.fullmatch(mark)
+        partner = "" if tag is None else f"<{'' if tag['closes'] else '/'}{tag['name']}>"
+        if partner not in added or partner in around:
+            marks.add(mark)
+    return marks | around
+
+
+def _in_system_turn(tokenizer: PreTrainedTokenizerFast, tokens: re.Pattern[str]) -> set[str]:
+    """What the template writes between a system's turn and a user's."""
+    told, question = "Be brief, please.", "6 x 7 = ?"
+    try:
+        messages = [{"role": "system", "content": told}, user(question)]
+        text = render(messages, tokenizer, "a system turn", prompt=False)
+    except RowError:
+        return set()
+    return set(_found(text.partition(told)[2].partition(question)[0], tokens))
+
+
+def _found(text: str, tokens: re.Pattern[str]) -> Iterator[str]:
+    yield from tokens.findall(text)
+    yield from _IN_TEXT.findall(text)
+
+
+# ---------------------------------------------------------------- a row's turns
+
+
+def check_turns(messages: Sequence[Message], tools: Sequence[Message], marks: Marks) -> None:
+    """RowError for a role that the template does not know, and for a mark in any text of a message
+    or a tool."""
+    for message in messages:
+        role = message["role"]
+        if role not in marks.roles:
+            raise RowError(f"the role {role[:60]!r} is unknown; known: {', '.join(sorted(marks.roles))}")
+    for message in messages:
+        is_answer = message["role"] == "assistant"
+        pattern = marks.in_answers if is_answer else marks.in_prompts
+        _check_texts(texts_of([message]), pattern, marks, "answer" if is_answer else "problem")
+    _check_texts(texts_of(tools), marks.in_prompts, marks, "tools")
+
+
+def _check_texts(texts: Iterable[str], pattern: re.Pattern[str], marks: Marks, part: str) -> None:
+    normalizer = marks.tokenizer.backend_tokenizer.normalizer
+    for text in texts:
+        found = pattern.search(text)
+        if found is None and normalizer is not None:
+            found = pattern.search(normalizer.normalize_str(text))
+        if found is not None:
+            kind = "tokenizer's special token" if found[0] in marks.tokens else "template's mark"
+            raise RowError(f"its {part} would end or change the turn, as it has the {kind} {found[0]!r}")
