@@ -26,7 +26,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -416,6 +416,9 @@ class Progress:
     """`EntropyControl`'s two numbers, where `algorithm.entropy_target` has one."""
     adapter_fingerprint: str = ""
     """Of the adapters that the run started from, `model.adapter_path`; "" without."""
+    model_formats: dict[str, str] = field(default_factory=dict)
+    """Number formats of the model that the run started from: of tensors by name, of all others under ""; empty where
+    they are not known."""
 
     def has_model(self, name: str) -> bool:
         """Whether the checkpoint has the weights of a model; "" is the policy."""
@@ -437,7 +440,7 @@ def read_progress(folder: Path) -> Progress:
     try:
         values = read_json(path)
         values = {"learned_step": values["step"]} | values  # older versions did not write all fields
-        known = {field.name: values[field.name] for field in fields(Progress) if field.name in values}
+        known = {entry.name: values[entry.name] for entry in fields(Progress) if entry.name in values}
         return Progress(**{name: tuple(x) if isinstance(x, list) else x for name, x in known.items()})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error

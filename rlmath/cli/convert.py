@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlmath.checkpoint.convert.sources import MegatronSource, check_output, find_megatron
-from rlmath.checkpoint.directory import CRITIC, CRITIC_CONFIG
+from rlmath.checkpoint.directory import CRITIC, CRITIC_CONFIG, PROGRESS, SETTINGS, read_progress
 from rlmath.config.files import MAX_JSON_BYTES, read_regular
 from rlmath.config.hub import HubFailedError, local_folder
+from rlmath.config.load import load_config
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.terminal import escape_terminal
 from rlmath.models.hf_config import read_critic_shape, read_model_shape
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from rlmath.checkpoint.convert.convert import Converted
 
 FAILED, MISTAKE = 1, 2
+AUTO_HELP = "default auto: as the model that the run began with has it, or else the checkpoint"
 FORMATS = ("auto", "bfloat16", "float16", "float32")
 CONFIG = "config.json"
 TO_MEGATRON = """Convert a Hugging Face model to a Megatron-Core torch_dist checkpoint.
@@ -92,6 +94,7 @@ def to_hf(given: argparse.Namespace) -> Converted:
     source = find_megatron(given.checkpoint)
     # Torch, when there is a checkpoint.
     from rlmath.checkpoint.convert.convert import DTYPES, adapters_to_hf, megatron_to_hf
+    from rlmath.checkpoint.hf.headers import formats_from_json
     from rlmath.checkpoint.hf.weights import read_metadata_files
 
     folder = source.metadata_files
@@ -110,12 +113,18 @@ def to_hf(given: argparse.Namespace) -> Converted:
             "name the folder of the Hugging Face model by --config."
         )
     dtype, shard_bytes = DTYPES[given.dtype], int(given.shard_gib * 2**30)
+    run_folder = source.state.parent
+    is_ours = (run_folder / PROGRESS).is_file()
     if given.adapter:
         return adapters_to_hf(source.state, read_model_shape(folder), given.output, dtype)
     if given.critic:
         shape, metadata_files = critic_of(source, metadata_files)
     else:
         shape = read_model_shape(folder)
+        if is_ours:
+            progress = read_progress(run_folder)
+            dtype = dtype or formats_from_json(progress.model_formats)
+            metadata_files = metadata_files | _card_of(run_folder, progress.step)
     return megatron_to_hf(
         source.state,
         shape,
@@ -126,6 +135,17 @@ def to_hf(given: argparse.Namespace) -> Converted:
         model=CRITIC if given.critic else "",
         base=None if given.base is None else local_folder(given.base, "--base"),
     )
+
+
+def _card_of(checkpoint: Path, steps_done: int) -> dict[str, bytes]:
+    """The model card of a checkpoint of ours, with what its run has measured; none where its settings are gone."""
+    from rlmath.run.recovery.model_card import CARD_FILE, model_card
+
+    settings = checkpoint / SETTINGS
+    if not settings.is_file():
+        return {}
+    run = load_config([settings], [], saved=True)
+    return {CARD_FILE: model_card(run, steps_done, steps_done, checkpoint.parent.parent)}
 
 
 def critic_of(
@@ -167,7 +187,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--adapter", action="store_true", help="write the LoRA adapters alone, as PEFT has them"
     )
     what.add_argument("--base", help="folder, or hf:// id, of the model that LoRA adapters are merged into")
-    add("--dtype", choices=FORMATS, default="auto", help="default auto: as in the checkpoint")
+    add("--dtype", choices=FORMATS, default="auto", help=AUTO_HELP)
     add("--shard-gib", type=float, default=4.0, help="most GiB of one file (default 4)")
     return parser.parse_args(argv)
 

@@ -512,7 +512,8 @@ class SaveConfig:
     """Of LoRA: export the whole model with its adapters merged, too; false: only the folders `adapter/`, which need the
     model of `model.path`."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Number format of the exported Hugging Face models; "auto": as it was trained."""
+    """Number format of the exported Hugging Face models; "auto": that of `model.path`, tensor by tensor, and of
+    adapters that of training."""
     ckpt_freq_epochs: PositiveInt | None = None
     """Make a recovery point after every so many epochs (AReaL: exp_ctrl.ckpt_freq_epochs). null: no such points."""
     ckpt_freq_steps: PositiveInt | None = None

@@ -161,6 +161,7 @@ class TrainingRun:
         mesh, total_steps = trainer.mesh, trainer.total_steps
         steps_done = 0 if progress is None else progress.step
         checkpointer.newest = self.stop.saved_step = steps_done or None
+        checkpointer.steps_done = steps_done
         reason = checkpointer.asked_to_stop()
         if reason is not None and steps_done < total_steps:
             return self.ending_of_stop(steps_done, reason)
@@ -205,6 +206,7 @@ class TrainingRun:
         if self.reporter is not None:
             if validated is not None:
                 self.reporter.validation(validated)
+                checkpointer.rewrite_card()
             self.reporter.write_summary(time.perf_counter() - started, more)
         return self.ending("finished", steps=total_steps)
 

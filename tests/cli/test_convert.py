@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlmath.checkpoint.directory import Progress, finish_partial, open_partial, write_progress
 from rlmath.checkpoint.hf.weights import HFReader
 from rlmath.cli import convert
+from rlmath.config.load import config_as_yaml, load_config
 from tests.programs import run
 from tests.tiny_models import make_model_folder
 
@@ -88,6 +90,33 @@ def test_formats_and_sizes_are_those_asked_for(source: Path, tmp_path: Path):
     assert to_hf(tmp_path / "megatron", tmp_path / "b", "--dtype", "float32") == 0
     formats = [HFReader(tmp_path / name).tensor("model.norm.weight").dtype for name in "ab"]
     assert formats == [torch.bfloat16, torch.float32]
+
+
+def test_a_checkpoint_of_a_run_gets_the_formats_of_the_model_that_it_began_with_and_a_card(
+    source: Path, tmp_path: Path
+):
+    assert to_megatron(source, tmp_path / "megatron") == 0
+    run_folder = tmp_path / "run"
+    partial = open_partial(run_folder / "checkpoints", 3)
+    shutil.copytree(tmp_path / "megatron" / "release", partial / "state", dirs_exist_ok=True)
+    shutil.copytree(tmp_path / "megatron" / "hf", partial / "hf", dirs_exist_ok=True)
+    formats = {"": "bfloat16", "model.norm.weight": "float32"}
+    progress = Progress(3, 0, 24, 6, 3, "TP1", 1, (), (), "model", "data", {}, model_formats=formats)
+    write_progress(partial, progress)
+    settings = (f"run.output_dir={run_folder}", f"model.path={source}", "data.train_path=t.jsonl")
+    (partial / "config.yaml").write_text(config_as_yaml(load_config([], settings)))
+    finish_partial(partial, 3, kept=False, known={})
+    assert to_hf(run_folder, tmp_path / "out") == 0
+    reader, began = HFReader(tmp_path / "out"), HFReader(source)
+    assert {name: reader.tensor(name).dtype for name in reader.files} == {
+        name: torch.float32 if name == "model.norm.weight" else torch.bfloat16 for name in began.files
+    }
+    name = "model.embed_tokens.weight"
+    assert torch.equal(reader.tensor(name), began.tensor(name).to(torch.bfloat16))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert "3 of 3 steps" in (tmp_path / "out" / "README.md").read_text()
+    assert to_hf(run_folder, tmp_path / "as trained", "--dtype", "float32") == 0
+    assert torch.equal(HFReader(tmp_path / "as trained").tensor(name), began.tensor(name))
 
 
 def test_a_mistake_ends_with_2_and_writes_nothing(

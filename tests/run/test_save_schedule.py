@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from rlmath.config.schema import Config, RunConfig, SaveConfig, StagesConfig, ValidationConfig
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlmath.checkpoint.hf.headers import TensorFormats, formats_from_json
+from rlmath.checkpoint.hf.weights import read_metadata_files, write_hf_folder
+from rlmath.config.schema import Config, ModelConfig, RunConfig, SaveConfig, StagesConfig, ValidationConfig
 from rlmath.data.order import PromptOrder, Rollback
 from rlmath.distributed.mesh import Mesh
 from rlmath.run.recovery.checkpointing import Checkpointer
@@ -16,6 +24,7 @@ from rlmath.run.recovery.save_schedule import (
     Frequency,
     SaveTimes,
     export_bytes,
+    export_formats,
     most_models,
     output_bytes,
 )
@@ -63,6 +72,7 @@ def test_a_checkpoint_says_where_the_run_stands() -> None:
         _trainer=trainer,
         _divergence=divergence,
         _origin=Origin("model", "data", "reward", "hooks", adapter="adapter"),
+        _model_formats={"": "bfloat16"},
     )
     found = checkpointer._progress(13)
     assert (found.step, found.epoch, found.position, found.updates, found.syncs) == (13, 2, 12, 31, 13)
@@ -72,6 +82,7 @@ def test_a_checkpoint_says_where_the_run_stands() -> None:
     assert (found.rollback_steps, found.rollback_draw_steps) == ((33, 35), (34, 36))
     assert (found.layout, found.world_size) == ("TP2 x PP2 x DP2", 8)
     of = found.model_fingerprint, found.data_fingerprint, found.reward_fingerprint, found.hooks_fingerprint
+    assert found.model_formats == {"": "bfloat16"}
     assert (*of, found.adapter_fingerprint) == ("model", "data", "reward", "hooks", "adapter")
 
 
@@ -89,3 +100,52 @@ def test_models_of_stages_and_the_best_one_count_until_they_are_there(
     for name in ("models/stage-1", "best_model"):
         (tmp_path / name).mkdir(parents=True)
     assert output_bytes(staged, shape) == 4 * model and most_models(staged) == 6
+
+
+def mixed_folder(model: Path, folder: Path) -> Path:
+    """The model in bfloat16, but for its norms."""
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    mixed = {name: x if "norm" in name else x.to(torch.bfloat16) for name, x in tensors.items()}
+    save_file(mixed, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_an_export_has_the_formats_of_the_source_and_the_disk_is_planned_for_them(
+    tied_model: Path, tmp_path: Path
+) -> None:
+    source = mixed_folder(tied_model, tmp_path / "mixed")
+    shape, trained = shape_of(source), RunConfig(output_dir=str(tmp_path), device="cpu")
+    config = Config(run=trained, model=ModelConfig(path=str(source)))
+    formats = export_formats(config)
+    assert formats.most == "bfloat16" and formats.of("model.norm.weight") == "float32"
+    assert formats_from_json(formats.as_json()) == formats
+    held = load_file(source / "model.safetensors")
+    assert export_bytes(config, shape) == sum(tensor.nbytes for tensor in held.values())
+    stream = ((name, tensor.float()) for name, tensor in held.items())
+    write_hf_folder(stream, read_metadata_files(source), tmp_path / "out", formats, writes=True)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == held.keys()
+    for name, tensor in held.items():
+        assert written[name].dtype == tensor.dtype and torch.equal(written[name], tensor), name
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    asked = replace(config, save=SaveConfig(export_dtype="float32"))
+    assert export_formats(asked) == TensorFormats("float32")
+    assert export_bytes(asked, shape) == sum(4 * tensor.numel() for tensor in held.values())
+
+
+def test_what_float16_cannot_hold_is_exported_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = {"fits": torch.tensor([1.0, 65504.0]), "large": torch.tensor([1.0, 70000.0])}
+    write_hf_folder(iter(tensors.items()), {}, tmp_path / "out", TensorFormats("float16"), writes=True)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert [written[name].dtype for name in tensors] == [torch.float16, torch.float32]
+    assert torch.equal(written["large"], tensors["large"]) and "large has numbers" in caplog.text
+
+
+def test_without_weights_the_format_is_that_of_config_json_or_of_training(tmp_path: Path) -> None:
+    config = Config(run=RunConfig(device="cpu"), model=ModelConfig(path=str(tmp_path)))
+    assert export_formats(config) == TensorFormats("float32")
+    (tmp_path / "config.json").write_text('{"torch_dtype": "bfloat16"}')
+    assert export_formats(config) == TensorFormats("bfloat16")

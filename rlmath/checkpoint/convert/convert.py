@@ -29,7 +29,13 @@ from rlmath.checkpoint.convert.names import (
 from rlmath.checkpoint.convert.sources import RELEASE, TRACKER, check_output
 from rlmath.checkpoint.convert.torch_dist_io import StateReader, StateWriter
 from rlmath.checkpoint.directory import METADATA_FILES
-from rlmath.checkpoint.hf.headers import ADAPTER_FILE, tensor_headers, tensor_problems, unexpected_tensors
+from rlmath.checkpoint.hf.headers import (
+    ADAPTER_FILE,
+    TensorFormats,
+    tensor_headers,
+    tensor_problems,
+    unexpected_tensors,
+)
 from rlmath.checkpoint.hf.peft import adapter_files
 from rlmath.checkpoint.hf.weight_map import adapter_rules, hf_tensors, is_value_head
 from rlmath.checkpoint.hf.weights import (
@@ -38,6 +44,8 @@ from rlmath.checkpoint.hf.weights import (
     HFReader,
     SafetensorsWriter,
     all_finite,
+    as_formats,
+    fitting_dtype,
     not_finite,
     read_metadata_files,
     to_canonical,
@@ -110,15 +118,15 @@ def megatron_to_hf(
     shape: ModelShape,
     metadata_files: Mapping[str, bytes],
     output: Path,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | TensorFormats | None,
     shard_bytes: int = SHARD_BYTES,
     model: str = "",
     base: Path | None = None,
 ) -> Converted:
     """Write a model of a torch_dist folder as safetensors of up to `shard_bytes` each, beside its metadata files. Only
-    the model's tensors are read: the policy's, or those whose keys begin with `model` and a point. `dtype` None: as in
-    the checkpoint; of a bfloat16 critic, whose head is float32, bfloat16. Adapters are merged into the model in `base`,
-    by default that of their run's `model.path`. ValueError for a mistake."""
+    the model's tensors are read: the policy's, or those whose keys begin with `model` and a point. `dtype` may be one
+    of each tensor; None: as in the checkpoint; of a bfloat16 critic, whose head is float32, bfloat16. Adapters are
+    merged into the model in `base`, by default that of their run's `model.path`. ValueError for a mistake."""
     reader = StateReader(state, f"{model}." if model else "")
     if model and not reader.tensors:
         raise ValueError(
@@ -129,13 +137,16 @@ def megatron_to_hf(
         raise ValueError(f"{state} has no adapters (LoRA) to merge into {base}. Leave --base out.")
     if run is not None:
         base = base_model(reader, run, shape, base)
-    found, stored_dtype, dtype = _found_in(reader, shape, run, dtype)
+    formats = dtype if isinstance(dtype, TensorFormats) else None
+    chosen = dtype if isinstance(dtype, torch.dtype) else None
+    found, stored_dtype, written_dtype = _found_in(reader, shape, run, chosen)
     tensors = _tensors(reader, found, shape)
     if run is not None:
         assert base is not None
         tensors = merged_tensors(dict(tensors), run, shape, base, stored_dtype)
-    finite = ((name, _finite(name, weight, dtype, state)) for name, weight in tensors)
-    return _write_hf(finite, shape, metadata_files, output=output, dtype=dtype, shard_bytes=shard_bytes)
+    finite = ((name, _finite(name, weight, written_dtype, state)) for name, weight in tensors)
+    formats = formats or as_formats(written_dtype)
+    return _write_hf(finite, shape, metadata_files, output=output, formats=formats, shard_bytes=shard_bytes)
 
 
 def begun_model_to_hf(
@@ -146,7 +157,8 @@ def begun_model_to_hf(
     rules = adapter_rules(shape.architecture, run.lora.rank, run.lora.target)
     adapters = {name: reader.tensor(name).to(dtype) for name in hf_tensors(shape, rules)}
     tensors, metadata = merged_tensors(adapters, run, shape, base, dtype), read_metadata_files(base)
-    return _write_hf(tensors, shape, metadata, output=output, dtype=dtype, shard_bytes=shard_bytes)
+    formats = as_formats(dtype)
+    return _write_hf(tensors, shape, metadata, output=output, formats=formats, shard_bytes=shard_bytes)
 
 
 def _write_hf(
@@ -155,14 +167,15 @@ def _write_hf(
     metadata_files: Mapping[str, bytes],
     *,
     output: Path,
-    dtype: torch.dtype,
+    formats: TensorFormats,
     shard_bytes: int,
 ) -> Converted:
-    names = hf_tensors(shape)
-    with _fresh_folder(output, _elements(names.values()) * dtype.itemsize) as folder:
+    names, dtype = hf_tensors(shape), getattr(torch, formats.most)
+    size = sum(math.prod(axes) * getattr(torch, formats.of(name)).itemsize for name, axes in names.items())
+    with _fresh_folder(output, size) as folder:
         with SafetensorsWriter(folder, shard_bytes) as writer:
             for name, weight in tensors:
-                writer.add(name, weight, dtype)
+                writer.add(name, weight, fitting_dtype(name, weight, formats))
         write_metadata_files(folder, metadata_files, dtype)
     return Converted(len(names), writer.bytes, dtype)
 

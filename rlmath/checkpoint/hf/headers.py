@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -45,6 +47,51 @@ class TensorHeader:
     dtype_name: str
     """The number format, "F32" or the like."""
     file: Path
+
+
+@dataclass(frozen=True)
+class TensorFormats:
+    """Number formats of a model's tensors, by torch's names."""
+
+    most: str
+    """That of most numbers."""
+    others: Mapping[str, str] = field(default_factory=dict)
+    """Those of tensors that have another one, by name."""
+
+    def of(self, name: str) -> str:
+        return self.others.get(name, self.most)
+
+    def as_json(self) -> dict[str, str]:
+        """By name, that of most under ""."""
+        return {"": self.most, **self.others}
+
+
+def formats_from_json(values: Mapping[str, str]) -> TensorFormats | None:
+    """The inverse of `TensorFormats.as_json`; None for nothing. ValueError for words that are no formats."""
+    if not values:
+        return None
+    others = {str(name): str(word) for name, word in values.items()}
+    most = others.pop("", "")
+    if not {most, *others.values()} <= {*FORMATS.values()}:
+        raise ValueError(f"number formats {str(dict(values))[:80]}; {NEEDED_FORMATS}")
+    return TensorFormats(most, others)
+
+
+def source_formats(folder: Path) -> TensorFormats | None:
+    """What the folder of a model has; None where neither its weights nor its config.json say it."""
+    headers, _ = tensor_headers(folder) if folder.is_dir() else ({}, [])
+    numbers: Counter[str] = Counter()
+    for header in headers.values():
+        if header.dtype_name in FORMATS:
+            numbers[FORMATS[header.dtype_name]] += math.prod(header.shape)
+    if numbers:
+        ((most, _),) = numbers.most_common(1)
+        formats = {name: FORMATS.get(header.dtype_name, most) for name, header in headers.items()}
+        return TensorFormats(most, {name: word for name, word in formats.items() if word != most})
+    config = folder / "config.json"
+    values = read_json_object(config) if config.is_file() else {}
+    word = values.get("dtype") or values.get("torch_dtype")
+    return TensorFormats(str(word)) if word in FORMATS.values() else None
 
 
 def read_header(path: Path) -> dict[str, TensorHeader]:

@@ -25,6 +25,7 @@ from rlmath.checkpoint.hf.headers import (
     FORMATS,
     NEEDED_FORMATS,
     SINGLE_FILE,
+    TensorFormats,
     read_header,
     unexpected_tensors,
     weight_files,
@@ -384,10 +385,11 @@ def write_hf_folder(
     tensors: Iterator[tuple[str, Tensor]],
     metadata_files: Mapping[str, bytes],
     output: Path,
-    dtype: torch.dtype,
+    dtype: torch.dtype | TensorFormats,
     writes: bool,
 ) -> None:
-    """Write a Hugging Face model: the streamed weights as safetensors beside its `metadata_files`. All ranks consume
+    """Write a Hugging Face model: the streamed weights as safetensors beside its `metadata_files`, in one format or
+    that of each tensor; what float16 cannot hold stays as it is. All ranks consume
     the stream; the one with `writes` writes, into a partial folder that is renamed when complete. Files hold up to
     SHARD_BYTES. OSError on that rank on a disk error; the stream is still consumed, and the partial folder removed."""
     if not writes:
@@ -398,10 +400,11 @@ def write_hf_folder(
     try:
         remove(partial_folder)
         partial_folder.mkdir(parents=True)
+        formats = as_formats(dtype)
         with SafetensorsWriter(partial_folder, SHARD_BYTES) as files:
             for name, tensor in tensors:
-                files.add(name, tensor, dtype)
-        write_metadata_files(partial_folder, metadata_files, dtype)
+                files.add(name, tensor, fitting_dtype(name, tensor, formats))
+        write_metadata_files(partial_folder, metadata_files, getattr(torch, formats.most))
         # What has the final name is renamed first: an incomplete model never has it.
         before = set_aside(output, f".before{PARTIAL}") if output.exists() else None
         partial_folder.rename(output)
@@ -414,6 +417,20 @@ def write_hf_folder(
         if error.filename is None:
             error.filename = str(partial_folder)
         raise
+
+
+def as_formats(dtype: torch.dtype | TensorFormats) -> TensorFormats:
+    """One format of all tensors, where it is one."""
+    return dtype if isinstance(dtype, TensorFormats) else TensorFormats(str(dtype).removeprefix("torch."))
+
+
+def fitting_dtype(name: str, tensor: Tensor, formats: TensorFormats) -> torch.dtype:
+    """The format to write a tensor in; its own one where float16 cannot hold all its numbers, which is logged."""
+    dtype = getattr(torch, formats.of(name))
+    if dtype == torch.float16 != tensor.dtype and not all_finite(tensor, dtype):
+        logger.warning("%s has numbers that are too large for float16, and is exported as it is", name)
+        return tensor.dtype
+    return dtype
 
 
 def write_metadata_files(folder: Path, metadata_files: Mapping[str, bytes], dtype: torch.dtype) -> None:

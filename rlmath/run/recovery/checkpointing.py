@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlmath.checkpoint.directory import Checkpoint, Progress, complete_checkpoints, remove, sound_checkpoints
+from rlmath.checkpoint.hf.headers import source_formats
 from rlmath.checkpoint.hf.peft import adapter_files
 from rlmath.checkpoint.hf.weight_map import adapter_rules
 from rlmath.checkpoint.hf.weights import (
@@ -24,13 +25,20 @@ from rlmath.checkpoint.hf.weights import (
 from rlmath.checkpoint.manager import CheckpointManager, Retention
 from rlmath.config.length_curriculum import has_length_stages, length_stages
 from rlmath.config.load import config_as_yaml
-from rlmath.config.run_files import ADAPTER_FOLDER, CHECKPOINTS_FOLDER, EXPORT_FOLDER, MODELS_FOLDER
+from rlmath.config.run_files import (
+    ADAPTER_FOLDER,
+    CHECKPOINTS_FOLDER,
+    EXPORT_FOLDER,
+    MODELS_FOLDER,
+    write_whole,
+)
 from rlmath.distributed.collectives import broadcast_from_rank_zero, reduce_over_ranks
 from rlmath.distributed.fault_tolerance.preemption import REASONS, StopRequest
 from rlmath.distributed.process import library_versions
 from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.run.divergence import DivergenceCheck
 from rlmath.run.recovery import save_schedule
+from rlmath.run.recovery.model_card import CARD_FILE, model_card
 from rlmath.run.recovery.resume import Origin
 from rlmath.run.run_dir import stage_folder
 from rlmath.telemetry.events import event
@@ -71,6 +79,8 @@ class Checkpointer:
             ),
         )
         self._origin = origin
+        formats = source_formats(Path(config.model.path))
+        self._model_formats = {} if formats is None else formats.as_json()
         self._stop = stop
         self._divergence = divergence
         self._on_progress = on_progress
@@ -84,10 +94,12 @@ class Checkpointer:
         """Steps done in the newest complete checkpoint, None where there is none."""
         self.seconds = 0.0
         """How long training stood still for saving after the last step."""
+        self.steps_done = 0
 
     def after_step(self, step: int, is_last: bool) -> str | None:
         """Save what is due. The reason, if any rank was asked to stop: the save is then on disk, or has failed."""
         started = time.perf_counter()
+        self.steps_done = step
         with self._trainer.timers.phase("save"):
             kept = self._models.due(step, time.monotonic())
             point = self._points.due(step, time.monotonic()) or (is_last and self._last_step_too)
@@ -149,12 +161,15 @@ class Checkpointer:
         collective. OSError on rank 0 where the disk refuses, DivergedError where it is not finite."""
         self._divergence.raise_if_not_finite()
         trainer, stream = self._trainer, iter(())
-        dtype, writes = getattr(torch, save_schedule.export_format(trainer.config)), trainer.mesh.rank == 0
-        files = self._adapter_files(dtype) | dict(more or {})
+        writes = trainer.mesh.rank == 0
+        files = self._adapter_files(getattr(torch, save_schedule.adapter_format(trainer.config)))
+        files |= dict(more or {})
         if save_schedule.exports_merged(trainer.config):
             stream = self._with_progress(stream_hf_tensors(trainer.actor.chunks, trainer.shape, trainer.mesh))
             files |= self._metadata_files
-        write_hf_folder(stream, files, folder, dtype, writes)
+            if writes:
+                files[CARD_FILE] = model_card(trainer.config, self.steps_done, trainer.total_steps)
+        write_hf_folder(stream, files, folder, save_schedule.export_formats(trainer.config), writes)
 
     def _adapter_files(self, dtype: torch.dtype) -> dict[str, bytes]:
         """The adapters as a folder of PEFT's, on rank 0; none of full training. A collective."""
@@ -184,7 +199,7 @@ class Checkpointer:
         refused = broadcast_from_rank_zero(refused)
         if trainer.mesh.rank == 0 and refused is None and save_schedule.exports_merged(trainer.config):
             size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-            note = save_schedule.export_note(trainer.config, self._metadata_files["config.json"], size)
+            note = save_schedule.export_note(trainer.config, size)
             logger.info("The trained model is in %s%s", folder, note)
         elif trainer.mesh.rank == 0 and refused is None:
             logger.info("The trained adapters are in %s", folder / ADAPTER_FOLDER)
@@ -209,6 +224,13 @@ class Checkpointer:
             )
         else:
             logger.info("The model of stage %d is in %s", ended.number + 1, folder)
+
+    def rewrite_card(self) -> None:
+        """Write the card of the final model again, with what was measured since; on rank 0."""
+        card = self._folder / EXPORT_FOLDER / CARD_FILE
+        if card.is_file():
+            trainer = self._trainer
+            write_whole(card, model_card(trainer.config, self.steps_done, trainer.total_steps).decode())
 
     def close(self) -> None:
         self._store.close()
@@ -274,6 +296,7 @@ class Checkpointer:
             reward_fingerprint=self._origin.reward,
             hooks_fingerprint=self._origin.hooks,
             adapter_fingerprint=self._origin.adapter,
+            model_formats=self._model_formats,
             versions=library_versions(),
             cpu_sampler=CPU_SAMPLER_VERSION,
             discarded_steps=self._divergence.discarded_steps,

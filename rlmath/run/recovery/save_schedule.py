@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import math
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlmath.checkpoint.directory import complete_checkpoints
-from rlmath.checkpoint.hf.weight_map import adapter_rules, parameter_count
+from rlmath.checkpoint.hf.headers import TensorFormats, source_formats
+from rlmath.checkpoint.hf.weight_map import adapter_rules, hf_tensors, parameter_count
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.run_files import BEST_FOLDER, CHECKPOINTS_FOLDER
 from rlmath.config.schema import Config, SaveConfig
@@ -80,27 +81,26 @@ def _trained_format(config: Config) -> NumberFormat:
     return number_format(config.policy.dtype, resolve_kind(config.run.device))
 
 
-def export_format(config: Config) -> NumberFormat:
-    """Of the exported model, by the name that torch has for it; "auto" is the format of training."""
+def adapter_format(config: Config) -> NumberFormat:
+    """Of exported adapters, by the name that torch has for it; "auto" is the format of training."""
     named = config.save.export_dtype
     return _trained_format(config) if named == "auto" else named
 
 
-def export_note(config: Config, model_config: bytes, size: int) -> str:
-    """What to say of an exported model of `size` bytes whose numbers have another format than those of the model that
-    the run started from; `model_config` is that one's config.json.
+def export_formats(config: Config) -> TensorFormats:
+    """Of the exported model; "auto" is that of model.path, tensor by tensor, or, where it is not known, of training."""
+    if config.save.export_dtype != "auto":
+        return TensorFormats(config.save.export_dtype)
+    return source_formats(Path(config.model.path)) or TensorFormats(_trained_format(config))
 
-    >>> from rlmath.config.schema import RunConfig
-    >>> export_note(Config(run=RunConfig(device="cpu")), b'{"dtype": "bfloat16"}', 2_000_000_000)
-    ', in float32, 2.000 GB; that of model.path has bfloat16 (save.export_dtype)'
-    """
-    known, ours = json.loads(model_config), export_format(config)
-    theirs = known.get("dtype") or known.get("torch_dtype") or ours
-    return (
-        ""
-        if theirs == ours
-        else f", in {ours}, {size / 1e9:.3f} GB; that of model.path has {theirs} (save.export_dtype)"
-    )
+
+def export_note(config: Config, size: int) -> str:
+    """What to say of an exported model of `size` bytes whose numbers have another format than those of the model that
+    the run started from."""
+    ours, theirs = export_formats(config), source_formats(Path(config.model.path))
+    if theirs is None or theirs == ours:
+        return ""
+    return f", in {ours.most}, {size / 1e9:.3f} GB; that of model.path has {theirs.most} (save.export_dtype)"
 
 
 def exports_merged(config: Config) -> bool:
@@ -115,8 +115,12 @@ def _adapter_parameters(config: Config, shape: ModelShape) -> int:
 
 def export_bytes(config: Config, shape: ModelShape) -> int:
     """Size of an export on disk: of the model's weights, and of its adapters (bytes)."""
-    parameters = _adapter_parameters(config, shape) + exports_merged(config) * parameter_count(shape)
-    return parameters * FORMAT_BYTES[export_format(config)]
+    size = _adapter_parameters(config, shape) * FORMAT_BYTES[adapter_format(config)]
+    if exports_merged(config):
+        formats, words = export_formats(config), {str(word): width for word, width in FORMAT_BYTES.items()}
+        tensors = hf_tensors(shape).items()
+        size += sum(math.prod(axes) * words[formats.of(name)] for name, axes in tensors)
+    return size
 
 
 def checkpoint_bytes(config: Config, shape: ModelShape) -> int:

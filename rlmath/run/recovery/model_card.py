@@ -1,0 +1,172 @@
+"""The model card of an export, README.md: from what and how the model was trained, and what was measured.
+
+It is read by strangers: folders of this machine are left out of it, and no text of settings can leave its place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import rlmath
+from rlmath.config.files import read_regular
+from rlmath.config.help import setting_values
+from rlmath.config.hub import as_hub_ids, is_hub_id, parse_hub_id
+from rlmath.config.load import shown_values
+from rlmath.config.run_files import METRICS_FILE, VALIDATION_FILE
+from rlmath.config.schema import Config
+from rlmath.config.terminal import visible
+from rlmath.telemetry.metrics_writer import read_metrics
+
+CARD_FILE = "README.md"
+_MOST_BYTES = 2**20
+"""Of the card of the base model, which names its licence."""
+_LICENCE_FIELDS = ("license", "license_name", "license_link")
+_OF_ONE_MACHINE = ("run.output_dir", "run.distributed_timeout_seconds", "run.hub_timeout_seconds")
+_FOLDERS = re.compile(r"(?<![\w:/.])(?:~[\w.-]*)?/(?:[^\s/\"']+/)+")
+"""Folders of an absolute path within a text."""
+_MEASURES = {
+    "task_reward": "mean reward",
+    "rollout/accuracy": "accuracy of sampled answers",
+    "held_out/loss": "held-out loss",
+}
+
+
+def model_card(config: Config, steps_done: int, total_steps: int, output_dir: Path | None = None) -> bytes:
+    """The card of the model after so many steps; metrics are those in `output_dir` (None: the run's)."""
+    base = base_name(config.model.path)
+    front = {"base_model": base, "library_name": "transformers", "pipeline_tag": "text-generation"}
+    front |= _licence(Path(config.model.path)) | {"tags": ["rlmath"]}
+    kind = "supervised training" if _is_supervised(config, output_dir) else "reinforcement learning"
+    data = [config.data.train_path, *config.data.more_train_paths]
+    sections = [
+        f"---\n{_yaml(front)}---",
+        f"# {_code(base)}, trained by rlmath",
+        f"Trained from {_code(base)} by {kind} with rlmath {rlmath.__version__}: {steps_done} of {total_steps} steps.",
+        "## Data",
+        "\n".join(f"- {_code(without_folders(as_hub_ids(path)))}" for path in data),
+        *_measured(output_dir or Path(config.run.output_dir), steps_done),
+        "## Settings",
+        "Those that differ from the defaults.",
+        _block(_yaml(_changed_settings(config))),
+    ]
+    return ("\n\n".join(sections) + "\n").encode("utf-8", "replace")
+
+
+def base_name(model: str) -> str:
+    """The id of a model on the hub, or the name of its folder.
+
+    >>> base_name("/home/me/models--Qwen--Qwen3-8B/snapshots/0123"), base_name("models/tiny/")
+    ('Qwen/Qwen3-8B', 'tiny')
+    """
+    named = as_hub_ids(model)
+    if is_hub_id(named):
+        return parse_hub_id(named, "model.path").repo
+    parts = [part for part in Path(named).parts if part not in ("/", ".", "..")]
+    cached = [part.split("--", 2)[1:] for part in parts if part.startswith("models--")]
+    return "/".join(cached[-1]) if cached else visible(parts[-1] if parts else "model")
+
+
+def without_folders(value: Any) -> Any:
+    """A setting without the folders of this machine that its text names.
+
+    >>> without_folders(["/home/me/data/a b.jsonl", "see ~/x/y.txt", "hf://org/name", "1/2"])
+    ['a b.jsonl', 'see y.txt', 'hf://org/name', '1/2']
+    """
+    if isinstance(value, (list, tuple)):
+        return [without_folders(part) for part in value]
+    if isinstance(value, Mapping):
+        return {key: without_folders(part) for key, part in value.items()}
+    if not isinstance(value, str):
+        return value
+    if value.startswith(("/", "~")) and "\n" not in value:
+        return value.rstrip("/").rpartition("/")[2]
+    if value.startswith("../"):
+        return value.rpartition("/")[2]
+    return _FOLDERS.sub("", value.replace("file://", ""))
+
+
+def _changed_settings(config: Config) -> dict[str, dict[str, Any]]:
+    defaults, sections = setting_values(Config()), dict[str, dict[str, Any]]()
+    for key, value in shown_values(config).items():
+        if value != defaults[key] and key not in _OF_ONE_MACHINE:
+            section, _, name = key.partition(".")
+            sections.setdefault(section, {})[name] = without_folders(value)
+    return sections
+
+
+def _licence(model: Path) -> dict[str, str]:
+    """What the base model's own card says of its licence."""
+    with suppress(OSError, ValueError, yaml.YAMLError, RecursionError):
+        text = read_regular(model / CARD_FILE, _MOST_BYTES).decode()
+        front = re.match(r"---\s*\n(.*?)\n---\s*(?:\n|$)", text, re.DOTALL)
+        values = yaml.safe_load(front[1]) if front else None
+        if isinstance(values, dict):
+            return {name: values[name] for name in _LICENCE_FIELDS if isinstance(values.get(name), str)}
+    return {}
+
+
+def _is_supervised(config: Config, output_dir: Path | None) -> bool:
+    rows = _rows(output_dir or Path(config.run.output_dir), METRICS_FILE)
+    return bool(rows) and "task_reward" not in rows[-1]
+
+
+def _rows(output_dir: Path, name: str) -> list[dict[str, float]]:
+    """Rows of metrics; none where they cannot be read, as the card is no reason to lose a model."""
+    with suppress(OSError, ValueError):
+        return read_metrics(str(output_dir), name)
+    return []
+
+
+def _measured(output_dir: Path, steps_done: int) -> Iterator[str]:
+    """What was measured in the last of these steps, and by validations before and after."""
+    lines = []
+    rows = [row for row in _rows(output_dir, METRICS_FILE) if 0 < row["step"] <= steps_done]
+    for name, title in _MEASURES.items():
+        steps = [row for row in rows if name in row]
+        if steps:
+            first, last = steps[0], steps[-1]
+            lines.append((title, first["step"], first[name], last["step"], last[name]))
+    validated = [row for row in _rows(output_dir, VALIDATION_FILE) if row["step"] <= steps_done]
+    for name in validated[-1] if validated else ():
+        if name.endswith("accuracy"):
+            first = next(row for row in validated if name in row)
+            lines.append(
+                (_code(name), first["step"], first[name], validated[-1]["step"], validated[-1][name])
+            )
+    if lines:
+        yield "## Measured"
+        yield "\n".join(
+            [
+                "| what | step | then | step | now |",
+                "|---|---|---|---|---|",
+                *(f"| {what} | {a:g} | {then:.4g} | {b:g} | {now:.4g} |" for what, a, then, b, now in lines),
+            ]
+        )
+
+
+def _yaml(values: Mapping[str, Any]) -> str:
+    """ASCII, so that no character of it does anything."""
+    return yaml.safe_dump(dict(values), allow_unicode=False, sort_keys=False, width=10**6)
+
+
+def _code(text: str) -> str:
+    """On one line, as it stands.
+
+    >>> _code("a`b|c")
+    "`a'b/c`"
+    """
+    plain = visible(text).replace("\n", " ").replace("\t", " ")
+    return f"`{plain.replace(chr(96), chr(39)).replace('|', '/')}`"
+
+
+def _block(text: str) -> str:
+    """Lines that show as they stand; the fence is longer than any in them."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}yaml\n{text}{fence}"

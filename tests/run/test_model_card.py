@@ -1,0 +1,125 @@
+"""The card of an exported model: what it says, and what hostile text cannot do to it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import rlmath
+from rlmath.config.load import load_config
+from rlmath.config.schema import Config
+from rlmath.run.recovery.model_card import model_card
+
+
+def config_of(folder: Path, *overrides: str) -> Config:
+    plain = (f"run.output_dir={folder}/run", "model.path=models/tiny", "data.train_path=data/train.jsonl")
+    return load_config([], [*plain, *overrides])
+
+
+def card_of(config: Config, steps: int = 3) -> str:
+    return model_card(config, steps, 4).decode()
+
+
+def front_of(card: str) -> dict:
+    match = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
+    assert match is not None
+    return yaml.safe_load(match[1])
+
+
+def settings_of(card: str) -> dict:
+    match = re.search(r"\n(`{3,})yaml\n(.*)\n\1\n$", card, re.DOTALL)
+    assert match is not None
+    return yaml.safe_load(match[2])
+
+
+def rows(folder: Path, name: str, *content: dict) -> None:
+    (folder / "run").mkdir(exist_ok=True)
+    (folder / "run" / name).write_text("".join(f"{json.dumps(row)}\n" for row in content))
+
+
+def test_a_card_says_base_data_settings_steps_and_what_was_measured(tmp_path: Path) -> None:
+    rows(
+        tmp_path,
+        "metrics.jsonl",
+        *({"step": step, "task_reward": step - 2.5, "rollout/accuracy": step / 8} for step in (1, 2, 3, 4)),
+    )
+    rows(
+        tmp_path,
+        "validation.jsonl",
+        {"step": 0, "validation/accuracy": 0.25, "validation/aime24/accuracy": 0.25},
+        {"step": 2, "validation/accuracy": 0.5, "validation/aime24/accuracy": 0.5},
+        {"step": 4, "validation/accuracy": 0.75, "validation/aime24/accuracy": 0.75},
+    )
+    card = card_of(config_of(tmp_path, "optimizer.lr=0.002"))
+    assert front_of(card) == {
+        "base_model": "tiny",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["rlmath"],
+    }
+    assert f"`tiny` by reinforcement learning with rlmath {rlmath.__version__}: 3 of 4 steps." in card
+    assert "- `data/train.jsonl`\n" in card
+    assert "| mean reward | 1 | -1.5 | 3 | 0.5 |" in card
+    assert "| accuracy of sampled answers | 1 | 0.125 | 3 | 0.375 |" in card
+    assert "| `validation/aime24/accuracy` | 0 | 0.25 | 2 | 0.5 |" in card
+    assert settings_of(card) == {
+        "model": {"path": "models/tiny"},
+        "data": {"train_path": "data/train.jsonl"},
+        "optimizer": {"lr": 0.002},
+    }
+
+
+def test_a_card_has_the_licence_of_the_base_model(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    config = config_of(tmp_path, f"model.path={tmp_path}/base")
+    (tmp_path / "base" / "README.md").write_text("---\nlicense: apache-2.0\ntags: [x]\n---\n# Base\n")
+    assert front_of(card_of(config))["license"] == "apache-2.0"
+    for content in ("no front matter", "---\n[\n---\n", "---\nlicense: [1]\n---\n", "---\n- 1\n---\n"):
+        (tmp_path / "base" / "README.md").write_text(content)
+        assert "license" not in front_of(card_of(config))
+
+
+def test_folders_of_the_machine_are_no_part_of_a_card(tmp_path: Path) -> None:
+    overrides = (
+        "model.path=/home/jane doe/hub/models--Qwen--Qwen3-8B/snapshots/0123abc",
+        "data.train_path=/home/jane doe/my data/train.jsonl",
+        "data.more_train_paths=[/home/jane/b.jsonl,~/c.jsonl,../../jane/d.jsonl]",
+        "data.system_prompt='see /home/jane/secret/e.txt'",
+        "reward.function=/home/jane/rewards.py:short",
+    )
+    card = card_of(config_of(tmp_path, *overrides))
+    assert "jane" not in card and "home" not in card and str(tmp_path) not in card
+    assert front_of(card)["base_model"] == "Qwen/Qwen3-8B"
+    assert settings_of(card)["data"] == {
+        "train_path": "train.jsonl",
+        "more_train_paths": ["b.jsonl", "c.jsonl", "d.jsonl"],
+        "system_prompt": "see e.txt",
+    }
+    assert settings_of(card)["reward"] == {"function": "rewards.py:short"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "````\n# Not a setting\n```",
+        "\n---\nlicense: mine\n---\n",
+        "<script>alert(1)</script> | a ` b \x1b[2J \u202e",
+        "a: [b, {c: 'd\"",
+    ],
+)
+def test_hostile_text_stays_in_its_place(tmp_path: Path, text: str) -> None:
+    config = config_of(tmp_path, f"data.system_prompt={json.dumps(text)}", f"model.path={json.dumps(text)}")
+    card = card_of(config)
+    front = front_of(card)
+    assert front.keys() == {"base_model", "library_name", "pipeline_tag", "tags"}
+    written = settings_of(card)["data"]["system_prompt"]
+    assert written == text
+    assert "\x1b" not in card and "\u202e" not in card
+    lines = card.splitlines()
+    assert [line for line in lines if line.startswith("#")] == [
+        line for line in lines if re.fullmatch(r"# `[^`]*`, trained by rlmath|## (Data|Settings)", line)
+    ]
