@@ -10,6 +10,7 @@ from statistics import fmean, stdev
 import pytest
 import torch
 
+from rlmath.answers.verifier import verify
 from rlmath.config.load import load_config
 from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE, read_exit_status
 from rlmath.run.startup import prepare_grpo
@@ -112,7 +113,13 @@ def test_rewards_and_advantages_belong_to_their_texts(workplace: Path) -> None:
             tokens += sum(lengths)
         assert row["task_reward"] == row["rollout/rewards"] == pytest.approx(fmean(rewards), abs=1e-6)
         assert row["advantage"] == pytest.approx(by_token / tokens, abs=1e-4)
-        assert row["rollout/accuracy"] == pytest.approx(fmean(reward > 0 for reward in rewards))
+        assert row["reward/correct"] == pytest.approx(fmean(reward > 0 for reward in rewards))
+        verified = [
+            verify(one["text"], group["solutions"]).correct
+            for group in groups
+            for one in group["completions"]
+        ]
+        assert row["rollout/accuracy"] == fmean(verified), "the reward is a hash, the accuracy the verifier's"
         assert row["n_valid_tokens"] == tokens
 
 
