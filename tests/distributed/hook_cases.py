@@ -13,6 +13,7 @@ from rlmath.config.schema import (
     AlgorithmConfig,
     Config,
     DataConfig,
+    RewardConfig,
     RolloutConfig,
     RunConfig,
     SelectionConfig,
@@ -96,7 +97,8 @@ def steps(folder: Path, place: Path, plugin: str) -> dict[str, Any]:
         "data": DataConfig(
             train_path=str(place / "train.jsonl"), prompts_per_step=4, max_prompt_tokens=8, template="raw"
         ),
-        "algorithm": AlgorithmConfig(advantage="by_rank", n_minibatches=3, epochs=2, early_stop_ratio=None),
+        "algorithm": AlgorithmConfig(advantage="per_token", n_minibatches=3, epochs=2, early_stop_ratio=None),
+        "reward": RewardConfig(function="tests.reward_by_hash:reward", length_penalty=250.0),
         "selection": SelectionConfig(dynamic_sampling="even", max_extra_prompts=2),
         "telemetry": TelemetryConfig(metrics=["lengths"]),
         "validation": Validation(

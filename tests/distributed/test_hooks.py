@@ -27,11 +27,11 @@ def at_random(rewards, tokens):
 def wrong_shape(rewards, tokens):
     return rewards[:1]
 
-@hooks.advantage("by_rank")
-def by_rank(rewards, tokens):
+@hooks.advantage("per_token")
+def per_token(rewards, tokens):
     if FAIL.exists():
         raise KeyError("no such column")
-    return [[float(sorted(row).index(one)) for one in row] for row in rewards]
+    return [[reward / count for reward, count in zip(*group)] for group in zip(rewards, tokens)]
 
 @hooks.selection("longer")
 def longer(group):
@@ -96,14 +96,17 @@ def made(ranks: RankPool, untied_model: Path, place: Path) -> dict[str, Any]:
 
 
 def test_a_step_learns_with_the_advantages_of_the_groups_that_are_selected(made: dict[str, Any]) -> None:
+    """The function gets rewards less the length penalty: 0.25 a token times the share of right ones, at least 1/3."""
     for record in (made["first"], made["again"]):
         learned = 0
         for group, row in zip(record.groups, record.advantages, strict=True):
-            by_rank = [float(sorted(group.rewards).index(one)) for one in group.rewards]
+            lengths = [len(one.token_ids) for one in group.completions]
+            cost = 0.25 * max(sum(one.correct for one in group.scores), 1) / 3
+            per_token = [(reward - cost * n) / n for reward, n in zip(group.rewards, lengths, strict=True)]
             is_even = int(group.prompt.prompt_id[1:]) % 2 == 0
             kept = is_even and learned < 4
             learned += kept
-            assert row == (by_rank if kept else [0.0] * len(row))
+            assert row == pytest.approx(per_token if kept else [0.0] * len(row))
         dropped = sum(int(group.prompt.prompt_id[1:]) % 2 for group in record.groups)
         assert record.metrics["selection/dropped/rule"] == dropped > 0
         assert record.metrics["selection/groups_learned"] == learned > 0
@@ -121,5 +124,5 @@ def test_validation_counts_as_right_what_the_scorer_says(made: dict[str, Any]) -
 
 @matrix
 def test_an_advantage_that_fails_leaves_the_run_as_before_its_step(made: dict[str, Any]) -> None:
-    assert made["failed"].startswith("algorithm.advantage by_rank failed: KeyError: 'no such column'")
+    assert made["failed"].startswith("algorithm.advantage per_token failed: KeyError: 'no such column'")
     assert made["after"] == made["before"]
