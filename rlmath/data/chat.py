@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from rlmath.config.files import read_regular
 from rlmath.config.help import nearest_word
 from rlmath.config.schema import DataConfig
+from rlmath.config.terminal import excerpt
 from rlmath.data.columns import Message, for_template, text_problem, tool_names, weight_of
 from rlmath.data.rows import RowError
 
@@ -279,7 +280,8 @@ def render(
         reason = f"more than {CHAT_BYTES / 2**30:g} GiB" if isinstance(error, MemoryError) else error
         raise ValueError(f"the tokenizer's chat template cannot take {name}: {reason}; {CHANGE}") from error
     except Exception as error:  # whatever the template's own code raises, such as for an unknown role
-        raise RowError(f"the tokenizer's chat template cannot take {name}: {error}; {CHANGE}") from error
+        reason = excerpt(str(error), 200)
+        raise RowError(f"the tokenizer's chat template cannot take {name}: {reason}; {CHANGE}") from error
     problem = text_problem(text)
     if problem is not None and not (prompt and problem == "is blank"):
         raise RowError(f"the tokenizer's chat template makes of {name} a text that {problem}; {CHANGE}")

@@ -154,6 +154,13 @@ def test_what_a_chat_template_makes_is_bounded_and_a_text(tmp_path, written, rea
     assert len(texts) == 2 and reason in file.unusable[0].reason
 
 
+def test_what_a_chat_template_raises_can_be_printed():
+    tokenizer = make_tokenizer("{{ raise_exception('\\ud800\\x1b[2J') }}")
+    with pytest.raises(ValueError, match=r"cannot take a question: \\ud800\\x1b\[2J; use another") as error:
+        chat.render([chat.user("1+1?")], tokenizer, "a question")
+    assert str(error.value).encode("ascii")
+
+
 def test_a_long_template_around_a_short_problem_is_not_tokenized():
     tokenizer = make_tokenizer("{{ 'x' * 3000 }}" + CHAT)
     file, texts = usable_prompts(PromptFile("f", [ROW], []), "auto", tokenizer, most_characters=2000)
