@@ -19,6 +19,7 @@ from rlmath.config.schema import (
     StagesConfig,
     ValidationConfig,
 )
+from rlmath.data.tokenizer import completion_text, load_tokenizer
 from tests.distributed import partial_rollout_cases as cases
 from tests.distributed.async_cases import layout_of, run, with_engines
 from tests.distributed.partial_rollout_cases import LONGEST, PER_STEP
@@ -115,6 +116,14 @@ def test_interrupted_completions_go_on_with_the_new_weights(
         len(c.token_ids) for c in completions
     )
     assert all(c.policy_version == c.segments[-1].policy_version for c in completions)
+    tokenizer = load_tokenizer(str(model))
+    for group in (group for step in found.groups for group in step):
+        texts = [
+            completion_text(tokenizer, c.token_ids, c.finish_reason == "stop") for c in group.completions
+        ]
+        assert [c.text for c in group.completions] == texts
+        judged = [hash_of(text, group.prompt.solutions) for text in texts]
+        assert group.rewards == pytest.approx(judged), "the whole text has the reward"
     later = [index for c in completions for index, _ in enumerate(c.segments)]
     assert sum(index > 0 for index in later) >= 3, "hardly any completion was interrupted"
     assert max(found.left[:-1]) > 0 and found.left[-1] == 0, "a checkpoint would have what the engine samples"
