@@ -1,0 +1,742 @@
+"""The program that forks sandboxes, hands them calls, and judges what came of them.
+
+It imports numpy and sympy once, forks sandboxes ahead, and has each execute the calls of one completion. Frames of JSON
+go over one socket:
+
+| from the leader | |
+|---|---|
+| {"call": {...}} | a call, as `Call` has it |
+| {"cancel": id} | of a call: it is taken from the queue, or its sandbox is killed; it has no result |
+| {"release": key} | of a completion that has ended: its session ends |
+| {"ping": 1} | answered at once |
+
+| from the server | |
+|---|---|
+| {"ready": 1}, or {"failed": reason} | first of all |
+| {"pong": 1} | |
+| {"id": ..., "status": ..., ...} | the result of a call |
+
+Life of a sandbox, which is stopped while it has nothing to execute, so that no thread of its code goes on:
+
+    fork --> SPARE -- the first call of a completion --> executes -- reply --> SESSION -- its next call --> executes
+                                                            |                     |
+                                                            +-- limit, nonsense   +-- evicted, released, "fresh"
+                                                            |   or its end        |
+                                                            +---------------------+--> killed, then waited for
+
+A reply is one frame of bounded size in strict UTF-8, with the number of the call that is executed; everything else, and
+bytes that nobody asked for, end the sandbox. Times are measured from here. When the leader ends, so do the server and
+its sandboxes.
+
+    python -c BOOTSTRAP <folder of rlmath> <settings as JSON>
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlmath.sandbox import kernel
+from rlmath.sandbox.calls import Limits
+from rlmath.sandbox.frames import FrameBuffer, Reply, decoded_reply, encoded_request, framed, most_reply_bytes
+from rlmath.sandbox.process import Confinement, run_sandbox
+from rlmath.sandbox.shown import shown_text
+from rlmath.workers.process_tree import PAGE_BYTES, cpu_seconds
+
+PRELOADED = (
+    "bisect cmath collections copy datetime decimal fractions functools heapq inspect itertools json math operator re "
+    "random statistics string textwrap time typing dataclasses numpy numpy.fft numpy.linalg numpy.polynomial "
+    "numpy.random sympy sympy.abc sympy.combinatorics sympy.geometry sympy.ntheory sympy.stats"
+).split()
+"""Modules that sandboxes have from the start, where they are installed; with isolation "preloaded" no others."""
+SAMPLE_SECONDS = 0.05
+"""Between two looks at a call's time and threads."""
+END_SECONDS = 0.2
+"""Time for a sandbox that has closed its channel to end by itself."""
+MOST_FAILED_SPARES = 8
+TRIAL_SECONDS = 60.0
+"""Time limit for the call that is tried before the server is ready."""
+MOST_MESSAGE_BYTES = 2**26
+READ_BYTES = 2**16
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "TZ": "UTC",
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+"""All of the environment of the server and of its sandboxes."""
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    limits: Limits
+    isolation: str
+    cores: int
+    """Calls that are executed at the same time."""
+    sessions: int
+    """Sandboxes that are kept for the next calls of their completions."""
+    sessions_memory_bytes: int
+    """Memory that they may hold together, beyond what they share with the server."""
+    state: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """Code that a sandbox executes: a call, or an earlier one of its completion again."""
+
+    number: int
+    seed: int
+    code: str
+
+    def digest(self) -> bytes:
+        return hashlib.sha256(encoded_request(self.number, self.seed, self.code)).digest()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call as the leader submits it."""
+
+    id: int
+    key: str
+    step: Step
+    past: tuple[Step, ...]
+    """The earlier calls that its session is made of."""
+    cpu_seconds: float
+    """Its limit: what is left of the completion's, if that is less than a call's."""
+    submitted_at: float
+    """time.monotonic(), which is the machine's."""
+
+    @staticmethod
+    def from_json(message: Mapping[str, Any]) -> Call:
+        steps = [Step(*step) for step in message["steps"]]
+        return Call(
+            id=message["id"],
+            key=message["key"],
+            step=steps[-1],
+            past=tuple(steps[:-1]),
+            cpu_seconds=message["cpu_seconds"],
+            submitted_at=message["submitted_at"],
+        )
+
+
+@dataclass
+class _Execution:
+    """A call that a sandbox executes, behind the earlier calls that it lacks."""
+
+    call: Call
+    steps: deque[Step]
+    """The first is being executed."""
+    started: float
+    rebuilt_calls: int
+    cpu_before: float = 0.0
+    """CPU time of its sandbox at the start of the step (seconds)."""
+    cpu_limit: float = 0.0
+    wall_limit: float = 0.0
+    step_started: float = 0.0
+    look_at: float = 0.0
+    """When its time and threads are looked at next."""
+    looks: int = 0
+    looks_asleep: int = 0
+    """How often its sandbox slept of its own will."""
+
+    @property
+    def is_rebuilding(self) -> bool:
+        return len(self.steps) > 1
+
+
+@dataclass(eq=False)
+class _Sandbox:
+    """A forked process."""
+
+    pid: int
+    channel: socket.socket
+    received: FrameBuffer
+    key: str | None = None
+    history: list[bytes] = field(default_factory=list)
+    """Digests of the steps that it has executed."""
+    execution: _Execution | None = None
+    unsent: bytes = b""
+    lost_at: float | None = None
+    """When it closed its channel."""
+    was_killed: bool = False
+    memory_bytes: int = 0
+    """Resident after its last call, beyond what the server has."""
+
+    def cpu_seconds(self) -> float:
+        with contextlib.suppress(OSError):
+            return cpu_seconds(self.pid)
+        return 0.0
+
+    def threads(self) -> int:
+        with contextlib.suppress(OSError):
+            return os.stat(f"/proc/{self.pid}/task").st_nlink - 2
+        return 1
+
+    def is_asleep(self) -> bool:
+        """Whether its main thread waits or has stopped of its own will, rather than for a core or the machine's disk."""
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{self.pid}/stat", "rb", buffering=0) as file:
+                return file.readall().rpartition(b")")[2].split()[0] in b"STt"
+        return False
+
+
+class Server:
+    """Sandboxes and the queue of calls, until the leader has ended."""
+
+    def __init__(self, control: socket.socket, settings: ServerSettings, confinement: Confinement) -> None:
+        self._control = control
+        self._settings = settings
+        self._limits = settings.limits
+        self._confinement = confinement
+        self._messages = FrameBuffer(MOST_MESSAGE_BYTES)
+        self._unsent = bytearray()
+        self._waiting: OrderedDict[int, Call] = OrderedDict()
+        self._spares: deque[_Sandbox] = deque()
+        self._sessions: OrderedDict[str, _Sandbox] = OrderedDict()
+        """By completions; the one that was used longest ago is first."""
+        self._running: dict[int, _Sandbox] = {}
+        """Sandboxes that execute a call, by the call's id."""
+        self._open: dict[int, _Sandbox] = {}
+        """Sandboxes by the descriptors of their channels."""
+        self._ending: dict[int, _Sandbox] = {}
+        """Sandboxes that were killed or have closed their channel, by process id, until they are waited for."""
+        self._poll = select.poll()
+        self._pid = os.getpid()
+        self._resident_bytes = _resident_bytes(self._pid)
+        self._failed_spares = 0
+        """Sandboxes that ended one after the other before they had a call."""
+
+    def serve(self) -> None:
+        """Until the leader closes its end."""
+        wake, wake_sender = socket.socketpair()
+        for end in (wake, wake_sender, self._control):
+            end.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake_sender.fileno(), warn_on_full_buffer=False)
+        self._poll.register(wake, select.POLLIN)
+        try:
+            problem = self._trial_problem()
+            self._send({"ready": 1} if problem is None else {"failed": problem})
+            while True:
+                self._start_calls()
+                self._poll.register(self._control, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+                events = self._poll.poll(self._seconds_to_wait() * 1000)
+                for descriptor, event in events:
+                    if descriptor == wake.fileno():
+                        _drain(wake)
+                    elif descriptor != self._control.fileno():
+                        self._handle_channel(descriptor, event)
+                    elif not self._handle_control(event):
+                        return
+                self._reap()
+                self._look_at_limits()
+                if not events:
+                    self._fork_ahead()
+        finally:
+            self._end_all()
+
+    def _trial_problem(self) -> str | None:
+        """Why a call cannot be executed, None where one was."""
+        sandbox = self._fork()
+        self._spares.append(sandbox)
+        sandbox.channel.settimeout(TRIAL_SECONDS)
+        try:
+            sandbox.channel.sendall(framed(encoded_request(0, seed=0, code="6 * 7")))
+            while (payload := sandbox.received.take()) is None:
+                part = sandbox.channel.recv(READ_BYTES)
+                if not part:
+                    return "a sandbox ended before its first call"
+                sandbox.received.add(part)
+            text = decoded_reply(payload, self._limits.output_characters).text
+            return None if text == "42\n" else f"a sandbox cannot be confined: {text}"
+        except (OSError, ValueError) as error:
+            return f"a sandbox cannot execute a call: {error}"
+        finally:
+            self._kill(sandbox)
+
+    # ---------------------------------------------------------------- the leader
+
+    def _handle_control(self, event: int) -> bool:
+        """Read the leader's messages and send what is unsent; False when the leader has ended."""
+        try:
+            if event & select.POLLOUT:
+                self._flush()
+            if event & ~select.POLLOUT:
+                part = self._control.recv(READ_BYTES)
+                if not part:
+                    return False
+                self._messages.add(part)
+        except BlockingIOError:
+            return True
+        except ConnectionError:
+            return False
+        while (message := self._messages.take()) is not None:
+            self._handle_message(json.loads(message))
+        return True
+
+    def _handle_message(self, message: Mapping[str, Any]) -> None:
+        if "call" in message:
+            call = Call.from_json(message["call"])
+            self._waiting[call.id] = call
+        elif "cancel" in message:
+            if self._waiting.pop(message["cancel"], None) is None:
+                sandbox = self._running.get(message["cancel"])
+                if sandbox is not None:
+                    self._kill(sandbox)
+        elif "release" in message:
+            sandbox = self._sessions.get(message["release"])
+            if sandbox is not None:
+                self._kill(sandbox)
+        elif "ping" in message:
+            self._send({"pong": 1})
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        self._unsent += framed(json.dumps(message).encode())
+        with contextlib.suppress(BlockingIOError, ConnectionError):  # the next poll finds out
+            self._flush()
+
+    def _flush(self) -> None:
+        while self._unsent:
+            del self._unsent[: self._control.send(self._unsent)]
+
+    # ---------------------------------------------------------------- calls
+
+    def _start_calls(self) -> None:
+        """Hand calls to sandboxes, in the order of their coming, as far as there are cores."""
+        while self._waiting and len(self._running) < self._settings.cores:
+            _, call = self._waiting.popitem(last=False)
+            try:
+                sandbox, missing = self._sandbox_for(call)
+            except OSError as error:
+                queue_seconds = time.monotonic() - call.submitted_at
+                self._report(
+                    call, "lost", f"no sandbox could be forked: {error}", queue_seconds=queue_seconds
+                )
+                continue
+            sandbox.execution = _Execution(
+                call, steps=deque([*missing, call.step]), started=time.monotonic(), rebuilt_calls=len(missing)
+            )
+            self._running[call.id] = sandbox
+            self._start_step(sandbox, sandbox.execution)
+
+    def _sandbox_for(self, call: Call) -> tuple[_Sandbox, list[Step]]:
+        """The completion's sandbox, or another one with the steps that it lacks. OSError where none can be forked."""
+        digests = [step.digest() for step in call.past]
+        session = self._sessions.get(call.key)
+        if session is not None:
+            if session.history == digests and not _has_unread(session):
+                self._sessions.move_to_end(call.key)
+                os.kill(session.pid, signal.SIGCONT)
+                return session, []
+            self._kill(session)
+        sandbox = self._spares.popleft() if self._spares else self._fork()
+        if self._settings.state == "session":
+            sandbox.key = call.key
+            self._sessions[call.key] = sandbox
+        return sandbox, list(call.past)
+
+    def _start_step(self, sandbox: _Sandbox, execution: _Execution) -> None:
+        step, now = execution.steps[0], time.monotonic()
+        rebuilding = 2 * self._limits.call_cpu_seconds
+        execution.cpu_limit = rebuilding if execution.is_rebuilding else execution.call.cpu_seconds
+        execution.wall_limit = self._limits.wall_factor * execution.cpu_limit
+        execution.cpu_before = sandbox.cpu_seconds()
+        execution.step_started = now
+        execution.look_at = now + min(SAMPLE_SECONDS, execution.cpu_limit)
+        execution.looks = execution.looks_asleep = 0
+        sandbox.unsent = framed(encoded_request(step.number, step.seed, step.code))
+        self._send_request(sandbox)
+
+    def _send_request(self, sandbox: _Sandbox) -> None:
+        """Send what the channel takes."""
+        events = select.POLLIN
+        try:
+            while sandbox.unsent:
+                sandbox.unsent = sandbox.unsent[sandbox.channel.send(sandbox.unsent) :]
+        except BlockingIOError:
+            events |= select.POLLOUT
+        except OSError:
+            pass  # it has ended: its channel says so
+        self._poll.modify(sandbox.channel, events)
+
+    def _handle_channel(self, descriptor: int, event: int) -> None:
+        sandbox = self._open.get(descriptor)
+        if sandbox is None:
+            return
+        if event & select.POLLOUT:
+            self._send_request(sandbox)
+        if event & ~select.POLLOUT:
+            self._receive(sandbox)
+
+    def _receive(self, sandbox: _Sandbox) -> None:
+        try:
+            part = sandbox.channel.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        if not part:
+            self._lose(sandbox)
+            return
+        sandbox.received.add(part)
+        execution = sandbox.execution
+        try:
+            payload = sandbox.received.take()
+            if payload is None and execution is not None:
+                return
+            if payload is None or execution is None or sandbox.received:
+                raise ValueError("bytes that nobody asked for")
+            reply = decoded_reply(payload, self._limits.output_characters)
+            if reply.number != execution.steps[0].number:
+                raise ValueError("a reply to another call")
+        except ValueError:
+            self._end(
+                sandbox,
+                "ended",
+                "the code wrote into the channel of its sandbox; what it had defined is lost\n",
+            )
+            return
+        self._handle_reply(sandbox, execution, reply)
+
+    def _handle_reply(self, sandbox: _Sandbox, execution: _Execution, reply: Reply) -> None:
+        """Go on with the next step, or report the call's result and stop the sandbox until the next call."""
+        sandbox.history.append(execution.steps[0].digest())
+        if execution.is_rebuilding:
+            execution.steps.popleft()
+            self._start_step(sandbox, execution)
+            return
+        if sandbox.key is not None:
+            os.kill(sandbox.pid, signal.SIGSTOP)
+        text, left_out = shown_text(reply.text, reply.dropped_characters, self._limits.output_characters)
+        self._finish(sandbox, execution, reply.status, text, left_out)
+        self._failed_spares = 0
+        if sandbox.key is None:
+            self._kill(sandbox)
+        else:
+            sandbox.memory_bytes = max(0, _resident_bytes(sandbox.pid) - self._resident_bytes)
+            self._evict()
+
+    def _finish(
+        self,
+        sandbox: _Sandbox,
+        execution: _Execution,
+        status: str,
+        text: str,
+        left_out: int = 0,
+        used: float | None = None,
+    ) -> None:
+        """Report a call that a sandbox executes no longer; `used` is the CPU time of one that has ended."""
+        total = sandbox.cpu_seconds() if used is None else used
+        cpu = 0.0 if execution.is_rebuilding else max(0.0, total - execution.cpu_before)
+        sandbox.execution = None
+        del self._running[execution.call.id]
+        self._report(
+            execution.call,
+            status,
+            text,
+            cpu_seconds=cpu,
+            wall_seconds=time.monotonic() - execution.started,
+            queue_seconds=execution.started - execution.call.submitted_at,
+            left_out_characters=left_out,
+            rebuilt_calls=execution.rebuilt_calls,
+        )
+
+    def _report(self, call: Call, status: str, text: str, **figures: float) -> None:
+        """Send a result; `figures` are fields of `CallResult`."""
+        self._send({"id": call.id, "status": status, "text": text, **figures})
+
+    def _end(self, sandbox: _Sandbox, status: str, text: str) -> None:
+        """Kill a sandbox. Its call, if it executes one, has this result, unless it was rebuilding."""
+        execution = sandbox.execution
+        if execution is not None:
+            if execution.is_rebuilding:
+                step = execution.steps[0].number + 1
+                status, text = "lost", f"the session cannot be rebuilt: call {step}, executed again: {text}"
+            self._finish(sandbox, execution, status, text)
+        self._kill(sandbox)
+
+    # ---------------------------------------------------------------- limits
+
+    def _look_at_limits(self) -> None:
+        now = time.monotonic()
+        for sandbox in [*self._running.values()]:
+            execution = sandbox.execution
+            if execution is not None and sandbox.lost_at is None and execution.look_at <= now:
+                self._look_at(sandbox, execution, now)
+        for sandbox in [*self._ending.values()]:
+            # It has closed its channel and lives: its code did that.
+            if (
+                not sandbox.was_killed
+                and sandbox.lost_at is not None
+                and sandbox.lost_at + END_SECONDS <= now
+            ):
+                sandbox.was_killed = True
+                os.kill(sandbox.pid, signal.SIGKILL)
+
+    def _look_at(self, sandbox: _Sandbox, execution: _Execution, now: float) -> None:
+        """End a call that is above a limit; wall time that it did not sleep through is the machine's fault."""
+        used = sandbox.cpu_seconds() - execution.cpu_before
+        execution.looks += 1
+        execution.looks_asleep += sandbox.is_asleep()
+        execution.look_at = now + SAMPLE_SECONDS
+        if used >= execution.cpu_limit:
+            self._end(sandbox, "timeout", _timeout_text(f"{execution.cpu_limit:g} s of CPU time"))
+        elif now - execution.step_started >= execution.wall_limit:
+            limit = f"{execution.wall_limit:g} s"
+            if 2 * execution.looks_asleep >= execution.looks:
+                self._end(sandbox, "timeout", _timeout_text(f"{limit}, most of which it slept,"))
+            else:
+                self._end(
+                    sandbox, "lost", f"the call got {used:.2f} s of CPU time in {limit}: is the machine busy?"
+                )
+        elif sandbox.threads() > self._limits.threads:
+            self._end(
+                sandbox,
+                "denied",
+                f"PermissionError: the call started more than {self._limits.threads} threads and was ended\n",
+            )
+
+    def _seconds_to_wait(self) -> float:
+        if self._wants_spare():
+            return 0.0
+        times = [
+            sandbox.execution.look_at
+            for sandbox in self._running.values()
+            if sandbox.execution is not None and sandbox.lost_at is None
+        ]
+        times += [
+            sandbox.lost_at + END_SECONDS
+            for sandbox in self._ending.values()
+            if sandbox.lost_at is not None and not sandbox.was_killed
+        ]
+        return max(0.0, min(times, default=time.monotonic() + 60.0) - time.monotonic())
+
+    # ---------------------------------------------------------------- processes
+
+    def _wants_spare(self) -> bool:
+        return len(self._spares) < self._settings.cores + 1
+
+    def _fork_ahead(self) -> None:
+        """Fork a sandbox for the first call of a completion to come."""
+        if self._wants_spare():
+            with contextlib.suppress(OSError):  # it is tried again when it is needed, and told then
+                self._spares.append(self._fork())
+
+    def _fork(self) -> _Sandbox:
+        """OSError where the machine has no memory or process for it."""
+        ours, theirs = socket.socketpair()
+        try:
+            pid = os.fork()
+        except OSError:
+            ours.close()
+            theirs.close()
+            raise
+        if pid == 0:
+            run_sandbox(theirs, self._pid, self._confinement)
+        theirs.close()
+        ours.setblocking(False)
+        sandbox = _Sandbox(pid, ours, FrameBuffer(most_reply_bytes(self._limits.output_characters)))
+        self._open[ours.fileno()] = sandbox
+        self._poll.register(ours, select.POLLIN)
+        return sandbox
+
+    def _evict(self) -> None:
+        """End the sessions that were used longest ago, down to as many as are kept, and to as much memory."""
+        memory = sum(sandbox.memory_bytes for sandbox in self._sessions.values())
+        for sandbox in [*self._sessions.values()]:
+            too_many = len(self._sessions) > self._settings.sessions
+            if not too_many and memory <= self._settings.sessions_memory_bytes:
+                return
+            if sandbox.execution is None:
+                memory -= sandbox.memory_bytes
+                self._kill(sandbox)
+
+    def _forget(self, sandbox: _Sandbox) -> None:
+        """Close its channel; no call is handed to it any more."""
+        if sandbox.channel.fileno() >= 0:
+            self._poll.unregister(sandbox.channel)
+            del self._open[sandbox.channel.fileno()]
+            sandbox.channel.close()
+        if sandbox.key is not None and self._sessions.get(sandbox.key) is sandbox:
+            del self._sessions[sandbox.key]
+        if sandbox in self._spares:
+            self._spares.remove(sandbox)
+        self._ending[sandbox.pid] = sandbox
+
+    def _kill(self, sandbox: _Sandbox) -> None:
+        """Kill a sandbox, whose call has been reported, or is cancelled."""
+        self._forget(sandbox)
+        if sandbox.execution is not None:
+            del self._running[sandbox.execution.call.id]
+            sandbox.execution = None
+        sandbox.was_killed = True
+        os.kill(sandbox.pid, signal.SIGKILL)
+
+    def _lose(self, sandbox: _Sandbox) -> None:
+        """Its channel is closed: it ends, or is killed in a moment; how it ended says whose fault that is. RuntimeError
+        where sandboxes end that have executed nothing, one after the other."""
+        if sandbox in self._spares:
+            self._failed_spares += 1
+            if self._failed_spares >= MOST_FAILED_SPARES:
+                raise RuntimeError(
+                    f"{self._failed_spares} sandboxes have ended before they were given a call"
+                )
+        self._forget(sandbox)
+        sandbox.lost_at = time.monotonic()
+
+    def _reap(self) -> None:
+        """Wait for the processes that have ended, and report the calls that ended with them."""
+        for pid in [*self._ending]:
+            ended, status, usage = os.wait4(pid, os.WNOHANG)
+            if not ended:
+                continue
+            sandbox = self._ending.pop(pid)
+            if sandbox.execution is not None:
+                used = usage.ru_utime + usage.ru_stime
+                self._report_ended(sandbox, os.waitstatus_to_exitcode(status), used)
+
+    def _report_ended(self, sandbox: _Sandbox, exit_code: int, used: float) -> None:
+        """Report the call of a process that has ended by itself, with the CPU time that it has used in all.
+
+        Code cannot send SIGKILL; the kernel does, to a process that has used all of its CPU time, or for want of
+        memory.
+        """
+        execution = sandbox.execution
+        assert execution is not None
+        status, text = "ended", "the code ended its own process; what it had defined is lost\n"
+        if exit_code == -signal.SIGKILL and not sandbox.was_killed:
+            if used >= self._limits.whole_cpu_seconds:
+                status, text = "timeout", _timeout_text("the completion's CPU time")
+            else:
+                status, text = "lost", "the sandbox was killed from outside: is the machine out of memory?"
+        elif exit_code < 0 and not sandbox.was_killed:
+            text = f"the code crashed its own process ({signal.strsignal(-exit_code)}); what it had defined is lost\n"
+        if execution.is_rebuilding:
+            status, text = "lost", f"the session cannot be rebuilt: {text.strip()}"
+        self._finish(sandbox, execution, status, text, used=used)
+
+    def _end_all(self) -> None:
+        """Kill and wait for all sandboxes."""
+        for sandbox in [*self._open.values()]:
+            sandbox.execution = None
+            self._kill(sandbox)
+        for pid in self._ending:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _has_unread(sandbox: _Sandbox) -> bool:
+    """Whether a session has written something that nobody asked for, or has ended."""
+    try:
+        sandbox.channel.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return bool(sandbox.received)
+    except OSError:
+        pass
+    return True
+
+
+def _drain(wake: socket.socket) -> None:
+    with contextlib.suppress(BlockingIOError):
+        while wake.recv(READ_BYTES):
+            pass
+
+
+def _timeout_text(what: str) -> str:
+    return f"TimeoutError: the call took more than {what} and was ended; what it had defined is lost\n"
+
+
+# ---------------------------------------------------------------- the program
+
+
+def main() -> None:
+    """Prepare what all sandboxes share, then serve.
+
+    `sys.argv` is the program, the folder of rlmath and the settings.
+    """
+    if kernel.fix_addresses():
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    folder, settings_json = sys.argv[1:]
+    message = json.loads(settings_json)
+    limits = Limits(**message.pop("limits"))
+    descriptor = message.pop("socket")
+    settings = ServerSettings(limits=limits, **message)
+    # Sent to all processes of a job by a cluster, by Ctrl-C and by torchrun; only the leader ends this process.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    with socket.socket(fileno=descriptor) as control:
+        try:
+            control.set_inheritable(False)
+            sys.path.remove(folder)
+            _be_killed_first()
+            os.environ.clear()
+            os.environ.update(ENVIRONMENT)
+            preload(PRELOADED)
+            confinement = prepare_confinement(settings)
+        except Exception as error:
+            control.sendall(framed(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode()))
+            return
+        gc.collect()
+        gc.freeze()
+        Server(control, settings, confinement).serve()
+
+
+def _resident_bytes(pid: int) -> int:
+    """Memory of a process; 0 where it has ended or /proc is not there."""
+    with contextlib.suppress(OSError):
+        with open(f"/proc/{pid}/statm", "rb", buffering=0) as file:
+            return int(file.readall().split()[1]) * PAGE_BYTES
+    return 0
+
+
+def _be_killed_first() -> None:
+    """Where the machine runs out of memory, the largest sandbox is killed rather than the trainer; sandboxes inherit
+    this from the server."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+
+
+def preload(names: Iterable[str]) -> None:
+    """Import modules, those of packages that are installed, and use sympy once, so that its caches are filled."""
+    with warnings.catch_warnings():  # what libraries set of filters would show what a notebook does not
+        for name in names:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+    if (sympy := sys.modules.get("sympy")) is not None:
+        x = sympy.Symbol("x")
+        sympy.factorint(5040)
+        sympy.solve(x**2 - 2, x)
+        sympy.integrate(x**2, x)
+        sympy.simplify(sympy.sin(x) ** 2 + sympy.cos(x) ** 2)
+
+
+def prepare_confinement(settings: ServerSettings) -> Confinement:
+    """OSError where the kernel refuses Landlock's rules."""
+    uses_landlock = settings.isolation == "landlock"
+    with open("/proc/self/statm", "rb") as file:
+        pages = int(file.read().split()[0])
+    return Confinement(
+        limits=settings.limits,
+        instructions=kernel.make_filter(settings.isolation),
+        ruleset=kernel.make_ruleset(kernel.readable_paths()) if uses_landlock else None,
+        address_space_bytes=pages * PAGE_BYTES + settings.limits.memory_bytes,
+        null=os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC),
+    )
