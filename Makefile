@@ -27,7 +27,7 @@ FILES ?= rlmath
 N ?= 40
 
 # What pyright checks: the code that is free of Megatron and vLLM.
-PURE = rlmath/config rlmath/algorithms rlmath/answers rlmath/data rlmath/rewards rlmath/workers
+PURE = rlmath/config rlmath/algorithms rlmath/answers rlmath/data rlmath/rewards rlmath/sandbox rlmath/workers
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

@@ -11,7 +11,7 @@ TESTS = Path(__file__).parent
 
 PARTS = {
     "answers": ("answers",),
-    "rewards": ("rewards", "workers", "distributed/test_hooks.py"),
+    "rewards": ("rewards", "workers", "distributed/test_hooks.py", "sandbox"),
     "config": ("config", "cli", "test_recipes.py", "test_hub_run.py"),
     "planning": ("planning", "distributed/test_memory_plan.py"),
     "data": ("data",),

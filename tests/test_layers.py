@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +26,9 @@ MAY_IMPORT = {
     ),
     "vllm": ("rlmath/rollout", "tools/bench_rollout.py"),  # which runs vLLM's own beside ours
 }
-PURE = tuple(f"rlmath/{name}" for name in ("config", "algorithms", "answers", "workers", "data", "rewards"))
+PURE = tuple(
+    f"rlmath/{name}" for name in ("config", "algorithms", "answers", "workers", "sandbox", "data", "rewards")
+)
 """They import neither, nor torch.distributed."""
 
 
@@ -49,6 +52,19 @@ def test_no_circle_of_files_and_only_what_runs_imports_the_trainer() -> None:
         for file in leaves:
             del imports[file]
     assert imports == {}, "these files, or what they import, import each other"
+
+
+def test_the_sandbox_imports_the_standard_library_alone() -> None:
+    """Its server starts in a moment, in any interpreter, and what it loads is in the memory of a model's code."""
+    names = {
+        name for path in (ROOT / "rlmath/sandbox").glob("*.py") for _, name in imported_names(ROOT, path)
+    }
+    ours = {name for name in names if name.startswith("rlmath.") and not name.startswith("rlmath.sandbox")}
+    assert {".".join(name.split(".")[:3]) for name in ours} == {"rlmath.workers.process_tree"}
+    tree = (ROOT / "rlmath/workers/process_tree.py", ROOT / "rlmath/workers/__init__.py")
+    names |= {name for path in tree for _, name in imported_names(ROOT, path)}
+    others = {name.split(".")[0] for name in names} - {"rlmath"}
+    assert others <= sys.stdlib_module_names
 
 
 def file_of(name: str) -> str | None:

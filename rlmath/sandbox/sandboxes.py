@@ -25,7 +25,7 @@ from typing import Any, Self
 from rlmath.sandbox import kernel
 from rlmath.sandbox.calls import STATES, CallResult, Limits, PastCall
 from rlmath.sandbox.frames import FrameBuffer, framed
-from rlmath.sandbox.server import ENVIRONMENT, MOST_MESSAGE_BYTES, READ_BYTES
+from rlmath.sandbox.server import ENVIRONMENT, MOST_MESSAGE_BYTES, PRELOADED, READ_BYTES
 
 ATTEMPTS = 3
 """How often a call is tried in all, where it meets a fault of the infrastructure."""
@@ -79,12 +79,14 @@ class Sandboxes:
         isolation: str = "landlock",
         state: str = "session",
         python: str = sys.executable,
+        preload: Sequence[str] = PRELOADED,
     ) -> None:
         """Starts the server and returns at once.
 
         `cores` calls are executed at a time. As many sandboxes as `sessions` says are kept for further calls of their
         completions, as long as they hold no more than `sessions_memory_bytes` together; the others are ended, those
-        that were used longest ago first. `python` is an interpreter with the libraries that the code may import.
+        that were used longest ago first. `python` is an interpreter with the libraries that the code may import, and
+        `preload` names modules of theirs that sandboxes have from the start; with isolation "preloaded" no others.
         ValueError for a setting that is wrong or that this machine lacks.
         """
         for name, number in (
@@ -106,6 +108,7 @@ class Sandboxes:
             "sessions": sessions,
             "sessions_memory_bytes": sessions_memory_bytes,
             "state": state,
+            "preload": list(preload),
         }
         self._state = state
         self._python = python

@@ -46,7 +46,7 @@ import sys
 import time
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,12 +57,12 @@ from rlmath.sandbox.process import Confinement, run_sandbox
 from rlmath.sandbox.shown import shown_text
 from rlmath.workers.process_tree import PAGE_BYTES, cpu_seconds
 
-PRELOADED = (
+PRELOADED: Sequence[str] = (
     "bisect cmath collections copy datetime decimal fractions functools heapq inspect itertools json math operator re "
     "random statistics string textwrap time typing dataclasses numpy numpy.fft numpy.linalg numpy.polynomial "
     "numpy.random sympy sympy.abc sympy.combinatorics sympy.geometry sympy.ntheory sympy.stats"
 ).split()
-"""Modules that sandboxes have from the start, where they are installed; with isolation "preloaded" no others."""
+"""Modules that sandboxes have from the start, where they are installed."""
 SAMPLE_SECONDS = 0.05
 """Between two looks at a call's time and threads."""
 END_SECONDS = 0.2
@@ -95,6 +95,8 @@ class ServerSettings:
     sessions_memory_bytes: int
     """Memory that they may hold together, beyond what they share with the server."""
     state: str
+    preload: Sequence[str]
+    """Modules that sandboxes have from the start, where they are installed."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ class _Sandbox:
         return 1
 
     def is_asleep(self) -> bool:
-        """Whether its main thread waits or has stopped of its own will, rather than for a core or the machine's disk."""
+        """Whether its main thread waits or has stopped of its own will, rather than for a core or a disk."""
         with contextlib.suppress(OSError):
             with open(f"/proc/{self.pid}/stat", "rb", buffering=0) as file:
                 return file.readall().rpartition(b")")[2].split()[0] in b"STt"
@@ -689,7 +691,7 @@ def main() -> None:
             _be_killed_first()
             os.environ.clear()
             os.environ.update(ENVIRONMENT)
-            preload(PRELOADED)
+            preload(settings.preload)
             confinement = prepare_confinement(settings)
         except Exception as error:
             control.sendall(framed(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode()))
