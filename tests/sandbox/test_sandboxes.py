@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -204,11 +203,14 @@ def test_fresh_calls_know_nothing_of_each_other() -> None:
 
 
 def test_least_recently_used_sessions_are_evicted() -> None:
+    seen: set[str] = set()
     with make(cores=1, sessions=2) as sandboxes:
         for key in ("a", "b", "a", "c"):
-            call(sandboxes, key, "x = 0", [] if key != "a" else [])
-        past = [PastCall("x = 0")]
-        assert [call(sandboxes, key, "x", past).rebuilt_calls for key in ("c", "a", "b")] == [0, 0, 1]
+            call(sandboxes, key, "x = 0", [PastCall("x = 0")] if key in seen else [])
+            seen.add(key)
+        once, twice = [PastCall("x = 0")], [PastCall("x = 0")] * 2
+        past = (("c", once), ("a", twice), ("b", once))
+        assert [call(sandboxes, key, "x", earlier).rebuilt_calls for key, earlier in past] == [0, 0, 1]
 
 
 def test_sessions_that_hold_much_memory_are_evicted() -> None:
@@ -226,8 +228,13 @@ def test_nothing_of_a_session_runs_between_its_calls(sandboxes: Sandboxes) -> No
         "threading.Thread(target=f, daemon=True).start()"
     )
     call(sandboxes, "background", code)
-    stopped = [child for child in children_of(sandboxes) if child.status() == psutil.STATUS_STOPPED]
-    assert stopped
+    stopped: list[psutil.Process] = []
+
+    def is_stopped() -> bool:
+        stopped[:] = [child for child in children_of(sandboxes) if child.status() == psutil.STATUS_STOPPED]
+        return any(child.num_threads() == 2 for child in stopped)
+
+    wait_for(is_stopped, 20.0)
     before = [child.cpu_times().user for child in stopped]
     conversation(sandboxes, "meanwhile", ["sum(range(10 ** 6))"] * 3)
     assert [child.cpu_times().user for child in stopped] == before
@@ -241,7 +248,10 @@ RANDOM = (
     "import random, numpy\n"
     "random.random(), random.sample(range(99), 3), numpy.random.rand(), numpy.random.permutation(5)"
 )
-HASHES = "class A: pass\n{'x', 'y', 'z'}, hash('abc'), [f.__name__ for f in {len, print, sum, max, min, A}]"
+HASHES = (
+    "import sympy\nx, y = sympy.symbols('x y')\n"
+    "{'x', 'y', 'z'}, hash('abc'), {x + y, x * y, x / y}, [f.__name__ for f in {len, print, sum, max, min}]"
+)
 
 
 def test_equal_code_shows_equal_text_in_any_sandbox_of_any_server(sandboxes: Sandboxes) -> None:

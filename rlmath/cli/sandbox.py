@@ -1,0 +1,109 @@
+"""Run code as a model's call would be run, and print what the model would see.
+
+rlmath sandbox first.py second.py      two calls of one completion, one after the other
+echo 'print(6 * 7)' | rlmath sandbox
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlmath.config.terminal import escape_terminal
+from rlmath.sandbox.calls import ISOLATIONS, STATES, CallResult, Limits, PastCall
+from rlmath.sandbox.sandboxes import Sandboxes
+
+MISTAKE = 2
+FAULT = 3
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status: 0 where every call ended well, 1 where the code of one did not, MISTAKE for a mistake on the command
+    line, FAULT where the machine was at fault."""
+    escape_terminal()
+    options = parse_arguments(argv)
+    try:
+        limits = Limits(
+            call_cpu_seconds=options.cpu_seconds,
+            completion_cpu_seconds=max(options.cpu_seconds, options.completion_cpu_seconds),
+            memory_bytes=int(options.memory_gib * 2**30),
+            output_characters=options.output_characters,
+        )
+        sources = [read_source(name) for name in options.files or ["-"]]
+        sandboxes = Sandboxes(
+            cores=1, sessions=1, limits=limits, isolation=options.isolation, state=options.state
+        )
+    except (ValueError, OSError) as error:
+        print(f"rlmath sandbox: {error}", file=sys.stderr)
+        return MISTAKE
+    with sandboxes:
+        try:
+            results = run_calls(sandboxes, sources, options.seed)
+        except (RuntimeError, ValueError) as error:
+            print(f"rlmath sandbox: {error}", file=sys.stderr)
+            return FAULT if isinstance(error, RuntimeError) else MISTAKE
+    if any(outcome.is_infrastructure_fault for outcome in results):
+        return FAULT
+    return int(any(outcome.status != "ok" for outcome in results))
+
+
+def run_calls(sandboxes: Sandboxes, sources: Sequence[str], seed: int) -> list[CallResult]:
+    """Run calls of one completion, print each one's text, and what it took to standard error."""
+    past: list[PastCall] = []
+    results = []
+    for number, source in enumerate(sources, start=1):
+        sandboxes.submit("command", source, seed, past)
+        ((_, outcome),) = sandboxes.wait()
+        results.append(outcome)
+        past.append(outcome.as_past_call(source))
+        print(outcome.text, end="" if outcome.text.endswith("\n") or not outcome.text else "\n", flush=True)
+        print(f"call {number}: {outcome.status}, {outcome.cpu_seconds:.3f} s of CPU time", file=sys.stderr)
+        if outcome.is_infrastructure_fault:
+            break
+    return results
+
+
+def read_source(name: str) -> str:
+    """A file's code, or that of standard input for "-". OSError or ValueError where it cannot be read."""
+    if name == "-":
+        return sys.stdin.read()
+    return Path(name).read_text(encoding="utf-8")
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    limits = Limits()
+    parser = argparse.ArgumentParser(
+        description="Run code as a model's call would be run, and print what the model would see.",
+        epilog="Exit status: 0 all calls are ok, 1 one is not, 2 a mistake in the options, "
+        "3 a fault of the machine.",
+    )
+    add = parser.add_argument
+    add("files", nargs="*", metavar="FILE", help="a call each, of one session; - (default): standard input")
+    add(
+        "--isolation",
+        choices=ISOLATIONS,
+        default=ISOLATIONS[0],
+        help="landlock (default): reads the interpreter's own files; preloaded: opens no file; "
+        "none: only for code that you trust",
+    )
+    add("--state", choices=STATES, default=STATES[0], help="fresh: calls know nothing of each other")
+    add("--seed", type=int, default=1, metavar="N", help="of random numbers (default: 1)")
+    add("--cpu-seconds", type=float, default=limits.call_cpu_seconds, metavar="S", help="a call (default: 5)")
+    add(
+        "--completion-cpu-seconds",
+        type=float,
+        default=limits.completion_cpu_seconds,
+        metavar="S",
+        help="all calls (default: 30)",
+    )
+    add("--memory-gib", type=float, default=limits.memory_bytes / 2**30, metavar="G", help="default: 1")
+    add(
+        "--output-characters",
+        type=int,
+        default=limits.output_characters,
+        metavar="N",
+        help="shown of a call at most (default: 4096)",
+    )
+    return parser.parse_args(argv)
