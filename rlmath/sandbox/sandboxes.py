@@ -207,6 +207,11 @@ class Sandboxes:
         """Calls that have no result yet."""
         return len(self._pending)
 
+    @property
+    def server_pid(self) -> int:
+        """The server's process id."""
+        return self._process.pid
+
     def fileno(self) -> int:
         """A descriptor that can be read when there may be results, -1 where no server runs."""
         return -1 if self._socket is None else self._socket.fileno()

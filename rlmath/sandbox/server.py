@@ -65,6 +65,9 @@ PRELOADED: Sequence[str] = (
 """Modules that sandboxes have from the start, where they are installed."""
 SAMPLE_SECONDS = 0.05
 """Between two looks at a call's time and threads."""
+QUIET_SECONDS = 0.003
+"""Where no call waits, a sandbox is forked ahead after so long a time in which none ended: forking takes as long as a
+short call, whose end would be seen late."""
 END_SECONDS = 0.2
 """Time for a sandbox that has closed its channel to end by itself."""
 MOST_FAILED_SPARES = 8
@@ -517,7 +520,7 @@ class Server:
 
     def _seconds_to_wait(self) -> float:
         if self._wants_spare():
-            return 0.0
+            return QUIET_SECONDS if self._running and not self._waiting else 0.0
         times = [
             sandbox.execution.look_at
             for sandbox in self._running.values()

@@ -56,7 +56,7 @@ def shown(results: Sequence[CallResult]) -> list[tuple[str, str]]:
 
 
 def server_of(sandboxes: Sandboxes) -> psutil.Process:
-    return psutil.Process(sandboxes._process.pid)
+    return psutil.Process(sandboxes.server_pid)
 
 
 def children_of(sandboxes: Sandboxes) -> list[psutil.Process]:
@@ -378,7 +378,7 @@ def test_a_server_that_dies_on_a_call_every_time_is_reported_as_lost() -> None:
         servers = set()
         finished: list = []
         while not finished:
-            server = sandboxes._process.pid
+            server = sandboxes.server_pid
             if sandboxes.fileno() >= 0 and server not in servers:
                 servers.add(server)
                 os.kill(server, signal.SIGKILL)
@@ -410,13 +410,13 @@ def test_a_sandbox_that_is_killed_from_outside_is_no_fault_of_the_code() -> None
     """As the kernel does where the machine has no memory; tried again, then reported, while the server lives on."""
     with make(cores=1) as sandboxes:
         sandboxes.submit("a", WORK.format(600), seed=1)
-        server = sandboxes._process.pid
+        server = sandboxes.server_pid
         for attempt in range(ATTEMPTS):
             running_sandbox(sandboxes).kill()
             finished = sandboxes.wait(0.15 if attempt < ATTEMPTS - 1 else None)
         ((_, outcome),) = finished
         assert outcome.status == "lost" and "killed from outside" in outcome.text
-        assert sandboxes._process.pid == server
+        assert sandboxes.server_pid == server
         assert call(sandboxes, "a", "1").text == "1\n"
 
 
