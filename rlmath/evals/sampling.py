@@ -87,7 +87,7 @@ def sample_missing(
     by_key = {request.key: request for row in requests for request in row}
     problems = {number: one.problem for number, one in enumerate(missing)}
     writer = Writer(plan.output, mesh.engine_index)
-    progress = SamplingProgress(len(by_key), mesh, store, "evaluation")
+    progress = SamplingProgress(len(by_key), mesh, store, title="evaluation", longest=lengths.max_new_tokens)
     verification = Verification(
         pool, load_tokenizer(str(model)), problems, writer.add, scorer, plan.answer_from
     )
@@ -96,8 +96,11 @@ def sample_missing(
         verification.write_done()
         progress.tick()
 
+    def on_tokens(count: int) -> None:
+        progress.tokens = count
+
     try:
-        for generated in sample(llm, rollout, work_queue, on_step):
+        for generated in sample(llm, rollout, work_queue, on_step, on_tokens):
             verification.submit(by_key[generated.key], generated)
             progress.add_one()
         verification.finish()

@@ -11,6 +11,7 @@ scored where they were sampled, by worker processes, while the engine still gene
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,7 +48,7 @@ COUNT_SECONDS = 1.0
 PROGRESS_SECONDS = 20.0
 """Interval of the log lines on the progress, where there is no terminal for a bar."""
 LEAST_DONE = 0.1
-"""Share of the completions after which the time that is left is told."""
+"""Share of the work after which the time that is left is told."""
 
 
 @dataclass(frozen=True)
@@ -270,11 +271,23 @@ class _Slice:
 class SamplingProgress:
     """How many completions all engines have sampled: a bar on rank 0's terminal, else lines every PROGRESS_SECONDS."""
 
-    def __init__(self, total: int, mesh: Mesh, store: RunStore, title: str, shown: bool = True) -> None:
-        """All engines sample `total` completions; `title` is for the console. Several at a time need own stores."""
+    def __init__(
+        self,
+        total: int,
+        mesh: Mesh,
+        store: RunStore,
+        title: str,
+        shown: bool = True,
+        longest: float = math.inf,
+    ) -> None:
+        """All engines sample `total` completions of at most `longest` tokens; `title` is for the console. Several at a
+        time need own stores."""
         self._total, self._mesh, self._store, self._title = total, mesh, store, title
         self._shown = shown and mesh.rank == 0
         self._done = 0
+        self.tokens = 0
+        """That this engine has sampled, of unfinished completions, too; 0 where they are not counted."""
+        self._longest = longest
         self._by_engine: dict[str, Any] = {}
         self._started = self._told = self._logged = time.monotonic()
         # None: shown on a terminal, not in a log file.
@@ -292,13 +305,14 @@ class SamplingProgress:
         if not self._mesh.is_engine_leader or now - self._told < COUNT_SECONDS:
             return
         self._told = now
-        self._store.set(f"sampled/{self._mesh.engine_index}", self._done)
+        self._store.set(f"sampled/{self._mesh.engine_index}", [self._done, self.tokens])
         if not self._shown:
             return
         engines = range(self._mesh.num_engines)
         self._by_engine |= self._store.get_all([f"sampled/{engine}" for engine in engines])
-        done = sum(count for count in self._by_engine.values() if isinstance(count, int))
-        left = left_text(done, self._total, now - self._started)
+        counts = [count for count in self._by_engine.values() if isinstance(count, list)]
+        done, tokens = sum(count[0] for count in counts), sum(count[1] for count in counts)
+        left = left_text(done, self._total, now - self._started, tokens=tokens, longest=self._longest)
         if not self._bar.disable:
             self._bar.set_postfix_str(left.removeprefix(", "), refresh=False)
             self._bar.update(done - self._bar.n)
@@ -322,12 +336,23 @@ def progress_line(title: str, done: int, total: int, seconds: float, left: str) 
     return f"{title}: sampled {done:,} of {total:,} completions ({done / total:.0%}) in {passed}{left}"
 
 
-def left_text(done: int, total: int, seconds: float) -> str:
-    """The time that is left, once LEAST_DONE of the completions tell how long one takes.
+def left_text(done: int, total: int, seconds: float, tokens: int = 0, longest: float = math.inf) -> str:
+    """The time that is left, once LEAST_DONE of the work tells how long it takes.
 
     >>> left_text(50, 512, 60.0), left_text(128, 512, 60.0)
     ('', ', about 03:00 left')
+
+    Where `tokens` are counted, of unfinished completions, too, the work is tokens. A completion has as many as were
+    sampled for each that is finished, and at most `longest`: 128 of 512 completions are half of the work where the
+    others have come as far, and no estimate waits for the first to finish.
+
+    >>> left_text(128, 512, 60.0, tokens=512 * 500, longest=1000), left_text(0, 512, 60.0, tokens=25_600, longest=100)
+    (', about 01:00 left', ', about 01:00 left')
     """
-    if done < LEAST_DONE * total:
+    share = done / total
+    if tokens:
+        expected = min(longest, tokens / done) if done else longest
+        share = max(share, tokens / (expected * total))
+    if share < LEAST_DONE:
         return ""
-    return f", about {tqdm.format_interval(seconds / done * (total - done))} left"
+    return f", about {tqdm.format_interval(seconds / share * (1 - share))} left"

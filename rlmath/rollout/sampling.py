@@ -189,8 +189,10 @@ def sample(
     settings: RolloutConfig,
     requests: Sequence[Request] | RequestSource,
     on_step: Callable[[], None] = lambda: None,
+    on_tokens: Callable[[int], None] = lambda _: None,
 ) -> Iterator[RequestResult]:
-    """Sample all requests with a vLLM `LLM` of this process, each yielded when finished; `on_step` before each step."""
+    """Sample all requests with a vLLM `LLM` of this process, each yielded when finished; `on_step` before each step,
+    `on_tokens` after it, with the tokens that are sampled so far."""
     source = AllAtOnce(requests) if isinstance(requests, Sequence) else requests
     running = RunningRequests(llm, settings)
     while True:
@@ -199,7 +201,9 @@ def sample(
         if not running.busy:
             break
         on_step()
-        for result in running.step():
+        results = running.step()
+        on_tokens(running.new_tokens)
+        for result in results:
             source.finished(result)
             yield result
     assert not len(running), f"vLLM did not return {len(running)} requests"

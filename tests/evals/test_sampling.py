@@ -128,6 +128,29 @@ def test_the_log_has_how_much_all_engines_have_sampled(
     assert len(caplog.messages) == 3
 
 
+def test_the_time_left_is_told_by_tokens_before_a_completion_is_finished(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two engines, 10 completions of at most 100 tokens: 250 and 150 tokens are 40% of the work."""
+    monkeypatch.setattr(collector, "PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr(collector, "COUNT_SECONDS", 0.0)
+    store = RunStore(dist.HashStore(), "evaluation")
+    first, second = (
+        SamplingProgress(10, Mesh(rank, 2, 1, 1, 1), store, title="evaluation", longest=100)
+        for rank in (0, 1)
+    )
+    caplog.set_level(logging.INFO)
+    first.tokens, second.tokens = 250, 150
+    second.tick()
+    first.tick()
+    (line,) = caplog.messages
+    assert re.fullmatch(
+        r"evaluation: sampled 0 of 10 completions \(0%\) in \d\d:\d\d, about \d\d:\d\d left", line
+    )
+    assert collector.left_text(0, 10, 60.0, tokens=400, longest=100) == ", about 01:30 left"
+    assert collector.left_text(0, 10, 60.0) == ""
+
+
 def test_the_hash_of_a_problem_is_of_all_that_its_judgement_depends_on() -> None:
     problem = Problem("q", "?", (1, 2), ("7",), "math", benchmark="quiz")
     others = [
