@@ -24,8 +24,8 @@ LIMITS = Limits(
 )
 SLEEPERS_LIMITS = replace(LIMITS, wall_factor=3.0)
 SECRET = "the-secret-of-the-host-7f31"
-SECRET_FILE = Path(tempfile.gettempdir()) / f"rlmath-secret-{os.getuid()}"
-WRITTEN = Path(tempfile.gettempdir()) / f"rlmath-written-{os.getuid()}"
+SECRET_FILE = Path(tempfile.gettempdir()) / f"rlmath-secret-{os.getpid()}"
+WRITTEN = Path(tempfile.gettempdir()) / f"rlmath-written-{os.getpid()}"
 
 AFTERWARDS = "a plain call afterwards"
 DENIED = ("denied",)

@@ -325,13 +325,13 @@ def test_a_completion_has_one_call_at_a_time(sandboxes: Sandboxes) -> None:
 def test_cancelled_calls_have_no_result_and_take_no_core() -> None:
     with make(cores=1) as sandboxes:
         for key in ("running", "waiting"):
-            sandboxes.submit(key, "import time; time.sleep(600)", seed=1)
+            sandboxes.submit(key, WORK.format(600), seed=1)
         sandboxes.submit("last", "'here'", seed=1)
-        assert sandboxes.poll() == []
+        running_sandbox(sandboxes)
         sandboxes.cancel("waiting")
         sandboxes.cancel("running")
         sandboxes.cancel("unknown")
-        assert [(key, outcome.text) for key, outcome in sandboxes.wait()] == [("last", "'here'\n")]
+        assert [(key, outcome.text) for key, outcome in sandboxes.wait(60.0)] == [("last", "'here'\n")]
         assert sandboxes.pending == 0
 
 
