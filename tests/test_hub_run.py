@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.checkpoint.hf.weights import read_metadata_files
+from rlmath.checkpoint.hf.metadata_files import read_metadata_files
 from rlmath.cli import convert
 from rlmath.config import hub
 from rlmath.config.load import load_config

@@ -95,7 +95,7 @@ def to_hf(given: argparse.Namespace) -> Converted:
     # Torch, when there is a checkpoint.
     from rlmath.checkpoint.convert.convert import DTYPES, adapters_to_hf, megatron_to_hf
     from rlmath.checkpoint.hf.headers import formats_from_json
-    from rlmath.checkpoint.hf.weights import read_metadata_files
+    from rlmath.checkpoint.hf.metadata_files import read_metadata_files
 
     folder = source.metadata_files
     metadata_files = {} if folder is None else read_metadata_files(folder)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from rlmath.algorithms.types import ScoredGroup
 from rlmath.checkpoint.convert.convert import begun_model_to_hf, megatron_to_hf
-from rlmath.checkpoint.hf.weights import read_metadata_files
+from rlmath.checkpoint.hf.metadata_files import read_metadata_files
 from rlmath.config import length_curriculum
 from rlmath.config.run_files import write_whole
 from rlmath.data.dataset import Inputs

@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from rlmath.checkpoint.convert.convert import hf_to_megatron, megatron_to_hf
 from rlmath.checkpoint.convert.sources import find_megatron
-from rlmath.checkpoint.hf.weights import HFReader, read_metadata_files
+from rlmath.checkpoint.hf.metadata_files import read_metadata_files
+from rlmath.checkpoint.hf.weights import HFReader
 from tests.tiny_models import shape_of
 
 LARGE = 4 * 2**30

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlmath.checkpoint.convert.sources import find_megatron
 from rlmath.checkpoint.directory import finish_partial, open_partial
-from rlmath.checkpoint.hf.weights import read_metadata_files
+from rlmath.checkpoint.hf.metadata_files import read_metadata_files
 from tests.checkpoint.conversions import (
     EMBEDDING,
     QKV,

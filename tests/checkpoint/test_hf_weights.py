@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from rlmath.checkpoint.hf import weights
 from rlmath.checkpoint.hf.headers import EMBEDDING, HEAD, unexpected_tensors, weight_problems
-from rlmath.checkpoint.hf.weights import HFReader, read_metadata_files, write_hf_folder
+from rlmath.checkpoint.hf.metadata_files import read_metadata_files
+from rlmath.checkpoint.hf.weights import HFReader, write_hf_folder
 from tests.disks import files_no_larger_than
 from tests.tiny_models import make_model_folder, shape_of
 

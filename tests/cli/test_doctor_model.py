@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from rlmath.checkpoint.directory import Progress, finish_partial, open_partial, write_progress
 from rlmath.checkpoint.hf.headers import model_fingerprint
-from rlmath.checkpoint.hf.weights import read_metadata_files, write_files
+from rlmath.checkpoint.hf.metadata_files import read_metadata_files
+from rlmath.checkpoint.hf.weights import write_files
 from rlmath.cli.doctor import main
 from tests.tiny_models import make_model_folder
 

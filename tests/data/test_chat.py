@@ -12,12 +12,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from rlmath.algorithms.losses import Normalisation
 from rlmath.answers.verifier import verify
-from rlmath.checkpoint.hf.weights import (
-    read_metadata_files,
-    with_chat_template,
-    with_stop_tokens,
-    write_files,
-)
+from rlmath.checkpoint.hf.metadata_files import read_metadata_files, with_chat_template, with_stop_tokens
+from rlmath.checkpoint.hf.weights import write_files
 from rlmath.data.chat import ChatSettings, chat_end, user
 from rlmath.data.packing import pack
 from rlmath.data.rows import PromptRow

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from rlmath.algorithms.types import Sample
-from rlmath.checkpoint.hf.weights import read_metadata_files, write_hf_folder
+from rlmath.checkpoint.hf.metadata_files import read_metadata_files
+from rlmath.checkpoint.hf.weights import write_hf_folder
 from rlmath.data.packing import MicroBatch
 from rlmath.distributed.device import init_process_group, open_device
 from tests.distributed.policy_cases import Case, Stage, lay_out, microbatches, whole_gradients

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from rlmath.checkpoint.hf.weights import read_metadata_files
+from rlmath.checkpoint.hf.metadata_files import read_metadata_files
 from tests.distributed.policy_cases import Case, build
 from tests.distributed.store_cases import SETTINGS, open_store, progress
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlmath.algorithms.types import Sample
 from rlmath.checkpoint.hf.headers import model_fingerprint
-from rlmath.checkpoint.hf.weights import read_metadata_files
+from rlmath.checkpoint.hf.metadata_files import read_metadata_files
 from tests.distributed.policy_cases import LORA_ALPHA, LORA_RANK, Case, build, whole_tensors
 from tests.distributed.store_cases import learn, open_store, progress
 

@@ -9,7 +9,8 @@ import torch
 
 from rlmath.checkpoint.convert.convert import hf_to_megatron, megatron_to_hf
 from rlmath.checkpoint.convert.sources import find_megatron
-from rlmath.checkpoint.hf.weights import HFReader, read_metadata_files
+from rlmath.checkpoint.hf.metadata_files import read_metadata_files
+from rlmath.checkpoint.hf.weights import HFReader
 from tests.distributed import convert_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool

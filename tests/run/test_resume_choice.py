@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from rlmath.algorithms.types import Prompt
 from rlmath.checkpoint.directory import Progress, finish_partial, open_partial, write_progress
 from rlmath.checkpoint.hf.headers import model_fingerprint
-from rlmath.checkpoint.hf.weights import read_metadata_files, with_stop_tokens, write_files
+from rlmath.checkpoint.hf.metadata_files import read_metadata_files, with_stop_tokens
+from rlmath.checkpoint.hf.weights import write_files
 from rlmath.config.help import setting_values
 from rlmath.config.length_curriculum import planned_steps, unfinished_problem
 from rlmath.config.load import config_as_yaml, load_config

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlmath.checkpoint.hf.headers import TensorFormats, formats_from_json
-from rlmath.checkpoint.hf.weights import read_metadata_files, write_hf_folder
+from rlmath.checkpoint.hf.metadata_files import read_metadata_files
+from rlmath.checkpoint.hf.weights import write_hf_folder
 from rlmath.config.schema import Config, ModelConfig, RunConfig, SaveConfig, StagesConfig, ValidationConfig
 from rlmath.data.order import PromptOrder, Rollback
 from rlmath.distributed.mesh import Mesh

@@ -36,6 +36,7 @@ from rlmath.checkpoint.hf.headers import (
     tensor_problems,
     unexpected_tensors,
 )
+from rlmath.checkpoint.hf.metadata_files import read_metadata_files
 from rlmath.checkpoint.hf.peft import adapter_files
 from rlmath.checkpoint.hf.weight_map import adapter_rules, hf_tensors, is_value_head
 from rlmath.checkpoint.hf.weights import (
@@ -47,7 +48,6 @@ from rlmath.checkpoint.hf.weights import (
     as_formats,
     fitting_dtype,
     not_finite,
-    read_metadata_files,
     to_canonical,
     write_files,
     write_metadata_files,

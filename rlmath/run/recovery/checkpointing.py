@@ -13,15 +13,10 @@ from torch import Tensor
 
 from rlmath.checkpoint.directory import Checkpoint, Progress, complete_checkpoints, remove, sound_checkpoints
 from rlmath.checkpoint.hf.headers import source_formats
+from rlmath.checkpoint.hf.metadata_files import read_metadata_files, with_chat_template, with_stop_tokens
 from rlmath.checkpoint.hf.peft import adapter_files
 from rlmath.checkpoint.hf.weight_map import adapter_rules
-from rlmath.checkpoint.hf.weights import (
-    read_metadata_files,
-    stream_hf_tensors,
-    with_chat_template,
-    with_stop_tokens,
-    write_hf_folder,
-)
+from rlmath.checkpoint.hf.weights import stream_hf_tensors, write_hf_folder
 from rlmath.checkpoint.manager import CheckpointManager, Retention
 from rlmath.config.length_curriculum import has_length_stages, length_stages
 from rlmath.config.load import config_as_yaml

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlmath.checkpoint.directory import METADATA_FILES
-from rlmath.checkpoint.hf.weights import (
+from rlmath.checkpoint.hf.metadata_files import (
     CHAT_TEMPLATE,
     GENERATION_CONFIG,
     TOKENIZER_CONFIG,

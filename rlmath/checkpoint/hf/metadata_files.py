@@ -1,0 +1,55 @@
+"""The small files beside a model's weights, configuration and tokenizer: read, and given the chat template and stop
+tokens of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rlmath.config.files import read_regular
+
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"
+"""Folder in which transformers keeps further chat templates, by name."""
+MAX_METADATA_BYTES = 2**29
+
+
+def read_metadata_files(source: str | Path) -> dict[str, bytes]:
+    """Configuration and tokenizer files of a Hugging Face folder, by path in it. Small: some MB at most."""
+    folder = Path(source)
+    return {
+        str(file.relative_to(folder)): read_regular(file, MAX_METADATA_BYTES)
+        for file in (*sorted(folder.iterdir()), *sorted(folder.glob(f"{MORE_TEMPLATES}/*.jinja")))
+        if file.is_file()
+        and file.suffix in (".json", ".txt", ".model", ".jinja")
+        and "safetensors" not in file.name
+    }
+
+
+def with_chat_template(metadata_files: Mapping[str, bytes], template: str | None) -> dict[str, bytes]:
+    """The files of an export whose default chat template is `template` (None: as they are), where releases of
+    transformers look for it: in a file of its own, earlier ones in tokenizer_config.json."""
+    if template is None:
+        return dict(metadata_files)
+    config = json.loads(metadata_files.get(TOKENIZER_CONFIG, b"{}")) | {"chat_template": template}
+    return {
+        **metadata_files,
+        TOKENIZER_CONFIG: (json.dumps(config, indent=2) + "\n").encode(),
+        CHAT_TEMPLATE: template.encode(),
+    }
+
+
+def with_stop_tokens(metadata_files: Mapping[str, bytes], stop_token_ids: Sequence[int]) -> dict[str, bytes]:
+    """The files of an export, whose generation_config.json says which tokens end a completion: vLLM and transformers
+    stop at those that the run stopped at. Unchanged where it says so already."""
+    content = metadata_files.get(GENERATION_CONFIG, b"{}")
+    config = json.loads(content)
+    said = config.get("eos_token_id")
+    if {*stop_token_ids} == {*(said if isinstance(said, list) else [said])}:
+        return dict(metadata_files)
+    config["eos_token_id"] = sorted(stop_token_ids)
+    config.pop("_from_model_config", None)  # with it transformers 4 takes config.json's again
+    return {**metadata_files, GENERATION_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
