@@ -431,9 +431,10 @@ def judge_all(mutants: Iterator[Row], record: Record, work: Path, limit: float) 
 
     def judge_in_turn(folder: Path) -> None:
         for mutant in mutants:
-            line = json.dumps(judge(folder, mutant, record.tests_of(mutant), limit))
-            print(line, file=results, flush=True)
-            print(line, flush=True)
+            # With its end: `print` writes that by itself, and another thread's line may come between.
+            line = json.dumps(judge(folder, mutant, record.tests_of(mutant), limit)) + "\n"
+            print(line, end="", file=results, flush=True)
+            print(line, end="", flush=True)
 
     with ThreadPoolExecutor() as pool, open(work / RESULTS, "a") as results:
         try:
