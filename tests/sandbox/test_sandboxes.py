@@ -300,6 +300,12 @@ def test_only_the_channel_is_open(sandboxes: Sandboxes) -> None:
     assert [call(sandboxes, f"open {n}", code).text for n in range(3)] == [expected] * 3
 
 
+def test_powers_are_given_up_even_where_nothing_else_is_denied() -> None:
+    code = "sorted(line.split()[1] for line in open('/proc/self/status') if line.startswith(('CapEff', 'NoNew')))"
+    with make(cores=1, isolation="none") as sandboxes:
+        assert call(sandboxes, "powers", code).text == "['0000000000000000', '1']\n"
+
+
 # ---------------------------------------------------------------- the queue
 
 
