@@ -474,6 +474,12 @@ def plain_name(name: str) -> str:
     return name.strip().lstrip("+~-").lower().replace("-", "_")
 
 
+def is_alias(key: str) -> bool:
+    """Whether `key` as a whole is a name of another trainer's."""
+    wanted = plain_name(key)
+    return any(alias.name == wanted for alias in ALIASES)
+
+
 def exact_aliases(key: str) -> list[Alias]:
     """Aliases whose whole name is `key`, or the end of it from a dot on, where the name has a dot itself, or is a word
     of several trainers.

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmath.config import algorithm_schema, schema
-from rlmath.config.aliases import Alias, exact_aliases, plain_name, similar_aliases
+from rlmath.config.aliases import Alias, exact_aliases, is_alias, plain_name, similar_aliases
 from rlmath.config.schema import MISSING, Config
 from rlmath.config.setting_types import NamedValues, Range, TakesFunction, Words
 
@@ -287,11 +287,12 @@ def unknown_key_text(key: str) -> str:
 
 def suggestion(key: str) -> str | None:
     """What a user may have meant by a key that does not exist: what another trainer's name corresponds to, else a key
-    that differs by a slip of the hand, else the setting of that name in another section. None: nothing is near."""
+    that differs by a slip of the hand, else what a name that the key ends with corresponds to, else the setting of that
+    name in another section. None: nothing is near."""
+    if not is_alias(key) and (near := near_key(key)) is not None:
+        return f'did you mean "{near}"?'
     aliases = exact_aliases(key)
     if not aliases:
-        if near := near_key(key):
-            return f'did you mean "{near}"?'
         if ours := keys_of_last_word(key):
             return f"did you mean {_alternatives(ours)}?"
         aliases = similar_aliases(key)

@@ -73,6 +73,9 @@ def test_a_name_in_no_or_the_wrong_section_is_found_in_every_section_that_has_it
         ("algorithm.entropy_coeff", "algorithm.entropy_coef"),
         ("optimiser", "optimizer"),
         ("group_siz", "rollout.group_size"),
+        ("validaton.batch_size", "validation.batch_size"),
+        ("algoritm.epochs", "algorithm.epochs"),
+        ("stage.steps", "stages.steps"),
     ],
 )
 def test_a_slip_of_the_hand_is_guessed(slip: str, key: str) -> None:
