@@ -41,7 +41,7 @@ from rlmath.config.help import (
     text_problems,
     unknown_key_text,
 )
-from rlmath.config.run_files import CONFIG_FILE, write_whole
+from rlmath.config.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE, write_whole
 from rlmath.config.schema import MISSING, Config
 from rlmath.config.shipped_files import shipped, shipped_config
 
@@ -129,12 +129,14 @@ def preset_values(config: Config) -> dict[str, Any]:
 
 
 def recorded_settings(output_dir: str, preset: str) -> dict[str, Any]:
-    """Every setting, by key, that a run in this folder has recorded; empty where there is none with this preset, or its
-    file cannot be read, which the checks of the folder report."""
-    path = Path(output_dir) / CONFIG_FILE
+    """Every setting, by key, that a run in this folder has recorded; empty where there is none with this preset that
+    has a checkpoint to resume from, or its file cannot be read, which the checks of the folder report."""
+    folder = Path(output_dir)
     try:
-        recorded = load_config([path], [], saved=True)
-    except ValueError:
+        if not any((folder / CHECKPOINTS_FOLDER).glob("step-*[0-9]")):
+            return {}
+        recorded = load_config([folder / CONFIG_FILE], [], saved=True)
+    except (OSError, ValueError):
         return {}
     return setting_values(recorded) if recorded.algorithm.preset == preset else {}
 
@@ -340,11 +342,14 @@ class _Reader:
                 self._set(key, recorded.get(key, value), f"algorithm.preset={name}")
 
     def _recorded_settings(self, preset: str) -> dict[str, Any]:
-        run = self._tree["run"]
-        if OmegaConf.is_missing(run, "output_dir") or run["recover_mode"] == "disabled":
+        run: Any = OmegaConf.to_container(self._tree["run"], resolve=False)
+        if run["output_dir"] == MISSING:
             return {}
-        output_dir = self._resolved(all_settings()["run.output_dir"], run["output_dir"], saved=False)
-        return recorded_settings(output_dir, preset)
+        output_dir, recover_mode = (
+            self._resolved(all_settings()[f"run.{name}"], run[name], saved=False)
+            for name in ("output_dir", "recover_mode")
+        )
+        return {} if recover_mode == "disabled" else recorded_settings(output_dir, preset)
 
     def _resolved(self, setting: Setting, written: Any, saved: bool) -> Any:
         """The value of a setting, with what its interpolations stand for."""

@@ -299,8 +299,8 @@ def test_a_plan_says_what_is_paid_and_the_largest_penalties(overrides: list[str]
 
 
 def recorded_run(folder: Path, *overrides: str) -> Config:
-    """The settings that a run of before wrote, with AReaL's fives and extra prompts in numbers."""
-    folder.mkdir()
+    """The settings that a run of before wrote, with AReaL's fives and extra prompts in numbers; it has a checkpoint."""
+    (folder / "checkpoints" / "step-000003").mkdir(parents=True)
     paths = [f"run.output_dir={folder}", *PATHS[1:]]
     earlier = ["reward.scheme=correctness", "selection.max_extra_prompts=256", *overrides]
     recorded = load_config([], [*paths, "algorithm.preset=dapo", "data.prompts_per_step=4", *earlier])
@@ -339,6 +339,21 @@ def test_what_is_recorded_counts_for_the_same_preset_and_a_run_that_resumes(tmp_
     recorded_run(tmp_path / "run")
     given = [f"run.output_dir={tmp_path / 'run'}", *PATHS[1:], "algorithm.preset=dapo", override]
     assert load_config([], given).reward.scheme == "plus_minus_one"
+
+
+def test_a_run_that_begins_anew_takes_the_preset_whatever_an_earlier_start_recorded(tmp_path: Path):
+    """As after a start that ended before its first checkpoint, or within it."""
+    recorded_run(tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
+    given = [f"run.output_dir={tmp_path / 'run'}", *PATHS[1:], "algorithm.preset=dapo"]
+    (folder / "step-000003").rename(folder / "step-000003.partial")
+    assert load_config([], given).reward.scheme == "plus_minus_one"
+
+
+@pytest.mark.parametrize("key", ["run.output_dir", "run.recover_mode"])
+def test_with_a_preset_a_variable_that_is_not_set_is_named_with_its_key(key: str):
+    with pytest.raises(ValueError, match=f'^"{key}" got .*cannot be resolved: "Environment variable'):
+        load_config([], [*PATHS, "algorithm.preset=dapo", f"{key}=${{oc.env:NO_SUCH_VARIABLE}}"])
 
 
 def test_a_saved_file_without_a_setting_of_today_has_its_default_and_not_the_presets(tmp_path: Path):
