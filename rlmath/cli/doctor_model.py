@@ -43,23 +43,29 @@ def model_lines(models: Sequence[Path], run: Path | None) -> Iterator[tuple[bool
 
 def _beside_run(model: Path, run: Path) -> Iterator[tuple[bool, str]]:
     """Whether the run's newest checkpoint would go on with the model: its fingerprint, tokenizer and stop tokens."""
-    from rlmath.checkpoint.directory import complete_checkpoints, read_progress
+    from rlmath.checkpoint.directory import SETTINGS, complete_checkpoints, read_progress
     from rlmath.checkpoint.hf.headers import fingerprint_to_compare, model_fingerprint
+    from rlmath.config.load import load_config
+    from rlmath.data.chat import chat_settings
     from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
     from rlmath.models.hf_config import read_model_shape
     from rlmath.run.recovery.tokenizer_changes import tokenizer_changes
 
-    found, notes = complete_checkpoints(run / CHECKPOINTS_FOLDER)
-    if not found:
+    checkpoints, notes = complete_checkpoints(run / CHECKPOINTS_FOLDER)
+    if not checkpoints:
         raise ValueError(f'--run: "{run}" has no whole checkpoint. {" ".join(notes)}'.rstrip())
-    folder = found[0].folder
+    folder = checkpoints[0].folder
     recorded = read_progress(folder).model_fingerprint
     now = fingerprint_to_compare(recorded, model_fingerprint(model), model)
-    same = (
-        "has the fingerprint that" if now == recorded else f"has the fingerprint {now}, not {recorded}, which"
-    )
-    yield now == recorded, f"  {same} {folder} has of the model that the run started from"
-    tokenizer = load_tokenizer(str(model), "--model")
+    if now == recorded:
+        yield True, f"  has the fingerprint of the model that the run started from ({folder})"
+    else:
+        yield (
+            False,
+            f"  has the fingerprint {now}, not {recorded}, that of the model that the run started from ({folder})",
+        )
+    settings = load_config([folder / SETTINGS], [], saved=True)
+    tokenizer = load_tokenizer(str(model), "--model", chat_settings(settings.data))
     vocabulary = read_model_shape(model, "--model").vocab_size
     changes = list(tokenizer_changes(model, folder, stop_token_ids(str(model), tokenizer, vocabulary)))
     for change in changes:

@@ -12,10 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from rlmath.checkpoint.directory import Progress, finish_partial, open_partial, write_progress
 from rlmath.checkpoint.hf.headers import model_fingerprint
-from rlmath.checkpoint.hf.metadata_files import read_metadata_files
+from rlmath.checkpoint.hf.metadata_files import read_metadata_files, with_chat_template, with_stop_tokens
 from rlmath.checkpoint.hf.weights import write_files
 from rlmath.cli.doctor import main
-from tests.tiny_models import make_model_folder
+from rlmath.config.load import config_as_yaml, load_config
+from rlmath.data.chat import chat_settings
+from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
+from tests.tiny_models import VOCAB, make_model_folder
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 
@@ -29,13 +32,20 @@ def copied(model: Path, name: str) -> Path:
     return Path(shutil.copytree(model, model.with_name(name)))
 
 
-def checkpoint(run: Path, model: Path) -> None:
+def checkpoint(run: Path, model: Path, *overrides: str) -> None:
+    settings = (f"run.output_dir={run}", f"model.path={model}", "data.train_path=t.jsonl", *overrides)
+    config = load_config([], settings)
+    tokenizer = load_tokenizer(str(model), settings=chat_settings(config.data))
+    files = with_chat_template(
+        read_metadata_files(model), chat_settings(config.data).named_template(tokenizer)
+    )
+    files = with_stop_tokens(files, stop_token_ids(str(model), tokenizer, VOCAB))
     partial = open_partial(run / "checkpoints", 3)
     progress = Progress(3, 0, 24, 6, 3, "TP1", 1, (), (), model_fingerprint(model), "data", {})
     write_progress(partial, progress)
-    (partial / "config.yaml").write_text("{}")
+    (partial / "config.yaml").write_text(config_as_yaml(config))
     (partial / "state" / ".metadata").write_text("index")
-    write_files(partial / "hf", read_metadata_files(model))
+    write_files(partial / "hf", files)
     finish_partial(partial, 3, kept=False, known={})
 
 
@@ -67,6 +77,22 @@ def test_a_model_is_compared_with_what_a_run_started_from(
     told = capsys.readouterr().out
     assert f"has the fingerprint {model_fingerprint(model)}, not" in told
     assert "with the tokens 1 there, and do with 1, 7 now" in told
+
+
+def test_a_run_with_a_chat_template_of_its_own_is_compared_with_the_stop_tokens_of_that(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = load_tokenizer(str(model))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["9"]})
+    tokenizer.save_pretrained(str(model))
+    template = model.with_name("own.jinja")
+    template.write_text("{% for message in messages %}{{ message.content }}9{% endfor %}")
+    run = model.with_name("run")
+    checkpoint(run, model, f"data.chat_template={template}")
+    said = json.loads((run / "checkpoints" / "step-000003" / "hf" / "generation_config.json").read_text())
+    assert len(said["eos_token_id"]) == 2
+    assert main(["--model", str(model), "--run", str(run)]) == 0
+    assert "tokenizer and stop tokens are those of that checkpoint" in capsys.readouterr().out
 
 
 def test_what_is_no_model_or_no_run_is_a_mistake(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -473,6 +473,15 @@ def test_a_tokenizer_or_stops_that_were_edited_are_refused_with_what_to_do(
     assert told in str(error.value) and f'hf" into "{model}"' in str(error.value)
 
 
+def test_a_file_that_is_no_json_keeps_no_run_from_resuming(tmp_path: Path) -> None:
+    """Such as the one that macOS leaves beside another when it copies a folder."""
+    model, run = make_model_folder(tmp_path / "model"), tmp_path / "run"
+    (model / "._tokenizer.json").write_bytes(b"\x00\x05\x16\x07\xb0")
+    checkpoint(run, 3, files=with_stop_tokens(read_metadata_files(model), (1,)))
+    origin = replace(ORIGIN, stop_token_ids=(1,))
+    assert found_steps(make_config(run, f"model.path={model}"), origin) == [3]
+
+
 STAGED = ("stages.steps=[2,4,6]", "stages.max_new_tokens=[8,16,24]")
 
 

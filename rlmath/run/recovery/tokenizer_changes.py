@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,13 +57,17 @@ def _listed(tokens: Sequence[int]) -> str:
 
 
 def _tokenizer_files(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """What files of a model's folder say of its tokenizer."""
-    kept = {name: content for name, content in files.items() if name not in _OF_NO_TOKENIZER}
-    parsed = {name: parse_json(content.decode()) for name, content in kept.items() if name.endswith(".json")}
-    config = parsed.get(TOKENIZER_CONFIG)
+    """What files of a model's folder say of its tokenizer; the bytes of a file that is no JSON."""
+    contents: dict[str, Any] = {
+        name: content for name, content in files.items() if name not in _OF_NO_TOKENIZER
+    }
+    for name in [name for name in contents if name.endswith(".json")]:
+        with suppress(ValueError):
+            contents[name] = parse_json(contents[name].decode())
+    config = contents.get(TOKENIZER_CONFIG)
     if isinstance(config, dict):
         config.pop("chat_template", None)
-    return kept | parsed
+    return contents
 
 
 def _said_stops(files: Mapping[str, bytes]) -> set[Any]:
