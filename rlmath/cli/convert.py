@@ -138,14 +138,15 @@ def to_hf(given: argparse.Namespace) -> Converted:
 
 
 def _card_of(checkpoint: Path, steps_done: int) -> dict[str, bytes]:
-    """The model card of a checkpoint of ours, with what its run has measured; none where its settings are gone."""
+    """The model card of a checkpoint of ours, with what its run has measured; none where its settings are gone, or are
+    those of another release."""
     from rlmath.run.recovery.model_card import CARD_FILE, model_card
 
-    settings = checkpoint / SETTINGS
-    if not settings.is_file():
+    try:
+        run = load_config([checkpoint / SETTINGS], [], saved=True)
+    except ValueError:
         return {}
-    run = load_config([settings], [], saved=True)
-    return {CARD_FILE: model_card(run, steps_done, steps_done, checkpoint.parent.parent)}
+    return {CARD_FILE: model_card(run, steps_done, total_steps=None, output_dir=checkpoint.parent.parent)}
 
 
 def critic_of(

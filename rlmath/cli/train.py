@@ -137,8 +137,8 @@ def evaluate(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
-    command = ["-m", "rlmath.evals", *words]
-    status = launch(ranks, command, given.output, RunConfig().stop_grace_seconds)
+    program = ["-m", "rlmath.evals", *words]
+    status = launch(ranks, program, given.output, RunConfig().stop_grace_seconds)
     if status not in (0, MISTAKE) and AGAIN not in read_exit_status(given.output).message:
         print(f"{AGAIN.capitalize()} samples what is missing ({given.output})", file=sys.stderr)
     return status

@@ -92,9 +92,8 @@ def test_formats_and_sizes_are_those_asked_for(source: Path, tmp_path: Path):
     assert formats == [torch.bfloat16, torch.float32]
 
 
-def test_a_checkpoint_of_a_run_gets_the_formats_of_the_model_that_it_began_with_and_a_card(
-    source: Path, tmp_path: Path
-):
+def run_with_checkpoint(source: Path, tmp_path: Path, settings: str | None = None) -> Path:
+    """The folder of a run from `source` with a checkpoint after step 3; `settings` in place of its own."""
     assert to_megatron(source, tmp_path / "megatron") == 0
     run_folder = tmp_path / "run"
     partial = open_partial(run_folder / "checkpoints", 3)
@@ -103,9 +102,18 @@ def test_a_checkpoint_of_a_run_gets_the_formats_of_the_model_that_it_began_with_
     formats = {"": "bfloat16", "model.norm.weight": "float32"}
     progress = Progress(3, 0, 24, 6, 3, "TP1", 1, (), (), "model", "data", {}, model_formats=formats)
     write_progress(partial, progress)
-    settings = (f"run.output_dir={run_folder}", f"model.path={source}", "data.train_path=t.jsonl")
-    (partial / "config.yaml").write_text(config_as_yaml(load_config([], settings)))
+    if settings is None:
+        overrides = (f"run.output_dir={run_folder}", f"model.path={source}", "data.train_path=t.jsonl")
+        settings = config_as_yaml(load_config([], overrides))
+    (partial / "config.yaml").write_text(settings)
     finish_partial(partial, 3, kept=False, known={})
+    return run_folder
+
+
+def test_a_checkpoint_of_a_run_gets_the_formats_of_the_model_that_it_began_with_and_a_card(
+    source: Path, tmp_path: Path
+):
+    run_folder = run_with_checkpoint(source, tmp_path)
     assert to_hf(run_folder, tmp_path / "out") == 0
     reader, began = HFReader(tmp_path / "out"), HFReader(source)
     assert {name: reader.tensor(name).dtype for name in reader.files} == {
@@ -114,9 +122,15 @@ def test_a_checkpoint_of_a_run_gets_the_formats_of_the_model_that_it_began_with_
     name = "model.embed_tokens.weight"
     assert torch.equal(reader.tensor(name), began.tensor(name).to(torch.bfloat16))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert "3 of 3 steps" in (tmp_path / "out" / "README.md").read_text()
+    assert ": 3 steps.\n" in (tmp_path / "out" / "README.md").read_text()
     assert to_hf(run_folder, tmp_path / "as trained", "--dtype", "float32") == 0
     assert torch.equal(HFReader(tmp_path / "as trained").tensor(name), began.tensor(name))
+
+
+def test_settings_that_cannot_be_read_cost_the_card_and_not_the_model(source: Path, tmp_path: Path):
+    run_folder = run_with_checkpoint(source, tmp_path, settings="run: {of_another_release: 1}\n")
+    assert to_hf(run_folder, tmp_path / "out") == 0
+    assert not (tmp_path / "out" / "README.md").exists()
 
 
 def test_a_mistake_ends_with_2_and_writes_nothing(

@@ -37,17 +37,21 @@ _MEASURES = {
 }
 
 
-def model_card(config: Config, steps_done: int, total_steps: int, output_dir: Path | None = None) -> bytes:
-    """The card of the model after so many steps; metrics are those in `output_dir` (None: the run's)."""
+def model_card(
+    config: Config, steps_done: int, total_steps: int | None, output_dir: Path | None = None
+) -> bytes:
+    """The card of the model after so many steps, of `total_steps` where they are known; metrics are those in
+    `output_dir` (None: the run's)."""
     base = base_name(config.model.path)
     front = {"base_model": base, "library_name": "transformers", "pipeline_tag": "text-generation"}
     front |= _licence(Path(config.model.path)) | {"tags": ["rlmath"]}
     kind = "supervised training" if _is_supervised(config, output_dir) else "reinforcement learning"
+    steps = f"{steps_done} steps" if total_steps is None else f"{steps_done} of {total_steps} steps"
     data = [config.data.train_path, *config.data.more_train_paths]
     sections = [
         f"---\n{_yaml(front)}---",
         f"# {_code(base)}, trained by rlmath",
-        f"Trained from {_code(base)} by {kind} with rlmath {rlmath.__version__}: {steps_done} of {total_steps} steps.",
+        f"Trained from {_code(base)} by {kind} with rlmath {rlmath.__version__}: {steps}.",
         "## Data",
         "\n".join(f"- {_code(without_folders(as_hub_ids(path)))}" for path in data),
         *_measured(output_dir or Path(config.run.output_dir), steps_done),
@@ -143,9 +147,12 @@ def _measured(output_dir: Path, steps_done: int) -> Iterator[str]:
         yield "## Measured"
         yield "\n".join(
             [
-                "| what | step | then | step | now |",
+                "| measure | step | value | step | value |",
                 "|---|---|---|---|---|",
-                *(f"| {what} | {a:g} | {then:.4g} | {b:g} | {now:.4g} |" for what, a, then, b, now in lines),
+                *(
+                    f"| {title} | {first:g} | {before:.4g} | {last:g} | {after:.4g} |"
+                    for title, first, before, last, after in lines
+                ),
             ]
         )
 
