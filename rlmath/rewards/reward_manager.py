@@ -159,14 +159,14 @@ class FailedSteps:
         kinds: dict[str, list[str]] = {}
         for name, kind in _failures(scores):
             kinds.setdefault(f"reward.rewards: {name}" if name else "reward.function", []).append(kind)
-        failed = frozenset(setting for setting, found in kinds.items() if len(found) == len(scores))
+        failed = frozenset(setting for setting, failures in kinds.items() if len(failures) == len(scores))
         again = sorted(failed & self._before)
         self._before = failed
         if again:
             late = kinds[again[0]].count("timeout")
             raise RewardFunctionError(
                 f"{again[0]} failed on all completions of two steps in a row: of {len(scores)} calls {late} took more "
-                f"than reward.timeout_seconds={self._timeout_seconds:g}. Nothing is learned of such a step. Make it "
+                f"than reward.timeout_seconds={self._timeout_seconds:g}. Nothing is learned from such a step. Make it "
                 "faster, or raise reward.timeout_seconds."
             )
 
@@ -240,7 +240,7 @@ class RewardManager:
 
     def __len__(self) -> int:
         """Completions whose scores are not taken."""
-        return sum(len(one.completions) for one in self._submitted)
+        return sum(len(submitted.completions) for submitted in self._submitted)
 
     @property
     def takes_groups(self) -> bool:
@@ -259,7 +259,7 @@ class RewardManager:
             self._workers.submit(text, prompt, completion, self._validates)
             for text, completion in zip(texts, completions, strict=True)
         ]
-        known = [frozenset(name for name, future in one.items() if future.done()) for one in futures]
+        known = [frozenset(name for name, future in by_name.items() if future.done()) for by_name in futures]
         self._submitted.append(
             _Submitted(
                 tuple(completions),
@@ -279,16 +279,17 @@ class RewardManager:
 
     def wait(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """Until all that is submitted has its scores; as `collect`."""
-        WorkerPool.results([future for one in self._submitted for future in one.all_futures], on_progress)
+        futures = [future for submitted in self._submitted for future in submitted.all_futures]
+        WorkerPool.results(futures, on_progress)
 
     def take_finished(self, wait: bool = False) -> list[tuple[Any, list[Score]]]:
         """The scores that are there and were not taken, with their keys; `wait` for all."""
         taken: list[_Submitted] = []
         left: list[_Submitted] = []
-        for one in self._submitted:
-            (taken if wait or one.is_done else left).append(one)
+        for submitted in self._submitted:
+            (taken if wait or submitted.is_done else left).append(submitted)
         self._submitted = left
-        return [(one.key, self._scores(one)) for one in taken]
+        return [(submitted.key, self._scores(submitted)) for submitted in taken]
 
     def _scores(self, submitted: _Submitted) -> list[Score]:
         """By completion."""
@@ -303,7 +304,7 @@ class RewardManager:
             }
             score = score_of(
                 self._reward,
-                results | {name: found[g] for name, found in by_group.items()},
+                results | {name: group_results[g] for name, group_results in by_group.items()},
                 boxed=submitted.boxed[g],
                 length=len(completion.token_ids),
                 limit=self._limit,

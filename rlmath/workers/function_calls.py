@@ -161,10 +161,10 @@ def _reward(returned: Any, with_metrics: bool) -> tuple[float, list[tuple[str, f
 def _group_rewards(returned: Any, count: int) -> list[tuple[float, list[tuple[str, float]]]]:
     if isinstance(returned, UNORDERED) or not isinstance(returned, Iterable):
         raise ValueError("needed: a list of numbers, one for each completion, in their order")
-    found = list(returned)
-    if len(found) != count:
-        raise ValueError(f"needed: {count} rewards, one for each completion of the group, got {len(found)}")
-    return [_reward(one, with_metrics=True) for one in found]
+    rewards = list(returned)
+    if len(rewards) != count:
+        raise ValueError(f"needed: {count} rewards, one for each completion of the group, got {len(rewards)}")
+    return [_reward(reward, with_metrics=True) for reward in rewards]
 
 
 def _advantages(returned: Any, shape: list[int]) -> list[list[float]]:
