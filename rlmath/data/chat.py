@@ -14,13 +14,13 @@ import os
 import re
 import resource
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlmath.config.files import read_regular
 from rlmath.config.help import nearest_word
@@ -32,6 +32,8 @@ from rlmath.data.rows import RowError
 if TYPE_CHECKING:
     from jinja2.nodes import Template
     from transformers import PreTrainedTokenizerFast
+
+T = TypeVar("T")
 
 CHAT_SECONDS = 10.0
 """Longest that a chat template may take for one text."""
@@ -170,12 +172,11 @@ def _check_variables(template: str, settings: ChatSettings, folder: str) -> None
     names = [entry.partition("=")[0] for entry in settings.kwargs]
     assert settings.head, "each entry is a variable"
     try:
-        with _limits():
-            tree = _parsed(template)
-            read = meta.find_undeclared_variables(tree) - {*DEFAULT_NAMESPACE, *_GIVEN}
+        undeclared = _limited(lambda: meta.find_undeclared_variables(_parsed(template)))
     except Exception as error:  # whatever Jinja raises where a template is no program
         reason = f"more than {CHAT_BYTES / 2**30:g} GiB" if isinstance(error, MemoryError) else error
         raise ValueError(f"{setting}: the chat template of {folder!r} cannot be read: {reason}") from error
+    read = undeclared - {*DEFAULT_NAMESPACE, *_GIVEN}
     for name in names:
         if name in _GIVEN:
             raise ValueError(f"{setting} has {name!r}, which the program gives to the template; leave it out")
@@ -208,8 +209,7 @@ def role_names(template: str) -> frozenset[str]:
     from jinja2 import nodes
 
     try:
-        with _limits():
-            compared = list(_parsed(template).find_all(nodes.Compare))
+        compared = _limited(lambda: list(_parsed(template).find_all(nodes.Compare)))
     except Exception:  # what Jinja raises where a template is no program: `render` says so
         return frozenset()
     names: set[str] = set()
@@ -265,17 +265,19 @@ def render(
     too much memory."""
     from jinja2 import TemplateSyntaxError
 
-    try:
-        with _limits():
-            text = str(
-                tokenizer.apply_chat_template(
-                    for_template(messages),
-                    tools=[dict(tool) for tool in tools] or None,
-                    tokenize=False,
-                    add_generation_prompt=prompt,
-                    strftime_now=TEMPLATE_DATE.strftime,
-                )
+    def rendered() -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                for_template(messages),
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=prompt,
+                strftime_now=TEMPLATE_DATE.strftime,
             )
+        )
+
+    try:
+        text = _limited(rendered)
     except (TimeoutError, MemoryError, TemplateSyntaxError) as error:
         reason = f"more than {CHAT_BYTES / 2**30:g} GiB" if isinstance(error, MemoryError) else error
         raise ValueError(f"the tokenizer's chat template cannot take {name}: {reason}; {CHANGE}") from error
@@ -435,14 +437,19 @@ class _OutOfTime(BaseException):
     some."""
 
 
-@contextmanager
-def _limits() -> Iterator[None]:
-    """TimeoutError or MemoryError where what is inside takes more than CHAT_SECONDS or CHAT_BYTES; main thread only."""
-    is_inside = True
+def _limited(call: Callable[[], T]) -> T:
+    """What a call returns. TimeoutError or MemoryError where it takes more than CHAT_SECONDS or CHAT_BYTES; main thread
+    only."""
 
-    def too_late(_number: int, _frame: Any) -> None:
-        if is_inside:
-            raise _OutOfTime
+    def inside() -> T:
+        return call()
+
+    def too_late(_number: int, frame: FrameType | None) -> None:
+        # Only where the call goes on: a second one must not reach what catches the first.
+        while frame is not None:
+            if frame.f_code is inside.__code__:
+                raise _OutOfTime
+            frame = frame.f_back
 
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
@@ -452,10 +459,7 @@ def _limits() -> Iterator[None]:
         if soft == resource.RLIM_INFINITY:
             resource.setrlimit(resource.RLIMIT_AS, (used_bytes + CHAT_BYTES, hard))
         signal.setitimer(signal.ITIMER_REAL, CHAT_SECONDS, REPEAT_SECONDS)
-        try:
-            yield
-        finally:
-            is_inside = False
+        return inside()
     except _OutOfTime:
         raise TimeoutError(f"it takes more than {CHAT_SECONDS:g} s") from None
     finally:

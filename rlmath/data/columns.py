@@ -69,7 +69,7 @@ def messages_of(value: object, name: str) -> tuple[Message, ...]:
 
 
 def _message_of(value: object, name: str) -> Message:
-    if not isinstance(value, dict) or "role" not in value:
+    if not isinstance(value, dict) or value.get("role") is None:
         raise RowError(f"each message of {name} needs role and content, got {short(value)}")
     message = {key: part for key, part in value.items() if part is not None or key == "content"}
     role = checked_text(message["role"], "role")

@@ -323,10 +323,11 @@ def test_a_mark_that_the_tokenizer_makes_of_other_letters_is_found(tmp_path: Pat
         ({**ANSWER, "name": "\0"}, "message.'name' has a NUL character"),
         ({**ANSWER, "content": [{"type": "text", "text": "2"}]}, "content must be a string"),
         ({"role": "assistant"}, "each message of messages needs role and content"),
+        ({"role": None, "content": "2"}, "each message of messages needs role and content"),
         ({"role": "assistant", "content": None}, "content must be a string that is not blank"),
         ({**ANSWER, "x": json.loads("[" * 60 + "]" * 60)}, "nested too deep"),
     ],
-    ids=["content", "thinking", "call", "key", "role", "NUL", "parts", "none", "null", "deep"],
+    ids=["content", "thinking", "call", "key", "role", "NUL", "parts", "none", "no role", "null", "deep"],
 )
 def test_what_no_tokenizer_takes_makes_the_row_unusable(message: dict, reason: str, tmp_path: Path) -> None:
     rows = [{"messages": [ASKED, message]}, {"messages": [ASKED, ANSWER]}]

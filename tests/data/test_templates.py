@@ -133,6 +133,22 @@ def test_a_chat_template_that_takes_too_much_is_refused(monkeypatch, template, r
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
+def test_a_second_alarm_while_the_first_is_handled_changes_nothing(monkeypatch):
+    """It comes before the first is caught where the machine is busy, or much memory is freed."""
+    monkeypatch.setattr(chat, "CHAT_SECONDS", 0.05)
+    monkeypatch.setattr(chat, "REPEAT_SECONDS", 1e-3)
+    tokenizer = make_tokenizer(LOOP)
+    before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    try:
+        for _ in range(10):
+            with pytest.raises(ValueError, match=r"cannot take a prompt: it takes more than 0\.05 s"):
+                chat.render([chat.user("1+1?")], tokenizer, "a prompt")
+            assert signal.getsignal(signal.SIGALRM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
 @pytest.mark.parametrize(
     ("written", "reason"),
     [
