@@ -169,7 +169,7 @@ _NO_NOUNS = word_set(
 _NO_NOUNS |= word_set(
     "fourth fourths fifths sixth sixths seventh sevenths eighth eighths ninth ninths eleventh elevenths "
     "twelfth twelfths tens ones pair pairs double doubled triple tripled fewer ago divided unknown cannot "
-    "tell unclear impossible"
+    "tell unclear impossible twice thrice quadruple quadrupled halved nearly almost never except under"
 )
 TURNING_WORDS = word_set(
     "decrease decreased reduction reduced loss lost debt owed deficit shortfall drop dropped decline declined "

@@ -44,6 +44,25 @@ def test_a_word_that_is_not_known_to_change_nothing_makes_no_answer():
     check_table(is_right, rows)
 
 
+def test_a_word_that_changes_a_value_does_so_where_the_question_has_it():
+    words = ("twice", "thrice", "halved", "nearly", "almost", "never", "except", "under", "minus", "doubled")
+    question = f"Say {', '.join(words)}. What is left of 10 apples if 3 are sold?"
+    texts = [f"{word} 7" for word in words]
+    texts += [f"7 {word}" for word in words]
+    texts += [f"\\text{{{word} }} 7" for word in words]
+    texts += [f"7 \\text{{ {word}}}" for word in words]
+    texts += [f"\\text{{{word}}} = 7" for word in words]
+    check_table(is_right, [(question, "7", text, False) for text in texts])
+    check_table(
+        is_right,
+        [
+            ("How many of them never vote?", "7", "7 apples", False),
+            ("How many never vote?", "7", "7 never", True),
+            (question, "7", "7 apples", True),
+        ],
+    )
+
+
 def test_a_word_of_the_question_is_ignored_in_singular_and_plural():
     check_table(
         is_right,
