@@ -229,7 +229,8 @@ def _expressions(reading: object) -> Iterator[Expr]:
 
 @lru_cache(maxsize=2048)
 def _readings(text: str, with_remark: bool, known_words: KnownWords | None) -> tuple:
-    """The syntax trees of a text, one per reading of its ambiguous digits; an exception if it has none."""
+    """The syntax trees of a text, one per reading of its ambiguous digits and of words that the question counts, which
+    may also multiply; an exception if it has none."""
     plain = other_notation(without_layout(plain_unicode(text)))
     plainly = Reading(with_remark=with_remark, known_words=known_words)
     ways = [plainly]
@@ -237,6 +238,8 @@ def _readings(text: str, with_remark: bool, known_words: KnownWords | None) -> t
         ways.append(replace(plainly, with_remark=False, commas_group=False))
     if re.search(r"[0-9][eE][+-][0-9]", plain):
         ways.append(replace(plainly, with_remark=False, e_is_exponent=False))
+    if known_words is not None and known_words.counted:
+        ways.append(replace(plainly, known_words=replace(known_words, counted=frozenset())))
     trees, errors = [], []
     for way in ways:
         try:

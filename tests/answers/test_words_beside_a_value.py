@@ -63,6 +63,21 @@ def test_a_word_that_changes_a_value_does_so_where_the_question_has_it():
     )
 
 
+def test_a_number_word_that_the_question_counts_may_also_multiply():
+    check_table(
+        is_right,
+        [
+            ("How many million people live there?", "7", "7 million", True),
+            ("How many million people live there?", "7000000", "7 million", True),
+            ("How many thousand dollars?", "5000", "5 thousand dollars", True),
+            ("How many dozen eggs?", "84", "7 dozen", True),
+            ("How many dozen eggs?", "7", "84 dozen", False),
+            ("How many dozen eggs?", "84", "8 dozen", False),
+            ("How many pairs?", "14", "7 pairs", False),
+        ],
+    )
+
+
 def test_a_word_of_the_question_is_ignored_in_singular_and_plural():
     check_table(
         is_right,
