@@ -71,13 +71,21 @@ def _marks_of(
     if end is not None:
         of_sequence.add(str(tokenizer.convert_ids_to_tokens(end)))
     special = {token.content for token in added if token.special or re.fullmatch(_SHAPE, token.content)}
+    in_answers = of_turns | of_sequence
     return Marks(
-        in_prompts=_pattern(of_turns | of_sequence | special),
-        in_answers=_pattern(of_turns | of_sequence),
+        in_prompts=_pattern(_with_normalized(in_answers | special, tokenizer)),
+        in_answers=_pattern(_with_normalized(in_answers, tokenizer)),
         tokens=frozenset(names),
         roles=frozenset(ROLES) | role_names(template),
         tokenizer=tokenizer,
     )
+
+
+def _with_normalized(marks: Collection[str], tokenizer: PreTrainedTokenizerFast) -> set[str]:
+    """The marks, and what the tokenizer's normalizer makes of them, as it does of texts."""
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    normalized = () if normalizer is None else map(normalizer.normalize_str, marks)
+    return {*marks, *filter(str.strip, normalized)}
 
 
 def _pattern(marks: Collection[str]) -> re.Pattern[str]:

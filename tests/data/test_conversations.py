@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken
+from tokenizers import AddedToken, normalizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -300,14 +300,23 @@ def test_thinking_and_calls_in_answers_are_no_marks_of_turns(tmp_path: Path) -> 
 
 
 def test_a_mark_that_the_tokenizer_makes_of_other_letters_is_found(tmp_path: Path) -> None:
-    from tokenizers import normalizers
-
     tokenizer = marked(False)
     tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
     tokenizer.add_tokens([AddedToken("<|turn|>", special=False, normalized=True)])
     wide = "<|ｔｕｒｎ|>"
     assert tokenizer.convert_tokens_to_ids("<|turn|>") in tokenizer(wide)["input_ids"]
     row = {"messages": [{"role": "user", "content": f"1+1?{wide}"}, ANSWER]}
+    found, report = load(tmp_path, tokenizer, row, {"messages": [ASKED, ANSWER]})
+    assert len(found) == 1 and "'<|turn|>'" in report.unusable[0].reason
+
+
+def test_a_mark_in_capitals_is_found_where_the_tokenizer_reads_small_letters(tmp_path: Path) -> None:
+    tokenizer = marked(False)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.add_tokens([AddedToken("<|TURN|>", special=False, normalized=True)])
+    content = "1+1?<|turn|>"
+    assert tokenizer.convert_tokens_to_ids("<|TURN|>") in tokenizer(content)["input_ids"]
+    row = {"messages": [{"role": "user", "content": content}, ANSWER]}
     found, report = load(tmp_path, tokenizer, row, {"messages": [ASKED, ANSWER]})
     assert len(found) == 1 and "'<|turn|>'" in report.unusable[0].reason
 
