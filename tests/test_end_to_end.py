@@ -303,7 +303,7 @@ def test_a_reward_function_that_is_late_on_every_call_ends_the_run_without_a_mod
     own = ("run.total_steps=3", f"reward.function={mine / 'slow.py'}:reward", "reward.timeout_seconds=0.2")
     console = run(*torchrun_command(2, *TRAIN, *small_run(arithmetic, folder), *own), expect=1).stderr
     assert (
-        "reward.function failed on all completions of two steps in a row: of 32 calls 32 took more" in console
+        "reward.function failed on all completions of two steps in a row: on 32 of 32 it took more" in console
     )
     assert read_exit_status(folder).status == MISTAKE
     assert len(metric_rows(folder)) == 1 and not (folder / "hf_model").exists()

@@ -242,7 +242,7 @@ def killed_text(killed: Mapping[int, tuple[int, int]], kills_before: int | None,
     signals = {number for _, number in killed.values()} - {signal.SIGTERM}
     for rank, (pid, number) in sorted(killed.items()):
         if number in signals:
-            lines.append(f"rank {rank} (pid {pid}) was killed by {signal.Signals(number).name}.")
+            lines.append(f"rank {rank} (pid {pid}) was killed by {signal_name(number)}.")
     if signal.SIGKILL in signals:
         if kills is None or kills_before is None:
             lines.append(
@@ -259,6 +259,18 @@ def killed_text(killed: Mapping[int, tuple[int, int]], kills_before: int | None,
     if signals - {signal.SIGKILL}:
         lines.append(IN_NATIVE_CODE)
     return "".join(f"{line}\n" for line in lines)
+
+
+def signal_name(number: int) -> str:
+    """A signal's name; most real-time signals have only a number.
+
+    >>> signal_name(9), signal_name(40)
+    ('SIGKILL', 'signal 40')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _written(output: Path | None) -> tuple[int, int] | None:

@@ -125,11 +125,11 @@ def reward_lines(config: Config) -> Iterator[str]:
     rewards = rewards_of(reward)
     verified = is_verified(reward)
     scale = reward_scale(reward, verified)
-    unknown = [one.name or "reward.function" for one in rewards if one.function and one.weight]
+    unknown = [part.name or "reward.function" for part in rewards if part.function and part.weight]
     if reward.combine == "gdpo":
         yield "Rewards: each of the list is normalised in its own group (reward.combine=gdpo)"
         return
-    ranges = [sorted(one.weight * value for value in _extremes(one, reward)) for one in rewards]
+    ranges = [sorted(part.weight * value for value in _extremes(part, reward)) for part in rewards]
     low, high = ((sum(ends) - reward.output_bias) * scale for ends in zip(*ranges, strict=True))
     if not reward.rewards and reward.function is not None:
         bias = f", less reward.output_bias {reward.output_bias:g}" * bool(reward.output_bias)
@@ -149,11 +149,11 @@ def reward_lines(config: Config) -> Iterator[str]:
     yield from _penalty_lines(config)
 
 
-def _extremes(one: NamedReward, reward: RewardConfig) -> tuple[float, ...]:
+def _extremes(part: NamedReward, reward: RewardConfig) -> tuple[float, ...]:
     """The values between which a reward of the list lies, before weight, bias and scaling; 0 for a function's."""
-    if one.function is not None:
+    if part.function is not None:
         return 0.0, 0.0
-    if one.name != "correctness":
+    if part.name != "correctness":
         return 0.0, 1.0
     values = [raw_reward(reward, right, boxed) for right in (True, False) for boxed in (True, False)]
     return min(values), max(values)

@@ -241,7 +241,8 @@ def comparison_lines(
     if capture.update is None:
         results = [asdict(minibatch) for minibatch in replayed.minibatches]
         ended = f"the run ended in the update ({capture.reason}); the replay gave {results}"
-        return [*lines, f"Nothing was compared: {ended}"]
+        has_differences = found.status(tolerance) == exit_codes.FAILURE
+        return [*lines, f"{'NOT the same' if has_differences else 'Nothing was compared'}: {ended}"]
     if found.status(tolerance) == exit_codes.NOTHING_COMPARED:
         made_none = f"step {capture.step + 1} made no update, neither in the run nor here"
         return [*lines, f"Nothing was compared: {made_none}"]

@@ -165,7 +165,7 @@ class FailedSteps:
         if again:
             late = kinds[again[0]].count("timeout")
             raise RewardFunctionError(
-                f"{again[0]} failed on all completions of two steps in a row: of {len(scores)} calls {late} took more "
+                f"{again[0]} failed on all completions of two steps in a row: on {late} of {len(scores)} it took more "
                 f"than reward.timeout_seconds={self._timeout_seconds:g}. Nothing is learned from such a step. Make it "
                 "faster, or raise reward.timeout_seconds."
             )

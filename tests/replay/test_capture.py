@@ -321,6 +321,10 @@ def test_a_step_that_ended_in_its_update_compares_nothing_and_says_so() -> None:
     assert comparison.status(0.0) == NOTHING_COMPARED
     *_, last = comparison_lines(capture, comparison, made, 0.0)
     assert last.startswith("Nothing was compared: the run ended in the update (diverged); the replay gave [")
+    other_start = compare(capture, "cd", made)
+    assert other_start.status(1.0) == FAILURE
+    *_, last = comparison_lines(capture, other_start, made, 1.0)
+    assert last.startswith("NOT the same: the run ended in the update (diverged)")
 
 
 def test_a_rollout_without_completions_compares_nothing_and_says_so() -> None:

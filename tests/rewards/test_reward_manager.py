@@ -303,7 +303,7 @@ def test_a_function_that_is_late_on_every_call_of_two_steps_ends_the_run():
     with pytest.raises(RewardFunctionError) as ended:
         steps.check(scores_of("timeout", "error"))
     assert str(ended.value) == (
-        "reward.function failed on all completions of two steps in a row: of 2 calls 1 took more than "
+        "reward.function failed on all completions of two steps in a row: on 1 of 2 it took more than "
         "reward.timeout_seconds=2.5. Nothing is learned from such a step. Make it faster, or raise "
         "reward.timeout_seconds."
     )

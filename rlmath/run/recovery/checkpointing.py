@@ -223,9 +223,13 @@ class Checkpointer:
     def rewrite_card(self) -> None:
         """Write the card of the final model again, with what was measured since; on rank 0."""
         card = self._folder / EXPORT_FOLDER / CARD_FILE
-        if card.is_file():
-            trainer = self._trainer
+        if not card.is_file():
+            return
+        trainer = self._trainer
+        try:
             write_whole(card, model_card(trainer.config, self.steps_done, trainer.total_steps).decode())
+        except OSError as error:
+            logger.warning("%s has no figures of the last validation: %s", card, error)
 
     def close(self) -> None:
         self._store.close()
