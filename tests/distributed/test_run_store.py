@@ -53,7 +53,7 @@ def test_numbers_are_given_once_to_many_threads(server: dist.TCPStore) -> None:
 
 def test_a_record_of_other_code_with_other_fields_is_none() -> None:
     good = {"host": "a", "node": 1, "problem": None, "may_pass": True, "facts": {"torch": "2"}}
-    good |= {"address": "", "data": "d", "gpu": ""}
+    good |= {"address": "", "data": "d", "data_makers": "", "gpu": ""}
     wanted = RankReport("a", 1, None, may_pass=True, facts={"torch": "2"}, data="d")
     assert record_of(RankReport, good) == wanted
     assert record_of(RankReport, good | {"more": 1}) is None
