@@ -39,14 +39,17 @@ def usable_question(question: str) -> str:
     return f"{question[:half]} {question[-half:]}"
 
 
-@lru_cache(maxsize=512)
 def read_question(question: str) -> Question:
-    """Linear in the part of the text that is used.
+    """What the part of a question that is used has; linear in it.
 
     >>> sorted(read_question("How many boxes of $3$ kg are there?").words)
     ['are', 'box', 'how', 'kg', 'many', 'of', 'there']
     """
-    text = usable_question(question)
+    return _read(usable_question(question))
+
+
+@lru_cache(maxsize=512)
+def _read(text: str) -> Question:
     prose = _MATHEMATICS.sub(_prose_in, text)
     words = [word for word in _WORD.findall(prose) if len(word) > 1]
     units = [*_units_of_signs(text), *_units_of_words(words), *_units_of_symbols(text)]
