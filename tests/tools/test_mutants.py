@@ -302,7 +302,7 @@ def test_the_tool_tells_what_is_noticed_and_goes_on_where_it_was_stopped(project
     if not mutants.PYRIGHT.exists():
         assert "CI" not in os.environ, "CI installs pyright: make venv-lint"
         pytest.skip("needs pyright: make venv-lint")
-    arguments = ("made", "--number", "100", "--seed", "3", "--limit", "15")
+    arguments = ("made", "--number", "100", "--seed", "3", "--limit", "60")
     rows, _ = run_tool(project, *arguments)
     outcomes = {(row["kind"], row["old"]): row["outcome"] for row in rows}
     assert {key: outcomes[key] for key in OUTCOMES} == OUTCOMES
