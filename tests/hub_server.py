@@ -21,6 +21,8 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import yaml
+
 TOKEN = "hf_secretsecretsecret"
 LARGE = (".safetensors", ".bin", ".parquet")
 STALL_SECONDS = 60.0
@@ -155,6 +157,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._json({"error": "hostile words"}, self.hub.status)
         if path == "/api/repos/create":
             return self._create(json.loads(body))
+        if path == "/api/validate-yaml":
+            return self._validate_card(json.loads(body)["content"])
         found = _API.fullmatch(path)
         if found is None:
             return self._json({"error": f"unknown {path}"}, 404)
@@ -197,6 +201,13 @@ class _Handler(BaseHTTPRequestHandler):
         repo = self.hub.add(name)
         repo.private = bool(wanted.get("private")) or wanted.get("visibility") == "private"
         return self._json({"url": f"{self.hub.url}/{name}", "name": name})
+
+    def _validate_card(self, card: str) -> None:
+        """The metadata of a model card, between its first two lines of dashes, must be a mapping."""
+        opening, metadata, *_ = card.split("---\n", 2)
+        if opening or not isinstance(yaml.safe_load(metadata), dict):
+            return self._json({"errors": [{"message": "no metadata"}], "warnings": []}, 400)
+        return self._json({"errors": [], "warnings": []})
 
     def _commit(self, name: str, repo: Repository, body: bytes) -> None:
         if self.hub.refuses_commits:

@@ -43,7 +43,7 @@ def shows_custom_reward(text: str) -> bool:
 
 def shows_dapo(text: str) -> bool:
     return (
-        "dynamic sampling may ask for up to 256 prompts more a step" in text
+        "dynamic sampling may ask for up to 128 prompts more a step" in text
         and "No problem was found." in text
     )
 
