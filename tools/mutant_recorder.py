@@ -37,26 +37,41 @@ class LineTracer:
         with open(ROOT + PAGE, "r+b") as file:
             self.page = mmap.mmap(file.fileno(), PAGE_BYTES)
         self._test = b""
-        self._unseen: dict[Any, set[int]] = {}
+        self._unseen: dict[int, set[int]] = {}
+        """By the id of a function's code, the lines that the test has not seen; a code's hash takes microseconds."""
+        self._codes: dict[int, Any] = {}
+        """All that were called, so that no other code gets an id; those that are not traced as None."""
 
     def call(self, frame: Any, event: str, argument: Any) -> Any:
         code = frame.f_code
-        if not code.co_filename.startswith(ROOT) or code.co_filename.startswith(NOT_TRACED):
+        key = id(code)
+        if key not in self._codes:
+            file = code.co_filename
+            is_traced = file.startswith(ROOT) and not file.startswith(NOT_TRACED)
+            self._codes[key] = (code, is_traced)
+        if not self._codes[key][1]:
             return None
         if self.page[:] != self._test:
             self._test = self.page[:]
             self._unseen = {}
-        if code not in self._unseen:
-            self._unseen[code] = {line for _, _, line in code.co_lines() if line}
-        return self._line if self._unseen[code] else None
+        if key not in self._unseen:
+            self._unseen[key] = lines_of(code)
+        return self._line if self._unseen[key] else None
 
     def _line(self, frame: Any, event: str, argument: Any) -> Any:
-        lines = self._unseen.get(frame.f_code, set())
+        lines = self._unseen.get(id(frame.f_code), set())
         if event == "line" and frame.f_lineno in lines:
             lines.discard(frame.f_lineno)
             test = self._test.rstrip(b"\0").decode(errors="replace")
             append(LINES, f"{frame.f_lineno}\t{frame.f_code.co_filename.removeprefix(ROOT)}\t{test}\n")
         return self._line
+
+
+def lines_of(code: Any) -> set[int]:
+    """The lines that a tracer hears of. The first range is that of `def`, which is called and not executed, unless all
+    stands on one line."""
+    lines = [line for _, _, line in code.co_lines() if line]
+    return set(lines[1:] or lines)
 
 
 def append(name: str, row: str) -> None:
