@@ -195,7 +195,9 @@ def test_two_evaluations_are_put_side_by_side(evaluated: Path, capsys: pytest.Ca
     gains, intervals = rows[:2], [row.split("|")[-3:-1] for row in rows[2:]]
     assert len(gains) == len(intervals) == 2
     for gain in gains:
-        assert "+0.0" in gain and "-39.2 to +39.2" in gain and "clear" not in gain, "three problems show little"
+        assert "+0.0" in gain and "-39.2 to +39.2" in gain and "clear" not in gain, (
+            "three problems show little"
+        )
     assert all(first.strip() == second.strip() != "" for first, second in intervals)
 
 
