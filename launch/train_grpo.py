@@ -16,7 +16,7 @@ if __name__ == "__main__":
 import sys
 from collections.abc import Sequence
 
-from rlmath.run import program
+from rlmath.cli import program
 
 
 def main(argv: Sequence[str] | None = None) -> int:

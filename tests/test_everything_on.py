@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from rlmath.algorithms.partial_rollouts import UnfinishedGroups
+from rlmath.checkpoint.capture import read_capture
 from rlmath.checkpoint.directory import read_progress
 from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished
 from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, read_exit_status
-from rlmath.replay.capture import read_capture
 from tests.programs import TRAIN, metric_rows, rows, run, small_run, torchrun_command
 from tests.selection import matrix
 from tests.spoiled_run import SPOILED_STEP

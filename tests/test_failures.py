@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlmath.checkpoint.capture import read_capture
 from rlmath.checkpoint.directory import complete_checkpoints
 from rlmath.distributed.fault_tolerance.exit_codes import SAVED_AND_STOPPED, read_exit_status
-from rlmath.replay.capture import read_capture
 from tests.programs import (
     ENVIRONMENT,
     REPOSITORY,

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from rlmath.checkpoint.hf.metadata_files import read_metadata_files
-from rlmath.cli import convert
+from rlmath.cli import convert, program
 from rlmath.config import hub
 from rlmath.config.load import load_config
 from rlmath.evals.plan import Plan, check_settings
 from rlmath.evals.runner import _plan_after_rendezvous
-from rlmath.run import program
 from tests.hub_server import TOKEN, Hub, hub_server
 from tests.programs import TRAIN, run, small_run, torchrun_command
 from tests.selection import matrix

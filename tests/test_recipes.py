@@ -11,13 +11,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from rlmath.checkpoint.hf.config_json import PUBLISHED, published_names, required_shape
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config
-from rlmath.models.hf_config import PUBLISHED, published_names, required_shape
-from rlmath.planning.dry_run import plan_lines, plan_run
 from rlmath.planning.parallelism import ranks_of_layout
+from rlmath.run.dry_run import plan_lines, plan_run
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 NOT_RECIPES = ("demo", "algorithms/")

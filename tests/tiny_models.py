@@ -109,7 +109,7 @@ def _make_tokenizer() -> Any:
 
 def shape_of(folder: Path) -> ModelShape:
     """The model's shape, as the program itself reads it."""
-    from rlmath.models.hf_config import inspect_model_folder
+    from rlmath.checkpoint.hf.config_json import inspect_model_folder
 
     shape, problems = inspect_model_folder(folder)
     assert shape is not None and not problems, problems

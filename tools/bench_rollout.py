@@ -27,10 +27,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from rlmath.checkpoint.hf.config_json import read_model_shape
 from rlmath.cli.demo import one_thread
 from rlmath.config.schema import RolloutConfig
 from rlmath.distributed.device import Device
-from rlmath.models.hf_config import read_model_shape
 from rlmath.rollout.engine import Engine, samples_in_one_kernel
 from rlmath.rollout.sampling import Request, request_seed
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen2Config
 
+from rlmath.checkpoint.hf.config_json import read_model_shape
 from rlmath.checkpoint.hf.weights import stream_hf_tensors
 from rlmath.cli.demo import one_thread, torchrun
 from rlmath.cli.make_tiny_model import make_tokenizer
@@ -44,7 +45,6 @@ from rlmath.distributed.collectives import all_gather_objects
 from rlmath.distributed.device import Device, init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.ranks import environment_rank, environment_world_size
-from rlmath.models.hf_config import read_model_shape
 from rlmath.models.megatron import Recompute, build_chunks, start_megatron, stop_megatron, transformer_config
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes

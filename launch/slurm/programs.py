@@ -17,8 +17,8 @@ from rlmath.config.load import load_config
 from rlmath.config.shipped_files import shipped_config
 from rlmath.evals import command as evaluate
 from rlmath.planning.checks import only_used
-from rlmath.planning.early_checks import early_problems
 from rlmath.planning.memory_estimate import Kind
+from rlmath.run.early_checks import early_problems
 
 EVALUATION_GRACE_SECONDS = 60
 """An evaluation has everything on the disk and ends at once."""

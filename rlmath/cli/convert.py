@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 from rlmath.checkpoint.convert.sources import MegatronSource, check_output, find_megatron
 from rlmath.checkpoint.directory import CRITIC, CRITIC_CONFIG, PROGRESS, SETTINGS, read_progress
+from rlmath.checkpoint.hf.config_json import read_critic_shape, read_model_shape
 from rlmath.config.files import MAX_JSON_BYTES, read_regular
 from rlmath.config.hub import HubFailedError, local_folder
 from rlmath.config.load import load_config
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.terminal import escape_terminal
-from rlmath.models.hf_config import read_critic_shape, read_model_shape
 
 if TYPE_CHECKING:
     from rlmath.checkpoint.convert.convert import Converted

@@ -44,11 +44,11 @@ def model_lines(models: Sequence[Path], run: Path | None) -> Iterator[tuple[bool
 def _beside_run(model: Path, run: Path) -> Iterator[tuple[bool, str]]:
     """Whether the run's newest checkpoint would go on with the model: its fingerprint, tokenizer and stop tokens."""
     from rlmath.checkpoint.directory import SETTINGS, complete_checkpoints, read_progress
+    from rlmath.checkpoint.hf.config_json import read_model_shape
     from rlmath.checkpoint.hf.headers import fingerprint_to_compare, model_fingerprint
     from rlmath.config.load import load_config
     from rlmath.data.chat import chat_settings
     from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
-    from rlmath.models.hf_config import read_model_shape
     from rlmath.run.recovery.tokenizer_changes import tokenizer_changes
 
     checkpoints, notes = complete_checkpoints(run / CHECKPOINTS_FOLDER)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rlmath.checkpoint.hf.config_json import planned_shape, required_shape
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config.help import raise_problems
 from rlmath.config.length_curriculum import with_longest_lengths
@@ -22,7 +23,6 @@ from rlmath.config.load import load_config, make_parser
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.config.terminal import escape_terminal
-from rlmath.models.hf_config import planned_shape, required_shape
 from rlmath.planning.checks import setting_problems, shape_problems
 from rlmath.planning.memory_estimate import MemoryPlan, Target, mesh_of
 from rlmath.planning.memory_fit import GIB, all_plans, figures, fit_problems, planned_target, usable_bytes

@@ -17,6 +17,8 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from rlmath.checkpoint.directory import complete_checkpoints
+from rlmath.checkpoint.hf.config_json import planned_shape
+from rlmath.cli.program import main as run_program
 from rlmath.config.help import raise_problems
 from rlmath.config.hub import is_hub_id
 from rlmath.config.length_curriculum import with_longest_lengths
@@ -34,14 +36,12 @@ from rlmath.distributed.fault_tolerance.exit_codes import (
 )
 from rlmath.distributed.fault_tolerance.preemption import EXIT_SECONDS, WANTED_SIGNALS
 from rlmath.distributed.memory import out_of_memory_kills
-from rlmath.models.hf_config import planned_shape
 from rlmath.planning.checks import only_used
-from rlmath.planning.early_checks import early_problems
 from rlmath.planning.machine_room import GIB, OVERSUBSCRIBE, Machine, refuse_crowding, this_machine
 from rlmath.planning.memory_estimate import Kind
 from rlmath.planning.memory_fit import host_bytes
 from rlmath.planning.parallelism import ranks_or_least
-from rlmath.run.program import main as run_program
+from rlmath.run.early_checks import early_problems
 from rlmath.run.run_dir import sole_user
 
 RANKS = "--ranks"
@@ -146,8 +146,8 @@ def evaluate(argv: Sequence[str]) -> int:
 
 def replay(argv: Sequence[str]) -> int:
     """Exit status of the replay: 0 where it gives the same, 3 where there is nothing to compare."""
+    from rlmath.checkpoint.capture import read_capture
     from rlmath.replay import replay as program
-    from rlmath.replay.capture import read_capture
 
     given = program.parse(argv)
     try:

@@ -1,4 +1,4 @@
-"""The shape of a model, as its config.json gives it (`models.hf_config` reads and checks it)."""
+"""The shape of a model, as its config.json gives it (`checkpoint.hf.config_json` reads and checks it)."""
 
 from __future__ import annotations
 

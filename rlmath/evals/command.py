@@ -32,10 +32,10 @@ from rlmath.distributed.ranks import environment_rank
 from rlmath.evals.benchmarks import find_benchmark, model_positions
 from rlmath.evals.compare import comparison_text
 from rlmath.evals.plan import DEFAULT_NEW_TOKENS, Plan, recorded_new_tokens
-from rlmath.evals.results_file import read_results
 from rlmath.planning.checks import cuda_problems
-from rlmath.planning.early_checks import missing_problems
+from rlmath.report.results_file import read_results
 from rlmath.run.command_line import log_mistake, mistakes_end_all_ranks, record_exit, set_up_rank_logging
+from rlmath.run.early_checks import missing_problems
 from rlmath.telemetry.console import close_bars
 
 logger = logging.getLogger(__name__)

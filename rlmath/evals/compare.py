@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from rlmath.algorithms.intervals import difference_interval
 from rlmath.config.terminal import visible
-from rlmath.evals.results_file import Accuracies, Results
 from rlmath.evals.tables import boxed_tables
+from rlmath.report.results_file import Accuracies, Results
 
 
 @dataclass(frozen=True)

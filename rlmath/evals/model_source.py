@@ -13,11 +13,11 @@ from pathlib import Path
 from rlmath.checkpoint.convert.convert import megatron_to_hf
 from rlmath.checkpoint.convert.sources import MegatronSource, find_megatron
 from rlmath.checkpoint.directory import MANIFEST, file_entry
+from rlmath.checkpoint.hf.config_json import check_loadable, missing_folder_problem, read_model_shape
 from rlmath.checkpoint.hf.headers import model_fingerprint, older_model_fingerprint
 from rlmath.checkpoint.hf.metadata_files import read_metadata_files
 from rlmath.config.files import read_json_object
 from rlmath.config.run_files import CHECKPOINTS_FOLDER, EXPORT_FOLDER, SUMMARY_FILE, adapter_alone
-from rlmath.models.hf_config import check_loadable, missing_folder_problem, read_model_shape
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from typing import Any
 from rlmath.config.run_files import write_whole
 from rlmath.config.terminal import visible
 from rlmath.evals.results import BenchmarkResult, Row
-from rlmath.evals.results_file import FORMAT, GREEDY, RESULTS, SAMPLED
+from rlmath.report.results_file import FORMAT, GREEDY, RESULTS, SAMPLED
 
 COLUMNS = ("dataset", "num_questions", "greedy_length", "sample_length", "greedy_acc", "sample_pass@1")
 """The first columns of the first table; pass@k follows, for every k that the samples allow."""

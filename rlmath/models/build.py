@@ -113,7 +113,7 @@ def _as_the_engine(
 
 def build_critic(config: Config, shape: ModelShape, mesh: Mesh, device: Device, total_updates: int) -> Critic:
     """The critic of `algorithm.advantage` "gae", laid out like the policy, with the weights of `critic.path`; `shape`
-    is that of `hf_config.critic_shape`."""
+    is that of `config_json.critic_shape`."""
     settings, path = critic_optimizer(config), config.critic.path
     start = ("model.path", config.model.path) if path is None else ("critic.path", path)
     chunks, wrapped, optimizer = _trained_chunks(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmath.algorithms.types import GROUP_ADVANTAGES
+from rlmath.checkpoint.hf.config_json import inspect_model_folder
 from rlmath.config.help import (
     all_settings,
     is_among,
@@ -32,7 +33,6 @@ from rlmath.data.chat import chat_settings
 from rlmath.distributed.device_kind import FORMAT_BYTES, cuda_is_available, number_format, set_cuda_defaults
 from rlmath.distributed.memory import available_bytes, total_bytes
 from rlmath.distributed.ranks import environment_rank, environment_world_size
-from rlmath.models.hf_config import inspect_model_folder
 from rlmath.planning import model_checks, parallelism
 from rlmath.planning import rollout_checks as rollouts
 from rlmath.planning.memory_estimate import Kind

@@ -24,13 +24,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, NamedTuple
 
+from rlmath.checkpoint.hf.config_json import critic_shape_of, teacher_shape_of
 from rlmath.checkpoint.hf.weight_map import Rule, adapter_rules, rules_of, shard_shape
 from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, LoraConfig, MemoryConfig
 from rlmath.distributed.device_kind import FORMAT_BYTES, DeviceKind, NumberFormat, number_format
 from rlmath.distributed.mesh import Mesh
-from rlmath.models.hf_config import critic_shape_of, teacher_shape_of
 from rlmath.models.scratch_sizes import merging_bytes
 from rlmath.planning import memory_formulas as formulas
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes

@@ -11,17 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlmath.checkpoint.hf.peft import adapter_problems
-from rlmath.config.help import nearest_path
-from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config, PolicyConfig
-from rlmath.data.tokenizer import load_tokenizer
-from rlmath.models.hf_config import (
+from rlmath.checkpoint.hf.config_json import (
     critic_shape_of,
     inspect_critic_folder,
     inspect_model_folder,
     teacher_shape_of,
 )
+from rlmath.checkpoint.hf.peft import adapter_problems
+from rlmath.config.help import nearest_path
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config, PolicyConfig
+from rlmath.data.tokenizer import load_tokenizer
 from rlmath.planning import parallelism
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
+from rlmath.checkpoint.save_schedule import kept_frequency, recovery_frequency
 from rlmath.config import length_curriculum
 from rlmath.config.schema import AlgorithmConfig, Config
-from rlmath.run.recovery.save_schedule import kept_frequency, recovery_frequency
 
 # ---------------------------------------------------------------- partial rollouts, engines on ranks of their own
 

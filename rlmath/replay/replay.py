@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlmath.algorithms.prompt_history import PromptHistory
+from rlmath.checkpoint.capture import CAPTURE_FILE, GROUPS_FILE, Capture, folder_of, read_capture
 from rlmath.checkpoint.directory import complete_checkpoints, read_progress
 from rlmath.checkpoint.hf.headers import model_fingerprint
 from rlmath.config.length_curriculum import length_stages
@@ -27,7 +28,6 @@ from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
 from rlmath.distributed.ranks import environment_world_size
 from rlmath.planning.checks import check_replay
 from rlmath.planning.memory_estimate import mesh_of
-from rlmath.replay.capture import CAPTURE_FILE, GROUPS_FILE, Capture, folder_of, read_capture
 from rlmath.rewards.several_rewards import functions_of
 from rlmath.run.command_line import mistakes_end_all_ranks
 from rlmath.run.recovery.resume import CheckpointToResume, Origin

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rlmath.algorithms.types import ScoredGroup
+from rlmath.checkpoint.capture import Capture, CapturedMinibatch, CapturedUpdate
 from rlmath.checkpoint.convert.convert import begun_model_to_hf, megatron_to_hf
 from rlmath.checkpoint.hf.metadata_files import read_metadata_files
 from rlmath.config import length_curriculum
@@ -29,8 +30,6 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.distributed.rendezvous import Rendezvous
 from rlmath.planning.memory_estimate import mesh_of
-from rlmath.replay.capture import Capture, CapturedMinibatch, CapturedUpdate
-from rlmath.replay.recorder import captured_update, weights_digest
 from rlmath.rewards.reward_manager import RewardWorkers
 from rlmath.rollout.collector import CollectGroups, Collector
 from rlmath.rollout.engine import Engine
@@ -45,6 +44,7 @@ from rlmath.run.recovery.resume import CheckpointToResume, Recovery
 from rlmath.telemetry.reporter import StepRecord
 from rlmath.trainer.metrics import UpdateRecord
 from rlmath.trainer.policy_update import PolicyTrainer
+from rlmath.trainer.recorder import captured_update, weights_digest
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from rlmath.algorithms.intervals import Interval, difference_interval
 from rlmath.config.hub import is_hub_id
 from rlmath.config.run_files import BEST_FOLDER, CHECKPOINTS_FOLDER, EXPORT_FOLDER, MODELS_FOLDER
 from rlmath.config.terminal import visible
-from rlmath.evals.results_file import RESULTS, SAMPLED, Accuracies, Results, read_results
 from rlmath.report.metrics import Curve, Metrics
+from rlmath.report.results_file import RESULTS, SAMPLED, Accuracies, Results, read_results
 from rlmath.report.settings import Settings
 
 BEFORE, BEST, AFTER = "before training", "best", "after training"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlmath.checkpoint.hf.config_json import read_shape
 from rlmath.config.schema import RolloutConfig
 from rlmath.data.tokenizer import stop_token_ids
 from rlmath.distributed import process
@@ -22,7 +23,6 @@ from rlmath.distributed.device import SHARED_GPU, Device, prepare_imports, ranks
 from rlmath.distributed.device_kind import DeviceKind
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.ranks import environment_rank
-from rlmath.models.hf_config import read_shape
 from rlmath.rollout.engine_sleep import EngineMemory, reset_prefix_cache
 from rlmath.rollout.engine_weights import EngineWeights
 from rlmath.rollout.sampling import Request, RequestResult, RequestSource, RunningRequests, sample

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from rlmath.checkpoint.hf.peft import other_base_warnings
 from rlmath.checkpoint.hf.weight_map import parameter_count
+from rlmath.checkpoint.save_schedule import output_bytes
 from rlmath.config.hub import HubFailedError
 from rlmath.config.length_curriculum import fewer_steps_warnings, late_steps_warnings, length_stage_lines
 from rlmath.config.schema import Config, RunConfig
@@ -37,15 +38,14 @@ from rlmath.planning.checks import check_config, only_used
 from rlmath.planning.memory_estimate import Kind, mesh_of, training_ranks
 from rlmath.planning.memory_fit import start_up_lines
 from rlmath.planning.parallelism import roles
-from rlmath.planning.prepare import read_inputs, tokenizer_problem, try_data
 from rlmath.planning.reward_checks import hook_lines
 from rlmath.planning.warnings import config_warnings
 from rlmath.run.command_line import log_mistake, record_exit, set_up_rank_logging
 from rlmath.run.nodes import data_makers, facts_of, meet, meet_with_mistake
+from rlmath.run.prepare import read_inputs, tokenizer_problem, try_data
 from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.hub_inputs import SharedMistakeError, fetch_inputs
 from rlmath.run.recovery.resume import find_recovery
-from rlmath.run.recovery.save_schedule import output_bytes
 from rlmath.run.run_dir import check_output_folder, sole_user
 from rlmath.telemetry.console import close_bars
 from rlmath.telemetry.events import event

@@ -1,4 +1,4 @@
-"""`torchrun --nproc-per-node=N -m rlmath.trainer`: the training program (`rlmath.run.program`) on one rank."""
+"""`torchrun --nproc-per-node=N -m rlmath.trainer`: the training program (`rlmath.cli.program`) on one rank."""
 
 import sys
 
@@ -11,6 +11,6 @@ if __name__ == "__main__":
 
     process.begin_program()  # before torch is imported
 
-    from rlmath.run.program import main
+    from rlmath.cli.program import main
 
     sys.exit(main())

@@ -31,7 +31,6 @@ from rlmath.data.dataset import Inputs, ValidationFile, measured_rows
 from rlmath.data.prompt_curriculum import HISTORY
 from rlmath.data.seqlen_balancing import forward_cost
 from rlmath.distributed.mesh import Mesh
-from rlmath.replay.recorder import StepRecorder
 from rlmath.rewards.reward_manager import FailedSteps, RewardWorkers, open_reward_workers
 from rlmath.rewards.several_rewards import functions_of, summed_rewards
 from rlmath.telemetry.events import event
@@ -52,6 +51,7 @@ from rlmath.trainer.metrics import (
     update_metrics,
 )
 from rlmath.trainer.policy_update import PolicyTrainer, token_counts
+from rlmath.trainer.recorder import StepRecorder
 from rlmath.trainer.rollouts.engines import open_engines
 from rlmath.trainer.rollouts.synchronous import StepRollout, selection_rules
 from rlmath.trainer.step_hooks import StepHooks

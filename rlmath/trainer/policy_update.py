@@ -26,6 +26,7 @@ from rlmath.algorithms.entropy import EntropyControl
 from rlmath.algorithms.losses import Normalisation
 from rlmath.algorithms.types import Sample, ScoredGroup
 from rlmath.checkpoint.directory import CRITIC, REFERENCE, Progress
+from rlmath.checkpoint.hf.config_json import critic_config_file, critic_shape_of, teacher_shape_of
 from rlmath.checkpoint.hf.weights import load_hf_weights
 from rlmath.checkpoint.sharded_state import SavedModel
 from rlmath.config import length_curriculum
@@ -48,7 +49,6 @@ from rlmath.models.build import (
 )
 from rlmath.models.critic import Critic
 from rlmath.models.forward_backward import ForwardBackward
-from rlmath.models.hf_config import critic_config_file, critic_shape_of, teacher_shape_of
 from rlmath.models.learner import MinibatchResult
 from rlmath.models.offload import OffloadSets, SetName, training_sets
 from rlmath.models.teacher import Teacher, TeacherStates

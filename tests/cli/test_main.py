@@ -35,7 +35,7 @@ for name in ("torch", "vllm", "megatron", "transformers", "tokenizers", "hugging
 PLACES = """
 from pathlib import Path
 from rlmath.config.shipped_files import shipped
-from rlmath.models.hf_config import PUBLISHED
+from rlmath.checkpoint.hf.config_json import PUBLISHED
 print(shipped("configs/demo.yaml"))
 assert (PUBLISHED / "Qwen2.5-7B.json").is_file(), PUBLISHED
 """

@@ -10,6 +10,7 @@ import pytest
 
 from rlmath.algorithms.types import Prompt
 from rlmath.answers.verifier import STRICT
+from rlmath.checkpoint.hf.config_json import read_model_shape
 from rlmath.cli.make_tiny_model import make_tokenizer
 from rlmath.config.load import load_config
 from rlmath.config.schema import RewardConfig
@@ -17,7 +18,6 @@ from rlmath.data.audit import DataAudit, all_are_checkable, audit_prompts
 from rlmath.data.dataset import audit_inputs, load_inputs, load_sft_inputs, load_validation
 from rlmath.data.loader import load_prompts, problem_key
 from rlmath.data.tokenizer import FIXED, characters_without_token, load_tokenizer
-from rlmath.models.hf_config import read_model_shape
 from tests.tiny_models import make_model_folder
 
 

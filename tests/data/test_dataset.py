@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rlmath.checkpoint.hf.config_json import read_model_shape
 from rlmath.config.schema import (
     AlgorithmConfig,
     Config,
@@ -20,7 +21,6 @@ from rlmath.config.schema import (
 )
 from rlmath.data.dataset import load_inputs, load_validation
 from rlmath.data.order import Share
-from rlmath.models.hf_config import read_model_shape
 from rlmath.run.recovery.resume import data_fingerprint
 from tests.tiny_models import make_model_folder, shape_of
 

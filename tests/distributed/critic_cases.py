@@ -27,8 +27,8 @@ class CriticOutcome:
 
 def with_critic(stage: Stage, critic: CriticConfig, algorithm: AlgorithmConfig) -> tuple[Stage, Any, Any]:
     """The stage with these settings, its critic, and the critic's shape."""
+    from rlmath.checkpoint.hf.config_json import critic_shape_of
     from rlmath.models.build import build_critic, early_stop, loss_settings
-    from rlmath.models.hf_config import critic_shape_of
 
     stage.actor.learner.settings = loss_settings(algorithm)
     stage.actor.learner.bounds = early_stop(algorithm)

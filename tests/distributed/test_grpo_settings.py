@@ -11,10 +11,10 @@ import pytest
 
 from rlmath.algorithms.losses import Normalisation
 from rlmath.checkpoint.manager import Retention
+from rlmath.checkpoint.save_schedule import Frequency
 from rlmath.models.logprobs import MinTokensMask
 from rlmath.rollout.sampling import request_seed
 from rlmath.run.divergence import RewardRule
-from rlmath.run.recovery.save_schedule import Frequency
 from tests.distributed import grpo_settings_cases as cases
 from tests.distributed.rank_pool import RankPool
 

@@ -13,8 +13,8 @@ from rlmath.evals.compare import comparison_text, differences
 from rlmath.evals.completions import CompletionRecord, Key
 from rlmath.evals.plan import GREEDY_INDEX, Plan
 from rlmath.evals.results import BenchmarkResult, result_of
-from rlmath.evals.results_file import read_results
 from rlmath.evals.tables import boxed_tables, first_table, second_table, write_results
+from rlmath.report.results_file import read_results
 from tests.data.chat_templates import chat_tokenizer
 
 

@@ -19,13 +19,13 @@ from rlmath.config.schema import Config
 from rlmath.config.shipped_files import shipped
 from rlmath.distributed.memory import total_bytes
 from rlmath.planning.checks import algorithm_problems, host_memory_problems, run_problems, value_problems
-from rlmath.planning.dry_run import preset_lines
 from rlmath.planning.memory_fit import GIB
 from rlmath.planning.reward_checks import reward_lines, reward_problems
 from rlmath.planning.setting_tables import conflicts
 from rlmath.planning.warnings import config_warnings
 from rlmath.rewards.schemes import raw_reward, reward_scale, scaled_reward
 from rlmath.rollout.unfinished_rules import unfinished_rules
+from rlmath.run.dry_run import preset_lines
 from rlmath.run.recovery.resume import refused_changes
 from tests.text_tables import rows
 

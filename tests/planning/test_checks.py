@@ -15,13 +15,13 @@ import torch
 from safetensors.numpy import save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from rlmath.checkpoint.hf.config_json import read_model_shape
 from rlmath.config.help import all_settings
 from rlmath.config.load import load_config
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.setting_types import Range
 from rlmath.distributed.device_kind import CUDA_DEFAULTS
 from rlmath.distributed.memory import total_bytes
-from rlmath.models.hf_config import read_model_shape
 from rlmath.planning.checks import check_config, transformer_engine_problems
 from rlmath.planning.warnings import config_warnings
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from rlmath.checkpoint.hf.config_json import critic_config_file, critic_shape_of, read_critic_shape
+from rlmath.checkpoint.save_schedule import checkpoint_bytes
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config
 from rlmath.data.dataset import check_critic
-from rlmath.models.hf_config import critic_config_file, critic_shape_of, read_critic_shape
 from rlmath.planning.model_checks import critic_folder_problems, critic_layout_problems, length_problems
 from rlmath.planning.setting_tables import conflicts
 from rlmath.planning.warnings import config_warnings
-from rlmath.run.recovery.save_schedule import checkpoint_bytes
 from tests.tiny_models import VOCAB, make_model_folder, shape_of
 
 PATHS = ["run.output_dir=o", "model.path=m", "data.train_path=t", "rollout.max_new_tokens=100"]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from rlmath.checkpoint.hf.config_json import required_shape
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config.model_shape import LinearScaling
 from rlmath.config.schema import (
@@ -18,7 +19,6 @@ from rlmath.config.schema import (
     RolloutConfig,
     RunConfig,
 )
-from rlmath.models.hf_config import required_shape
 from rlmath.planning.memory_estimate import (
     Target,
     buffer_elements,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rlmath.checkpoint.hf.config_json import teacher_shape_of
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config.schema import (
     AlgorithmConfig,
@@ -22,7 +23,6 @@ from rlmath.config.schema import (
 )
 from rlmath.data.tokenizer import load_tokenizer
 from rlmath.distributed.mesh import Mesh
-from rlmath.models.hf_config import teacher_shape_of
 from rlmath.planning.checks import run_problems, shape_problems
 from rlmath.planning.memory_estimate import Target, plan_rank
 from rlmath.planning.model_checks import check_teacher_tokenizer, teacher_folder_problems

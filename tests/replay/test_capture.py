@@ -17,15 +17,7 @@ import pytest
 
 from rlmath.algorithms.dynamic_sampling import Chosen, Selection
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup, Segment
-from rlmath.checkpoint.directory import MANIFEST
-from rlmath.cli.train import replay as replay_command
-from rlmath.config.load import config_as_yaml
-from rlmath.config.schema import Config, RunConfig, StagesConfig
-from rlmath.data.order import PromptOrder, Rollback, seed_after
-from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, FINISHED, MISTAKE, NOTHING_COMPARED
-from rlmath.distributed.mesh import Mesh
-from rlmath.replay import replay_step
-from rlmath.replay.capture import (
+from rlmath.checkpoint.capture import (
     CAPTURE_FILE,
     GROUPS_FILE,
     TOKENS_FILE,
@@ -35,11 +27,19 @@ from rlmath.replay.capture import (
     read_capture,
     write_capture,
 )
-from rlmath.replay.recorder import StepRecorder
+from rlmath.checkpoint.directory import MANIFEST
+from rlmath.cli.train import replay as replay_command
+from rlmath.config.load import config_as_yaml
+from rlmath.config.schema import Config, RunConfig, StagesConfig
+from rlmath.data.order import PromptOrder, Rollback, seed_after
+from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, FINISHED, MISTAKE, NOTHING_COMPARED
+from rlmath.distributed.mesh import Mesh
+from rlmath.replay import replay_step
 from rlmath.replay.replay import find_capture, find_state
 from rlmath.replay.replay_step import compare, compare_groups, comparison_lines, rollout_line
 from rlmath.rollout.collector import Rollout
 from rlmath.rollout.sampling import RolloutSeed
+from rlmath.trainer.recorder import StepRecorder
 
 
 def group(name: str, *completions: tuple[int, ...]) -> ScoredGroup:

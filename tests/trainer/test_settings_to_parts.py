@@ -24,6 +24,7 @@ from rlmath.algorithms.partial_rollouts import UnfinishedRules
 from rlmath.algorithms.prompt_history import CurriculumRules
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 from rlmath.answers.verifier import Rules
+from rlmath.checkpoint.save_schedule import Frequency, kept_frequency, recovery_frequency
 from rlmath.config.model_shape import ModelShape, YarnScaling
 from rlmath.config.schema import (
     AlgorithmConfig,
@@ -58,7 +59,6 @@ from rlmath.rollout.engine import _device_arguments, _shared_gpu_arguments
 from rlmath.rollout.sampling import SamplingSettings, training_sampling
 from rlmath.rollout.unfinished_rules import slice_tokens, unfinished_rules
 from rlmath.run.recovery.resume import origin_of
-from rlmath.run.recovery.save_schedule import Frequency, kept_frequency, recovery_frequency
 from rlmath.trainer.policy_update import PolicyUpdater
 from rlmath.trainer.rollouts.engines import offer_plans
 from rlmath.trainer.rollouts.synchronous import selection_rules

@@ -19,9 +19,9 @@ from rlmath.data.formats import read_prompts
 from rlmath.data.sft_sequences import load_sequences
 from rlmath.data.tokenizer import PromptText, load_tokenizer, rendered
 from rlmath.planning.checks import algorithm_problems
-from rlmath.planning.dry_run import plan_lines, plan_run
 from rlmath.planning.reward_checks import hook_problems, reward_problems, try_functions
 from rlmath.rewards.several_rewards import named_rewards
+from rlmath.run.dry_run import plan_lines, plan_run
 from rlmath.workers.function_calls import call_function, checked_value
 from rlmath.workers.hooks import Hook, function_problem, plugin_problem
 from rlmath.workers.user_functions import UserFunction, UserFunctionError

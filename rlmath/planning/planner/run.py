@@ -5,12 +5,12 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import dataclass, replace
 
+from rlmath.checkpoint.hf.config_json import required_shape
 from rlmath.config.help import raise_problems
 from rlmath.config.length_curriculum import LengthStage, length_stages, planned_steps
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.audit import EXAMPLES
-from rlmath.models.hf_config import required_shape
 from rlmath.planning.checks import file_problems, memory_problems, run_problems, value_problems
 from rlmath.planning.memory_estimate import Target
 from rlmath.planning.memory_fit import planned_target
@@ -25,7 +25,7 @@ from rlmath.planning.planner.step import (
     problems_of,
     step_inputs,
 )
-from rlmath.planning.prepare import dropped_warning, read_inputs, try_data
+from rlmath.run.prepare import dropped_warning, read_inputs, try_data
 
 
 @dataclass(frozen=True)

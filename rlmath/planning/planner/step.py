@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from rlmath.checkpoint.hf.config_json import critic_shape_of, teacher_shape_of
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.dataset import critic_epochs
 from rlmath.distributed.mesh import Mesh
-from rlmath.models.hf_config import critic_shape_of, teacher_shape_of
 from rlmath.planning.checks import device_problems, memory_problems, setting_problems, shape_problems
 from rlmath.planning.memory_estimate import Target, largest, mesh_of, plan_ranks, without_adapters
 from rlmath.planning.planner.cluster import Cluster

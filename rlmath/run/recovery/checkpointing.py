@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rlmath.checkpoint import save_schedule
 from rlmath.checkpoint.directory import Checkpoint, Progress, complete_checkpoints, remove, sound_checkpoints
 from rlmath.checkpoint.hf.headers import source_formats
 from rlmath.checkpoint.hf.metadata_files import read_metadata_files, with_chat_template, with_stop_tokens
@@ -32,7 +33,6 @@ from rlmath.distributed.fault_tolerance.preemption import REASONS, StopRequest
 from rlmath.distributed.process import library_versions
 from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.run.divergence import DivergenceCheck
-from rlmath.run.recovery import save_schedule
 from rlmath.run.recovery.model_card import CARD_FILE, model_card
 from rlmath.run.recovery.resume import Origin
 from rlmath.run.run_dir import stage_folder

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlmath.checkpoint.save_schedule import exports_merged
 from rlmath.config import hub
 from rlmath.config.help import raise_problems, schema_problems
 from rlmath.config.hub import HubFailedError, HubId
@@ -24,7 +25,6 @@ from rlmath.config.load import load_config
 from rlmath.config.run_files import ADAPTER_FOLDER, CONFIG_FILE, EXPORT_FOLDER
 from rlmath.config.schema import Config
 from rlmath.distributed.ranks import RankReport, RendezvousResult, environment_rank
-from rlmath.run.recovery.save_schedule import exports_merged
 
 if TYPE_CHECKING:
     from rlmath.distributed.rendezvous import Rendezvous

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from rlmath.checkpoint.hf.config_json import required_shape
 from rlmath.config.load import load_config
-from rlmath.models.hf_config import required_shape
 from rlmath.planning.memory_fit import planned_target
 from rlmath.planning.planner.cluster import cluster_of, machine_of
 from rlmath.planning.planner.lengths import Batch, lengths_with_mean

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlmath.algorithms.dynamic_sampling import Selection
+from rlmath.checkpoint.capture import Capture, CapturedMinibatch, CapturedUpdate, write_capture
 from rlmath.checkpoint.hf.weights import stream_hf_tensors
 from rlmath.config.load import config_as_yaml
 from rlmath.distributed.process import library_versions
 from rlmath.models.learner import MinibatchResult
-from rlmath.replay.capture import Capture, CapturedMinibatch, CapturedUpdate, write_capture
 from rlmath.trainer.metrics import UpdateRecord
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from rlmath.checkpoint.hf.config_json import PUBLISHED, inspect_model_folder, read_model_shape
 from rlmath.checkpoint.hf.weights import HFReader
 from rlmath.config.model_shape import (
     LinearScaling,
@@ -24,7 +25,6 @@ from rlmath.config.model_shape import (
     YarnScaling,
 )
 from rlmath.models.attention import rotary_frequencies
-from rlmath.models.hf_config import PUBLISHED, inspect_model_folder, read_model_shape
 from tests.tiny_models import LLAMA3_ROPE, make_model_folder
 
 COMMON: dict[str, Any] = {

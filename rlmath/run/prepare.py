@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlmath.checkpoint.hf.config_json import has_weights
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data import dataset
 from rlmath.data.audit import DataAudit
-from rlmath.models.hf_config import has_weights
 from rlmath.planning.memory_estimate import Kind
 from rlmath.planning.model_checks import check_teacher_tokenizer
 from rlmath.planning.reward_checks import try_functions

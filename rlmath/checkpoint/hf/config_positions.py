@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from rlmath.checkpoint.hf.config_fields import Fields, shown
 from rlmath.config.model_shape import LinearScaling, Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
-from rlmath.models.hf_fields import Fields, shown
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 

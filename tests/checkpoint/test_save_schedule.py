@@ -15,12 +15,7 @@ from safetensors.torch import load_file, save_file
 from rlmath.checkpoint.hf.headers import TensorFormats, formats_from_json
 from rlmath.checkpoint.hf.metadata_files import read_metadata_files
 from rlmath.checkpoint.hf.weights import write_hf_folder
-from rlmath.config.schema import Config, ModelConfig, RunConfig, SaveConfig, StagesConfig, ValidationConfig
-from rlmath.data.order import PromptOrder, Rollback
-from rlmath.distributed.mesh import Mesh
-from rlmath.run.recovery.checkpointing import Checkpointer
-from rlmath.run.recovery.resume import Origin
-from rlmath.run.recovery.save_schedule import (
+from rlmath.checkpoint.save_schedule import (
     FIRST_POINT,
     Frequency,
     SaveTimes,
@@ -29,6 +24,11 @@ from rlmath.run.recovery.save_schedule import (
     most_models,
     output_bytes,
 )
+from rlmath.config.schema import Config, ModelConfig, RunConfig, SaveConfig, StagesConfig, ValidationConfig
+from rlmath.data.order import PromptOrder, Rollback
+from rlmath.distributed.mesh import Mesh
+from rlmath.run.recovery.checkpointing import Checkpointer
+from rlmath.run.recovery.resume import Origin
 from tests.tiny_models import shape_of
 
 NEVER = Frequency(None, None, None)

@@ -1,6 +1,6 @@
 """A run without ranks: every check of a start that needs no GPU, no weights and no process group, and then the plan.
 
-Nothing is written. Of a model that lies elsewhere config.json is enough (`hf_config.planned_shape`), or a published
+Nothing is written. Of a model that lies elsewhere config.json is enough (`config_json.planned_shape`), or a published
 shape; without a tokenizer prompts are counted and their lengths are not checked. A folder with weights must be whole.
 """
 
@@ -14,6 +14,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rlmath.checkpoint import save_schedule
+from rlmath.checkpoint.hf.config_json import (
+    PlannedShape,
+    critic_shape_of,
+    has_weights,
+    hub_name,
+    inspect_model_folder,
+    missing_folder_problem,
+    planned_shape,
+)
 from rlmath.checkpoint.hf.peft import other_base_warnings
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config import length_curriculum
@@ -28,25 +38,15 @@ from rlmath.distributed.device_kind import number_format
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, FINISHED, MISTAKE
 from rlmath.distributed.memory import total_bytes
 from rlmath.distributed.ranks import environment_rank
-from rlmath.models.hf_config import (
-    PlannedShape,
-    critic_shape_of,
-    has_weights,
-    hub_name,
-    inspect_model_folder,
-    missing_folder_problem,
-    planned_shape,
-)
 from rlmath.planning import checks
 from rlmath.planning.machine_room import ADVICE, OVERSUBSCRIBE, room_problems, this_machine
 from rlmath.planning.memory_estimate import Kind, Target, mesh_of
 from rlmath.planning.memory_fit import GIB, host_bytes, planned_target, start_up_lines
 from rlmath.planning.parallelism import planned_ranks, roles
-from rlmath.planning.prepare import RunData, dropped_warning, read_inputs, tokenizer_problem, try_data
 from rlmath.planning.reward_checks import hook_lines, reward_lines
 from rlmath.planning.warnings import config_warnings
 from rlmath.rollout.unfinished_rules import slice_tokens, unfinished_bytes, unfinished_rules
-from rlmath.run.recovery import save_schedule
+from rlmath.run.prepare import RunData, dropped_warning, read_inputs, tokenizer_problem, try_data
 from rlmath.run.recovery.hub_inputs import plan_inputs
 from rlmath.run.recovery.resume import Recovery, find_recovery
 from rlmath.run.run_dir import folder_problems

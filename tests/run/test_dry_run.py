@@ -19,7 +19,7 @@ from rlmath.config.run_files import CHECKPOINTS_FOLDER
 from rlmath.config.schema import Config, SaveConfig
 from rlmath.distributed.memory import total_bytes
 from rlmath.planning.checks import check_config
-from rlmath.planning.dry_run import kept_checkpoints
+from rlmath.run.dry_run import kept_checkpoints
 from tests.terminal import on_terminal
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

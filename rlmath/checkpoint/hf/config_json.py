@@ -17,6 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from rlmath.checkpoint.hf.config_fields import Fields, shown
+from rlmath.checkpoint.hf.config_positions import positions
 from rlmath.checkpoint.hf.headers import weight_problems
 from rlmath.checkpoint.hf.weight_map import (
     TABLES,
@@ -35,8 +37,6 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.run_files import EXPORT_FOLDER, adapter_alone
 from rlmath.config.schema import Config
 from rlmath.config.shipped_files import shipped
-from rlmath.models.hf_fields import Fields, shown
-from rlmath.models.hf_positions import positions
 
 _MAX_LAYERS = 4096
 _MAX_EXPERTS = 4096

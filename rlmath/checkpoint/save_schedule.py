@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlmath.checkpoint.directory import complete_checkpoints
+from rlmath.checkpoint.hf.config_json import critic_shape_of
 from rlmath.checkpoint.hf.headers import TensorFormats, source_formats
 from rlmath.checkpoint.hf.weight_map import adapter_rules, hf_tensors, parameter_count
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.run_files import BEST_FOLDER, CHECKPOINTS_FOLDER
 from rlmath.config.schema import Config, SaveConfig
 from rlmath.distributed.device_kind import FORMAT_BYTES, NumberFormat, number_format, resolve_kind
-from rlmath.models.hf_config import critic_shape_of
 from rlmath.run.run_dir import stage_folder
 
 FIRST_POINT = 2

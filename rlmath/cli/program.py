@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = read_command_line(description, words, used_keys() if is_sft else None)
     if given.dry_run:
         # Imported only now: a start has no use for it.
-        from rlmath.planning.dry_run import dry_run
+        from rlmath.run.dry_run import dry_run
 
         return dry_run(given.config, given.overrides, given.ranks, program, oversubscribe=given.oversubscribe)
     # Imported only now: help and a mistake in the words are answered before torch is loaded.
