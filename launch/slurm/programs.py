@@ -14,10 +14,10 @@ from pathlib import Path
 
 from rlmath.config.hub import is_hub_id
 from rlmath.config.load import load_config
+from rlmath.config.schema import Kind
 from rlmath.config.shipped_files import shipped_config
 from rlmath.evals import command as evaluate
 from rlmath.planning.checks import only_used
-from rlmath.planning.memory_estimate import Kind
 from rlmath.run.early_checks import early_problems
 
 EVALUATION_GRACE_SECONDS = 60

@@ -12,10 +12,9 @@ from rlmath.checkpoint.hf.config_json import critic_shape_of
 from rlmath.checkpoint.hf.headers import TensorFormats, source_formats
 from rlmath.checkpoint.hf.weight_map import adapter_rules, hf_tensors, parameter_count
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.run_files import BEST_FOLDER, CHECKPOINTS_FOLDER
+from rlmath.config.run_files import BEST_FOLDER, CHECKPOINTS_FOLDER, stage_folder
 from rlmath.config.schema import Config, SaveConfig
 from rlmath.distributed.device_kind import FORMAT_BYTES, NumberFormat, number_format, resolve_kind
-from rlmath.run.run_dir import stage_folder
 
 FIRST_POINT = 2
 """Steps after which a run makes its first recovery point, as AReaL does."""

@@ -24,7 +24,7 @@ from rlmath.config.hub import is_hub_id
 from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.load import load_config, make_parser
 from rlmath.config.run_files import CHECKPOINTS_FOLDER, EXIT_STATUS_FILE
-from rlmath.config.schema import Config, RunConfig
+from rlmath.config.schema import Config, Kind, RunConfig
 from rlmath.config.shipped_files import PACKAGE
 from rlmath.distributed.device_kind import gpu_count
 from rlmath.distributed.fault_tolerance.exit_codes import (
@@ -38,7 +38,6 @@ from rlmath.distributed.fault_tolerance.preemption import EXIT_SECONDS, WANTED_S
 from rlmath.distributed.memory import out_of_memory_kills
 from rlmath.planning.checks import only_used
 from rlmath.planning.machine_room import GIB, OVERSUBSCRIBE, Machine, refuse_crowding, this_machine
-from rlmath.planning.memory_estimate import Kind
 from rlmath.planning.memory_fit import host_bytes
 from rlmath.planning.parallelism import ranks_or_least
 from rlmath.run.early_checks import early_problems

@@ -55,6 +55,11 @@ TEMPORARY_FILE = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 """The name of a file that `write_whole` has not finished."""
 
 
+def stage_folder(output_dir: str | Path, number: int) -> Path:
+    """Where a run keeps the model of a stage, which is counted from 0: models/stage-1 of the first."""
+    return Path(output_dir) / MODELS_FOLDER / f"stage-{number + 1}"
+
+
 def adapter_alone(folder: Path) -> Path | None:
     """The adapters in a folder, or in an export with `save.merged=false`; None where it has the model, or none."""
     if (folder / "config.json").is_file():

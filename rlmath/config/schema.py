@@ -33,6 +33,8 @@ from rlmath.config.setting_types import (
     TakesFunction,
 )
 
+Kind = Literal["grpo", "sft"]
+"""Kinds of training: GRPO, and supervised on written solutions."""
 MISSING = "???"
 """OmegaConf's mark for a value that the user must give."""
 

@@ -13,16 +13,6 @@ of a whole vocabulary: the output layer is read from memory once for each block,
 wait for that (calculated, not measured)."""
 TEACHER_BLOCKS_HELD = 3
 
-MERGED_BLOCK_BYTES = 64 * 2**20
-"""Most float64 numbers of one kind that merging a matrix with its adapter computes at a time."""
-
-
-def merging_bytes(rows: int, columns: int, low: int, itemsize: int) -> int:
-    """What is held beside a matrix of a rank's shard while it is merged with an adapter whose A has `low` rows: the
-    merged matrix, B among zeros, and in float64 A, that B, and two blocks of rows. A weight sync has one at a time."""
-    block = 8 * columns * min(rows, max(1, MERGED_BLOCK_BYTES // (8 * columns)))
-    return itemsize * rows * (columns + low) + 8 * low * (rows + columns) + 2 * block
-
 
 def flash_takes(head_dim: int, itemsize: int) -> bool:
     """Whether torch's flash kernel for GPUs takes the heads of our attention, in numbers of so many bytes; it has the

@@ -28,14 +28,13 @@ from rlmath.config.hub import is_hub_id, push_problems
 from rlmath.config.length_curriculum import stage_list_problems, validates
 from rlmath.config.load import preset_values
 from rlmath.config.model_shape import ModelShape, cpu_head_dim_problem
-from rlmath.config.schema import Config
+from rlmath.config.schema import Config, Kind
 from rlmath.data.chat import chat_settings
 from rlmath.distributed.device_kind import FORMAT_BYTES, cuda_is_available, number_format, set_cuda_defaults
 from rlmath.distributed.memory import available_bytes, total_bytes
 from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.planning import model_checks, parallelism
 from rlmath.planning import rollout_checks as rollouts
-from rlmath.planning.memory_estimate import Kind
 from rlmath.planning.memory_fit import GIB, fit_problems
 from rlmath.planning.memory_formulas import longest_sequence_bytes
 from rlmath.planning.reward_checks import hook_problems, reward_problems

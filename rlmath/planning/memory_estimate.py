@@ -25,18 +25,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal, NamedTuple
 
 from rlmath.checkpoint.hf.config_json import critic_shape_of, teacher_shape_of
-from rlmath.checkpoint.hf.weight_map import Rule, adapter_rules, rules_of, shard_shape
+from rlmath.checkpoint.hf.weight_map import Rule, adapter_rules, merging_bytes, rules_of, shard_shape
 from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config, LoraConfig, MemoryConfig
+from rlmath.config.schema import Config, Kind, LoraConfig, MemoryConfig
 from rlmath.distributed.device_kind import FORMAT_BYTES, DeviceKind, NumberFormat, number_format
 from rlmath.distributed.mesh import Mesh
-from rlmath.models.scratch_sizes import merging_bytes
 from rlmath.planning import memory_formulas as formulas
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 from rlmath.rollout.weight_sync.shard_layouts import stage_layers
 
-Kind = Literal["grpo", "sft"]
 PARTS = """
 parameters gradients optimizer reference critic_parameters critic_gradients critic_optimizer teacher teacher_head
 activations logits working gather_buffer dummy_gradients engine_weights engine_workspace kv_cache sync_buffers

@@ -13,14 +13,14 @@ from rlmath.config.gpu_specs import GPUS
 from rlmath.config.help import counted
 from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config, StagesConfig, ValidationConfig
+from rlmath.config.schema import Config, Kind, StagesConfig, ValidationConfig
 from rlmath.distributed.device_kind import cuda_is_available
 from rlmath.distributed.memory import total_bytes
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.ranks import local_world_size
 from rlmath.planning import memory_estimate
 from rlmath.planning.machine_room import PROCESS_GIB
-from rlmath.planning.memory_estimate import TRAINING_PHASES, Kind, MemoryPlan, Target
+from rlmath.planning.memory_estimate import TRAINING_PHASES, MemoryPlan, Target
 from rlmath.planning.memory_formulas import engine_bytes, longest_sequence_bytes
 
 GIB = 2**30

@@ -9,9 +9,8 @@ from collections.abc import Collection, Iterator, Sequence
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 from rlmath.config.help import nearest_word
 from rlmath.config.length_curriculum import validates, with_longest_lengths
-from rlmath.config.schema import Config, RewardConfig
+from rlmath.config.schema import Config, Kind, RewardConfig
 from rlmath.planning import model_checks
-from rlmath.planning.memory_estimate import Kind
 from rlmath.rewards.reward_manager import try_reward_function, try_scorer
 from rlmath.rewards.schemes import WRONG_ANSWER, raw_reward, reward_scale
 from rlmath.rewards.several_rewards import (

@@ -31,7 +31,7 @@ from rlmath.config.help import as_yaml_word, counted, raise_problems, setting_va
 from rlmath.config.hub import HubFailedError
 from rlmath.config.load import load_config, preset_values
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config
+from rlmath.config.schema import Config, Kind
 from rlmath.data.audit import EXAMPLES
 from rlmath.data.dataset import most_updates
 from rlmath.distributed.device_kind import number_format
@@ -40,7 +40,7 @@ from rlmath.distributed.memory import total_bytes
 from rlmath.distributed.ranks import environment_rank
 from rlmath.planning import checks
 from rlmath.planning.machine_room import ADVICE, OVERSUBSCRIBE, room_problems, this_machine
-from rlmath.planning.memory_estimate import Kind, Target, mesh_of
+from rlmath.planning.memory_estimate import Target, mesh_of
 from rlmath.planning.memory_fit import GIB, host_bytes, planned_target, start_up_lines
 from rlmath.planning.parallelism import planned_ranks, roles
 from rlmath.planning.reward_checks import hook_lines, reward_lines

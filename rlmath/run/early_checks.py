@@ -11,9 +11,8 @@ from rlmath.checkpoint.hf.config_json import planned_shape
 from rlmath.config.help import nearest_path
 from rlmath.config.hub import hub_ids, is_hub_id
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config
+from rlmath.config.schema import Config, Kind
 from rlmath.planning.checks import device_problems, file_problems, run_problems
-from rlmath.planning.memory_estimate import Kind
 from rlmath.run.recovery.resume import changes_since_newest
 from rlmath.run.run_dir import folder_problems
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rlmath.config.help import all_settings, as_yaml_word
 from rlmath.config.load import config_as_yaml, shown_values
 from rlmath.config.run_files import CONFIG_FILE, LOG_FILE
-from rlmath.config.schema import Config
+from rlmath.config.schema import Config, Kind
 from rlmath.data.loader import write_report
 from rlmath.distributed.bridge import Bridge, open_worlds
 from rlmath.distributed.collectives import all_gather_objects, broadcast_from_rank_zero
@@ -32,7 +32,6 @@ from rlmath.distributed.ranks import (
     hosts_text,
 )
 from rlmath.distributed.rendezvous import Rendezvous
-from rlmath.planning.memory_estimate import Kind
 from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.resume import CheckpointToResume
 from rlmath.run.run_dir import claim_run_folder

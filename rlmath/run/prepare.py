@@ -9,10 +9,9 @@ from typing import Any
 
 from rlmath.checkpoint.hf.config_json import has_weights
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config
+from rlmath.config.schema import Config, Kind
 from rlmath.data import dataset
 from rlmath.data.audit import DataAudit
-from rlmath.planning.memory_estimate import Kind
 from rlmath.planning.model_checks import check_teacher_tokenizer
 from rlmath.planning.reward_checks import try_functions
 from rlmath.run.recovery.resume import Origin, origin_of, sft_origin_of

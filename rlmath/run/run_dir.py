@@ -59,11 +59,6 @@ _INPUTS = (
 _SCRATCH = re.compile(f"{TEMPORARY_FILE.pattern}|{exit_codes.SCRATCH.pattern}")
 
 
-def stage_folder(output_dir: str | Path, number: int) -> Path:
-    """Where a run keeps the model of a stage, which is counted from 0: models/stage-1 of the first."""
-    return Path(output_dir) / MODELS_FOLDER / f"stage-{number + 1}"
-
-
 def check_output_folder(
     output_dir: str | Path, config: Config, needed_bytes: int = 0, resumes: bool = False
 ) -> None:

@@ -23,7 +23,7 @@ from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.checkpoint.save_schedule import output_bytes
 from rlmath.config.hub import HubFailedError
 from rlmath.config.length_curriculum import fewer_steps_warnings, late_steps_warnings, length_stage_lines
-from rlmath.config.schema import Config, RunConfig
+from rlmath.config.schema import Config, Kind, RunConfig
 from rlmath.data import dataset
 from rlmath.distributed import process
 from rlmath.distributed.device import prepare_imports
@@ -35,7 +35,7 @@ from rlmath.distributed.process import end_with_parent
 from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.distributed.rendezvous import MissingRanksError, Rendezvous, open_rendezvous
 from rlmath.planning.checks import check_config, only_used
-from rlmath.planning.memory_estimate import Kind, mesh_of, training_ranks
+from rlmath.planning.memory_estimate import mesh_of, training_ranks
 from rlmath.planning.memory_fit import start_up_lines
 from rlmath.planning.parallelism import roles
 from rlmath.planning.reward_checks import hook_lines

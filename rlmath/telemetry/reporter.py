@@ -15,10 +15,9 @@ from typing import Any
 from rlmath.algorithms.types import GROUP_ADVANTAGES, ScoredGroup
 from rlmath.config.length_curriculum import has_length_stages, length_stages
 from rlmath.config.run_files import METRICS_FILE, SUMMARY_FILE, SWITCH_PHASES, write_whole
-from rlmath.config.schema import Config
+from rlmath.config.schema import Config, Kind
 from rlmath.data.dataset import Inputs, SftInputs
 from rlmath.models.learner import MinibatchResult
-from rlmath.planning.memory_estimate import Kind
 from rlmath.rewards.reward_manager import first_function_failure
 from rlmath.rewards.several_rewards import functions_of, named_rewards
 from rlmath.telemetry.alerts import Alerts, dropped_alert

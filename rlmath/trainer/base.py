@@ -13,14 +13,13 @@ from typing import Any, ClassVar, Protocol
 from rlmath.checkpoint.directory import Progress
 from rlmath.checkpoint.hf.weight_map import adapter_rules, placed_tensors
 from rlmath.checkpoint.sharded_state import POLICY, SavedModel
-from rlmath.config.schema import Config
+from rlmath.config.schema import Config, Kind
 from rlmath.data.order import Rollback
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.peak_flops import peak_flops
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.models.build import Actor
 from rlmath.models.megatron import start_megatron
-from rlmath.planning.memory_estimate import Kind
 from rlmath.telemetry.reporter import StepRecord, ValidationResult
 from rlmath.trainer.context import RankContext
 

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from rlmath.checkpoint.hf.weight_map import merging_bytes
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
-from rlmath.models.scratch_sizes import merging_bytes
 from rlmath.rollout.engine_weights import EngineWeights
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, training_layout
 from tests.distributed.memory_plan_cases import StorageWatch

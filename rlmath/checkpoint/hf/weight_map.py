@@ -229,6 +229,8 @@ ADAPTED_MODULES = {"attention": ("linear_qkv", "linear_proj"), "mlp": ("linear_f
 """Megatron's names of the linear layers that get adapters, by `lora.target`; "all": both."""
 _PEFT_PREFIX = "base_model.model."
 """What PEFT puts before the name of a module of a causal language model."""
+MERGED_BLOCK_BYTES = 64 * 2**20
+"""Most float64 numbers of one kind that merging a matrix with its adapter computes at a time."""
 
 
 def adapter_rules(architecture: str, rank: int, target: str) -> tuple[Rule, ...]:
@@ -275,6 +277,13 @@ def adapter_name(weight: str, matrix: str) -> str:
     'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
     """
     return f"{_PEFT_PREFIX}{weight.removesuffix('.weight')}.lora_{matrix}.weight"
+
+
+def merging_bytes(rows: int, columns: int, low: int, itemsize: int) -> int:
+    """What is held beside a matrix of a rank's shard while it is merged with an adapter whose A has `low` rows: the
+    merged matrix, B among zeros, and in float64 A, that B, and two blocks of rows. A weight sync has one at a time."""
+    block = 8 * columns * min(rows, max(1, MERGED_BLOCK_BYTES // (8 * columns)))
+    return itemsize * rows * (columns + low) + 8 * low * (rows + columns) + 2 * block
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,11 @@ from rlmath.checkpoint.hf.headers import (
     unexpected_tensors,
     weight_files,
 )
-from rlmath.checkpoint.hf.weight_map import Placed, Rule, canonical_shape, placed_tensors
+from rlmath.checkpoint.hf.weight_map import MERGED_BLOCK_BYTES, Placed, Rule, canonical_shape, placed_tensors
 from rlmath.config.files import require_regular
 from rlmath.config.model_shape import ModelShape
 from rlmath.distributed.collectives import all_gather_objects
 from rlmath.distributed.mesh import Mesh
-from rlmath.models.scratch_sizes import MERGED_BLOCK_BYTES
 
 SHARD_BYTES = 4 * 2**30
 """Most bytes of one exported safetensors file."""

@@ -26,6 +26,7 @@ from rlmath.config.run_files import (
     CHECKPOINTS_FOLDER,
     EXPORT_FOLDER,
     MODELS_FOLDER,
+    stage_folder,
     write_whole,
 )
 from rlmath.distributed.collectives import broadcast_from_rank_zero, reduce_over_ranks
@@ -35,7 +36,6 @@ from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.run.divergence import DivergenceCheck
 from rlmath.run.recovery.model_card import CARD_FILE, model_card
 from rlmath.run.recovery.resume import Origin
-from rlmath.run.run_dir import stage_folder
 from rlmath.telemetry.events import event
 from rlmath.trainer.base import Trainer
 
