@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlmath.cli.plan_memory import MISTAKE, NOT_NEEDED
+from rlmath.cli.plan_prediction import predict_run
+from rlmath.cli.plan_report import run_data, run_lines
 from rlmath.config.gpu_specs import GPUS
 from rlmath.config.help import nearest_word
 from rlmath.config.load import load_config, make_parser
 from rlmath.config.terminal import escape_terminal
 from rlmath.planning.planner.cluster import CPU
-from rlmath.planning.planner.report import run_data, run_lines
-from rlmath.planning.planner.run import predict_run
 
 
 def main(argv: Sequence[str] | None = None) -> int:

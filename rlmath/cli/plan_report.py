@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from rlmath.checkpoint.hf.weight_map import parameter_count
+from rlmath.cli.plan_prediction import RunPrediction
 from rlmath.config.length_curriculum import has_length_stages, with_longest_lengths
 from rlmath.planning.memory_estimate import plan_ranks
 from rlmath.planning.memory_fit import start_up_lines
-from rlmath.planning.planner.run import RunPrediction
 from rlmath.planning.planner.step import PHASES, Comparison, StepPlan
 
 
