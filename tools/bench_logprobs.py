@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlmath.distributed.device_kind import KERNEL_DEVICES
+from rlmath.models.kernels import KERNEL_DEVICES
 from rlmath.models.logprobs import MinTokensMask, next_logprobs, shift_to_tokens
 from tools.figures import existing_device, print_figure
 

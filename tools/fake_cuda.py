@@ -42,7 +42,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from rlmath.distributed.device_kind import KERNEL_DEVICES
+from rlmath.models.kernels import KERNEL_DEVICES
 
 # ---------------------------------------------------------------- process groups
 

@@ -7,17 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from functools import cache
-from types import ModuleType
 from typing import Literal
 
 DeviceKind = Literal["cpu", "cuda"]
 NumberFormat = Literal["float32", "bfloat16", "float16"]
 """By the names that torch has for them."""
 FORMAT_BYTES: dict[NumberFormat, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-KERNEL_DEVICES = {"cuda"}
-"""Kinds of device with kernels of ours, where Triton is installed: it comes with torch's CUDA builds."""
 
 CUDA_DEFAULTS = {
     # Megatron orders communication and computation by it; CUDA reads it when the device is first used.
@@ -45,14 +40,6 @@ def resolve_kind(requested: str) -> DeviceKind:
     if requested == "auto":
         return "cuda" if cuda_is_available() else "cpu"
     return "cuda" if requested == "cuda" else "cpu"
-
-
-@cache
-def triton_kernels(module: str, kind: str) -> ModuleType | None:
-    """`rlmath.models.<module>`, which needs Triton, for tensors on this kind of device; None: torch's operations."""
-    if kind not in KERNEL_DEVICES or importlib.util.find_spec("triton") is None:
-        return None
-    return importlib.import_module(f"rlmath.models.{module}")
 
 
 def number_format(dtype: NumberFormat | Literal["auto"], kind: DeviceKind) -> NumberFormat:

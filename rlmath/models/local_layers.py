@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlmath.distributed.device_kind import triton_kernels
+from rlmath.models.kernels import triton_kernels
 
 EXACT = (torch.float32, torch.float64)
 """Number formats in which sums over a hidden state may be taken as they are."""

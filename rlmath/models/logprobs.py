@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlmath.distributed.device_kind import triton_kernels
+from rlmath.models.kernels import triton_kernels
 from rlmath.models.scratch_sizes import CHUNK_BYTES, TEACHER_BLOCK_BYTES
 
 MASKED_LOGIT = -1e30

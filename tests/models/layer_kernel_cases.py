@@ -30,11 +30,11 @@ from rlmath.algorithms.types import Sample
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import AlgorithmConfig, Config, LoraConfig, ModelConfig, PolicyConfig
 from rlmath.data.packing import pack
-from rlmath.distributed import device_kind
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.models import attention, build, forward_backward, layer_kernels
 from rlmath.models.build import build_actor
+from rlmath.models.kernels import triton_kernels
 from rlmath.models.local_layers import RMSNorm, split_heads, swiglu
 from rlmath.models.megatron import start_megatron, stop_megatron
 
@@ -52,11 +52,11 @@ ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_s
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(device_kind, "KERNEL_DEVICES", {"cpu"})
+    monkeypatch.setattr("rlmath.models.kernels.KERNEL_DEVICES", {"cpu"})
     monkeypatch.setattr(layer_kernels, "PROGRAMS", 3)
-    device_kind.triton_kernels.cache_clear()
+    triton_kernels.cache_clear()
     yield
-    device_kind.triton_kernels.cache_clear()
+    triton_kernels.cache_clear()
 
 
 def compare(

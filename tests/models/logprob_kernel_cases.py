@@ -19,8 +19,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
-from rlmath.distributed.device_kind import KERNEL_DEVICES
 from rlmath.models import logprob_kernels
+from rlmath.models.kernels import KERNEL_DEVICES
 from rlmath.models.logprobs import vocab_parallel_logprobs
 from tests.models.test_logprobs import check_shards, dense, loss, ours, random_logits, shard_of
 
