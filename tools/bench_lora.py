@@ -25,7 +25,7 @@ from rlmath.cli import demo
 from rlmath.config.run_files import METRICS_FILE
 from tools.bench_peer import REPOSITORY, Case, our_settings, prepare
 from tools.figures import print_figure
-from tools.gpu_stages import random_model
+from tools.gpu_setup import random_model
 
 CASES = {
     size: Case(f"{size}, {prompts} x 8 x 64 tokens", prompts, (64, 64), 1, 1, 2, {}, (), ranks=1)

@@ -43,7 +43,7 @@ from rlmath.cli import demo
 from rlmath.config.run_files import METRICS_FILE
 from rlmath.config.terminal import escape_terminal
 from tools.figures import existing_device, print_figure
-from tools.gpu_stages import has_transformer_engine, random_model
+from tools.gpu_setup import has_transformer_engine, random_model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RANKS = 2

@@ -35,7 +35,7 @@ from rlmath.rollout.engine import Engine, samples_in_one_kernel
 from rlmath.rollout.sampling import Request, request_seed
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
 from tools.figures import existing_device, print_figure
-from tools.gpu_stages import WORLD, one_rank, random_model
+from tools.gpu_setup import WORLD, one_rank, random_model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

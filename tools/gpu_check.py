@@ -58,7 +58,7 @@ adds up gradients, the one thing that it is compiled for."""
 
 @dataclass(frozen=True)
 class Stage:
-    """A function of tools/gpu_stages.py."""
+    """One of the STAGES of tools/gpu_stages.py."""
 
     name: str
     what: str

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rlmath.config.run_files import EXPORT_FOLDER, METRICS_FILE
-from tools.gpu_stages import REPOSITORY, has_transformer_engine, random_model, sizes, tell
+from tools.gpu_setup import REPOSITORY, has_transformer_engine, random_model, sizes, tell
 
 CONFIG = "tools/gpu_runs.yaml"
 REWARD = """def low(completion, solutions, row):
