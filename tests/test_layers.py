@@ -12,8 +12,34 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
+ORDER = (
+    "answers",
+    "config",
+    "algorithms",
+    "distributed",
+    "workers",
+    "sandbox",
+    "rewards",
+    "data",
+    "checkpoint",
+    "models",
+    "telemetry",
+    "rollout",
+    "planning",
+    "trainer",
+    "report",
+    "run",
+    "replay",
+    "evals",
+    "cli",
+)
+"""The packages of rlmath/, low to high. A file imports of its own package and of those below, also for type checkers,
+inside functions and by importlib: then no packages import each other. A `__main__.py` is a program: it starts what it
+will, and nothing imports it. rlmath/__init__.py is the face for users, of which our files read the version."""
 OF_TRAINER = ("rlmath/trainer/", "rlmath/run/", "rlmath/replay/", "rlmath/cli/")
 """Only files there import rlmath.trainer."""
+FOLDERS = ("rlmath", "launch", "tools", "megatron_patches")
+"""Of our code, without the tests."""
 FAKE_RANK = ("tools/fake_rank.py", "tools/fake_cuda.py")
 """They replace what of Megatron needs a GPU."""
 MAY_IMPORT = {
@@ -32,26 +58,65 @@ PURE = tuple(
 """They import neither, nor torch.distributed."""
 
 
-def test_no_circle_of_files_and_only_what_runs_imports_the_trainer() -> None:
-    """Answers import nothing of rlmath but themselves; nothing in rlmath/ imports programs or tests."""
-    imports, wrong = {}, []
+def test_packages_have_one_order_and_no_import_goes_up() -> None:
+    assert sorted(ORDER) == sorted(path.parent.name for path in (ROOT / "rlmath").glob("*/__init__.py"))
+    assert sorted(path.name for path in (ROOT / "rlmath").glob("*.py")) == ["__init__.py"]
+    assert imports_up(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "expected"),
+    [
+        ("rlmath/config/load.py", "from rlmath.data.rows import Row", "may not import rlmath.data"),
+        ("rlmath/answers/lexer.py", "import rlmath.config", "may not import rlmath.config"),
+        ("rlmath/models/build.py", "from ..run import loop", "may not import rlmath.run"),
+        ("rlmath/models/build.py", "def f():\n    from rlmath import run", "may not import rlmath.run"),
+        (
+            "rlmath/trainer/recorder.py",
+            "if TYPE_CHECKING:\n    from rlmath.run.loop import restore",
+            "may not import rlmath.run",
+        ),
+        (
+            "rlmath/distributed/device_kind.py",
+            "importlib.import_module(f'rlmath.models.{module}')",
+            "may not import rlmath.models",
+        ),
+        ("rlmath/cli/program.py", "from rlmath.trainer import __main__", "may not import a program"),
+        ("rlmath/cli/train.py", "from rlmath import verify", "may not import rlmath.verify"),
+    ],
+)
+def test_an_import_that_goes_up_is_found(tmp_path: Path, file: str, source: str, expected: str) -> None:
+    for package in ORDER:
+        (tmp_path / "rlmath" / package).mkdir(parents=True)
+    (tmp_path / file).write_text(source, encoding="utf-8")
+    (wrong,) = imports_up(tmp_path)
+    assert wrong.startswith(f"{file}:") and wrong.endswith(expected)
+
+
+def test_no_files_import_each_other() -> None:
+    assert files_in_circles(ROOT) == []
+
+
+def test_files_that_import_each_other_are_found(tmp_path: Path) -> None:
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/stages.py").write_text("def main():\n    from tools import runs", encoding="utf-8")
+    (tmp_path / "tools/runs.py").write_text("from tools.stages import tell", encoding="utf-8")
+    (tmp_path / "tools/alone.py").write_text(
+        "import json\nfrom tools.lowest import rounded", encoding="utf-8"
+    )
+    (tmp_path / "tools/lowest.py").write_text("import math", encoding="utf-8")
+    assert files_in_circles(tmp_path) == ["tools/runs.py", "tools/stages.py"]
+
+
+def test_only_what_runs_imports_the_trainer_and_nothing_programs_or_tests() -> None:
+    wrong = []
     for path in sorted((ROOT / "rlmath").rglob("*.py")):
         file = path.relative_to(ROOT).as_posix()
         names = [name for _, name in imported_names(ROOT, path)]
-        imports[file] = {found for name in names for found in [file_of(name)] if found not in (None, file)}
         wrong += [f"{file}: {name}" for name in names if name.split(".")[0] in ("launch", "tools", "tests")]
         if not file.startswith(OF_TRAINER):
             wrong += [f"{file}: {name}" for name in names if f"{name}.".startswith("rlmath.trainer.")]
-        if file.startswith("rlmath/answers/"):
-            wrong += [
-                f"{file}: {other}" for other in imports[file] if not other.startswith("rlmath/answers/")
-            ]
     assert wrong == []
-    assert sorted(path.name for path in (ROOT / "rlmath").glob("*.py")) == ["__init__.py"]
-    while leaves := [file for file, others in imports.items() if not others & imports.keys()]:
-        for file in leaves:
-            del imports[file]
-    assert imports == {}, "these files, or what they import, import each other"
 
 
 def test_the_sandbox_imports_the_standard_library_alone() -> None:
@@ -65,16 +130,6 @@ def test_the_sandbox_imports_the_standard_library_alone() -> None:
     names |= {name for path in tree for _, name in imported_names(ROOT, path)}
     others = {name.split(".")[0] for name in names} - {"rlmath"}
     assert others <= sys.stdlib_module_names
-
-
-def file_of(name: str) -> str | None:
-    """The file of rlmath/ that an imported name is in, without the packages above it."""
-    parts = name.split(".")
-    for end in range(len(parts), 1, -1) if parts[0] == "rlmath" else ():
-        for path in ("/".join(parts[:end]) + ".py", "/".join([*parts[:end], "__init__.py"])):
-            if (ROOT / path).is_file():
-                return path
-    return None
 
 
 def test_libraries_stay_in_their_places() -> None:
@@ -114,10 +169,53 @@ def test_programs_find_the_modules_beside_them() -> None:
 # ---------------------------------------------------------------- the check
 
 
+def imports_up(root: Path) -> list[str]:
+    """Every import of rlmath/ that goes up in ORDER, as "file:line: what"."""
+    wrong = []
+    for path in sorted((root / "rlmath").glob("*/**/*.py")):
+        if path.name == "__main__.py":
+            continue
+        file = path.relative_to(root).as_posix()
+        may = ORDER[: ORDER.index(file.split("/")[1]) + 1]
+        for line, name in imported_names(root, path):
+            parts = name.split(".")
+            if "__main__" in parts and parts[0] == "rlmath":
+                wrong.append(f"{file}:{line}: may not import a program")
+            elif parts[0] == "rlmath" and parts[1:] not in ([], ["__version__"]) and parts[1] not in may:
+                wrong.append(f"{file}:{line}: may not import rlmath.{parts[1]}")
+    return wrong
+
+
+def files_in_circles(root: Path) -> list[str]:
+    """The files of ours that import each other, and those between two circles."""
+    paths = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
+    imports = {}
+    for path in paths:
+        files = {file_of(root, name) for _, name in imported_names(root, path)}
+        imports[path.relative_to(root).as_posix()] = files - {None, path.relative_to(root).as_posix()}
+    while ends := imports.keys() - {file for file in imports if imports[file] & imports.keys()}:
+        for file in ends:
+            del imports[file]
+    while ends := imports.keys() - set().union(*imports.values()):
+        for file in ends:
+            del imports[file]
+    return sorted(imports)
+
+
+def file_of(root: Path, name: str) -> str | None:
+    """The file of ours that an imported name is in, without the packages above it."""
+    parts = name.split(".")
+    for end in range(len(parts), 1, -1) if parts[0] in FOLDERS else ():
+        for path in ("/".join(parts[:end]) + ".py", "/".join([*parts[:end], "__init__.py"])):
+            if (root / path).is_file():
+                return path
+    return None
+
+
 def violations(root: Path) -> list[str]:
     """Every import of a library where the design does not allow it, as "file:line: what"."""
     found = []
-    for folder in ("rlmath", "launch", "tools", "megatron_patches"):
+    for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*.py")):
             file = path.relative_to(root).as_posix()
             for line, name in imported_names(root, path):
@@ -135,9 +233,6 @@ def imported_names(root: Path, path: Path) -> Iterator[tuple[int, str]]:
     package = path.relative_to(root).parent.parts
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = []  # for readers and type checkers only
-    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -147,5 +242,7 @@ def imported_names(root: Path, path: Path) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
             yield node.lineno, "torch.distributed"
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            constants = [name for name in node.args[:1] if isinstance(name, ast.Constant)]
-            yield from ((node.lineno, str(name.value)) for name in constants)
+            for name in node.args[:1]:
+                start = name.values[0] if isinstance(name, ast.JoinedStr) else name
+                if isinstance(start, ast.Constant):
+                    yield node.lineno, str(start.value).rstrip(".")
