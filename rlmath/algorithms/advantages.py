@@ -235,6 +235,7 @@ def kl_shaped_advantages(
     kl_coef: float,
     kind: AdvantageKind,
     eps: float,
+    pass_k: int = 2,
 ) -> ShapedAdvantages:
     """As `advantages`, with -kl_coef times its KL added to the reward of every token. Kinds that look at groups compare
     whole completions; "ppo" has a return per token, the reward plus the penalties from there on (AReaL's
@@ -244,7 +245,7 @@ def kl_shaped_advantages(
             [r - kl_coef * t.total for r, t in zip(*rows, strict=True)]
             for rows in zip(rewards, totals, strict=True)
         ]
-        return ShapedAdvantages(advantages(shaped, tokens, kind, eps), 0.0)
+        return ShapedAdvantages(advantages(shaped, tokens, kind, eps, pass_k), 0.0)
     flat = [
         (r - kl_coef * t.mean, n, kl_coef**2 * t.spread)
         for rows in zip(rewards, tokens, totals, strict=True)

@@ -559,3 +559,16 @@ class Config:
     sft: SftConfig = SftConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     save: SaveConfig = SaveConfig()
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether a step's old log-probs are those of the update's own forward pass, so that no extra pass is needed:
+        one minibatch, one epoch, and neither KL in the reward nor a teacher in the advantages nor a choice of
+        tokens."""
+        algorithm, teacher = self.algorithm, self.teacher
+        only_one = algorithm.n_minibatches == algorithm.epochs == 1
+        kl_in_reward = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
+        in_advantages = kl_in_reward or (teacher.path is not None and teacher.loss == "advantage")
+        return (
+            algorithm.recompute_logprobs and only_one and not in_advantages and not algorithm.selects_tokens
+        )

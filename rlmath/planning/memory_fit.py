@@ -19,11 +19,10 @@ from rlmath.distributed.memory import total_bytes
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.ranks import local_world_size
 from rlmath.planning import memory_estimate
-from rlmath.planning.machine_room import PROCESS_GIB
+from rlmath.planning.machine_room import GIB, PROCESS_GIB
 from rlmath.planning.memory_estimate import TRAINING_PHASES, MemoryPlan, Target
 from rlmath.planning.memory_formulas import engine_bytes, longest_sequence_bytes
 
-GIB = 2**30
 RESERVE_GIB = 3.0
 RESERVE_SHARE = 0.04
 """What a plan leaves free of a GPU: 3 GiB for the CUDA context, libraries' kernels and what they allocate themselves,

@@ -89,7 +89,7 @@ def rank_problems(
         change = " Or change rollout.ranks." if own else ""
         yield (
             f"rollout.tensor_parallel is {engine}, which does not divide {which}; possible: "
-            f"{_divisors(own or world_size)}.{change}"
+            f"{_possible_sizes(own or world_size)}.{change}"
         )
 
 
@@ -117,7 +117,7 @@ def _training_rank_problems(parallel: ParallelConfig, trainers: int, own: int) -
     if not pipeline and stage % wanted:
         yield (
             f"parallel.expert x parallel.expert_tensor is {parallel.expert} x {parallel.expert_tensor} = {wanted}, "
-            f"which does not divide the {stage} ranks of a pipeline stage. Possible: {_divisors(stage)}."
+            f"which does not divide the {stage} ranks of a pipeline stage. Possible: {_possible_sizes(stage)}."
         )
 
 
@@ -204,7 +204,7 @@ def split_problems(parallel: ParallelConfig, engine: int, shape: ModelShape) -> 
         ("rollout.tensor_parallel", engine, strict),
     )
     for key, ranks, parts in divisors:
-        possible = _divisors(math.gcd(*(size for _, size in parts)))
+        possible = _possible_sizes(math.gcd(*(size for _, size in parts)))
         for name, size in parts:
             if size % max(1, ranks):
                 yield f"{key} is {ranks}; it must divide the model's {size} {name}. Possible: {possible}."
@@ -218,7 +218,7 @@ def split_problems(parallel: ParallelConfig, engine: int, shape: ModelShape) -> 
         yield (
             f"rollout.tensor_parallel is {engine}: vLLM fills the model's vocabulary of {shape.vocab_size} up to "
             f"{rows} rows and must split them evenly. Possible: "
-            f"{_divisors(math.gcd(rows, shape.num_heads, shape.ffn_size))}."
+            f"{_possible_sizes(math.gcd(rows, shape.num_heads, shape.ffn_size))}."
         )
 
 
@@ -285,7 +285,7 @@ def _recompute_problems(policy: PolicyConfig, chunks: list[int]) -> Iterator[str
         yield (
             f'policy.recompute_num_layers is {number}; with policy.recompute_method="uniform" it must divide the '
             f"layers of every pipeline stage or model chunk, {_listed(chunks)}. "
-            f"Possible: {_divisors(math.gcd(*chunks))}."
+            f"Possible: {_possible_sizes(math.gcd(*chunks))}."
         )
     elif number > max(chunks):
         yield (
@@ -296,12 +296,21 @@ def _recompute_problems(policy: PolicyConfig, chunks: list[int]) -> Iterator[str
 
 def _must_divide(key: str, ranks: int, number: int, what: str) -> Iterator[str]:
     if number % ranks:
-        yield f"{key} is {ranks}; it must divide the {number} {what}. Possible: {_divisors(number)}."
+        yield f"{key} is {ranks}; it must divide the {number} {what}. Possible: {_possible_sizes(number)}."
 
 
-def _divisors(number: int) -> str:
+def divisors(number: int) -> list[int]:
+    """From 1 to the number itself.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _possible_sizes(number: int) -> str:
     """Up to 1024, more ranks than any matrix is shared by."""
-    return _listed([n for n in range(1, min(number, 1024) + 1) if number % n == 0])
+    return _listed([divisor for divisor in divisors(number) if divisor <= 1024])
 
 
 def _listed(numbers: list[int]) -> str:

@@ -6,13 +6,12 @@ They are no errors, and are named at the start. What is sensible covers with roo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
 
-from rlmath.config.help import setting_values
 from rlmath.config.schema import Config
-from rlmath.planning.setting_tables import holds
+from rlmath.planning.setting_tables import Condition, check_row
 
 
 @dataclass(frozen=True)
@@ -26,15 +25,18 @@ class SensibleRange:
     """What is taken most."""
     zero: bool = False
     """0 is sensible, too: it turns something off."""
-    when: str = ""
-    """In which runs, as in `setting_tables`; "": in all."""
+    when: Condition = field(default=lambda _config: [], repr=False)
+    """In which runs; without a condition in all."""
 
-    def doubt(self, values: Mapping[str, Any], note: str = "") -> str | None:
+    def __post_init__(self) -> None:
+        check_row(self, self.when, keys=[self.key])
+
+    def doubt(self, config: Config, note: str = "") -> str | None:
         """What is wrong with the setting's value; None: nothing, or it is not set, or this is no such run."""
-        value = values[self.key]
+        value = attrgetter(self.key)(config)
         if value is None or self.low <= value <= self.high or (self.zero and value == 0):
             return None
-        if self.when and not holds(self.when, values):
+        if not all(self.when(config)):
             return None
         wanted = f"at least {self.low:g}" if self.high == math.inf else f"{self.low:g} to {self.high:g}"
         off = ", or 0 for none" if self.zero else ""
@@ -42,13 +44,22 @@ class SensibleRange:
         return f"{self.key}={value:g} is legal, and hardly what you mean{note}: sensible is {wanted}{off}{usual}."
 
 
-LOSS_CLIPS = (
-    "with algorithm.loss=clip and without algorithm.clip_cov_ratio and without algorithm.kl_cov_ratio"
-)
-"""Clip-Cov and KL-Cov bound the policy in the place of the clip, which is set wide open for them."""
+def loss_clips(config: Config) -> list[object]:
+    """Clip-Cov and KL-Cov bound the policy in the place of the clip, which is set wide open for them."""
+    algorithm = config.algorithm
+    return [algorithm.loss == "clip", not algorithm.clip_cov_ratio, not algorithm.kl_cov_ratio]
+
+
+def loss_is(*kinds: str) -> Condition:
+    return lambda config: [config.algorithm.loss in kinds]
+
+
+def optimizer_is(kind: str) -> Condition:
+    return lambda config: [config.optimizer.kind == kind]
+
 
 SENSIBLE = (
-    SensibleRange("optimizer.lr", 1e-8, 10, when="with optimizer.kind=sgd"),
+    SensibleRange("optimizer.lr", 1e-8, 10, when=optimizer_is("sgd")),
     SensibleRange("optimizer.weight_decay", 0, 1, "0 to 0.1"),
     SensibleRange("optimizer.adam_beta1", 0.5, 0.99, "0.9"),
     SensibleRange("optimizer.adam_beta2", 0.8, 0.9999, "0.95 to 0.999"),
@@ -71,12 +82,12 @@ SENSIBLE = (
     SensibleRange("algorithm.advantage_eps", 0, 0.1, "1e-6"),
     SensibleRange("algorithm.n_minibatches", 1, 256, "1 to 16"),
     SensibleRange("algorithm.epochs", 1, 16, "1 to 4"),
-    SensibleRange("algorithm.clip_ratio", 1e-2, 0.6, "0.2", when=LOSS_CLIPS),
-    SensibleRange("algorithm.clip_ratio_high", 1e-2, 2, "0.2 to 0.4", when=LOSS_CLIPS),
-    SensibleRange("algorithm.clip_ratio_high", 1e-2, 10, "0.3 to 5", when="with algorithm.loss=cispo"),
-    SensibleRange("algorithm.clip_ratio_high", 1e-5, 0.1, "4e-4", when="with algorithm.loss=gspo"),
-    SensibleRange("algorithm.clip_ratio_high", 1e-2, 2, "0.4", when="with algorithm.loss=gmpo"),
-    SensibleRange("algorithm.clip_ratio_high", 1e-4, 1, "0.15", when="with algorithm.loss=dppo_tv,dppo_kl"),
+    SensibleRange("algorithm.clip_ratio", 1e-2, 0.6, "0.2", when=loss_clips),
+    SensibleRange("algorithm.clip_ratio_high", 1e-2, 2, "0.2 to 0.4", when=loss_clips),
+    SensibleRange("algorithm.clip_ratio_high", 1e-2, 10, "0.3 to 5", when=loss_is("cispo")),
+    SensibleRange("algorithm.clip_ratio_high", 1e-5, 0.1, "4e-4", when=loss_is("gspo")),
+    SensibleRange("algorithm.clip_ratio_high", 1e-2, 2, "0.4", when=loss_is("gmpo")),
+    SensibleRange("algorithm.clip_ratio_high", 1e-4, 1, "0.15", when=loss_is("dppo_tv", "dppo_kl")),
     SensibleRange("algorithm.dual_clip", 1.2, 100, "3"),
     SensibleRange("algorithm.sapo_temperature_pos", 0.1, 10, "1"),
     SensibleRange("algorithm.sapo_temperature_neg", 0.1, 10, "1.05"),
@@ -116,13 +127,12 @@ ADAPTERS = 10
 
 def doubtful_values(config: Config, parameters: int | None = None) -> Iterator[str]:
     """A sentence on every number that is hardly meant. `parameters` are those of the model, if it is known."""
-    values = setting_values(config)
     note = f" for a model of {parameters / 1e9:.3g} B parameters" if parameters is not None else ""
     for sensible in learning_rates(config, parameters):
-        if (doubt := sensible.doubt(values, note)) is not None:
+        if (doubt := sensible.doubt(config, note)) is not None:
             yield doubt
     for sensible in SENSIBLE:
-        if (doubt := sensible.doubt(values)) is not None:
+        if (doubt := sensible.doubt(config)) is not None:
             yield doubt
 
 
@@ -139,6 +149,6 @@ def learning_rates(config: Config, parameters: int | None) -> Iterator[SensibleR
         times * LEAST_LEARNING_RATE,
         min(times * most, most_of_all),
         usual,
-        when="with optimizer.kind=adam",
+        when=optimizer_is("adam"),
     )
-    yield SensibleRange("critic.lr", LEAST_LEARNING_RATE, most, when="with optimizer.kind=adam")
+    yield SensibleRange("critic.lr", LEAST_LEARNING_RATE, most, when=optimizer_is("adam"))

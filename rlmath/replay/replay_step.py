@@ -35,7 +35,6 @@ from rlmath.rollout.collector import CollectGroups, Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import RolloutSeed, training_sampling
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
-from rlmath.run.engine_rank import open_scorers
 from rlmath.run.join import join_run
 from rlmath.run.loop import restore
 from rlmath.run.prepared import PreparedRun
@@ -45,6 +44,7 @@ from rlmath.telemetry.reporter import StepRecord
 from rlmath.trainer.metrics import UpdateRecord
 from rlmath.trainer.policy_update import PolicyTrainer
 from rlmath.trainer.recorder import captured_update, weights_digest
+from rlmath.trainer.rollouts.engines import open_engine_workers
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,11 @@ def compare(capture: Capture, before: str, replayed: CapturedUpdate) -> Comparis
                 mistakes.append(f"{word}minibatch {number}: discarded in one of the two only")
             differences += _differences(f"{word}{number}", row, other)
             minibatches += 1
-    differences += _advantage_differences(there.advantages, replayed.advantages)
+    captured_sizes, replayed_sizes = ([*map(len, part.advantages)] for part in (there, replayed))
+    if captured_sizes == replayed_sizes:
+        differences += _advantage_differences(there.advantages, replayed.advantages)
+    else:
+        mistakes.append(f"advantages: groups of {captured_sizes} captured, of {replayed_sizes} replayed")
     weights = _compared(there.weights_after, replayed.weights_after)
     return Comparison(tuple(differences), start, weights, minibatches, tuple(mistakes))
 
@@ -270,7 +274,7 @@ def replay_rollout(
     config, shape = prepared.config, prepared.shape
     mesh = mesh_of(config, environment_world_size(), environment_rank())
     with ExitStack() as stack:
-        workers = stack.enter_context(open_scorers(config, mesh))
+        workers = stack.enter_context(open_engine_workers(config, mesh))
         mesh, device, heartbeat = begin(stack, prepared, rendezvous)
         heartbeat.enter_phase("load checkpoint")
         model = _model_folder(prepared, _whole(state, heartbeat), mesh, device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 from rlmath.config.terminal import visible
 from rlmath.report.metrics import Curve, stacked, thinned
@@ -35,10 +35,11 @@ class Lines:
     title: str
     unit: str
     """Of what begins with "share" percent are shown."""
-    metrics: tuple[tuple[str, str], ...] = ()
-    """(metric, what the legend calls it); a star stands for all names without a slash in its place."""
+    metrics: Mapping[str, str]
+    """What the legend calls each metric; a star stands for all names without a slash in its place, which the legend
+    has then."""
     note: str = ""
-    form: str = ""
+    form: Literal["lines", "log", "stack"] = "lines"
     """"log" for that scale; "stack" for areas on each other, of one run."""
 
 
@@ -50,77 +51,200 @@ class Section:
     """Titles of what is 0 in every step."""
 
 
-FIGURES = """
-Learning
-  Accuracy; share of completions; rollout/accuracy=accuracy
-  Rewards above 0; share of completions; rollout/reward_positive=above 0;
-    What a reward function counts as right: no row has a solution to verify against
-  Reward; mean of a completion; task_reward=reward
-  Validation accuracy; share of answers; validation/accuracy=all files, validation/*/accuracy=
-  Validation rewards above 0; share of answers; validation/reward_positive=all files, validation/*/reward_positive=
-  Loss; nats per token; train/loss=training, held_out/loss=held out
-  Groups that teach; share of groups; train/teaching_groups=learned from,
-    rollout/groups_with_contrast=different rewards; Learned from: kept by the selection, with an advantage that is not 0
-  Validation response length; tokens; validation/*/mean_tokens=
-  Validation answers cut off; share of answers; validation/*/truncated=
-  Reward parts that failed; share of completions; reward/*/failures=
-  Metrics of the reward function; mean; reward/own/*=
-Responses
-  Response length; tokens; rollout/response_length=mean, rollout/max_new_tokens=limit
-  Truncated completions; share of completions; no_eos_ratio=cut off; Cut off at the length limit
-  Answers that could not be judged; share; reward/failures=failures
-  What decided on the answers; share of completions; reward/verdict/*=; ; stack
-Policy
-  Entropy; nats per token; train/entropy_loss=entropy
-  KL to the reference; nats per token; train/reference_kl=KL; The estimate that is chosen
-  KL of the updates; nats per token; ppo_approx_kl=mean log ratio, train/proximal_kl=k3 estimate;
-    The policy that learns against the one that the loss starts from
-  Engine against trainer; |difference of log-probs|, nats;
-    train/behaviour_logprob_diff=mean, train/behaviour_logprob_diff_max=largest; ; log
-  Importance weights; mean; importance_weight=policy, train/importance_correction=engine correction
-  Clipped and masked tokens; share of tokens; actor_clip_ratio=clipped,
-    train/importance_correction_cut=correction cut, train/importance_masked_geometric=masked (geometric),
-    train/importance_masked_binary_kl=masked (binary KL), train/off_policy_masked=masked (off-policy)
-Optimizer
-  Gradient norm; before clipping; train/grad_norm=policy
-  Learning rate; ; train/learning_rate=policy, critic/learning_rate=critic
-  Updates skipped; updates; train/skipped_updates=skipped
-Critic and teacher
-  KL to the teacher; nats per token; train/teacher_kl=KL
-  Critic loss; ; critic/loss=loss
-  Variance of the returns that the critic explains; at most 1; critic/explained_variance=explained
-Prompts
-  Groups sampled and learned from; groups; selection/groups_sampled=sampled, selection/groups_learned=learned from
-  Groups dropped; groups; selection/dropped/*=
-  Completions filtered; completions; selection/filtered/*=
-  Prompts by pass rate; prompts; history/prompts/100=all right, history/prompts/below_100=75% to 100%,
-    history/prompts/to_75=50% to 75%, history/prompts/to_50=25% to 50%, history/prompts/to_25=0% to 25%,
-    history/prompts/0=none right, history/prompts/unseen=not sampled yet; ; stack
-  Curriculum; share of prompts; history/skipped_share=skipped, history/floor_share=drawn beside the band
-Your metrics
-Speed
-  Seconds by phase; seconds per step; seconds/*=; The step's phases, and the save that follows it; stack
-  Tokens per second; tokens per second; tokens_per_second/step=step, tokens_per_second/learned=learned from,
-    tokens_per_second/rollout=rollout, tokens_per_second/update=update, tokens_per_second/reference=reference,
-    tokens_per_second/teacher=teacher
-  Model FLOP utilisation; share of the peak; rollout/mfu=rollout, train/mfu=update
-  Idle and busy; share of the time; rollout/idle_share=engines idle (mean),
-    rollout/idle_share_max=engines idle (most), rollout/trainer_busy_share=trainers busy,
-    rollout/engine_busy_share=engines busy
-  Trainers wait for groups; seconds per step; seconds/wait_for_groups=waiting; Of engines on ranks of their own
-  Staleness; steps; rollout/staleness=mean, rollout/staleness_max=largest;
-    Steps between the weights that sampled and the step that learned
-  Waiting for a reward worker; seconds; reward/queue_wait_s=mean, reward/queue_wait_s_max=longest
-Memory
-  Memory after each phase; GiB; memory/after_*_gib=, memory_gib=end of the step; Of rank 0
-"""
-"""Sections, and their figures: title; unit; metrics with what the legend calls them; note; form."""
+FIGURES: Mapping[str, Sequence[Lines]] = {
+    "Learning": [
+        Lines("Accuracy", "share of completions", {"rollout/accuracy": "accuracy"}),
+        Lines(
+            "Rewards above 0",
+            "share of completions",
+            {"rollout/reward_positive": "above 0"},
+            note="What a reward function counts as right: no row has a solution to verify against",
+        ),
+        Lines("Reward", "mean of a completion", {"task_reward": "reward"}),
+        Lines(
+            "Validation accuracy",
+            "share of answers",
+            {"validation/accuracy": "all files", "validation/*/accuracy": ""},
+        ),
+        Lines(
+            "Validation rewards above 0",
+            "share of answers",
+            {"validation/reward_positive": "all files", "validation/*/reward_positive": ""},
+        ),
+        Lines("Loss", "nats per token", {"train/loss": "training", "held_out/loss": "held out"}),
+        Lines(
+            "Groups that teach",
+            "share of groups",
+            {"train/teaching_groups": "learned from", "rollout/groups_with_contrast": "different rewards"},
+            note="Learned from: kept by the selection, with an advantage that is not 0",
+        ),
+        Lines("Validation response length", "tokens", {"validation/*/mean_tokens": ""}),
+        Lines("Validation answers cut off", "share of answers", {"validation/*/truncated": ""}),
+        Lines("Reward parts that failed", "share of completions", {"reward/*/failures": ""}),
+        Lines("Metrics of the reward function", "mean", {"reward/own/*": ""}),
+    ],
+    "Responses": [
+        Lines(
+            "Response length",
+            "tokens",
+            {"rollout/response_length": "mean", "rollout/max_new_tokens": "limit"},
+        ),
+        Lines(
+            "Truncated completions",
+            "share of completions",
+            {"no_eos_ratio": "cut off"},
+            note="Cut off at the length limit",
+        ),
+        Lines("Answers that could not be judged", "share", {"reward/failures": "failures"}),
+        Lines("What decided on the answers", "share of completions", {"reward/verdict/*": ""}, form="stack"),
+    ],
+    "Policy": [
+        Lines("Entropy", "nats per token", {"train/entropy_loss": "entropy"}),
+        Lines(
+            "KL to the reference",
+            "nats per token",
+            {"train/reference_kl": "KL"},
+            note="The estimate that is chosen",
+        ),
+        Lines(
+            "KL of the updates",
+            "nats per token",
+            {"ppo_approx_kl": "mean log ratio", "train/proximal_kl": "k3 estimate"},
+            note="The policy that learns against the one that the loss starts from",
+        ),
+        Lines(
+            "Engine against trainer",
+            "|difference of log-probs|, nats",
+            {"train/behaviour_logprob_diff": "mean", "train/behaviour_logprob_diff_max": "largest"},
+            form="log",
+        ),
+        Lines(
+            "Importance weights",
+            "mean",
+            {"importance_weight": "policy", "train/importance_correction": "engine correction"},
+        ),
+        Lines(
+            "Clipped and masked tokens",
+            "share of tokens",
+            {
+                "actor_clip_ratio": "clipped",
+                "train/importance_correction_cut": "correction cut",
+                "train/importance_masked_geometric": "masked (geometric)",
+                "train/importance_masked_binary_kl": "masked (binary KL)",
+                "train/off_policy_masked": "masked (off-policy)",
+            },
+        ),
+    ],
+    "Optimizer": [
+        Lines("Gradient norm", "before clipping", {"train/grad_norm": "policy"}),
+        Lines("Learning rate", "", {"train/learning_rate": "policy", "critic/learning_rate": "critic"}),
+        Lines("Updates skipped", "updates", {"train/skipped_updates": "skipped"}),
+    ],
+    "Critic and teacher": [
+        Lines("KL to the teacher", "nats per token", {"train/teacher_kl": "KL"}),
+        Lines("Critic loss", "", {"critic/loss": "loss"}),
+        Lines(
+            "Variance of the returns that the critic explains",
+            "at most 1",
+            {"critic/explained_variance": "explained"},
+        ),
+    ],
+    "Prompts": [
+        Lines(
+            "Groups sampled and learned from",
+            "groups",
+            {"selection/groups_sampled": "sampled", "selection/groups_learned": "learned from"},
+        ),
+        Lines("Groups dropped", "groups", {"selection/dropped/*": ""}),
+        Lines("Completions filtered", "completions", {"selection/filtered/*": ""}),
+        Lines(
+            "Prompts by pass rate",
+            "prompts",
+            {
+                "history/prompts/100": "all right",
+                "history/prompts/below_100": "75% to 100%",
+                "history/prompts/to_75": "50% to 75%",
+                "history/prompts/to_50": "25% to 50%",
+                "history/prompts/to_25": "0% to 25%",
+                "history/prompts/0": "none right",
+                "history/prompts/unseen": "not sampled yet",
+            },
+            form="stack",
+        ),
+        Lines(
+            "Curriculum",
+            "share of prompts",
+            {"history/skipped_share": "skipped", "history/floor_share": "drawn beside the band"},
+        ),
+    ],
+    "Your metrics": [],
+    "Speed": [
+        Lines(
+            "Seconds by phase",
+            "seconds per step",
+            {"seconds/*": ""},
+            note="The step's phases, and the save that follows it",
+            form="stack",
+        ),
+        Lines(
+            "Tokens per second",
+            "tokens per second",
+            {
+                "tokens_per_second/step": "step",
+                "tokens_per_second/learned": "learned from",
+                "tokens_per_second/rollout": "rollout",
+                "tokens_per_second/update": "update",
+                "tokens_per_second/reference": "reference",
+                "tokens_per_second/teacher": "teacher",
+            },
+        ),
+        Lines(
+            "Model FLOP utilisation", "share of the peak", {"rollout/mfu": "rollout", "train/mfu": "update"}
+        ),
+        Lines(
+            "Idle and busy",
+            "share of the time",
+            {
+                "rollout/idle_share": "engines idle (mean)",
+                "rollout/idle_share_max": "engines idle (most)",
+                "rollout/trainer_busy_share": "trainers busy",
+                "rollout/engine_busy_share": "engines busy",
+            },
+        ),
+        Lines(
+            "Trainers wait for groups",
+            "seconds per step",
+            {"seconds/wait_for_groups": "waiting"},
+            note="Of engines on ranks of their own",
+        ),
+        Lines(
+            "Staleness",
+            "steps",
+            {"rollout/staleness": "mean", "rollout/staleness_max": "largest"},
+            note="Steps between the weights that sampled and the step that learned",
+        ),
+        Lines(
+            "Waiting for a reward worker",
+            "seconds",
+            {"reward/queue_wait_s": "mean", "reward/queue_wait_s_max": "longest"},
+        ),
+    ],
+    "Memory": [
+        Lines(
+            "Memory after each phase",
+            "GiB",
+            {"memory/after_*_gib": "", "memory_gib": "end of the step"},
+            note="Of rank 0",
+        )
+    ],
+}
+"""The figures by the sections of the page, in its order."""
 
 
 def sections(runs: Sequence[ShownRun]) -> list[Section]:
     """All that has data, in the order of the page."""
     found: list[Section] = []
-    for title, specs in _named_figures(FIGURES).items():
+    for title, specs in FIGURES.items():
         more = {"Learning": _reward_parts, "Your metrics": _own}.get(title)
         section = Section(title)
         for spec in [*specs, *(more(runs) if more else ())]:
@@ -133,33 +257,19 @@ def sections(runs: Sequence[ShownRun]) -> list[Section]:
     return [section for section in found if section.figures or section.zero]
 
 
-def _named_figures(text: str) -> dict[str, list[Lines]]:
-    """The figures of FIGURES by their sections."""
-    found: dict[str, list[Lines]] = {}
-    for line in text.replace("\n    ", " ").strip().split("\n"):
-        if not line.startswith(" "):
-            title = line
-            found[title] = []
-            continue
-        name, unit, metrics, *rest = (part.strip() for part in line.split(";"))
-        pairs = tuple(tuple(one.split("=")) for one in metrics.split(", "))
-        found[title].append(Lines(name, unit, pairs, *rest))
-    return found
-
-
 def _lines(spec: Lines, runs: Sequence[ShownRun]) -> tuple[dict[str, Any] | None, bool]:
     """The figure, if any value is not 0; and whether there were values at all."""
     traces, left_out, there = [], 0, False
     flat: dict[str, None] = {}
     stacks = spec.form == "stack" and len(runs) == 1
     for number, run in enumerate(runs):
-        named = [pair for metric, called in spec.metrics for pair in _curves(run, metric, called)]
+        named = [pair for metric, called in spec.metrics.items() for pair in _curves(run, metric, called)]
         if stacks:
             named = stacked(named)
         for place, (called, curve) in enumerate(named):
             there = there or bool(curve.values)
             if not any(curve.values):
-                if curve.values and len(runs) == 1 and any(called == known for _, known in spec.metrics):
+                if curve.values and len(runs) == 1 and called in spec.metrics.values():
                     flat[called] = None
                 continue
             if len(traces) == MOST_TRACES:
@@ -254,7 +364,7 @@ def _reward_parts(runs: Sequence[ShownRun]) -> Iterator[Lines]:
     """Of several rewards (`reward.rewards`): each has its share of failures beside it."""
     failed = dict.fromkeys(name for run in runs for name in run.metrics.starting_with("reward/"))
     names = [name.removesuffix("/failures") for name in failed if name.endswith("/failures")]
-    parts = tuple((name, name.removeprefix("reward/")) for name in names if name != "reward")
+    parts = {name: name.removeprefix("reward/") for name in names if name != "reward"}
     yield Lines("Reward parts", "mean of a completion", parts)
 
 
@@ -263,4 +373,4 @@ def _own(runs: Sequence[ShownRun]) -> Iterator[Lines]:
     names = dict.fromkeys(name for run in runs for name in run.metrics.starting_with("own/"))
     for function in dict.fromkeys(name.split("/")[1] for name in names):
         known = [name for name in names if name.split("/")[1] == function]
-        yield Lines(function, "", tuple((name, name.split("/", 2)[-1]) for name in known))
+        yield Lines(function, "", {name: name.split("/", 2)[-1] for name in known})

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
 
 from rlmath.config import length_curriculum
-from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, measured_rows
 from rlmath.distributed.bridge import Mailbox
 from rlmath.distributed.device import run_device
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
-from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.distributed.rendezvous import Rendezvous
 from rlmath.planning.memory_estimate import engine_mesh_of, mesh_of
-from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers
-from rlmath.rewards.several_rewards import MeasuredRows
 from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.engine_loop import EngineLoop, Leader, SamplingPlan
@@ -34,7 +30,7 @@ from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
 from rlmath.run.join import join_run
 from rlmath.run.prepared import PreparedRun
 from rlmath.trainer.context import RankContext
-from rlmath.trainer.rollouts.engines import offer_plans, validation_scorer
+from rlmath.trainer.rollouts.engines import offer_plans, open_engine_workers, validation_scorer
 from rlmath.workers.user_functions import scorer_hook
 
 logger = logging.getLogger(__name__)
@@ -49,7 +45,7 @@ def run_engine_rank(prepared: PreparedRun[Any], rendezvous: Rendezvous | None) -
     stop.install()
     with ExitStack() as stack:
         measured = measured_rows(config, prepared.inputs.prompts, prepared.validation)
-        workers = stack.enter_context(open_scorers(config, mesh, measured))
+        workers = stack.enter_context(open_engine_workers(config, mesh, measured))
         bridge, heartbeat = join_run(stack, config, device, rendezvous, stop)
         heartbeat.enter_phase("build engine")
         progress = heartbeat.report_progress
@@ -68,17 +64,6 @@ def run_engine_rank(prepared: PreparedRun[Any], rendezvous: Rendezvous | None) -
     if dist.is_initialized():
         dist.destroy_process_group()
     return status
-
-
-def open_scorers(
-    config: Config,
-    mesh: Mesh,
-    measured: MeasuredRows = MeasuredRows(),  # noqa: B008
-) -> AbstractContextManager[RewardWorkers | None]:
-    """The reward workers of an engine's first rank; to be opened before process groups and engines."""
-    if not mesh.is_engine_leader:
-        return nullcontext()
-    return open_reward_workers(config.reward, config.run.plugins, measured)
 
 
 class EngineRank:

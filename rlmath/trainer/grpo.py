@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,7 +31,7 @@ from rlmath.data.dataset import Inputs, ValidationFile, measured_rows
 from rlmath.data.prompt_curriculum import HISTORY
 from rlmath.data.seqlen_balancing import forward_cost
 from rlmath.distributed.mesh import Mesh
-from rlmath.rewards.reward_manager import FailedSteps, RewardWorkers, open_reward_workers
+from rlmath.rewards.reward_manager import FailedSteps, RewardWorkers
 from rlmath.rewards.several_rewards import functions_of, summed_rewards
 from rlmath.telemetry.events import event
 from rlmath.telemetry.reporter import StepRecord, ValidationResult
@@ -52,7 +52,7 @@ from rlmath.trainer.metrics import (
 )
 from rlmath.trainer.policy_update import PolicyTrainer, token_counts
 from rlmath.trainer.recorder import StepRecorder
-from rlmath.trainer.rollouts.engines import open_engines
+from rlmath.trainer.rollouts.engines import open_engine_workers, open_engines
 from rlmath.trainer.rollouts.synchronous import StepRollout, selection_rules
 from rlmath.trainer.step_hooks import StepHooks
 from rlmath.trainer.validation import Validator
@@ -72,10 +72,8 @@ class GrpoTrainer(PolicyTrainer):
         config: Config, mesh: Mesh, inputs: Inputs | None = None, validation: Sequence[ValidationFile] = ()
     ) -> AbstractContextManager[RewardWorkers | None]:
         """The reward workers of an engine's first rank."""
-        if not mesh.is_engine_leader:
-            return nullcontext()
         measured = measured_rows(config, () if inputs is None else inputs.prompts, validation)
-        return open_reward_workers(config.reward, config.run.plugins, measured)
+        return open_engine_workers(config, mesh, measured)
 
     def __init__(self, context: RankContext[Inputs]) -> None:
         """Builds engine, actor and reference; the engine sleeps afterwards. With a bridge the engines are elsewhere."""

@@ -248,15 +248,6 @@ class PolicyUpdater:
         self.rules = token_rules(algorithm)
         self.kl_in_reward = self.reference is not None and algorithm.kl_in == "reward"
 
-    @property
-    def on_policy(self) -> bool:
-        """Whether the old log-probs are those of the update's own forward pass, so that no extra pass is needed: one
-        minibatch, one epoch, and neither KL in the reward nor a teacher in the advantages nor a choice of tokens."""
-        algorithm = self.config.algorithm
-        only_one = algorithm.n_minibatches == 1 and algorithm.epochs == 1
-        in_advantages = self.kl_in_reward or self.teaches("advantage") or self.rules is not None
-        return algorithm.recompute_logprobs and only_one and not in_advantages
-
     def teaches(self, loss: str) -> bool:
         """Whether there is a teacher whose part has this place, a word of `TeacherConfig.loss`."""
         return self.teacher is not None and self.config.teacher.loss == loss
@@ -293,7 +284,7 @@ class PolicyUpdater:
                         minibatch.batches,
                         minibatch.old,
                         minibatch.reference,
-                        self.on_policy,
+                        self.config.on_policy,
                         minibatch.teacher,
                     )
                     results.append(result)
@@ -347,7 +338,7 @@ class PolicyUpdater:
                     scored = self.actor.forward_backward.logprobs_and_entropies(packed.batches)
                 old = [logprobs_T for logprobs_T, _ in scored] if recomputes else None
                 entropy = [entropy_T for _, entropy_T in scored]
-            elif recomputes and not self.on_policy:
+            elif recomputes and not self.config.on_policy:
                 with self.timers.phase("logprobs"):
                     old = self.actor.forward_backward.logprobs(packed.batches)
             if self.reference is not None:

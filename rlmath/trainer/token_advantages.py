@@ -145,6 +145,7 @@ class KLInReward:
             kl_coef=algorithm.kl_coef,
             kind=algorithm.advantage,
             eps=algorithm.advantage_eps,
+            pass_k=algorithm.pass_k,
         )
         kl = sum(total.total for row in totals for total in row)
         reward_kl = RewardKL(kl / sum(map(sum, tokens)), kl / sum(map(len, rewards)))

@@ -220,6 +220,13 @@ def test_kinds_of_groups_take_the_kl_of_the_whole_completion_from_its_reward(kin
     ]
 
 
+def test_pass_at_k_with_kl_counts_the_k_that_it_is_given():
+    rewards = [[1.0, 0.0, 0.0, 0.0]]
+    for k, best in ((2, 2.0), (3, 3.0)):
+        shaped = kl_shaped_advantages(rewards, [[1] * 4], [[NO_KL] * 4], 0.1, "pass@k", 0.0, pass_k=k)
+        assert shaped.offsets == [approx_row([best, 0.0, 0.0, 0.0])]
+
+
 def test_a_slope_goes_with_ppo_alone():
     totals = [[KLTotals(1.0, 1.0, 0.0), NO_KL]]
     for kind in OF_GROUPS:

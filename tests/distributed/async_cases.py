@@ -85,7 +85,8 @@ def _store() -> dist.Store:
 
 def _sample(prepared: PreparedRun[Any], world: int, rank: int, device: Any, paced: bool) -> None:
     from rlmath.rollout.engine_loop import EngineLoop
-    from rlmath.run.engine_rank import EngineRank, open_scorers
+    from rlmath.run.engine_rank import EngineRank
+    from rlmath.trainer.rollouts.engines import open_engine_workers
 
     class Paced(EngineLoop):
         """Samples no further while the trainer has all that it needs for its step, until it gets the next weights."""
@@ -108,7 +109,7 @@ def _sample(prepared: PreparedRun[Any], world: int, rank: int, device: Any, pace
 
     config = prepared.config
     mesh = engine_mesh_of(config, world, rank)
-    with open_scorers(config, mesh) as workers:
+    with open_engine_workers(config, mesh) as workers:
         bridge = open_worlds(device, 120.0, _store(), config.rollout.ranks)
         one = EngineRank(prepared.on_rank(mesh, device, workers=workers, bridge=bridge))
         if paced:

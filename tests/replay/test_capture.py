@@ -293,6 +293,10 @@ def test_a_comparison_counts_every_number() -> None:
     advantages = replace(capture.update, advantages=[[0.5, -0.5], [1.5]])
     assert not compare(capture, "ab", advantages).same(0.3)
     assert compare(capture, "ab", advantages).same(0.34)
+    for other, sizes in (([[0.5, -0.5]], [2]), ([[0.5, -0.5], [1.0, 0.0]], [2, 2])):
+        shapes = compare(capture, "ab", replace(capture.update, advantages=other))
+        assert shapes.mistakes == (f"advantages: groups of [2, 1] captured, of {sizes} replayed",)
+        assert not shapes.same(1.0) and shapes.status(1.0) == FAILURE
     fewer = CapturedUpdate([], [], capture.update.advantages)
     assert compare(capture, "ab", fewer).mistakes == ("minibatches: 1 captured, 0 replayed",)
 

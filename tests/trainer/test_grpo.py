@@ -1,3 +1,5 @@
+import inspect
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -6,6 +8,7 @@ import pytest
 from rlmath.algorithms.types import Completion, Prompt, Sample, Score, ScoredGroup
 from rlmath.trainer.grpo import GrpoTrainer
 from rlmath.trainer.policy_update import make_samples
+from rlmath.trainer.rollouts import engines
 
 
 def group(prompt_id: str, token: int, rewards: list[float]) -> ScoredGroup:
@@ -43,3 +46,10 @@ def test_other_seeds_begin_with_the_first_step_of_which_nothing_is_drawn(drawn: 
         rollouts=SimpleNamespace(next_draw=drawn), order=SimpleNamespace(prompts_per_step=4)
     )
     assert GrpoTrainer.next_draw_step(trainer, 7) == step
+
+
+def test_the_calls_that_the_engines_docstring_shows_are_those_that_the_class_takes() -> None:
+    calls = re.findall(r"engines\.(connect|generating)\(([^)]*)\)", engines.__doc__ or "")
+    assert [name for name, _ in calls] == ["connect", "generating"]
+    for name, arguments in calls:
+        inspect.signature(getattr(engines.Engines, name)).bind("self", *arguments.split(", "))

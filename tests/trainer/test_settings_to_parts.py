@@ -598,10 +598,12 @@ def test_what_the_updates_take_from_the_settings(tied_model: Path) -> None:
     ids=str,
 )
 def test_the_pass_for_log_probs_is_spared_only_where_one_minibatch_is_learned_from_once(
-    tied_model: Path, changed: dict[str, Any], shortcut: bool
+    changed: dict[str, Any], shortcut: bool
 ) -> None:
-    config = replace(DISTINCT, algorithm=AlgorithmConfig(**changed))
-    assert updater(config, tied_model).on_policy is shortcut
-    in_reward = AlgorithmConfig(**{"kl_in": "reward", "kl_coef": 0.1, **changed})
-    any_reference: Any = object()
-    assert not updater(replace(DISTINCT, algorithm=in_reward), tied_model, any_reference).on_policy
+    plain = Config(algorithm=AlgorithmConfig(**changed))
+    assert plain.on_policy is shortcut
+    for part in ({"kl_in": "reward", "kl_coef": 0.1}, {"top_entropy_share": 0.5}, {"kl_cov_ratio": 0.1}):
+        assert not Config(algorithm=AlgorithmConfig(**part, **changed)).on_policy
+    assert not replace(plain, teacher=TeacherConfig(path="t", loss="advantage")).on_policy
+    assert replace(plain, teacher=TeacherConfig(path="t", loss="full")).on_policy is shortcut
+    assert Config(algorithm=AlgorithmConfig(kl_coef=0.1, **changed)).on_policy is shortcut

@@ -12,6 +12,7 @@ from rlmath.data.dataset import critic_epochs
 from rlmath.distributed.mesh import Mesh
 from rlmath.planning.checks import device_problems, memory_problems, setting_problems, shape_problems
 from rlmath.planning.memory_estimate import Target, largest, mesh_of, plan_ranks, without_adapters
+from rlmath.planning.parallelism import divisors
 from rlmath.planning.planner.cluster import Cluster
 from rlmath.planning.planner.lengths import Batch, lengths_with_mean
 from rlmath.planning.planner.rollout import PlannedRollout, engine_of, plan_rollout
@@ -124,13 +125,9 @@ def _training_phases(training: StepInputs) -> dict[str, float]:
 
 def recomputes_logprobs(config: Config) -> bool:
     """Whether a step has a pass for the policy's own log-probs: not where its one minibatch gives them itself
-    (`PolicyUpdater.on_policy`)."""
-    algorithm, teacher = config.algorithm, config.teacher
-    only_one = algorithm.n_minibatches == algorithm.epochs == 1
-    in_reward = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
-    in_advantages = in_reward or (teacher.path is not None and teacher.loss == "advantage")
-    recomputes = algorithm.recomputes and (in_advantages or not only_one)
-    return recomputes or algorithm.selects_tokens
+    (`Config.on_policy`)."""
+    algorithm = config.algorithm
+    return algorithm.selects_tokens or (algorithm.recomputes and not config.on_policy)
 
 
 def sync_seconds(inputs: StepInputs) -> float:
@@ -175,10 +172,10 @@ def with_layout(config: Config, tensor: int, pipeline: int, engine: int) -> Conf
 
 def layouts_of(config: Config, shape: ModelShape, cluster: Cluster) -> Iterator[Config]:
     """TP x PP x engine TP that no check refuses; tensor-parallel ranks stay within a node."""
-    inside = _divisors(cluster.ranks_per_node)
+    inside = divisors(cluster.ranks_per_node)
     for engine in inside:
         for tensor in inside:
-            for pipeline in _divisors(shape.num_layers):
+            for pipeline in divisors(shape.num_layers):
                 found = with_layout(config, tensor, pipeline, engine)
                 if not problems_of(found, shape, cluster):
                     yield found
@@ -207,7 +204,3 @@ def compare_layouts(inputs: StepInputs) -> Comparison:
 
 def _by_seconds(plan: StepPlan) -> tuple[float, int, int]:
     return plan.step_seconds, plan.mesh.tensor * plan.mesh.pipeline, plan.mesh.engine_size
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]

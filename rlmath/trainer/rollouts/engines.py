@@ -2,7 +2,7 @@
 or on ranks of their own (`rollout.ranks`).
 
     engines = open_engines(...)                   # before the models: an engine measures what memory is free
-    engines.connect(actor, reference, offload)
+    engines.connect(actor, offload)
     with engines.generating(version, step):       # they have the policy's weights of that version
         engines.probe(); validation; engines.rollouts.step(...)
 """
@@ -13,7 +13,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import ClassVar
 
@@ -30,7 +30,8 @@ from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.distributed.ranks import local_world_size
 from rlmath.models.build import Actor
 from rlmath.models.offload import RESTING, OffloadSets
-from rlmath.rewards.reward_manager import RewardWorkers, open_scorer
+from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers, open_scorer
+from rlmath.rewards.several_rewards import MeasuredRows
 from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.engine_loop import End, NewWeights
@@ -95,6 +96,17 @@ class Engines(ABC):
     @abstractmethod
     def close(self, status: int) -> None:
         """The run ends with this exit status."""
+
+
+def open_engine_workers(
+    config: Config,
+    mesh: Mesh,
+    measured: MeasuredRows = MeasuredRows(),  # noqa: B008
+) -> AbstractContextManager[RewardWorkers | None]:
+    """The reward workers of an engine's first rank; to be opened before process groups and engines."""
+    if not mesh.is_engine_leader:
+        return nullcontext()
+    return open_reward_workers(config.reward, config.run.plugins, measured)
 
 
 def open_engines(context: RankContext[Inputs], timers: PhaseTimers, keep: Keep | None = None) -> Engines:
