@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.config.schema import Config
+from rlmath.config.schema import Config, LoraConfig
 from rlmath.planning import sensible_values, setting_tables
 from rlmath.planning.sensible_values import SensibleRange
 from rlmath.planning.setting_tables import Conflict, Unused
@@ -45,4 +45,7 @@ def test_a_row_whose_condition_is_no_list_is_refused():
 
 def test_a_row_holds_where_all_of_its_conditions_do():
     row = Unused(["lora.alpha"], when=lambda config: [config.lora.rank == 0, config.run.seed], text="so")
-    assert [row.holds(Config()), SensibleRange("lora.rank", 0, when=row.when).doubt(Config())] == [True, None]
+    other = Config(lora=LoraConfig(rank=8))
+    assert [row.holds(Config()), row.holds(other)] == [True, False]
+    doubt = SensibleRange("lora.alpha", 100, when=row.when).doubt
+    assert (doubt(Config()) or "").startswith("lora.alpha=32 is legal") and doubt(other) is None
