@@ -98,7 +98,7 @@ prepare_command() {
         for mount in "${mounts[@]}"; do
             docker+=(--volume="$mount:$mount")
         done
-        for variable in $(compgen -e | grep -E '^(SLURM|CUDA_VISIBLE|CUDA_DEVICE|NCCL|GLOO|UCX|OMP|WANDB|TORCH|TRITON|VLLM|HF|PYTHON|RLMATH_STORE)' || true); do
+        for variable in $(compgen -e | grep -E '^(SLURM|CUDA_VISIBLE|CUDA_DEVICE|NCCL|GLOO|UCX|OMP|WANDB|TORCH|TRITON|VLLM|HF|PYTHON)' || true); do
             docker+=(--env="$variable")
         done
         command=("${docker[@]}" --workdir="$workdir" --entrypoint= "$image" "${command[@]}")
