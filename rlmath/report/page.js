@@ -14,12 +14,18 @@
 
   // ------------------------------------------------------------ figures
 
-  function traces(figure) {
+  /* The legend has no place for a longer line: 6 pixels a character, and the line's sample. */
+  function legendName(text, width) {
+    const most = Math.max(8, Math.floor((width - 60) / 6));
+    return [...(text.match(new RegExp(`.{1,${most}}`, "gsu")) || [])].map(plain).join("<br>");
+  }
+
+  function traces(figure, width) {
     const value = figure.percent ? "%{y:.2%}" : "%{y:.5~g}";
     return figure.traces.map((one) => {
       const dash = Math.floor(one.color / palette().length) + (one.dash || 0);
       const trace = {
-        type: "scatter", name: plain(one.name), x: one.x, y: one.y,
+        type: "scatter", name: legendName(one.name, width), x: one.x, y: one.y,
         mode: one.y.length === 1 ? "markers" : one.y.length < 40 ? "lines+markers" : "lines",
         marker: { size: one.y.length === 1 ? 8 : 4 },
         line: { color: color(one.color), width: 1.7, dash: DASHES[dash % DASHES.length] },
@@ -84,14 +90,21 @@
 
   const canHover = window.matchMedia("(hover: hover)").matches;
   const drawn = new Set();
+  const widths = new ResizeObserver((entries) => {
+    for (const { target } of entries) if (target.clientWidth !== target.drawnWidth) draw(target);
+  });
   function draw(place) {
     const figure = data.figures[Number(place.dataset.figure)];
     const config = {
-      responsive: true, displaylogo: false, displayModeBar: canHover ? "hover" : false,
+      displaylogo: false, displayModeBar: canHover ? "hover" : false,
       modeBarButtons: [["toImage", "resetScale2d"]],
     };
-    Plotly.react(place, traces(figure), layout(figure, place.clientWidth), config);
-    if (!drawn.has(place)) place.on("plotly_relayout", () => wholeTicks(place, figure));
+    place.drawnWidth = place.clientWidth;
+    Plotly.react(place, traces(figure, place.clientWidth), layout(figure, place.clientWidth), config);
+    if (!drawn.has(place)) {
+      place.on("plotly_relayout", () => wholeTicks(place, figure));
+      widths.observe(place);
+    }
     place.tickModes = undefined;
     wholeTicks(place, figure);
     drawn.add(place);

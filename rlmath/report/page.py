@@ -148,10 +148,8 @@ def facts_of(run: ShownRun) -> Iterator[Fact]:
     planned = number_of(run.summary.get("steps"))
     of = f"of {planned:.0f}" if planned is not None and planned > run.metrics.last_step else ""
     yield Fact("Steps", str(run.metrics.last_step), of)
-    yield from _from_to("Accuracy", run.metrics.curve("rollout/accuracy"), of="of the completions; ")
-    yield from _from_to(
-        "Rewards above 0", run.metrics.curve("rollout/reward_positive"), of="of the completions; "
-    )
+    yield from _from_to("Accuracy", run.metrics.curve("rollout/accuracy"), "completions")
+    yield from _from_to("Rewards above 0", run.metrics.curve("rollout/reward_positive"), "completions")
     yield from _from_to("Reward", run.metrics.curve("task_reward"))
     yield from _from_to("Training loss", run.metrics.curve("train/loss"))
     validated = run.validation.curve("validation/accuracy")
@@ -180,16 +178,28 @@ def facts_of(run: ShownRun) -> Iterator[Fact]:
         yield Fact("Layout", layout)
 
 
-def _from_to(name: str, curve: Curve, of: str = "") -> Iterator[Fact]:
-    """The mean of the last steps, beside that of the first ones; `of` says what the values are shares of."""
+def _from_to(name: str, curve: Curve, shares_of: str = "") -> Iterator[Fact]:
+    """The mean of the last steps, beside that of the first ones; `shares_of`: what the values are shares of."""
     if not curve.values:
         return
     count = max(1, min(ENDS, len(curve.values) // 3))
-    form = _percent if of else lambda value: f"{value:.4g}"
-    last, first = statistics.fmean(curve.values[-count:]), statistics.fmean(curve.values[:count])
-    which = f"the first {count} steps" if count > 1 else "the first step"
-    more = f"{of}{form(first)} in {which}" if len(curve.values) > 1 else of.rstrip("; ")
+    form = _percent if shares_of else lambda value: f"{value:.4g}"
+    last = statistics.fmean(curve.values[-count:])
+    first = statistics.fmean(curve.values[:count])
+    kind = f"of the {shares_of} " if shares_of else "mean " if count > 1 else ""
+    more = f"{kind}in {_steps_text(curve.steps[-count:])}"
+    if len(curve.values) > 1:
+        more += f"; {form(first)} in {_steps_text(curve.steps[:count])}"
     yield Fact(name, form(last), more)
+
+
+def _steps_text(steps: Sequence[int]) -> str:
+    """The first and the last of steps.
+
+    >>> _steps_text([51, 52, 60]), _steps_text([3])
+    ('steps 51 to 60', 'step 3')
+    """
+    return f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
 
 
 def _percent(share: float) -> str:

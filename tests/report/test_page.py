@@ -114,6 +114,16 @@ def test_a_run_has_its_figures_and_no_empty_ones(tmp_path: Path) -> None:
     assert "TP1 x PP1 x DP1" in text and "finished" in text
 
 
+def test_a_card_names_the_steps_of_its_means(tmp_path: Path) -> None:
+    """Accuracies are twelfths of the step: of 12 steps the last 4 are compared with the first 4, of 3 the last with
+    the first."""
+    text = words_of(page_of(make_run(tmp_path / "a")))
+    assert "Accuracy 87.5% of the completions in steps 9 to 12; 20.8% in steps 1 to 4 " in text
+    assert "Reward 0.2594 mean in steps 9 to 12; 0.06243 in steps 1 to 4 " in text
+    text = words_of(page_of(run_with(tmp_path / "b", {"train/loss": 0.5})))
+    assert "Training loss 0.5 in step 3; 0.5 in step 1 " in text
+
+
 def test_rewards_above_0_have_a_figure_of_their_own_beside_an_earlier_accuracy(tmp_path: Path) -> None:
     """A run that went on in a version which calls them so: both names, each over its steps."""
     folder = tmp_path / "a"
