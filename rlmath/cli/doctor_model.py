@@ -46,6 +46,7 @@ def _beside_run(model: Path, run: Path) -> Iterator[tuple[bool, str]]:
     from rlmath.checkpoint.directory import SETTINGS, complete_checkpoints, read_progress
     from rlmath.checkpoint.hf.config_json import read_model_shape
     from rlmath.checkpoint.hf.headers import fingerprint_to_compare, model_fingerprint
+    from rlmath.checkpoint.hf.metadata_files import read_metadata_files
     from rlmath.config.load import load_config
     from rlmath.data.chat import chat_settings
     from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
@@ -67,7 +68,8 @@ def _beside_run(model: Path, run: Path) -> Iterator[tuple[bool, str]]:
     settings = load_config([folder / SETTINGS], [], saved=True)
     tokenizer = load_tokenizer(str(model), "--model", chat_settings(settings.data))
     vocabulary = read_model_shape(model, "--model").vocab_size
-    changes = list(tokenizer_changes(model, folder, stop_token_ids(str(model), tokenizer, vocabulary)))
+    stops = stop_token_ids(str(model), tokenizer, vocabulary)
+    changes = list(tokenizer_changes(model, read_metadata_files(model), folder, stops))
     for change in changes:
         yield False, f"  {change}"
     if not changes:

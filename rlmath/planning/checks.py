@@ -26,7 +26,7 @@ from rlmath.config.help import (
 )
 from rlmath.config.hub import is_hub_id, push_problems
 from rlmath.config.length_curriculum import stage_list_problems, validates
-from rlmath.config.load import preset_values
+from rlmath.config.load import preset_settings
 from rlmath.config.model_shape import ModelShape, cpu_head_dim_problem
 from rlmath.config.schema import Config, Kind
 from rlmath.data.chat import chat_settings
@@ -404,7 +404,7 @@ def _preset_problems(config: Config) -> Iterator[str]:
     name = config.algorithm.preset
     if name not in all_settings()["algorithm.preset"].words:
         return
-    values, parts = setting_values(config), preset_values(config)
+    values, parts = setting_values(config), preset_settings(name)
     for key in ("algorithm.advantage", "algorithm.loss"):
         if key in parts and values[key] != parts[key]:
             yield (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from rlmath.config.help import all_settings, as_yaml_word, setting_values
 from rlmath.config.load import preset_values, recorded_settings
@@ -38,15 +39,16 @@ def config_warnings(config: Config, unused: Sequence[str] = (), parameters: int 
             "the reference is model.path without the adapters of model.adapter_path: KL is not 0 at the start. To stay "
             "near that start, merge them into model.path."
         )
-    found += _preset_warnings(config)
-    return [*found, *_rollout_warnings(config), *_algorithm_warnings(config)]
+    preset = preset_values(config)
+    found += _preset_warnings(config, preset)
+    return [*found, *_rollout_warnings(config), *_algorithm_warnings(config, preset)]
 
 
-def _preset_warnings(config: Config) -> Iterator[str]:
+def _preset_warnings(config: Config, preset: Mapping[str, Any]) -> Iterator[str]:
     """What a run that resumes keeps of its preset as it was, or as it was overridden, at its beginning."""
     if config.algorithm.preset is None or config.run.recover_mode == "disabled":
         return
-    values, preset = setting_values(config), preset_values(config)
+    values = setting_values(config)
     recorded = recorded_settings(config.run.output_dir, config.algorithm.preset)
     kept = [key for key in preset if key in recorded and values[key] == recorded[key] != preset[key]]
     if kept:
@@ -92,8 +94,8 @@ def _rollout_warnings(config: Config) -> Iterator[str]:
         )
 
 
-def _algorithm_warnings(config: Config) -> Iterator[str]:
-    own_scheme = preset_values(config).get("reward.scheme", RewardConfig.scheme) != config.reward.scheme
+def _algorithm_warnings(config: Config, preset: Mapping[str, Any]) -> Iterator[str]:
+    own_scheme = preset.get("reward.scheme", RewardConfig.scheme) != config.reward.scheme
     if config.reward.rewards and own_scheme and not is_verified(config.reward):
         yield "reward.scheme: no effect with reward.rewards that do not list correctness, whose scheme it is."
     functions = functions_of(config.reward)

@@ -299,24 +299,22 @@ def test_thinking_and_calls_in_answers_are_no_marks_of_turns(tmp_path: Path) -> 
         assert learned_texts(sequence, tokenizer) == [said + "<|im_end|>"]
 
 
-def test_a_mark_that_the_tokenizer_makes_of_other_letters_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("normalizer", "mark", "written"),
+    [
+        (normalizers.NFKC(), "<|turn|>", "<|ｔｕｒｎ|>"),
+        (normalizers.Lowercase(), "<|TURN|>", "<|turn|>"),
+    ],
+    ids=["wide letters", "small letters"],
+)
+def test_a_mark_that_the_tokenizer_makes_of_other_letters_is_found(
+    normalizer: normalizers.Normalizer, mark: str, written: str, tmp_path: Path
+) -> None:
     tokenizer = marked(False)
-    tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
-    tokenizer.add_tokens([AddedToken("<|turn|>", special=False, normalized=True)])
-    wide = "<|ｔｕｒｎ|>"
-    assert tokenizer.convert_tokens_to_ids("<|turn|>") in tokenizer(wide)["input_ids"]
-    row = {"messages": [{"role": "user", "content": f"1+1?{wide}"}, ANSWER]}
-    found, report = load(tmp_path, tokenizer, row, {"messages": [ASKED, ANSWER]})
-    assert len(found) == 1 and "'<|turn|>'" in report.unusable[0].reason
-
-
-def test_a_mark_in_capitals_is_found_where_the_tokenizer_reads_small_letters(tmp_path: Path) -> None:
-    tokenizer = marked(False)
-    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.add_tokens([AddedToken("<|TURN|>", special=False, normalized=True)])
-    content = "1+1?<|turn|>"
-    assert tokenizer.convert_tokens_to_ids("<|TURN|>") in tokenizer(content)["input_ids"]
-    row = {"messages": [{"role": "user", "content": content}, ANSWER]}
+    tokenizer.backend_tokenizer.normalizer = normalizer
+    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=True)])
+    assert tokenizer.convert_tokens_to_ids(mark) in tokenizer(written)["input_ids"]
+    row = {"messages": [{"role": "user", "content": f"1+1?{written}"}, ANSWER]}
     found, report = load(tmp_path, tokenizer, row, {"messages": [ASKED, ANSWER]})
     assert len(found) == 1 and "'<|turn|>'" in report.unusable[0].reason
 

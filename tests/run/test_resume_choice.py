@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -480,6 +482,31 @@ def test_a_file_that_is_no_json_keeps_no_run_from_resuming(tmp_path: Path) -> No
     checkpoint(run, 3, files=with_stop_tokens(read_metadata_files(model), (1,)))
     origin = replace(ORIGIN, stop_token_ids=(1,))
     assert found_steps(make_config(run, f"model.path={model}"), origin) == [3]
+
+
+def test_the_models_tokenizer_is_read_once_for_all_checkpoints(tmp_path: Path) -> None:
+    model, run = make_model_folder(tmp_path / "model"), tmp_path / "run"
+    for step in (1, 2, 3):
+        checkpoint(run, step, files=with_stop_tokens(read_metadata_files(model), (1,)))
+    config, origin = make_config(run, f"model.path={model}"), replace(ORIGIN, stop_token_ids=(1,))
+    with opened_files() as opened:
+        assert found_steps(config, origin) == [3, 2, 1]
+    assert opened.count(str(model / "tokenizer.json")) == 1
+
+
+@contextmanager
+def opened_files() -> Iterator[list[str]]:
+    """The files that Python opens meanwhile. An audit hook cannot be removed: it stops adding."""
+    opened: list[str] = []
+    listens = True
+
+    def on_event(name: str, arguments: tuple[object, ...]) -> None:
+        if listens and name == "open":
+            opened.append(str(arguments[0]))
+
+    sys.addaudithook(on_event)
+    yield opened
+    listens = False
 
 
 STAGED = ("stages.steps=[2,4,6]", "stages.max_new_tokens=[8,16,24]")

@@ -19,6 +19,7 @@ from rlmath.algorithms.types import Prompt
 from rlmath.checkpoint import directory
 from rlmath.checkpoint.directory import Checkpoint, Progress
 from rlmath.checkpoint.hf.headers import fingerprint_to_compare, model_fingerprint
+from rlmath.checkpoint.hf.metadata_files import read_metadata_files
 from rlmath.config.help import as_yaml_word, is_among, setting_values
 from rlmath.config.hub import is_same
 from rlmath.config.length_curriculum import (
@@ -163,6 +164,8 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
     notes: list[str] = []
     found = list(_readable_checkpoints(config, notes))
     rollbacks, candidates = read_rollbacks(config.run.output_dir), []
+    compares_tokenizers = bool(found) and origin.stop_token_ids is not None
+    model_files = read_metadata_files(config.model.path) if compares_tokenizers else {}
     for checkpoint, progress, then in found:
         if (later := superseded_by(rollbacks, progress)) is not None:
             text = f"rollback {later.number} of the run went back to step {later.step}"
@@ -171,7 +174,7 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
         problems = list(_other_run(then, config, progress, origin, total_steps))
         if origin.stop_token_ids is not None:
             model = Path(config.model.path)
-            problems += tokenizer_changes(model, checkpoint.folder, origin.stop_token_ids)
+            problems += tokenizer_changes(model, model_files, checkpoint.folder, origin.stop_token_ids)
         if problems:
             what = [*(f"  - {problem}" for problem in problems), f"{START_OVER.capitalize()}."]
             raise ValueError("\n".join([f"The run cannot resume from {checkpoint.folder}:", *what]))

@@ -28,16 +28,18 @@ _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "added_tok
 _ANY_TOKEN = 2**31
 
 
-def tokenizer_changes(model: Path, checkpoint: Path, stops: Sequence[int]) -> Iterator[str]:
-    """What differs between the tokenizer in the folder `model`, with the run's `stops`, and the checkpoint's own files.
-    What changes no token, such as how a file is indented or its chat template, is no difference; a checkpoint without
-    a tokenizer is not compared."""
+def tokenizer_changes(
+    model: Path, model_files: Mapping[str, bytes], checkpoint: Path, stops: Sequence[int]
+) -> Iterator[str]:
+    """What differs between the tokenizer in the folder `model`, whose metadata files are `model_files`, with the run's
+    `stops`, and the checkpoint's own files. What changes no token, such as how a file is indented or its chat template,
+    is no difference; a checkpoint without a tokenizer is not compared. Only files whose bytes differ are parsed."""
     own = checkpoint / METADATA_FILES
     files = read_metadata_files(own) if own.is_dir() else {}
     if not any(name in files for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
         return
     restore = f'Copy the files of "{own}" into "{model}"'
-    if _tokenizer_files(files) != _tokenizer_files(read_metadata_files(model)):
+    if _say_other_tokenizers(files, model_files):
         then, now = load_tokenizer(str(own), "the checkpoint"), load_tokenizer(str(model))
         if difference := _difference(then, now):
             yield f"model.path: its tokenizer is another than the checkpoint's own: {difference}. {restore}"
@@ -56,18 +58,24 @@ def _listed(tokens: Sequence[int]) -> str:
     return ", ".join(map(str, sorted(tokens))) or "none"
 
 
-def _tokenizer_files(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """What files of a model's folder say of its tokenizer; the bytes of a file that is no JSON."""
-    contents: dict[str, Any] = {
-        name: content for name, content in files.items() if name not in _OF_NO_TOKENIZER
-    }
-    for name in [name for name in contents if name.endswith(".json")]:
-        with suppress(ValueError):
-            contents[name] = parse_json(contents[name].decode())
-    config = contents.get(TOKENIZER_CONFIG)
-    if isinstance(config, dict):
-        config.pop("chat_template", None)
-    return contents
+def _say_other_tokenizers(then: Mapping[str, bytes], now: Mapping[str, bytes]) -> bool:
+    """Whether the files of two models' folders say different things of their tokenizers."""
+    names = (then.keys() | now.keys()) - {*_OF_NO_TOKENIZER}
+    changed = [name for name in names if then.get(name) != now.get(name)]
+    return any(_parsed(name, then) != _parsed(name, now) for name in changed)
+
+
+def _parsed(name: str, files: Mapping[str, bytes]) -> Any:
+    """What a file says of the tokenizer; the bytes of a file that is no JSON, and None for one that is not there."""
+    content = files.get(name)
+    if content is None or not name.endswith(".json"):
+        return content
+    with suppress(ValueError):
+        values = parse_json(content.decode())
+        if name == TOKENIZER_CONFIG and isinstance(values, dict):
+            values.pop("chat_template", None)
+        return values
+    return content
 
 
 def _said_stops(files: Mapping[str, bytes]) -> set[Any]:
