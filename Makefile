@@ -8,11 +8,12 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	if "$$python" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; \
 	then echo "$$python"; break; fi; done)
 
-# The demo's seed, algorithm (one of configs/algorithms), ranks and layout; one rank allows no tensor parallelism.
+# The demo's seed, algorithm (one of configs/algorithms), ranks and layout; RANKS and TP are by default what fits the
+# machine (rlmath demo --help).
 SEED ?= 1
 ALGORITHM ?= grpo
-RANKS ?= 2
-TP ?= $(if $(filter 1,$(RANKS)),1,2)
+RANKS ?=
+TP ?=
 PP ?= 1
 STARTED := $(shell date +%s)
 
@@ -39,7 +40,7 @@ help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
 
 demo: venv ## train a tiny model and print the result: SEED=1 ALGORITHM=grpo RANKS=2 TP=2 PP=1
-	.venv/bin/rlmath demo --seed $(SEED) --algorithm $(ALGORITHM) --ranks $(RANKS) --tensor-parallel $(TP) --pipeline-parallel $(PP) --started-at $(STARTED)
+	.venv/bin/rlmath demo --seed $(SEED) --algorithm $(ALGORITHM) $(if $(RANKS),--ranks $(RANKS)) $(if $(TP),--tensor-parallel $(TP)) --pipeline-parallel $(PP) --started-at $(STARTED)
 
 test: venv ## run the tests: a case of every part of the program, a run that is resumed
 	.venv/bin/python -m tests $(ARGS)

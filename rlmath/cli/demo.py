@@ -38,7 +38,8 @@ LORA_RATES = ("optimizer.lr=2e-3", "optimizer.min_lr=1e-4")
 """Of the demo's adapters: ten times those of configs/demo.yaml."""
 REWARD = f"reward.scheme={RewardConfig.scheme}"
 """Of every objective whose paper pays for right answers alone: one reward, so that their curves can be compared."""
-SFT_RANKS = 2
+MOST_RANKS = 2
+"""Without --ranks; the supervised training never has more."""
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells give it."""
 
@@ -91,9 +92,7 @@ def one_thread() -> dict[str, str]:
 def teach(folder: Path, seed: int) -> None:
     """Supervised training on worked solutions, with one data-parallel rank for each of two cores (or one on a machine
     with one GPU), whatever the layout of what follows: every seed has one base model."""
-    import torch
-
-    ranks = min(SFT_RANKS, os.cpu_count() or 1, torch.cuda.device_count() or SFT_RANKS)
+    ranks = min(fitting_ranks(gpu_count("auto")), os.cpu_count() or 1)
     command = [*RLMATH, "sft", "--ranks", str(ranks)]
     command += ["--config", str(shipped("configs/demo_sft.yaml"))]
     command += [f"run.output_dir={folder / 'sft'}", f"run.seed={seed}", f"model.path={folder / 'random'}"]
@@ -145,8 +144,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a tiny model with GRPO on this machine's CPU.")
     add, names = parser.add_argument, sorted(path.stem for path in ALGORITHMS.glob("*.yaml"))
     add("--seed", type=int, default=1, help="of data, model and training (default: 1)")
-    add("--ranks", type=int, default=2, help="processes (default: 2)")
-    add("--tensor-parallel", type=int, default=2, help="of the training layout (default: 2)")
+    add("--ranks", type=int, help="processes (default: 2; 1 on a machine with one GPU)")
+    add("--tensor-parallel", type=int, help="of the training layout (default: 2; 1 on one rank)")
     add("--pipeline-parallel", type=int, default=1, help="of the training layout (default: 1)")
     which = f"one of {', '.join(names)} (default: grpo)"
     add("--algorithm", choices=names, default="grpo", metavar="NAME", help=which)
@@ -154,13 +153,32 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     began = "when the user began, in seconds since 1970: the seconds with installation are told, too"
     add("--started-at", type=float, help=began)
     add(OVERSUBSCRIBE, action="store_true", help="start more processes than this machine has room for")
-    given = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def fitting_ranks(gpus: int) -> int:
+    """Ranks of a demo on a machine with so many GPUs, 0 for one that computes on the CPU: each takes a GPU of its own.
+
+    >>> fitting_ranks(0), fitting_ranks(1), fitting_ranks(8)
+    (2, 1, 2)
+    """
+    return min(MOST_RANKS, gpus or MOST_RANKS)
+
+
+def fill_layout(given: argparse.Namespace, gpus: int) -> None:
+    """Fill in the ranks and the tensor parallelism that the command line leaves open, for a machine with so many GPUs
+    (`fitting_ranks`). ValueError where the layout does not fit the ranks, or they do not fit the machine."""
+    if given.ranks is None:
+        given.ranks = fitting_ranks(gpus)
+    if given.tensor_parallel is None:
+        given.tensor_parallel = 1 if given.ranks == 1 else 2
     sizes = given.tensor_parallel, given.pipeline_parallel
     if min(given.ranks, *sizes) < 1 or given.ranks % math.prod(sizes):
-        parser.error(
+        raise ValueError(
             f"--ranks is {given.ranks}; needed: a multiple of TP x PP = {' x '.join(map(str, sizes))}"
         )
-    return given
+    if not given.oversubscribe:
+        refuse_crowding(given.ranks, this_machine(gpus))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -168,12 +186,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     escape_terminal()
     started, given = time.time(), parse(argv)
     folder = given.output.resolve()
-    if not given.oversubscribe:
-        try:
-            refuse_crowding(given.ranks, this_machine(gpu_count("auto")))
-        except ValueError as error:
-            print(f"demo: {error}", file=sys.stderr)
-            return MISTAKE
+    try:
+        fill_layout(given, gpu_count("auto"))
+    except ValueError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return MISTAKE
     if folder.exists():
         set_aside(folder)
     folder.mkdir(parents=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.cli.demo import ALGORITHMS, parse, training_words
+from rlmath.cli.demo import ALGORITHMS, fill_layout, parse, training_words
 from rlmath.config.load import load_config, make_parser
 from rlmath.rewards.schemes import raw_reward, reward_scale
 
@@ -18,7 +18,44 @@ OTHER_REWARDS = {"simplerl": (1.0, -0.5), "critic": (1.0, -1.0)}
 def test_the_demo_pays_every_objective_alike_so_that_published_curves_can_be_made_again(
     name: str, tmp_path: Path
 ):
-    given = make_parser("").parse_intermixed_args(training_words(tmp_path, parse(["--algorithm", name])))
+    demo = parse(["--algorithm", name])
+    fill_layout(demo, gpus=0)
+    given = make_parser("").parse_intermixed_args(training_words(tmp_path, demo))
     reward = load_config(given.config, given.overrides).reward
     paid = tuple(raw_reward(reward, right, True) * reward_scale(reward, True) for right in (True, False))
     assert paid == OTHER_REWARDS.get(name, (5.0, -5.0))
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "layout"),
+    [
+        ((), 0, (2, 2)),
+        ((), 1, (1, 1)),
+        ((), 8, (2, 2)),
+        (("--ranks", "1"), 0, (1, 1)),
+        (("--ranks", "4"), 8, (4, 2)),
+        (("--tensor-parallel", "1"), 0, (2, 1)),
+        (("--ranks", "2", "--oversubscribe"), 1, (2, 2)),
+    ],
+)
+def test_ranks_that_are_not_given_fit_the_machine(
+    words: tuple[str, ...], gpus: int, layout: tuple[int, int]
+) -> None:
+    demo = parse(words)
+    fill_layout(demo, gpus)
+    assert (demo.ranks, demo.tensor_parallel) == layout
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "told"),
+    [
+        (("--ranks", "2"), 1, "2 ranks on 1 GPU: every rank takes a GPU of its own"),
+        (("--tensor-parallel", "2"), 1, "--ranks is 1; needed: a multiple of TP x PP = 2 x 1"),
+        (("--ranks", "0"), 0, "--ranks is 0; needed: a multiple"),
+        (("--ranks", "3"), 0, "--ranks is 3; needed: a multiple of TP x PP = 2 x 1"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(words: tuple[str, ...], gpus: int, told: str) -> None:
+    with pytest.raises(ValueError) as error:
+        fill_layout(parse(words), gpus)
+    assert told in str(error.value)
