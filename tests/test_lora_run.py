@@ -26,6 +26,7 @@ def train(place: Path, folder: Path, ranks: int, *more: str) -> Path:
 def test_another_run_begins_with_the_adapters_that_a_run_leaves(arithmetic: Path, tmp_path: Path) -> None:
     first = train(arithmetic, tmp_path / "first", 1, "save.merged=false", "optimizer.lr=2e-3")
     assert [path.name for path in (first / "hf_model").iterdir()] == ["adapter"]
+    assert "library_name: peft" in (first / ADAPTER / "README.md").read_text()
     unmoved = ("optimizer.lr=1e-12", "optimizer.min_lr=0", "telemetry.capture_steps=[1]")
     second = train(arithmetic, tmp_path / "second", 2, f"model.adapter_path={first / ADAPTER}", *unmoved)
     before, after = (load_file(one / ADAPTER / "adapter_model.safetensors") for one in (first, second))

@@ -116,7 +116,8 @@ def to_hf(given: argparse.Namespace) -> Converted:
     run_folder = source.state.parent
     is_ours = (run_folder / PROGRESS).is_file()
     if given.adapter:
-        return adapters_to_hf(source.state, read_model_shape(folder), given.output, dtype)
+        card = _card_of(run_folder, read_progress(run_folder).step, is_adapter=True) if is_ours else {}
+        return adapters_to_hf(source.state, read_model_shape(folder), given.output, dtype, card=card)
     if given.critic:
         shape, metadata_files = critic_of(source, metadata_files)
     else:
@@ -137,16 +138,18 @@ def to_hf(given: argparse.Namespace) -> Converted:
     )
 
 
-def _card_of(checkpoint: Path, steps_done: int) -> dict[str, bytes]:
-    """The model card of a checkpoint of ours, with what its run has measured; none where its settings are gone, or are
-    those of another release."""
+def _card_of(checkpoint: Path, steps_done: int, is_adapter: bool = False) -> dict[str, bytes]:
+    """The card of the model, or of its adapters alone, of a checkpoint of ours, with what its run has measured; none
+    where its settings are gone, or are those of another release."""
     from rlmath.run.recovery.model_card import CARD_FILE, model_card
 
     try:
         run = load_config([checkpoint / SETTINGS], [], saved=True)
     except ValueError:
         return {}
-    return {CARD_FILE: model_card(run, steps_done, total_steps=None, output_dir=checkpoint.parent.parent)}
+    output_dir = checkpoint.parent.parent
+    card = model_card(run, steps_done, total_steps=None, output_dir=output_dir, is_adapter=is_adapter)
+    return {CARD_FILE: card}
 
 
 def critic_of(

@@ -301,10 +301,7 @@ def test_thinking_and_calls_in_answers_are_no_marks_of_turns(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("normalizer", "mark", "written"),
-    [
-        (normalizers.NFKC(), "<|turn|>", "<|ｔｕｒｎ|>"),
-        (normalizers.Lowercase(), "<|TURN|>", "<|turn|>"),
-    ],
+    [(normalizers.NFKC(), "<|turn|>", "<|ｔｕｒｎ|>"), (normalizers.Lowercase(), "<|TURN|>", "<|turn|>")],
     ids=["wide letters", "small letters"],
 )
 def test_a_mark_that_the_tokenizer_makes_of_other_letters_is_found(

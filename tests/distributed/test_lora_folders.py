@@ -56,6 +56,8 @@ def test_a_checkpoint_is_converted_to_what_the_policy_was(
         found = load_file(place / folder)
         assert found.keys() == tensors.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items()), folder
+    card = (place / "adapter" / "README.md").read_text()
+    assert "\nlibrary_name: peft\n" in card and "\n# LoRA adapters of " in card
     base = load_file(untied_model / "model.safetensors")
     moved = {name for name, tensor in policy.merged.items() if not torch.equal(base[name], tensor)}
     assert len(moved) == len(policy.adapters) / 2

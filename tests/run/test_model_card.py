@@ -73,6 +73,16 @@ def test_a_card_says_base_data_settings_steps_and_what_was_measured(tmp_path: Pa
     }
 
 
+def test_a_card_of_adapters_says_the_same_of_them(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "lora.rank=4")
+    whole, adapters = (
+        model_card(config, 3, 4, is_adapter=is_adapter).decode() for is_adapter in (False, True)
+    )
+    assert front_of(adapters) == front_of(whole) | {"library_name": "peft"}
+    assert "\n# LoRA adapters of `tiny`, trained by rlmath\n" in adapters
+    assert adapters.partition("\nTrained from")[2] == whole.partition("\nTrained from")[2] != ""
+
+
 def test_a_card_has_the_licence_of_the_base_model(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     config = config_of(tmp_path, f"model.path={tmp_path}/base")

@@ -180,8 +180,11 @@ def _write_hf(
     return Converted(len(names), writer.bytes, dtype)
 
 
-def adapters_to_hf(state: Path, shape: ModelShape, output: Path, dtype: torch.dtype | None) -> Converted:
-    """Write the adapters of a LoRA run's checkpoint as a folder of PEFT's. ValueError for a mistake."""
+def adapters_to_hf(
+    state: Path, shape: ModelShape, output: Path, dtype: torch.dtype | None, card: Mapping[str, bytes]
+) -> Converted:
+    """Write the adapters of a LoRA run's checkpoint as a folder of PEFT's, with the file of their `card`, if any.
+    ValueError for a mistake."""
     reader = StateReader(state)
     run = lora_run(reader)
     if run is None:
@@ -193,7 +196,7 @@ def adapters_to_hf(state: Path, shape: ModelShape, output: Path, dtype: torch.dt
     }
     size = sum(weight.nbytes for weight in tensors.values())
     with _fresh_folder(output, size) as folder:
-        write_files(folder, adapter_files(tensors, run.lora, shape, run.model.path))
+        write_files(folder, adapter_files(tensors, run.lora, shape, run.model.path) | dict(card))
     return Converted(len(tensors), size, dtype)
 
 

@@ -163,7 +163,7 @@ class Checkpointer:
             stream = self._with_progress(stream_hf_tensors(trainer.actor.chunks, trainer.shape, trainer.mesh))
             files |= self._metadata_files
             if writes:
-                files[CARD_FILE] = model_card(trainer.config, self.steps_done, trainer.total_steps)
+                files[CARD_FILE] = self._card(is_adapter=False)
         write_hf_folder(stream, files, folder, save_schedule.export_formats(trainer.config), writes)
 
     def _adapter_files(self, dtype: torch.dtype) -> dict[str, bytes]:
@@ -178,8 +178,15 @@ class Checkpointer:
         ):
             if writes:
                 tensors[name] = tensor.to("cpu", dtype, copy=True).contiguous()
-        files = adapter_files(tensors, lora, trainer.shape, trainer.config.model.path) if writes else {}
+        if not writes:
+            return {}
+        files = adapter_files(tensors, lora, trainer.shape, trainer.config.model.path)
+        files[CARD_FILE] = self._card(is_adapter=True)
         return {f"{ADAPTER_FOLDER}/{name}": content for name, content in files.items()}
+
+    def _card(self, is_adapter: bool) -> bytes:
+        trainer = self._trainer
+        return model_card(trainer.config, self.steps_done, trainer.total_steps, is_adapter=is_adapter)
 
     def export_final_model(self) -> str | None:
         """Write the trained model in Hugging Face form; why the disk refuses it, else None. A collective."""
@@ -221,15 +228,16 @@ class Checkpointer:
             logger.info("The model of stage %d is in %s", ended.number + 1, folder)
 
     def rewrite_card(self) -> None:
-        """Write the card of the final model again, with what was measured since; on rank 0."""
-        card = self._folder / EXPORT_FOLDER / CARD_FILE
-        if not card.is_file():
-            return
-        trainer = self._trainer
-        try:
-            write_whole(card, model_card(trainer.config, self.steps_done, trainer.total_steps).decode())
-        except OSError as error:
-            logger.warning("%s has no figures of the last validation: %s", card, error)
+        """Write the cards of the final model and its adapters again, with what was measured since; on rank 0."""
+        model = self._folder / EXPORT_FOLDER
+        for folder in (model, model / ADAPTER_FOLDER):
+            card = folder / CARD_FILE
+            if not card.is_file():
+                continue
+            try:
+                write_whole(card, self._card(is_adapter=folder != model).decode())
+            except OSError as error:
+                logger.warning("%s has no figures of the last validation: %s", card, error)
 
     def close(self) -> None:
         self._store.close()

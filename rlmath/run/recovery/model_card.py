@@ -38,19 +38,24 @@ _MEASURES = {
 
 
 def model_card(
-    config: Config, steps_done: int, total_steps: int | None, output_dir: Path | None = None
+    config: Config,
+    steps_done: int,
+    total_steps: int | None,
+    output_dir: Path | None = None,
+    is_adapter: bool = False,
 ) -> bytes:
-    """The card of the model after so many steps, of `total_steps` where they are known; metrics are those in
-    `output_dir` (None: the run's)."""
+    """The card of the model, or of its adapters alone, after so many steps, of `total_steps` where they are known;
+    metrics are those in `output_dir` (None: the run's)."""
     base = base_name(config.model.path)
-    front = {"base_model": base, "library_name": "transformers", "pipeline_tag": "text-generation"}
+    library = "peft" if is_adapter else "transformers"
+    front = {"base_model": base, "library_name": library, "pipeline_tag": "text-generation"}
     front |= _licence(Path(config.model.path)) | {"tags": ["rlmath"]}
     kind = "supervised training" if _is_supervised(config, output_dir) else "reinforcement learning"
     steps = f"{steps_done} steps" if total_steps is None else f"{steps_done} of {total_steps} steps"
     data = [config.data.train_path, *config.data.more_train_paths]
     sections = [
         f"---\n{_yaml(front)}---",
-        f"# {_code(base)}, trained by rlmath",
+        f"# {'LoRA adapters of ' if is_adapter else ''}{_code(base)}, trained by rlmath",
         f"Trained from {_code(base)} by {kind} with rlmath {rlmath.__version__}: {steps}.",
         "## Data",
         "\n".join(f"- {_code(without_folders(as_hub_ids(path)))}" for path in data),
