@@ -107,12 +107,16 @@ def missing_text(here: Sequence[str], wanted: int, names: Sequence[str]) -> str:
     '2 of 4 nodes are here; missing: b, d'
     >>> missing_text(["a", "c"], 4, [""])
     '2 of 4 nodes are here (a, c); --nodes would name the 2 that are missing'
+    >>> missing_text(["a"], 2, [""])
+    '1 of 2 nodes is here (a); --nodes would name the 1 that is missing'
     """
     missing = [name for name in names if name and name not in here]
+    verb = "is" if len(here) == 1 else "are"
+    left = wanted - len(here)
     if missing:
-        return f"{len(here)} of {wanted} nodes are here; missing: {', '.join(missing)}"
-    text = f"{len(here)} of {wanted} nodes are here ({', '.join(here)})"
-    return f"{text}; --nodes would name the {wanted - len(here)} that are missing"
+        return f"{len(here)} of {wanted} nodes {verb} here; missing: {', '.join(missing)}"
+    text = f"{len(here)} of {wanted} nodes {verb} here ({', '.join(here)})"
+    return f"{text}; --nodes would name the {left} that {'is' if left == 1 else 'are'} missing"
 
 
 def report_to(store: dist.TCPStore, own: str, seconds: float) -> str:

@@ -302,6 +302,20 @@ def applied(source: str, row: Mapping[str, Any]) -> str:
     return f"{before.decode()}({row['new']}){after.decode()}"
 
 
+def python_files(names: Sequence[str]) -> list[str]:
+    """The Python files of HEAD that names of files and folders stand for. ValueError for a name that stands for
+    none."""
+    tracked = subprocess.check_output(["git", "ls-tree", "-r", "--name-only", "HEAD"], text=True).splitlines()
+    files: list[str] = []
+    for name in names:
+        path = Path(os.path.relpath(name))
+        inside = [file for file in tracked if file.endswith(".py") and Path(file).is_relative_to(path)]
+        if not inside:
+            raise ValueError(f'"{name}" is no Python file of HEAD, and no folder with one')
+        files += inside
+    return files
+
+
 # ---------------------------------------------------------------- copies of the project, and sessions of pytest
 
 
@@ -487,12 +501,15 @@ def main() -> None:
         "--marks", default=COUNTED, help="record only tests with these marks, as pytest's -m takes them"
     )
     args = parser.parse_args()
+    try:
+        files = python_files(args.files)
+    except ValueError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
     head = subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], text=True)
     work = Path("build/mutants", head.strip()).absolute()
     work.mkdir(parents=True, exist_ok=True)
     if args.record is not None or not (work / "lines").exists():
         record_tests(work, args.marks, args.record or ())
-    files = [str(path) for name in args.files for path in sorted(Path(name).rglob("*.py")) or [name]]
     sample = sampled_mutants(make_copy(work / "types"), files, args.number, args.seed) if files else []
     verdicts = {key_of(row): row for row in read_rows(work / RESULTS)}
     verdicts |= {key_of(row): row | {"outcome": "equal"} for row in read_rows(EQUAL)}

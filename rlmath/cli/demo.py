@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlmath.config.help import counted
 from rlmath.config.load import preset_settings
 from rlmath.config.run_files import EXPORT_FOLDER, REPORT_FILE, VALIDATION_FILE
 from rlmath.config.schema import RewardConfig
@@ -135,7 +136,7 @@ def train(folder: Path, given: argparse.Namespace) -> Path:
     command = [*RLMATH, "train", "--ranks", str(given.ranks), *training_words(folder, given)]
     command += [OVERSUBSCRIBE] * given.oversubscribe
     layout = f"TP{given.tensor_parallel} x PP{given.pipeline_parallel}"
-    run(f"Training ({given.algorithm}) on {given.ranks} ranks, {layout}", command, one_thread())
+    run(f"Training ({given.algorithm}) on {counted(given.ranks, 'rank')}, {layout}", command, one_thread())
     return folder / "run"
 
 

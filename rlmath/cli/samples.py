@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from rlmath.answers.extraction import extract_answer, split_boxes
-from rlmath.config.help import nearest_path
+from rlmath.config.help import counted, nearest_path
 from rlmath.config.load import load_config
 from rlmath.config.run_files import CONFIG_FILE, SAMPLES_FOLDER
 from rlmath.config.terminal import ends_with_its_reader, escape_terminal, visible
@@ -63,7 +63,7 @@ def _choose_file(run_dir: str, step: int | None) -> Path:
     wanted = max(files) if step is None else step
     if wanted not in files:
         raise ValueError(
-            f"{folder} has no step {wanted}; it has {len(files)} steps, {min(files)} to {max(files)}"
+            f"{folder} has no step {wanted}; it has {counted(len(files), 'step')}, {min(files)} to {max(files)}"
         )
     return files[wanted]
 

@@ -7,12 +7,14 @@ echo 'print(6 * 7)' | rlmath sandbox
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlmath.config.help import nearest_path
 from rlmath.config.terminal import escape_terminal
-from rlmath.sandbox.calls import ISOLATIONS, STATES, CallResult, Limits, PastCall
+from rlmath.sandbox.calls import ISOLATIONS, LEAST_OUTPUT, STATES, CallResult, Limits, PastCall
 from rlmath.sandbox.sandboxes import Sandboxes
 
 MISTAKE = 2
@@ -25,17 +27,12 @@ def main(argv: Sequence[str]) -> int:
     escape_terminal()
     options = parse_arguments(argv)
     try:
-        limits = Limits(
-            call_cpu_seconds=options.cpu_seconds,
-            completion_cpu_seconds=max(options.cpu_seconds, options.completion_cpu_seconds),
-            memory_bytes=int(options.memory_gib * 2**30),
-            output_characters=options.output_characters,
-        )
+        limits = limits_of(options)
         sources = [read_source(name) for name in options.files or ["-"]]
         sandboxes = Sandboxes(
             cores=1, sessions=1, limits=limits, isolation=options.isolation, state=options.state
         )
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(f"rlmath sandbox: {error}", file=sys.stderr)
         return MISTAKE
     with sandboxes:
@@ -47,6 +44,22 @@ def main(argv: Sequence[str]) -> int:
     if any(outcome.is_infrastructure_fault for outcome in results):
         return FAULT
     return int(any(outcome.status != "ok" for outcome in results))
+
+
+def limits_of(options: argparse.Namespace) -> Limits:
+    """ValueError, which names the option, for a limit that is none."""
+    least = {"output_characters": LEAST_OUTPUT}
+    for name in ("cpu_seconds", "completion_cpu_seconds", "memory_gib", "output_characters"):
+        value = getattr(options, name)
+        if not 0 < value < math.inf or value < least.get(name, 0):
+            needed = f"at least {least[name]}" if name in least else "a finite number above 0"
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; needed: {needed}")
+    return Limits(
+        call_cpu_seconds=options.cpu_seconds,
+        completion_cpu_seconds=max(options.cpu_seconds, options.completion_cpu_seconds),
+        memory_bytes=math.ceil(options.memory_gib * 2**30),
+        output_characters=options.output_characters,
+    )
 
 
 def run_calls(sandboxes: Sandboxes, sources: Sequence[str], seed: int) -> list[CallResult]:
@@ -66,10 +79,16 @@ def run_calls(sandboxes: Sandboxes, sources: Sequence[str], seed: int) -> list[C
 
 
 def read_source(name: str) -> str:
-    """A file's code, or that of standard input for "-". OSError or ValueError where it cannot be read."""
+    """A file's code, or that of standard input for "-". ValueError where it cannot be read."""
     if name == "-":
         return sys.stdin.read()
-    return Path(name).read_text(encoding="utf-8")
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ValueError(f'there is no file "{name}".{nearest_path(Path(name))}') from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f'"{name}" cannot be read ({reason}); needed: a file of Python in UTF-8') from error
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:

@@ -22,7 +22,7 @@ from rlmath.cli.program import main as run_program
 from rlmath.config.help import raise_problems
 from rlmath.config.hub import is_hub_id
 from rlmath.config.length_curriculum import with_longest_lengths
-from rlmath.config.load import load_config, make_parser
+from rlmath.config.load import load_config
 from rlmath.config.run_files import CHECKPOINTS_FOLDER, EXIT_STATUS_FILE
 from rlmath.config.schema import Config, Kind, RunConfig
 from rlmath.config.shipped_files import PACKAGE
@@ -40,6 +40,7 @@ from rlmath.planning.checks import only_used
 from rlmath.planning.machine_room import GIB, OVERSUBSCRIBE, Machine, refuse_crowding, this_machine
 from rlmath.planning.memory_fit import host_bytes
 from rlmath.planning.parallelism import ranks_or_least
+from rlmath.run.command_line import program_parser
 from rlmath.run.early_checks import early_problems
 from rlmath.run.run_dir import sole_user
 
@@ -74,7 +75,7 @@ def _train(program: Kind, argv: Sequence[str]) -> int:
     try:
         ranks, words = take_ranks(argv)
         oversubscribe, words = take_oversubscribe(words)
-        given = make_parser("").parse_intermixed_args(words)
+        given = program_parser().parse_intermixed_args(words)
         config = load_config(given.config, given.overrides)
         used = only_used(config)[0] if program == "sft" else config
         raise_problems("this run", list(early_problems(used, ranks_or_least(used, ranks), program)))

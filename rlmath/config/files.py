@@ -63,6 +63,10 @@ def parse_json(text: str, unique_keys: bool = False) -> Any:
         return json.loads(text, object_pairs_hook=_without_repetition if unique_keys else None)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, character {error.colno}"
+        where = line if "\n" in text.strip() else f"character {min(error.pos, len(text.rstrip())) + 1}"
+        raise ValueError(f"{error.msg} at {where}") from error
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class Setting:
             return f'{self.key} is "{value}"; needed: one of {words}{own}.{nearest_word(value, self.words)}'
         limits, numbers = self.range, value if isinstance(value, list) else [value]
         if limits and not all(map(limits.holds, numbers)):
-            return f"{self.key} is {value!s:.100}; needed: {limits}. {limits.why}".rstrip()
+            return f"{self.key} is {value!s:.100}; needed: {limits.needed(numbers)}. {limits.why}".rstrip()
         return None
 
 
@@ -219,7 +219,7 @@ def help_text(word: str = "", width: int | None = None, keys: Collection[str] | 
             )
     if not chosen and not lines:
         hint = near_key(word)
-        suggestion = f' Did you mean "{hint}"?' if hint else ""
+        suggestion = f' Did you mean "{hint}"?' if hint else _settings_with(word, shown)
         raise ValueError(
             f'there is no section and no setting "{word}".{suggestion} Sections: {", ".join(sections)}'
         )
@@ -237,6 +237,25 @@ def help_text(word: str = "", width: int | None = None, keys: Collection[str] | 
         lines += wrapped(f"{setting.key}  ({setting.allowed}; {default})", 2, 6)
         lines += wrapped(setting.doc, 6, 6)
     return "\n".join(lines)
+
+
+MOST_SETTINGS = 8
+"""Most settings that the answer to a word names."""
+
+
+def _settings_with(word: str, settings: Sequence[Setting]) -> str:
+    """' Settings with it in their names: rollout.group_size.': those where a word of the name, else of the text, begins
+    with `word`; '' where none has."""
+    begins = re.compile(rf"(?<![a-z]){re.escape(plain_name(word))}")
+    for place, texts in {
+        "names": {setting.key: setting.key for setting in settings},
+        "texts": {setting.key: setting.doc.lower() for setting in settings},
+    }.items():
+        keys = [key for key, text in texts.items() if begins.search(text)]
+        if keys:
+            others = f", and {len(keys) - MOST_SETTINGS} others" if keys[MOST_SETTINGS:] else ""
+            return f" Settings with it in their {place}: {', '.join(keys[:MOST_SETTINGS])}{others}."
+    return ""
 
 
 # ---------------------------------------------------------------- names that are no settings
@@ -320,10 +339,10 @@ def near_key(key: str) -> str | None:
     if not dot:
         beginnings = [known for known in section_classes() if len(word) >= 3 and known.startswith(word)]
         names = {setting.name for setting in all_settings().values()}
-        near_name = _nearest(word, names)
+        near_name = nearest_slip(word, names)
         return (
             _only(beginnings)
-            or _nearest(word, section_classes())
+            or nearest_slip(word, section_classes())
             or (_only(keys_of_last_word(near_name)) if near_name else None)
         )
     ends = [known for known in same_name if word.endswith(f".{known}")]
@@ -332,14 +351,14 @@ def near_key(key: str) -> str | None:
         for known in same_name
         if (len(section) >= 3 and known.startswith(section)) or _is_near(section, known.partition(".")[0])
     ]
-    return _only(ends) or _only(near_sections) or _nearest(word, all_settings())
+    return _only(ends) or _only(near_sections) or nearest_slip(word, all_settings())
 
 
 def _only(words: Sequence[str]) -> str | None:
     return words[0] if len(words) == 1 else None
 
 
-def _nearest(word: str, known: Iterable[str]) -> str | None:
+def nearest_slip(word: str, known: Iterable[str]) -> str | None:
     """The only one of the known words with the fewest letters other than `word`, if these are few."""
     distances = {other: letters_apart(word, other) for other in known if _is_near(word, other)}
     least = min(distances.values(), default=0)
@@ -407,9 +426,14 @@ def raise_problems(of_what: str, problems: list[str]) -> None:
     raise ValueError("\n".join([f"{count} with {of_what}:", *(f"  - {problem}" for problem in problems)]))
 
 
-def counted(count: int, noun: str) -> str:
-    """ "1 row", "2 rows"."""
-    return f"{count} {noun}{'s' * (count != 1)}"
+def counted(count: int, noun: str, verb: str = "") -> str:
+    """ "1 row", "2 rows"; with a verb what they do.
+
+    >>> counted(1, "rank", "need"), counted(2, "rank", "need"), counted(1, "step", "are")
+    ('1 rank needs', '2 ranks need', '1 step is')
+    """
+    done = {"are": "is", "do": "does"}.get(verb, f"{verb}s") if verb and count == 1 else verb
+    return f"{count} {noun}{'s' * (count != 1)} {done}".rstrip()
 
 
 def nearest_word(word: str, words: Iterable[str]) -> str:
@@ -424,15 +448,19 @@ def nearest_word(word: str, words: Iterable[str]) -> str:
 
 
 def nearest_path(path: Path) -> str:
-    """' There is "data/train.jsonl".': what there is beside a path that does not exist, or ''."""
+    """' There is "data/train.jsonl".': what beside a path that does not exist has its name but for a slip of the hand,
+    for capitals, or for the ending; '' where nothing has."""
     if str(path).startswith("~"):
         return ' "~" is not expanded here: write the full path.'
     try:
-        there = os.listdir(path.parent)
+        there = {name.lower(): name for name in os.listdir(path.parent)}
     except OSError:
         return ""
-    near = difflib.get_close_matches(path.name, there, 1)
-    return f' There is "{path.parent / near[0]}".' if near else ""
+    name = path.name.lower()
+    near = nearest_slip(name, there) or _only(
+        [other for other in there if Path(other).stem == Path(name).stem]
+    )
+    return f' There is "{path.parent / there[near]}".' if near else ""
 
 
 def as_yaml_word(value: Any) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rlmath.config.help import counted
 from rlmath.config.schema import Config, StagesConfig, ValidationConfig
 
 
@@ -96,8 +97,9 @@ def fewer_steps_warnings(config: Config, steps_per_epoch: int) -> tuple[str, ...
     if has_length_stages(config) or wanted is None or wanted <= steps:
         return ()
     return (
-        f"run.total_steps is {wanted}, and the run ends after {steps} steps: run.total_epochs is {epochs}, of "
-        f"{steps_per_epoch} steps each. For all {wanted} set run.total_epochs={math.ceil(wanted / steps_per_epoch)}.",
+        f"run.total_steps is {wanted}, and the run ends after {counted(steps, 'step')}: run.total_epochs is "
+        f"{epochs}, of {counted(steps_per_epoch, 'step')} each. For all {wanted} set "
+        f"run.total_epochs={math.ceil(wanted / steps_per_epoch)}.",
     )
 
 

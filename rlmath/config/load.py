@@ -34,6 +34,7 @@ from rlmath.config.help import (
     as_yaml_word,
     help_text,
     nearest_path,
+    nearest_slip,
     raise_problems,
     section_classes,
     setting_values,
@@ -44,6 +45,7 @@ from rlmath.config.help import (
 from rlmath.config.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE, write_whole
 from rlmath.config.schema import MISSING, Config
 from rlmath.config.shipped_files import shipped, shipped_config
+from rlmath.config.yaml_errors import interpolation_problem, yaml_problem
 
 COMPACT_SECTION = "parallel"
 """The section that a word such as d32t2p1 stands for."""
@@ -174,10 +176,6 @@ def shown_sections(config: Config) -> dict[str, dict[str, Any]]:
     return found
 
 
-_UNSET_PREFIX = "KeyError raised while resolving interpolation: "
-"""What OmegaConf puts before its message for a variable that is not set."""
-
-
 # ---------------------------------------------------------------- the command line
 
 
@@ -187,7 +185,9 @@ class _Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments"):
             for word in message.partition(":")[2].split():
                 name = word.partition("=")[0]
-                if word.startswith("--") and (suggested := suggestion(name)) is not None:
+                option = nearest_slip(name, self._option_string_actions)
+                suggested = suggestion(name) if option is None else f"did you mean {option}?"
+                if word.startswith("--") and suggested is not None:
                     text += f"\n{name}: {suggested}"
             text += "\nSettings are written without dashes, as key.sub=value; --help lists them."
         try:
@@ -268,9 +268,8 @@ class _Reader:
             text = read_regular(path, MAX_YAML_BYTES).decode("utf-8")
             tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
         except (OSError, *_YAML_ERRORS) as error:
-            raise ValueError(
-                f'The config file "{path}" cannot be read as YAML sections: {_bounded(error)}'
-            ) from error
+            reason = error.strerror if isinstance(error, OSError) else yaml_problem(error)
+            raise ValueError(f'The config file "{path}" cannot be read: {_sentence(reason)}') from error
         if not isinstance(tree, dict):
             got = type(tree).__name__
             raise ValueError(f'The config file "{path}" must hold sections such as "run:", got a {got}.')
@@ -303,7 +302,7 @@ class _Reader:
                 read: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={word}"]), resolve=False)
                 self._set(key, read["value"], self._source)
             except _YAML_ERRORS as error:
-                reason = " ".join(_bounded(error).split())
+                reason = _sentence(yaml_problem(error).removeprefix("line 1: "))
                 found(f'{self._source}: the value in "{_bounded(text)}" cannot be read: {reason}')
 
     def config(self, saved: bool) -> Config:
@@ -361,7 +360,7 @@ class _Reader:
         except (OmegaConfBaseException, ValueError, RecursionError) as error:
             if saved and setting.is_text:
                 return written
-            reason = _bounded(error).partition("\n")[0].removeprefix(_UNSET_PREFIX)
+            reason = _sentence(interpolation_problem(error, setting.written))
             raise ValueError(
                 f'"{setting.key}" got "{_bounded(as_yaml_word(written))}", which cannot be resolved: {reason}'
             ) from error
@@ -429,6 +428,12 @@ def _bounded(what: object) -> str:
     """Text for a message, however long it is."""
     text = str(what)
     return text if len(text) <= 500 else f"{text[:400]} [... {len(text) - 400} more characters]"
+
+
+def _sentence(what: object) -> str:
+    """`_bounded` text with the stop that ends a sentence."""
+    text = _bounded(what)
+    return text if text.endswith((".", "?")) else f"{text}."
 
 
 def _times(factor: int | float, number: int | float) -> int | float:

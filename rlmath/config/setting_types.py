@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -25,6 +26,17 @@ class Range:
         above = value > self.low if self.open_low else value >= self.low
         below = value < self.high if self.open_high else value <= self.high
         return math.isfinite(value) and above and below
+
+    def needed(self, values: Collection[float]) -> str:
+        """What is needed where `values` were got and some lie outside.
+
+        >>> Range(0).needed([math.inf]), Range(0).needed([-1])
+        ('a finite number, at least 0', 'at least 0')
+        """
+        if any(isinstance(value, int) and abs(value) >= 2**63 for value in values):
+            return f"{self}, of at most 63 bits"
+        bounded = self.low > -math.inf or self.high < math.inf
+        return f"a finite number, {self}" if bounded and not all(map(math.isfinite, values)) else str(self)
 
     def __str__(self) -> str:
         """ "above 0, at most 1"."""

@@ -14,6 +14,7 @@ import os
 import re
 import resource
 import signal
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -142,18 +143,21 @@ def set_template(tokenizer: PreTrainedTokenizerFast, settings: ChatSettings, fol
             given = f"{' and '.join(settings.given)} {'are' if settings.given[1:] else 'is'} given"
             raise ValueError(f"{given}, and the model's tokenizer has no chat template; leave it out")
         return
+    is_file = settings.template is not None and settings.template.endswith(".jinja")
     if settings.kwargs:
-        _check_variables(template, settings, folder)
+        _check_variables(template, settings, settings.template if is_file else folder)
     tokenizer.chat_template = settings.head + template
     if settings.template is None and settings.system_prompt is None:
         return
     asked, given = settings.system_prompt or "", " with ".join(settings.given[::2])
+    given = given.replace(settings.names[0], f"{settings.names[0]}={settings.template}")
+    change = "correct the file" if is_file else CHANGE
     try:
         text = render([user("6 x 7?")], tokenizer, "a question")
         if _squeezed(asked) not in _squeezed(text):
             raise _left_out("its system turn", text)
     except ValueError as error:
-        raise ValueError(f"{given}: {error}, or leave it out") from error
+        raise ValueError(f"{given}: {str(error).removesuffix(CHANGE)}{change}, or leave it out") from error
 
 
 _GIVEN = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now")
@@ -162,9 +166,9 @@ _GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 """Tags of transformers', which say what an assistant wrote."""
 
 
-def _check_variables(template: str, settings: ChatSettings, folder: str) -> None:
-    """ValueError for a variable that the template does not read, that the program gives, or that is
-    given twice."""
+def _check_variables(template: str, settings: ChatSettings, source: str) -> None:
+    """ValueError for a variable that the template of `source`, a folder or file, does not read, that the program gives,
+    or that is given twice."""
     from jinja2 import meta
     from jinja2.defaults import DEFAULT_NAMESPACE
 
@@ -174,8 +178,9 @@ def _check_variables(template: str, settings: ChatSettings, folder: str) -> None
     try:
         undeclared = _limited(lambda: meta.find_undeclared_variables(_parsed(template)))
     except Exception as error:  # whatever Jinja raises where a template is no program
-        reason = f"more than {CHAT_BYTES / 2**30:g} GiB" if isinstance(error, MemoryError) else error
-        raise ValueError(f"{setting}: the chat template of {folder!r} cannot be read: {reason}") from error
+        raise ValueError(
+            f"{setting}: the chat template of {source!r} cannot be read: {_reason(error)}"
+        ) from error
     read = undeclared - {*DEFAULT_NAMESPACE, *_GIVEN}
     for name in names:
         if name in _GIVEN:
@@ -185,7 +190,7 @@ def _check_variables(template: str, settings: ChatSettings, folder: str) -> None
         if name not in read:
             known = ", ".join(sorted(read)) or "none"
             raise ValueError(
-                f"{setting} has {name!r}, and the chat template of {folder!r} reads no such variable."
+                f"{setting} has {name!r}, and the chat template of {source!r} reads no such variable."
                 f"{nearest_word(name, read)} Those that it reads: {known}. Leave it out, or write the name as the "
                 "template does"
             )
@@ -244,8 +249,9 @@ def _named_template(held: Any, settings: ChatSettings, folder: str) -> str | Non
     try:
         return read_regular(name, MAX_TEMPLATE_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
-            f"{setting}: {name!r} cannot be read ({error}); give a file of UTF-8 text"
+            f"{setting}: {name!r} cannot be read ({reason}); give a file of UTF-8 text"
         ) from error
 
 
@@ -279,17 +285,26 @@ def render(
     try:
         text = _limited(rendered)
     except (TimeoutError, MemoryError, TemplateSyntaxError) as error:
-        reason = f"more than {CHAT_BYTES / 2**30:g} GiB" if isinstance(error, MemoryError) else error
-        raise ValueError(f"the tokenizer's chat template cannot take {name}: {reason}; {CHANGE}") from error
+        raise ValueError(f"the chat template cannot take {name}: {_reason(error)}; {CHANGE}") from error
     except Exception as error:  # whatever the template's own code raises, such as for an unknown role
-        reason = excerpt(str(error), 200)
-        raise RowError(f"the tokenizer's chat template cannot take {name}: {reason}; {CHANGE}") from error
+        raise RowError(f"the chat template cannot take {name}: {_reason(error)}; {CHANGE}") from error
     problem = text_problem(text)
     if problem is not None and not (prompt and problem == "is blank"):
-        raise RowError(f"the tokenizer's chat template makes of {name} a text that {problem}; {CHANGE}")
+        raise RowError(f"the chat template makes of {name} a text that {problem}; {CHANGE}")
     if prompt:
         _require_turns(messages, tools, text, name)
     return text
+
+
+def _reason(error: Exception) -> str:
+    """Why a template fails, and in which of its lines."""
+    if isinstance(error, MemoryError):
+        return f"more than {CHAT_BYTES / 2**30:g} GiB"
+    frames = traceback.extract_tb(error.__traceback__)
+    line = getattr(error, "lineno", None)  # of Jinja's syntax errors
+    for frame in frames:
+        line = frame.lineno if frame.filename == "<template>" else line
+    return excerpt(str(error).removesuffix("."), 200) + (f" (line {line})" if line else "")
 
 
 def generation_prompt(
@@ -335,9 +350,7 @@ def _require_answer(answer: Message, text: str, name: str) -> None:
 
 
 def _left_out(part: str, text: str) -> RowError:
-    return RowError(
-        f"the tokenizer's chat template leaves out {part}: it makes {text[:60]!r} of it; {CHANGE}"
-    )
+    return RowError(f"the chat template leaves out {part}: it makes {text[:60]!r} of it; {CHANGE}")
 
 
 def _squeezed(text: str) -> str:
@@ -371,7 +384,7 @@ def conversation(
             written = render(messages[: turn + 1], tokenizer, name, prompt=False, tools=tools)
         if is_last and not whole.startswith(start):
             raise RowError(
-                f"the tokenizer's chat template does not continue the prompt of {name}: the prompt ends "
+                f"the chat template does not continue the prompt of {name}: the prompt ends "
                 f"{start[-60:]!r}, and the whole conversation has {_behind_common(start, whole)!r} there. A model that "
                 f"learned it would never see that prompt; {CHANGE}, or give rows with prompt and completion"
             )

@@ -290,8 +290,8 @@ def check_critic(config: Config, total_steps: int) -> None:
         return
     if critic.pretrain_steps >= total_steps:
         raise ValueError(
-            f"critic.pretrain_steps is {critic.pretrain_steps}; the run has {total_steps} steps, and the policy would "
-            "never learn. Lower it, or make the run longer"
+            f"critic.pretrain_steps is {critic.pretrain_steps}; the run has {counted(total_steps, 'step')}, and the "
+            "policy would never learn. Lower it, or make the run longer"
         )
     if updates <= critic.warmup_steps:
         raise ValueError(

@@ -128,9 +128,15 @@ def _one_split(folder: Path, files: list[Path]) -> list[Path]:
 
 
 def raw_rows(path: str) -> Iterator[RawRow]:
-    """All rows of a file or of a data set's folder, without blank lines. ValueError for a file that cannot be read."""
+    """All rows of a file or of a data set's folder, without blank lines. ValueError for a file that cannot be read, or
+    has none."""
     place = existing_place(path)
-    return chain.from_iterable(map(_rows_of_file, files_of_folder(place) if place.is_dir() else [place]))
+    rows = chain.from_iterable(map(_rows_of_file, files_of_folder(place) if place.is_dir() else [place]))
+    if (first := next(rows, None)) is None:
+        raise ValueError(
+            f"{path} has no rows: its lines are blank, or it has none. Needed: one problem a row"
+        )
+    return chain([first], rows)
 
 
 def _rows_of_file(file: Path) -> Iterator[RawRow]:

@@ -445,12 +445,14 @@ def _checked_form(path: str, form: str, first: list[RawRow]) -> Form:
         "Needed: JSON lines, parquet or Arrow with one problem a row. Rename its columns, or give "
         "data.format=my_rows.py:function, a function of yours that reads them (docs/data.md). Forms there are:"
     )
-    if not first:
-        raise ValueError(f"{path}: no rows. {needed}{known}")
-    row = next((row for row in first if row.columns is not None), first[0])
-    shown = f"{row.reason}; it begins {row.start!r}"
-    if row.columns is not None:
-        shown = f"it has the columns {', '.join(map(repr, list(row.columns)[:20])) or 'none'}"
+    row = next((row for row in first if row.columns is not None), None)
+    if row is None:
+        raise ValueError(
+            f"{first[0].where}: {first[0].reason}; it begins {first[0].start!r}. Needed: JSON lines, parquet or Arrow "
+            "with one problem a row. Mend that line, or give another file"
+        )
+    assert row.columns is not None
+    shown = f"it has the columns {', '.join(map(repr, list(row.columns)[:20])) or 'none'}"
     what = f'of the form "{found.name}"' if found else "of an unknown form"
     raise ValueError(
         f'{path} has rows {what}; data.format is "{form}". {row.where}: {shown}. {needed}{known}'

@@ -384,8 +384,6 @@ def _in_whole_text(pieces: Sequence[Piece], tokenizer: PreTrainedTokenizerFast) 
 
 
 def _check(report: SequenceReport, max_unusable_share: float) -> None:
-    if report.rows == 0:
-        raise ValueError(f"{report.path}: no rows; needed: rows with {FORMS}")
     check_unusable(report.path, report.unusable, report.rows, max_unusable_share, f" Needed: {FORMS}.")
     if not report.kept and report.dropped:
         raise ValueError(

@@ -26,7 +26,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -262,7 +262,7 @@ class Rendezvous:
             if logs:
                 next_log *= 2
                 logger.info(
-                    f"{len(entries)} of {self.rank_info.world_size} ranks are here after "
+                    f"{len(entries)} of {self.rank_info.world_size} ranks {_are(entries)} here after "
                     f"{now - started:.0f} s, until {seconds:.0f} s (run.start_timeout_seconds) the run waits for "
                     f"{self._missing(entries)}"
                 )
@@ -281,9 +281,9 @@ class Rendezvous:
                 return RendezvousResult("; ".join(list(failures.values())[:4]))
         if len(reports) < self.rank_info.world_size:
             return RendezvousResult(
-                f"{len(reports)} of {self.rank_info.world_size} ranks are at the start after {seconds:.0f} s "
-                f"(run.start_timeout_seconds). Missing: {self._missing(reports)}. Look at the logs of those "
-                f"nodes; where they only need longer, raise run.start_timeout_seconds"
+                f"{len(reports)} of {self.rank_info.world_size} ranks {_are(reports)} at the start after "
+                f"{seconds:.0f} s (run.start_timeout_seconds). Missing: {self._missing(reports)}. Look at the logs of "
+                f"those nodes; where they only need longer, raise run.start_timeout_seconds"
             )
         return check(reports)
 
@@ -381,3 +381,7 @@ def prefer_for_gloo(route: Route | None) -> None:
     node can reach. NCCL searches for interfaces itself, and is not changed."""
     if route is not None and route.interface and not route.is_loopback:
         os.environ.setdefault(GLOO_INTERFACE, route.interface)
+
+
+def _are(those: Collection[int]) -> str:
+    return "is" if len(those) == 1 else "are"

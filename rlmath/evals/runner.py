@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from rlmath.answers.string_match import Rules
 from rlmath.config import hub
+from rlmath.config.help import counted
 from rlmath.config.schema import RewardConfig, RolloutConfig, RunConfig
 from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
 from rlmath.distributed.collectives import broadcast_from_rank_zero
@@ -77,7 +78,8 @@ def evaluate(
     world_size, rank = environment_world_size(), environment_rank()
     if world_size % rollout.tensor_parallel:
         raise ValueError(
-            f"--tensor-parallel is {rollout.tensor_parallel}, which does not divide the {world_size} ranks; change one"
+            f"--tensor-parallel is {rollout.tensor_parallel}, which does not divide the "
+            f"{counted(world_size, 'rank')}; change one"
         )
     mesh = Mesh(rank, world_size, 1, 1, rollout.tensor_parallel)
     if "RANK" not in os.environ:
@@ -188,7 +190,7 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Devic
     }
     if plan.scorer_hook is not None:
         limits = RewardConfig(timeout_seconds=pool.timeout_seconds)
-        for warning in try_scorer(plan.scorer_hook, limits, [problems[0]]):
+        for warning in try_scorer(plan.scorer_hook, limits, [problems[0]]).warnings:
             logger.warning("%s", warning)
     sampled = {"temperature": plan.temperature, "top_p": plan.top_p, "seed": plan.seed}
     check_settings(plan.output, common, sampled if plan.samples else None)

@@ -66,7 +66,7 @@ def room_problems(ranks: int, machine: Machine, planned_bytes: int = 0) -> Itera
     needed = planned_bytes + int(ranks * PROCESS_GIB * GIB)
     if needed > machine.memory:
         yield (
-            f"{counted(ranks, 'rank')} need about {needed / GIB:.1f} GiB ({planned_bytes / GIB:.1f} planned, "
+            f"{counted(ranks, 'rank', 'need')} about {needed / GIB:.1f} GiB ({planned_bytes / GIB:.1f} planned, "
             f"{PROCESS_GIB:g} for the processes of each), and this machine has {machine.memory / GIB:.1f}: the kernel "
             "would kill the run."
         )

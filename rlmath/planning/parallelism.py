@@ -79,13 +79,13 @@ def rank_problems(
     trainers = world_size - own
     if trainers < 1:
         yield (
-            f"rollout.ranks is {own}, and the run has {world_size} rank{'s' * (world_size != 1)}: none is left to "
+            f"rollout.ranks is {own}, and the run has {counted(world_size, 'rank')}: none is left to "
             f"train. Start more than {own}, or lower rollout.ranks; 0 lets engines live in the training ranks."
         )
     else:
         yield from _training_rank_problems(parallel, trainers, own)
     if (own or world_size) % engine:
-        which = f"rollout.ranks {own}" if own else f"the {world_size} ranks of this run"
+        which = f"rollout.ranks {own}" if own else f"the {counted(world_size, 'rank')} of this run"
         change = " Or change rollout.ranks." if own else ""
         yield (
             f"rollout.tensor_parallel is {engine}, which does not divide {which}; possible: "
@@ -109,15 +109,17 @@ def _training_rank_problems(parallel: ParallelConfig, trainers: int, own: int) -
     elif parallel.data is not None and parallel.data * replica != trainers:
         wanted = parallel.data * replica
         yield (
-            f"parallel.data is {parallel.data}; with {' x '.join(sizes)} = {replica} it makes {wanted} ranks, and this "
-            f"run has {trainers} to train{beside}. Start {wanted + own}, or set parallel.data=null."
+            f"parallel.data is {parallel.data}; with {' x '.join(sizes)} = {replica} it makes "
+            f"{counted(wanted, 'rank')}, and this run has {trainers} to train{beside}. Start {wanted + own}, or set "
+            "parallel.data=null."
         )
     stage, pipeline = divmod(trainers, max(1, parallel.pipeline))
     wanted = max(1, parallel.expert) * max(1, parallel.expert_tensor)
     if not pipeline and stage % wanted:
         yield (
             f"parallel.expert x parallel.expert_tensor is {parallel.expert} x {parallel.expert_tensor} = {wanted}, "
-            f"which does not divide the {stage} ranks of a pipeline stage. Possible: {_possible_sizes(stage)}."
+            f"which does not divide the {counted(stage, 'rank')} of a pipeline stage. "
+            f"Possible: {_possible_sizes(stage)}."
         )
 
 

@@ -11,7 +11,7 @@ from rlmath.config.help import nearest_word
 from rlmath.config.length_curriculum import validates, with_longest_lengths
 from rlmath.config.schema import Config, Kind, RewardConfig
 from rlmath.planning import model_checks
-from rlmath.rewards.reward_manager import try_reward_function, try_scorer
+from rlmath.rewards.reward_manager import Trial, try_reward_function, try_scorer
 from rlmath.rewards.schemes import WRONG_ANSWER, raw_reward, reward_scale
 from rlmath.rewards.several_rewards import (
     BUILT_IN,
@@ -251,14 +251,15 @@ def hook_lines(config: Config, kind: Kind) -> list[str]:
 # ---------------------------------------------------------------- trial calls
 
 
-def try_functions(config: Config, prompts: Sequence[Prompt]) -> tuple[str, ...]:
+def try_functions(config: Config, prompts: Sequence[Prompt]) -> Trial:
     """Call each function of a GRPO run on what is made up, as the run would, but for those that the data were read
-    with. Warnings; ValueError where one fails."""
-    warnings = try_reward_function(config.reward, prompts, config.run.plugins)
+    with. ValueError where one fails."""
+    trial = try_reward_function(config.reward, prompts, config.run.plugins)
     if (scorer := scorer_hook(config)) is not None and validates(config):
-        warnings += try_scorer(scorer, config.reward, prompts)
+        scored = try_scorer(scorer, config.reward, prompts)
+        trial = Trial(trial.lines + scored.lines, trial.warnings + scored.warnings)
     if not prompts:
-        return warnings
+        return trial
     groups = [_made_up_group(prompts[0], config.rollout.group_size, right) for right in (2, 3)]
     given = [group_for_hooks(group) for group in groups]
     arguments = {
@@ -269,7 +270,7 @@ def try_functions(config: Config, prompts: Sequence[Prompt]) -> tuple[str, ...]:
     for hook in _step_hooks(config):
         if hook.kind in arguments:
             _try(hook, *arguments[hook.kind])
-    return warnings
+    return trial
 
 
 def _try(hook: Hook, *arguments: object) -> None:

@@ -11,7 +11,15 @@ from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 from rlmath.answers.extraction import has_box
 from rlmath.config.schema import RewardConfig
 from rlmath.config.terminal import visible
-from rlmath.rewards.several_rewards import MeasuredRows, RewardWorkers, reward_hooks, rewards_of, score_of
+from rlmath.rewards.several_rewards import (
+    MeasuredRows,
+    RewardWorkers,
+    is_right,
+    is_verified,
+    reward_hooks,
+    rewards_of,
+    score_of,
+)
 from rlmath.workers.function_calls import FunctionResult
 from rlmath.workers.hooks import Hook
 from rlmath.workers.user_functions import UserFunctionError
@@ -70,21 +78,58 @@ class RewardFunctionError(UserFunctionError):
     """The reward function failed on every completion of a step. All ranks raise it, before anything is learned."""
 
 
+@dataclass(frozen=True)
+class Trial:
+    """What came of calling functions of the user's before a run."""
+
+    lines: tuple[str, ...] = ()
+    """What each returned, for the console."""
+    warnings: tuple[str, ...] = ()
+
+
 def try_reward_function(
     reward: RewardConfig, prompts: Sequence[Prompt], plugins: Sequence[str] = ()
-) -> tuple[str, ...]:
+) -> Trial:
     """Call each of the user's functions on the first of the prompts, as a run would. ValueError where one fails on each
-    of a few made-up completions; returns warnings, also of one that is late: it may have waited for a network."""
+    of a few made-up completions; warns also of one that is late: it may have waited for a network."""
     hooks = reward_hooks(reward, plugins) if prompts else []
-    return tuple(warning for hook in hooks for warning in _try_function(hook, reward, prompts[0]))
+    calls = [_tried_calls(hook, reward, prompts[0]) for hook in hooks]
+    warnings = [call.warning for call in calls if call.warning]
+    wrong = [call.wrong for call in calls if call.wrong is not None]
+    if (
+        wrong
+        and len(wrong) == len(hooks)
+        and not is_verified(reward)
+        and is_right(wrong)
+        and wrong[0].reward > 0
+    ):
+        warnings.append(
+            f"{hooks[0].setting} pays {wrong[0].reward:g} for a wrong answer that was made up: dynamic sampling, the "
+            "curriculum of prompts and reward/correct take what is paid more than 0 for right, whatever the verifier "
+            'says. Pay wrong answers at most 0, or return (reward, {"correct": 0 or 1}).'
+        )
+    return Trial(tuple(call.line for call in calls if call.line), tuple(warnings))
 
 
-def try_scorer(hook: Hook, reward: RewardConfig, prompts: Sequence[Prompt]) -> tuple[str, ...]:
+def try_scorer(hook: Hook, reward: RewardConfig, prompts: Sequence[Prompt]) -> Trial:
     """Call a function that says what is right in validation on the first of the prompts; see `try_reward_function`."""
-    return _try_function(hook, reward, prompts[0]) if prompts else ()
+    if not prompts:
+        return Trial()
+    call = _tried_calls(hook, reward, prompts[0])
+    return Trial((call.line,) if call.line else (), (call.warning,) if call.warning else ())
 
 
-def _try_function(hook: Hook, reward: RewardConfig, prompt: Prompt) -> tuple[str, ...]:
+@dataclass(frozen=True)
+class _TriedCalls:
+    """What a function made of completions that were made up: a line and a warning for the user."""
+
+    line: str = ""
+    warning: str = ""
+    wrong: FunctionResult | None = None
+    """For a wrong answer; None where it failed, or nothing is known to be wrong."""
+
+
+def _tried_calls(hook: Hook, reward: RewardConfig, prompt: Prompt) -> _TriedCalls:
     setting, named = hook.setting, f"{hook.setting} {hook.spec}"
     outcome = "Such answers get reward.function_failure."
     if hook.kind == "scorer":
@@ -96,38 +141,73 @@ def _try_function(hook: Hook, reward: RewardConfig, prompt: Prompt) -> tuple[str
     with WorkerPool(1, reward.timeout_seconds, function=hook) as pool:
         for completion in _made_up_completions(prompt):
             try:
-                result = _tried(pool, hook, completion, prompt)
+                right, wrong = _tried(pool, hook, completion, prompt)
             except RuntimeError as error:
                 raise ValueError(f"{named}: {error}") from None
-            if result.failure is None:
-                return ()
-            if result.failure == "timeout":
-                return (
-                    f"{setting} took more than reward.timeout_seconds={reward.timeout_seconds:g} on "
-                    f"the first row of the training data. {outcome}",
+            if right.failure is None:
+                return _TriedCalls(
+                    _tried_line(hook, right, wrong), wrong=wrong if wrong and not wrong.failure else None
                 )
-            failures.append(result)
+            if right.failure == "timeout":
+                return _TriedCalls(
+                    warning=f"{setting} took more than reward.timeout_seconds={reward.timeout_seconds:g} on "
+                    f"the first row of the training data. {outcome}"
+                )
+            failures.append(right)
     raise ValueError(
         f"{named} fails on the first row of the training data ({prompt.prompt_id!r}), with "
         f"each of {len(failures)} completions that were made up to try it:\n{_indented(failures[0].message)}\n"
-        f"{CALL_NEEDED[hook.takes]}. Correct the function."
+        f"{CALL_NEEDED[hook.takes]}. {_change(hook, reward, prompt)}"
     )
 
 
-def _tried(pool: WorkerPool, hook: Hook, completion: str, prompt: Prompt) -> FunctionResult:
-    """The result of a trial call: on a completion, or on a group that it is the first of."""
+def _tried_line(hook: Hook, right: FunctionResult, wrong: FunctionResult | None) -> str:
+    whose = "all completions of a prompt" if hook.takes == "group" else "each completion"
+    other = "" if wrong is None else f", a wrong one {wrong.failure or f'{wrong.reward:g}'}"
+    return f"{hook.setting}={hook.spec} is called with {whose}; tried: a right answer gets {right.reward:g}{other}"
+
+
+def _change(hook: Hook, reward: RewardConfig, prompt: Prompt) -> str:
+    """What to change where a function fails: what it takes, where it works so."""
+    takes = "completion" if hook.takes == "group" else "group"
+    if hook.kind == "reward":
+        other = replace(hook, takes=takes)
+        with WorkerPool(1, reward.timeout_seconds, function=other) as pool:
+            right, _ = _tried(pool, other, _made_up_completions(prompt)[0], prompt)
+        if right.failure is None:
+            return f"It works so with reward.function_takes: {takes}. Set that, or correct the function."
+    return "Correct the function."
+
+
+def _tried(
+    pool: WorkerPool, hook: Hook, completion: str, prompt: Prompt
+) -> tuple[FunctionResult, FunctionResult | None]:
+    """The results of trial calls on a completion and on a wrong one, where something is known to be wrong; both are in
+    one group where the function takes groups."""
+    asked = [completion]
+    if prompt.solutions and not any(WRONG in solution for solution in prompt.solutions):
+        asked.append(_written(WRONG))
     if hook.takes == "completion":
-        return pool.call(completion, prompt.solutions, prompt.row).result()
-    group = [completion, *_made_up_completions(prompt)]
-    return pool.call_group(group, prompt.solutions, prompt.row).result()[0]
+        results = [pool.call(text, prompt.solutions, prompt.row).result() for text in asked]
+    else:
+        group = [*asked, *_made_up_completions(prompt)]
+        results = pool.call_group(group, prompt.solutions, prompt.row).result()
+    return results[0], results[1] if len(asked) > 1 else None
+
+
+WRONG = "987654321"
+"""An answer that is wrong, to any solution without it."""
 
 
 def _made_up_completions(prompt: Prompt) -> tuple[str, ...]:
     """What a model may write, right, in the usual forms; several texts, since a function may well fail on one."""
     answer = prompt.solutions[0] if prompt.solutions else "1"
+    return _written(answer), _written(answer) + " ", answer
+
+
+def _written(answer: str) -> str:
     boxed = answer if "\\boxed" in answer else f"\\boxed{{{answer}}}"
-    text = f"<think>\nLet us see.\n</think>\n<answer>\nThe answer is {boxed}.\n</answer>\n#### {answer}"
-    return text, text + " ", answer
+    return f"<think>\nLet us see.\n</think>\n<answer>\nThe answer is {boxed}.\n</answer>\n#### {answer}"
 
 
 def raise_if_every_call_failed(scores: Sequence[Score]) -> None:

@@ -220,7 +220,7 @@ def score_of(
     else:
         all_failed = len(failures) == len(called)
         kind, extracted = (failures[0].kind, failures[0].message) if all_failed else ("function", "")
-        correct = _is_right(list(called.values()))
+        correct = is_right(list(called.values()))
     return Score(
         reward,
         correct,
@@ -258,7 +258,8 @@ def _value(
     return raw_reward(settings, result.correct, boxed)
 
 
-def _is_right(results: Sequence[FunctionResult]) -> bool:
+def is_right(results: Sequence[FunctionResult]) -> bool:
+    """What functions of the user's say of a completion: by the first metric "correct", else the first one's reward."""
     there = [result for result in results if result.failure is None]
     said = [dict(result.metrics)["correct"] for result in there if "correct" in dict(result.metrics)]
     return said[0] > 0 if said else results[0].failure is None and results[0].reward > 0

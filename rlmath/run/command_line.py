@@ -27,9 +27,7 @@ MOST_STATUS_CHARACTERS = 2000
 """Most characters of a message that the exit status keeps: a refusal lists all problems."""
 
 
-def read_command_line(
-    description: str, argv: Sequence[str] | None = None, keys: Collection[str] | None = None
-) -> argparse.Namespace:
+def program_parser(description: str = "", keys: Collection[str] | None = None) -> argparse.ArgumentParser:
     """The words of a program: `config`, `overrides`, `dry_run`, `ranks`, `oversubscribe`. `--help` lists settings, all
     or those of `keys`."""
     parser = make_parser(description, keys)
@@ -39,6 +37,14 @@ def read_command_line(
     parser.add_argument("--ranks", type=int, help=ranks_help)
     crowd_help = "start more ranks than this machine has GPUs, or cores and memory for"
     parser.add_argument(OVERSUBSCRIBE, action="store_true", help=crowd_help)
+    return parser
+
+
+def read_command_line(
+    description: str, argv: Sequence[str] | None = None, keys: Collection[str] | None = None
+) -> argparse.Namespace:
+    """What `program_parser` makes of the words of one of several ranks."""
+    parser = program_parser(description, keys)
     with mistakes_end_all_ranks():
         given = parser.parse_intermixed_args(argv)
         if given.ranks is not None and not given.dry_run:

@@ -219,7 +219,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
         f"Model: {config.model.path}, {parameter_count(shape) / 1e9:.3g} B parameters, {shape.num_layers} layers, "
         f"{shape.max_positions} positions",
         *([f"  {plan.shape_note}"] if plan.shape_note else ()),
-        f"Layout: {plan.ranks} rank{'s' * (plan.ranks != 1)}, {layout}",
+        f"Layout: {counted(plan.ranks, 'rank')}, {layout}",
         *([f"  {who}"] if (who := roles(config, plan.ranks)) else ()),
         *(["  (the least for this layout; --ranks N plans for others)"] if plan.ranks_are_least else ()),
         "Data:",
@@ -262,7 +262,7 @@ def preset_lines(config: Config) -> Iterator[str]:
 def _step_lines(plan: RunPlan) -> Iterator[str]:
     config, data = plan.config, plan.data
     prompts, group = config.data.prompts_per_step, config.rollout.group_size
-    yield f"Step: {prompts} prompts x {group} completions = {prompts * group:,} sequences"
+    yield f"Step: {counted(prompts, 'prompt')} x {counted(group, 'completion')} = {prompts * group:,} sequences"
     minibatches, epochs = config.algorithm.n_minibatches, config.algorithm.epochs
     yield (
         f"  {minibatches} minibatch{'es' * (minibatches != 1)} x {counted(epochs, 'epoch')} over them: "
@@ -271,7 +271,8 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
     if (critic := critic_shape_of(config, plan.shape)) is not None:
         yield f"  a critic of {parameter_count(critic) / 1e9:.3g} B parameters learns from the same minibatches"
     if config.selection.dynamic_sampling is not None:
-        yield f"  dynamic sampling may ask for up to {config.selection.max_extra_prompts} prompts more a step"
+        extra = counted(config.selection.max_extra_prompts, "prompt")
+        yield f"  dynamic sampling may ask for up to {extra} more a step"
     stages = length_curriculum.length_stages(config, data.inputs.total_steps)
     slices = ", ".join(dict.fromkeys(f"{slice_tokens(stage.config.rollout):,}" for stage in stages))
     staleness = config.rollout.max_staleness
@@ -279,12 +280,12 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
         begun = (staleness + 1) * prompts
         yield (
             f"  asynchronous: {begun:,} groups at most are begun before the first step, {prompts:,} more after each, "
-            f"learned from within {staleness} steps of their first token"
+            f"learned from within {counted(staleness, 'step')} of their first token"
         )
     elif config.rollout.tail == "carry":
         yield (
             f"  partial rollouts: slices of {slices} tokens, at most {unfinished_rules(config).max_groups:,} "
-            f"groups in flight, learned from within {staleness} steps of their first token"
+            f"groups in flight, learned from within {counted(staleness, 'step')} of their first token"
         )
     elif config.rollout.tail == "defer":
         yield (
@@ -301,19 +302,19 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
     if length_curriculum.validates(config):
         every, samples = config.validation.every_steps, counted(config.validation.samples, "completion")
         longest = length_curriculum.validation_tokens(config)
-        yield f"Validation: every {every} steps, {samples} of each problem, of at most {longest} tokens"
+        yield f"Validation: every {counted(every, 'step')}, {samples} of each problem, of at most {longest} tokens"
 
 
 def _sft_step_lines(plan: RunPlan) -> Iterator[str]:
     config, sft = plan.config, plan.config.sft
     sequences, longest = config.data.prompts_per_step, sft.max_sequence_tokens
     yield (
-        f"Step: {sequences} sequences of at most {longest} tokens, {sequences * longest:,} in all, packed into "
-        f"micro-batches of {config.policy.max_tokens_per_microbatch}; one update"
+        f"Step: {counted(sequences, 'sequence')} of at most {longest} tokens, {sequences * longest:,} in all, "
+        f"packed into micro-batches of {config.policy.max_tokens_per_microbatch}; one update"
     )
     yield _steps(plan.data)
     if sft.eval_every_steps is not None:
-        yield f"Held-out sequences: their loss every {sft.eval_every_steps} steps"
+        yield f"Held-out sequences: their loss every {counted(sft.eval_every_steps, 'step')}"
 
 
 def _steps(data: RunData) -> str:
@@ -408,8 +409,9 @@ def _warnings(plan: RunPlan) -> Iterator[str]:
         caches = config.rollout.cpu_kv_cache_gib * with_cache
         if plan.kind == "grpo" and caches * GIB > total_bytes():
             yield (
-                f"the KV caches of {with_cache} ranks (rollout.cpu_kv_cache_gib) take {caches:g} GiB, more than this "
-                f"machine's {total_bytes() / GIB:.1f}: the ranks need several such machines, or a smaller cache."
+                f"the KV caches of {counted(with_cache, 'rank')} (rollout.cpu_kv_cache_gib) take {caches:g} GiB, more "
+                f"than this machine's {total_bytes() / GIB:.1f}: the ranks need several such machines, or a smaller "
+                "cache."
             )
     output = Path(config.run.output_dir).absolute()
     free = shutil.disk_usage(next(path for path in (output, *output.parents) if path.is_dir())).free

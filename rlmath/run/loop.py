@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from rlmath.checkpoint.directory import Progress, read_progress
 from rlmath.checkpoint.manager import load_checkpoint
+from rlmath.config.help import counted
 from rlmath.config.run_files import ROLLBACKS_FILE
 from rlmath.config.schema import AlgorithmConfig
 from rlmath.data.order import Rollback
@@ -358,7 +359,7 @@ def restore(trainer: Trainer, resumed: CheckpointToResume | None, heartbeat: Hea
     except UserFunctionError as error:
         raise CannotResumeError(str(error)) from error
     if trainer.mesh.rank == 0:
-        done = f"{progress.step} steps and {progress.updates} updates are done"
+        done = f"{counted(progress.step, 'step')} and {counted(progress.updates, 'update')} are done"
         if progress.step == trainer.total_steps:
             done += ", which are all; the model is exported again. For more raise run.total_steps or run.total_epochs"
         extra = event("resume", progress.step)

@@ -14,6 +14,7 @@ from rlmath.data import dataset
 from rlmath.data.audit import DataAudit
 from rlmath.planning.model_checks import check_teacher_tokenizer
 from rlmath.planning.reward_checks import try_functions
+from rlmath.rewards.reward_manager import Trial
 from rlmath.run.recovery.resume import Origin, origin_of, sft_origin_of
 from rlmath.telemetry.alerts import dropped_alert
 
@@ -71,9 +72,10 @@ def try_data(
     tokenizer = getattr(found, "tokenizer", None)
     validation = dataset.load_validation(config, tokenizer, shape.vocab_size)
     audit = dataset.audit_inputs(config, found, validation, tokenizer) if checks_data else DataAudit()
-    tried = try_functions(config, found.prompts) if calls_functions else ()
-    lines = (*found.lines, *(line for file in validation for line in file.lines()), *audit.lines())
-    warnings = (*tried, *read.warnings, *audit.warnings(examples))
+    tried = try_functions(config, found.prompts) if calls_functions else Trial()
+    validated = [line for file in validation for line in file.lines()]
+    lines = (*found.lines, *validated, *audit.lines(), *tried.lines)
+    warnings = (*tried.warnings, *read.warnings, *audit.warnings(examples))
     return replace(read, lines=lines, warnings=warnings, validation=validation)
 
 
@@ -88,10 +90,10 @@ def tokenizer_problem(config: Config) -> str | None:
 
 
 def dropped_warning(config: Config, data: RunData) -> str | None:
-    """About prompts that were dropped for their length, or that are not known to be too long."""
+    """For a dry run, about prompts that were dropped for their length, or that are not known to be too long."""
     problem = tokenizer_problem(config)
     if problem is None:
-        return dropped_alert(data.inputs.dropped_share, config.telemetry)
+        return dropped_alert(data.inputs.dropped_share, config.telemetry, is_written=False)
     return (
         f"lengths were not checked: {problem}. Prompts longer than "
         f"data.max_prompt_tokens={config.data.max_prompt_tokens} will be dropped, and steps may be fewer."

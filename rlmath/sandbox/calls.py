@@ -16,6 +16,8 @@ timeout: of CPU time, or of wall time that it slept through; ended: it ended its
 it was not run, being too long; lost: an infrastructure fault, which is nobody's to learn from."""
 KEEPING = ("ok", "error", "denied", "memory")
 """Statuses of calls that ended by themselves, so that what they defined lives on."""
+LEAST_OUTPUT = 64
+"""Least characters that are shown of a call."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,9 @@ class Limits:
             limit = getattr(self, field.name)
             if not limit > 0:
                 raise ValueError(f"the sandbox's {field.name} is {limit}; it must be above 0")
-        if self.output_characters < 64:
+        if self.output_characters < LEAST_OUTPUT:
             raise ValueError(
-                f"the sandbox's output_characters is {self.output_characters}; it must be at least 64"
+                f"the sandbox's output_characters is {self.output_characters}; it must be at least {LEAST_OUTPUT}"
             )
 
     @property

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rlmath.config.run_files import UNUSABLE_ROWS_FILE
 from rlmath.config.schema import TelemetryConfig
 
 RECENT_STEPS = 5
@@ -88,13 +89,15 @@ class Alerts:
         self.last.clear()
 
 
-def dropped_alert(share: float, limits: TelemetryConfig) -> str | None:
-    """The alert at the start of a run whose filters dropped this share of the prompts (0 to 1)."""
+def dropped_alert(share: float, limits: TelemetryConfig, is_written: bool = True) -> str | None:
+    """The alert at the start of a run whose filters dropped this share of the prompts (0 to 1); `is_written`: they are
+    listed in the run's folder."""
     if not share > limits.warn_dropped:
         return None
+    listed = f", or see {UNUSABLE_ROWS_FILE}" if is_written else ""
     return (
         f"{_percent(share)} of the prompts are dropped before the start.\n"
-        "  Raise data.max_prompt_tokens, or see unusable_rows.jsonl."
+        f"  Raise data.max_prompt_tokens{listed}."
     )
 
 

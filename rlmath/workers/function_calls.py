@@ -108,10 +108,14 @@ def call_function(kind: str, function: Callable, arguments: Sequence[Any]) -> di
 
 
 def _with_trace(error: BaseException) -> str:
-    """An exception of the function, and where it was raised; the call itself is left out."""
+    """An exception of the function, and where it was raised, the last line of the function's file included; the call
+    itself is left out."""
     message = f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS]
-    frames = traceback.extract_tb(error.__traceback__)[1:][-MAX_TRACE_FRAMES:]
-    return "\n".join([message, *"".join(traceback.format_list(frames)).splitlines()])[:MAX_TRACE_CHARS]
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    last = frames[-MAX_TRACE_FRAMES:]
+    of_user = [frame for frame in frames if frame.filename == frames[0].filename][-1:]
+    shown = last if of_user and of_user[0] in last else [*of_user, *last[1:]]
+    return "\n".join([message, *"".join(traceback.format_list(shown)).splitlines()])[:MAX_TRACE_CHARS]
 
 
 def checked_value(kind: str, returned: Any, shape: Sequence[int] = ()) -> Any:

@@ -41,9 +41,11 @@ def test_standard_input_is_a_call(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("/nowhere/code.py",), "No such file"),
-        (("--cpu-seconds", "0", "-"), "call_cpu_seconds is 0.0; it must be above 0"),
-        (("--output-characters", "1", "-"), "output_characters is 1; it must be at least 64"),
+        (("/nowhere/code.py",), 'rlmath sandbox: there is no file "/nowhere/code.py".\n'),
+        (("/",), '"/" cannot be read (Is a directory); needed: a file of Python'),
+        (("--cpu-seconds", "-1", "-"), "--cpu-seconds is -1.0; needed: a finite number above 0"),
+        (("--memory-gib", "nan", "-"), "--memory-gib is nan; needed: a finite number above 0"),
+        (("--output-characters", "1", "-"), "--output-characters is 1; needed: at least 64"),
         (("--seed", "-1", "-"), "seed is -1; it must be a number of 64 bits"),
     ],
 )

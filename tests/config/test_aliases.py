@@ -10,6 +10,7 @@ import rlmath
 from rlmath.config.aliases import ALIASES, NO_KEY, TRAINERS
 from rlmath.config.help import all_settings, help_text, keys_in, unknown_key_text
 from rlmath.config.load import load_config, make_parser
+from rlmath.run.command_line import program_parser
 from tests.config.coming_from import PAGE, with_tables
 
 GIVEN = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
@@ -102,6 +103,12 @@ def test_the_help_of_a_name_shows_our_settings() -> None:
     assert max(map(len, help_text("per_device_train_batch_size", 80).splitlines())) <= 80
     with pytest.raises(ValueError, match=r'no setting "group_siz"\. Did you mean "rollout\.group_size"\?'):
         help_text("group_siz")
+    with pytest.raises(
+        ValueError, match=r'"group"\. Settings with it in their names: data\.history_groups, rollout'
+    ):
+        help_text("group")
+    with pytest.raises(ValueError, match=r'"nucleus"\. Settings with it in their texts: rollout\.top_p, '):
+        help_text("nucleus")
     with pytest.raises(ValueError, match=r"rollout\.group_size: without effect in this program"):
         help_text("num_generations", keys=["optimizer.lr"])
 
@@ -112,6 +119,10 @@ def test_an_option_of_another_trainer_is_answered_too(capsys: pytest.CaptureFixt
     told = capsys.readouterr().err
     assert "\n--learning_rate: TRL's learning_rate corresponds to optimizer.lr.\nSettings are written" in told
     assert isinstance(make_parser(""), argparse.ArgumentParser)
+    with pytest.raises(SystemExit):
+        program_parser().parse_intermixed_args(["--rank", "64", "--dry_run"])
+    told = capsys.readouterr().err
+    assert "\n--rank: did you mean --ranks?\n--dry_run: did you mean --dry-run?\nSettings are" in told
     with pytest.raises(ValueError, match=r"load_config: unknown key \"learning_rate\"\. TRL's learning_rate"):
         rlmath.load_config(learning_rate=1e-5)  # pyright: ignore[reportArgumentType]
 

@@ -152,14 +152,14 @@ def test_what_is_from_the_environment_is_written_as_its_value(
 
 def test_a_variable_that_is_not_set_is_named_with_the_key():
     message = problem_with(["run.output_dir=${oc.env:RLMATH_TEST_UNSET}/a"])
-    assert '"run.output_dir" got' in message and "RLMATH_TEST_UNSET' not found" in message
+    assert '"run.output_dir" got' in message and "variable RLMATH_TEST_UNSET is not set; set it" in message
     assert "raised while" not in message
 
 
 def test_saved_settings_are_read_without_their_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     written_as = "${oc.env:RLMATH_TEST_FOLDER}/t"
     path = written(tmp_path / "a.yaml", f"data:\n  train_path: {written_as}\n")
-    with pytest.raises(ValueError, match="RLMATH_TEST_FOLDER' not found"):
+    with pytest.raises(ValueError, match="variable RLMATH_TEST_FOLDER is not set"):
         load_config([path], GIVEN[:2])
     assert load_config([path], GIVEN[:2], saved=True).data.train_path == written_as
     monkeypatch.setenv("RLMATH_TEST_FOLDER", "/scratch")
@@ -170,7 +170,7 @@ def test_saved_settings_are_read_without_their_variables(tmp_path: Path, monkeyp
 def test_a_yaml_tag_that_does_not_fit_is_refused(tmp_path: Path, value: str):
     """PyYAML's constructors raise KeyError, AttributeError and IndexError for it."""
     told = problem_in(tmp_path / "a.yaml", f"run:\n  seed: {value}\n")
-    assert 'a.yaml" cannot be read as YAML sections' in told
+    assert 'a.yaml" cannot be read: ' in told
     assert f'the value in "run.seed={value}" cannot be read' in problem_with([f"run.seed={value}"])
 
 
@@ -223,7 +223,22 @@ def test_an_unknown_key_near_to_nothing_lists_the_sections():
         ("run:\n  seed:\n", '"run.seed" got null, needs int'),
         ("run:\n  seed: 1\n  seed: 2\n", "seed"),
         ("- run\n", "must hold sections"),
-        ("run: [\n", "cannot be read as YAML"),
+        (
+            "run: [1\n",
+            'a.yaml" cannot be read: line 1: a list is not closed; needed: "]", and commas between',
+        ),
+        ("run: {a: 1\n", 'a.yaml" cannot be read: line 1: a mapping is not closed; needed: "}"'),
+        ("run:\n  a: b\n\tseed: 1\n", 'a.yaml" cannot be read: line 3: a tab indents it; needed: spaces.'),
+        ("run:\n  a: 1\n  a: 2\n", 'a.yaml" cannot be read: line 3: a stands twice; needed: once.'),
+        (
+            "run:\n  a: 'b\n",
+            'a.yaml" cannot be read: line 2: a quotation mark is not closed; needed: the same mark',
+        ),
+        ("run:\n  a: b: c\n", 'a.yaml" cannot be read: line 2: ": " stands where no name can be'),
+        ("run:\n  a: *b\n", 'a.yaml" cannot be read: line 2: a value begins with *, which names an anchor'),
+        ("run:\n  a: %b\n", 'a.yaml" cannot be read: line 2: a line or value begins with a character'),
+        ("run:\n  a: !b c\n", 'a.yaml" cannot be read: line 2: the tag !b is unknown; take it out.'),
+        ("run: a\n- b\n", 'a.yaml" cannot be read: line 2: needed: "name: value" in each line'),
         ("base: [a, b]\n", '"base" must be the name of one YAML file'),
     ],
 )
@@ -240,7 +255,7 @@ def test_a_key_with_dots_in_a_file_is_a_nested_one(tmp_path: Path):
 
 def test_a_file_that_is_not_text_is_told(tmp_path: Path):
     (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\x00run")
-    with pytest.raises(ValueError, match=r"a\.yaml.*cannot be read as YAML"):
+    with pytest.raises(ValueError, match=r"a\.yaml.*cannot be read: "):
         load_config([tmp_path / "a.yaml"], GIVEN)
 
 
@@ -277,8 +292,24 @@ def test_a_wrong_type_says_what_was_got_and_needed(wrong: str, told: str):
     [
         ("run.seed", '"run.seed" is not of the form key.sub=value'),
         ("run.output_dir=", '"run.output_dir=" has nothing after "="'),
-        ("run.total_steps=[1", 'the value in "run.total_steps=[1" cannot be read'),
-        ("run.seed=${run.nothing}", '"run.seed" got "${run.nothing}", which cannot be resolved'),
+        (
+            "run.total_steps=[1",
+            'the value in "run.total_steps=[1" cannot be read: a list is not closed; needed: "]"',
+        ),
+        ("run.seed=!!bool abc", "cannot be read: a value is none of its tag ('abc'); take the tag out."),
+        (
+            "run.seed=${run.nothing}",
+            '"${run.nothing}", which cannot be resolved: unknown key "run.nothing". --help run',
+        ),
+        ("run.seed=${_auto_}", 'which cannot be resolved: unknown key "_auto_". The sections are run, '),
+        ("run.seed=${data.train_path}", "which cannot be resolved: it stands for 't.jsonl'; needed: int."),
+        ("run.seed=${run.seed}", "which cannot be resolved: it stands for itself; needed: a value."),
+        ("run.seed=${times:2}", "missing a required argument: 'number'; needed: ${times:2,"),
+        (
+            "run.seed=${oc.evn:A}",
+            'there is no "${oc.evn:...}"; needed: ${times:2,${data.prompts_per_step}}, two numbers; ',
+        ),
+        ("run.seed=${oc.evn:A}", '${section.name}, another setting. Did you mean "oc.env"?'),
     ],
 )
 def test_a_malformed_override_is_told(wrong: str, told: str):

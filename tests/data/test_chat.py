@@ -199,7 +199,8 @@ def test_a_chat_template_has_a_name_or_is_a_file_and_is_exported(tmp_path: Path)
     tokenizer.save_pretrained(named)
     own = tmp_path / "own.jinja"
     own.write_text(CHATS["llama3"].template)
-    (tmp_path / "broken.jinja").write_text("{% if %}")
+    (tmp_path / "broken.jinja").write_text("{{ x }}\n{% if %}")
+    (tmp_path / "fails.jinja").write_text("{{ x }}\n{{ messages[0].content.y() }}")
     more = ChatSettings(system_prompt="S")
     for name, chat in ((None, "phi"), ("default", "phi"), ("think", "qwen3"), (str(own), "llama3")):
         variables = ["enable_thinking=true"] if chat == "qwen3" else []
@@ -216,7 +217,15 @@ def test_a_chat_template_has_a_name_or_is_a_file_and_is_exported(tmp_path: Path)
     for name, reason in (
         ("other", "is 'other'; needed: a chat template of the tokenizer in .* \\('default', 'think'\\)"),
         ("none.jinja", "'none.jinja' cannot be read \\(.*No such file"),
-        (str(tmp_path / "broken.jinja"), "data.chat_template: .* cannot take a question: Expected an expr"),
+        (
+            str(tmp_path / "broken.jinja"),
+            r"data\.chat_template=.*/broken\.jinja: the chat template cannot take a question: Expected an expression, "
+            r"got 'end of statement block' \(line 2\); correct the file, or leave it out$",
+        ),
+        (
+            str(tmp_path / "fails.jinja"),
+            r"fails\.jinja: .*'str object' has no attribute 'y' \(line 2\); correct the file",
+        ),
     ):
         with pytest.raises(ValueError, match=reason):
             load_tokenizer(str(named), settings=ChatSettings(name))

@@ -54,6 +54,10 @@ def test_what_is_not_json_is_named_with_its_line(tmp_path):
     [
         (DEEP, "not JSON"),
         (b"[1]\n", "a JSON list, where a JSON object is needed"),
+        (
+            b'{"prompt": "x",  \n',
+            "not JSON (Expecting property name enclosed in double quotes at character 16)",
+        ),
         (b"{\xe9}\n", "not UTF-8 (byte 1 is 0xe9)"),
         (json.dumps({**B, "prompt": "1\0+1"}).encode() + b"\n", "prompt has a NUL character at character 1"),
         (json.dumps(B).replace("1+1", "1\\ud8001").encode() + b"\n", "half a surrogate pair at character 1"),
@@ -88,7 +92,7 @@ def test_a_line_of_exactly_the_limit_is_read(tmp_path, monkeypatch):
 
 
 def test_a_file_without_rows_is_refused(tmp_path):
-    assert "no rows. Needed: JSON lines, parquet or Arrow" in refused(write(tmp_path, b"\n  \n"))
+    assert "has no rows: its lines are blank, or it has none." in refused(write(tmp_path, b"\n  \n"))
 
 
 def test_a_file_of_unknown_form_is_refused_with_what_it_has_and_the_forms_there_are(tmp_path):
@@ -96,7 +100,9 @@ def test_a_file_of_unknown_form_is_refused_with_what_it_has_and_the_forms_there_
     assert "line 1: it has the columns 'text', 'label'" in message
     for form in ("boba", "areal_v01", "simplerl", "dapo", "question_answer"):
         assert f'"{form}": ' in message
-    assert "it begins '<html>'" in refused(write(tmp_path, b"<html>\n" * 3))
+    message = refused(write(tmp_path, b"\n", b"<html>\n" * 3))
+    assert "line 2: not JSON (Expecting value at character 1); it begins '<html>'." in message
+    assert "columns" not in message and "boba" not in message
 
 
 @pytest.mark.parametrize(

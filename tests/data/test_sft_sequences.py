@@ -89,7 +89,7 @@ def test_longer_ones_are_dropped_and_counted(tmp_path: Path, tokenizer) -> None:
 def test_a_file_that_leaves_nothing_says_why(tmp_path: Path, tokenizer) -> None:
     with pytest.raises(ValueError, match="all 1 sequences that can be used are longer than"):
         load(write(tmp_path / "a.jsonl", PROMPT_FORM), tokenizer, limit=6)
-    with pytest.raises(ValueError, match="no rows; needed"):
+    with pytest.raises(ValueError, match="has no rows: its lines are blank"):
         load(write(tmp_path / "b.jsonl"), tokenizer)
     with pytest.raises(ValueError, match="1 of 1 rows cannot be used"):
         load(write(tmp_path / "c.jsonl", {"prompt": "1+1=", "answer": "2"}), tokenizer)

@@ -172,7 +172,9 @@ def test_what_a_chat_template_makes_is_bounded_and_a_text(tmp_path, written, rea
 
 def test_what_a_chat_template_raises_can_be_printed():
     tokenizer = make_tokenizer("{{ raise_exception('\\ud800\\x1b[2J') }}")
-    with pytest.raises(ValueError, match=r"cannot take a question: \\ud800\\x1b\[2J; use another") as error:
+    with pytest.raises(
+        ValueError, match=r"cannot take a question: \\ud800\\x1b\[2J \(line 1\); use another"
+    ) as error:
         chat.render([chat.user("1+1?")], tokenizer, "a question")
     assert str(error.value).encode("ascii")
 

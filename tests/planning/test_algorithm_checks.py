@@ -352,7 +352,9 @@ def test_a_run_that_begins_anew_takes_the_preset_whatever_an_earlier_start_recor
 
 @pytest.mark.parametrize("key", ["run.output_dir", "run.recover_mode"])
 def test_with_a_preset_a_variable_that_is_not_set_is_named_with_its_key(key: str):
-    with pytest.raises(ValueError, match=f'^"{key}" got .*cannot be resolved: "Environment variable'):
+    with pytest.raises(
+        ValueError, match=f'^"{key}" got .*cannot be resolved: the environment variable NO_SUCH'
+    ):
         load_config([], [*PATHS, "algorithm.preset=dapo", f"{key}=${{oc.env:NO_SUCH_VARIABLE}}"])
 
 

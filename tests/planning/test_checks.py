@@ -179,9 +179,9 @@ def test_a_number_out_of_its_range_is_told_with_the_range(place: Path, key: str)
     assert limits is not None
     for value in just_outside(limits, whole=kind.removeprefix("list of ").startswith("int")):
         told = problems(place, f"{key}=[1,{value}]" if kind.startswith("list") else f"{key}={value}")
-        assert any(
-            text.startswith(f"{key} is ") and f"needed: {limits}.{_why(limits)}" in text for text in told
-        ), value
+        finite = "" if value[-1].isdigit() or str(limits) == "a finite number" else "a finite number, "
+        needed = f"needed: {finite}{limits}.{_why(limits)}"
+        assert any(text.startswith(f"{key} is ") and needed in text for text in told), value
 
 
 def just_outside(limits: Range, whole: bool) -> list[str]:
@@ -344,6 +344,13 @@ def test_all_problems_are_told_at_once(place: Path):
 def test_a_training_file_that_is_not_there_names_the_nearest(place: Path):
     told = problem(place, f"data.train_path={place}/trian.jsonl")
     assert f'there is no file "{place}/trian.jsonl". There is "{place}/train.jsonl".' in told
+    for name, near in {
+        "boba.jsonl": "",
+        "Train.json": ' There is "{}".',
+        "train.parquet": ' There is "{}".',
+    }.items():
+        told = problem(place, f"data.train_path={place}/{name}")
+        assert told.endswith(f'there is no file "{place}/{name}".{near.format(place / "train.jsonl")}')
 
 
 def test_training_files_that_are_missing_or_empty(place: Path):

@@ -1,6 +1,7 @@
 """From the settings to scores, as the rollout requests them."""
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -11,6 +12,7 @@ from rlmath.rewards.reward_manager import (
     RewardFunctionError,
     RewardManager,
     RewardWorkers,
+    Trial,
     open_reward_workers,
     raise_if_every_call_failed,
     text_to_verify,
@@ -109,6 +111,8 @@ def test_a_function_of_the_users_replaces_verifier_and_scheme(tmp_path, monkeypa
 
 
 TRIED = """
+from rlmath import verify
+
 def one_argument(completion):
     return 1.0
 
@@ -118,7 +122,16 @@ def no_such_column(completion, solutions, row):
 def odd(completion, solutions, row):
     if len(completion) % 2:
         raise ValueError("odd")
-    return 1.0
+    return float("{2}" in completion)
+
+def bonus(completion, solutions, row):
+    return 0.5 + ("{2}" in completion)
+
+def measured(completion, solutions, row):
+    return bonus(completion, solutions, row), {"correct": "{2}" in completion}
+
+def within_a_library(completion, solutions, row):
+    return verify(completion, solutions).correct
 
 def usual_forms(completion, solutions, row):
     thoughts, _, answer = completion.partition("</think>")
@@ -127,10 +140,12 @@ def usual_forms(completion, solutions, row):
 """
 
 
-def try_named(tmp_path, monkeypatch, name: str) -> tuple[str, ...]:
+def try_named(
+    tmp_path, monkeypatch, name: str, takes: Literal["completion", "group"] = "completion"
+) -> Trial:
     (tmp_path / "tried.py").write_text(TRIED)
     monkeypatch.chdir(tmp_path)
-    settings = RewardConfig(function=f"tried.py:{name}", timeout_seconds=2.0)
+    settings = RewardConfig(function=f"tried.py:{name}", function_takes=takes, timeout_seconds=30.0)
     return try_reward_function(settings, [prompt(more='{"level": 6}')])
 
 
@@ -150,13 +165,46 @@ def test_a_function_that_fails_on_a_row_is_refused_with_the_reason(tmp_path, mon
     assert "function(completion: str, solutions: list[str], row: dict)" in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["odd", "usual_forms"])
-def test_a_function_that_works_on_some_text_is_not(tmp_path, monkeypatch, name):
-    assert try_named(tmp_path, monkeypatch, name) == ()
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("odd", "error"), ("usual_forms", "0"), ("bonus", "0.5"), ("measured", "0.5")]
+)
+def test_a_function_that_works_on_some_text_is_not(tmp_path, monkeypatch, name, wrong):
+    """What it pays is shown; a wrong answer that would count as right is warned of."""
+    trial = try_named(tmp_path, monkeypatch, name)
+    right = "1.5" if wrong == "0.5" else "1"
+    assert trial.lines == (
+        f"reward.function=tried.py:{name} is called with each completion; tried: a right answer gets {right}, a wrong "
+        f"one {wrong}",
+    )
+    assert len(trial.warnings) == (name == "bonus")
+    if trial.warnings:
+        assert trial.warnings[0].startswith(
+            "reward.function pays 0.5 for a wrong answer that was made up: dynamic "
+        )
+
+
+def test_what_correctness_decides_is_not_warned_of(tmp_path, monkeypatch):
+    (tmp_path / "tried.py").write_text(TRIED)
+    monkeypatch.chdir(tmp_path)
+    for names, warned in (
+        (["format", "bonus=tried.py:bonus"], 1),
+        (["correctness", "bonus=tried.py:bonus"], 0),
+    ):
+        trial = try_reward_function(RewardConfig(rewards=names), [prompt()])
+        assert (len(trial.lines), len(trial.warnings)) == (1, warned)
+
+
+def test_a_function_of_completions_that_is_given_groups_is_told_so_with_its_line(tmp_path, monkeypatch):
+    with pytest.raises(
+        ValueError, match=r"It works so with reward\.function_takes: completion\. Set that"
+    ) as error:
+        try_named(tmp_path, monkeypatch, "within_a_library", takes="group")
+    line = 1 + TRIED.splitlines().index("    return verify(completion, solutions).correct")
+    assert f'tried.py", line {line}, in within_a_library' in str(error.value)
 
 
 def test_without_a_function_nothing_is_tried():
-    assert try_reward_function(RewardConfig(), [prompt()]) == ()
+    assert try_reward_function(RewardConfig(), [prompt()]) == Trial()
 
 
 def test_a_function_gives_the_reward_and_the_verifier_the_accuracy(tmp_path, monkeypatch):
@@ -282,12 +330,15 @@ def test_a_function_that_takes_something_else_is_refused_before_the_start(tmp_pa
         try_reward_function(settings, [prompt()])
     needed = "completions: list[str]" if takes == "group" else "completion: str"
     assert needed in str(refused.value)
+    other = "It works so with reward.function_takes: group. Set that"
+    assert (other in str(refused.value)) == (name == "ranks")
 
 
 def test_a_function_of_groups_that_works_starts(tmp_path):
     (tmp_path / "of_groups.py").write_text(GROUPS)
     settings = RewardConfig(function=f"{tmp_path}/of_groups.py:ranks", function_takes="group")
-    assert try_reward_function(settings, [prompt()]) == ()
+    (line,) = try_reward_function(settings, [prompt()]).lines
+    assert ":ranks is called with all completions of a prompt; tried: a right answer gets " in line
 
 
 def test_where_the_verifier_gives_the_reward_it_gives_the_accuracy(pool):

@@ -77,6 +77,9 @@ def test_dropped_prompts(share, is_told):
     assert (text is not None) == is_told
     if text is not None:
         assert text.startswith(f"{100 * share:.3g}% of the prompts") and "data.max_prompt_tokens" in text
+        assert "unusable_rows.jsonl" in text and "rows" not in str(
+            dropped_alert(share, LIMITS, is_written=False)
+        )
 
 
 def test_every_sign_has_a_limit_of_its_own():

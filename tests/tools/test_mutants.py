@@ -297,6 +297,20 @@ def run_tool(project: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]
     return rows, done.stdout[done.stdout.find("| package") :]
 
 
+def test_a_name_without_python_files_is_refused_in_a_line(project: Path) -> None:
+    (project / "made/new.py").write_text("")
+    for name in ("made/nofile.py", "made/new.py", "build"):
+        ended = subprocess.run(
+            [sys.executable, str(REPOSITORY / "tools/mutants.py"), "made", name],
+            cwd=project,
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+        )
+        assert ended.returncode == 2, ended.stderr
+        assert ended.stderr == f'mutants.py: "{name}" is no Python file of HEAD, and no folder with one\n'
+
+
 @matrix
 def test_the_tool_tells_what_is_noticed_and_goes_on_where_it_was_stopped(project: Path) -> None:
     if not mutants.PYRIGHT.exists():

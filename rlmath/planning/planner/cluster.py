@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlmath.config.files import read_json_object
 from rlmath.config.gpu_specs import GPUS, Machine
-from rlmath.config.help import nearest_word
+from rlmath.config.help import counted, nearest_word
 from rlmath.config.schema import Config
 from rlmath.planning.memory_estimate import Target
 
@@ -104,7 +104,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.ranks_per_node < 1:
-            given = f"{self.nodes} nodes of {self.ranks_per_node} ranks"
+            given = f"{counted(self.nodes, 'node')} of {counted(self.ranks_per_node, 'rank')}"
             raise ValueError(
                 f"the cluster has {given}; needed: at least 1 of each (--nodes, --gpus-per-node)"
             )
@@ -184,7 +184,7 @@ def cluster_of(
         per_node = min(ranks, RANKS_PER_NODE) if ranks_per_node is None else ranks_per_node
         if per_node < 1 or ranks % per_node:
             raise ValueError(
-                f"{ranks} ranks do not fill nodes of {per_node}; give those of a node (--gpus-per-node)"
+                f"{counted(ranks, 'rank', 'do')} not fill nodes of {per_node}; give those of a node (--gpus-per-node)"
             )
         nodes, ranks_per_node = ranks // per_node, per_node
     per_node = RANKS_PER_NODE if ranks_per_node is None else ranks_per_node

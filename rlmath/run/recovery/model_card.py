@@ -15,7 +15,7 @@ import yaml
 
 import rlmath
 from rlmath.config.files import read_regular
-from rlmath.config.help import setting_values
+from rlmath.config.help import counted, setting_values
 from rlmath.config.hub import as_hub_ids, is_hub_id, parse_hub_id
 from rlmath.config.load import shown_values
 from rlmath.config.run_files import METRICS_FILE, VALIDATION_FILE
@@ -51,7 +51,7 @@ def model_card(
     front = {"base_model": base, "library_name": library, "pipeline_tag": "text-generation"}
     front |= _licence(Path(config.model.path)) | {"tags": ["rlmath"]}
     kind = "supervised training" if _is_supervised(config, output_dir) else "reinforcement learning"
-    steps = f"{steps_done} steps" if total_steps is None else f"{steps_done} of {total_steps} steps"
+    steps = counted(steps_done, "step") if total_steps is None else f"{steps_done} of {total_steps} steps"
     data = [config.data.train_path, *config.data.more_train_paths]
     sections = [
         f"---\n{_yaml(front)}---",

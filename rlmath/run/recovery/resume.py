@@ -20,7 +20,7 @@ from rlmath.checkpoint import directory
 from rlmath.checkpoint.directory import Checkpoint, Progress
 from rlmath.checkpoint.hf.headers import fingerprint_to_compare, model_fingerprint
 from rlmath.checkpoint.hf.metadata_files import read_metadata_files
-from rlmath.config.help import as_yaml_word, is_among, setting_values
+from rlmath.config.help import as_yaml_word, counted, is_among, setting_values
 from rlmath.config.hub import is_same
 from rlmath.config.length_curriculum import (
     has_length_stages,
@@ -251,7 +251,7 @@ def _other_run(
 ) -> Iterator[str]:
     if progress.step > total_steps:
         keys = "stages.steps" if has_length_stages(now) else "run.total_steps, run.total_epochs"
-        yield f"{keys}: {progress.step} steps are done there, the run has {total_steps} now"
+        yield f"{keys}: {counted(progress.step, 'step', 'are')} done there, the run has {total_steps} now"
     yield from _changed_settings(then, now, progress, total_steps)
     as_many_files = len(then.data.more_train_paths) == len(now.data.more_train_paths)
     data = progress.data_fingerprint
