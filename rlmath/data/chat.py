@@ -145,7 +145,8 @@ def set_template(tokenizer: PreTrainedTokenizerFast, settings: ChatSettings, fol
         return
     is_file = settings.template is not None and settings.template.endswith(".jinja")
     if settings.kwargs:
-        _check_variables(template, settings, settings.template if is_file else folder)
+        source = settings.template if settings.template is not None and is_file else folder
+        _check_variables(template, settings, source)
     tokenizer.chat_template = settings.head + template
     if settings.template is None and settings.system_prompt is None:
         return
