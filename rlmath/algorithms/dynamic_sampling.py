@@ -91,7 +91,7 @@ def _choose(group: ScoredGroup, rules: SelectionRules) -> Chosen:
 
 
 def _filtered(completion: Completion, rules: SelectionRules) -> str | None:
-    tokens = len(completion.token_ids)
+    tokens = completion.n_sampled
     if rules.drop_truncated and completion.finish_reason == "length":
         return "truncated"
     if tokens < rules.min_tokens:

@@ -8,7 +8,7 @@ With r_t the reward of token t, V_t the critic's value of what precedes it, and 
 policy's may grow with the completion (VAPO, arXiv:2504.05118, sections 4.1 and 4.2).
 """
 
-# Shape legend: N completion tokens, completion after completion; S completions; L tokens of the longest completion;
+# Shape legend: N sampled tokens, completion after completion; S completions; L tokens of the longest completion;
 # B tokens of a block, K blocks; T packed tokens.
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 BLOCK = 128
@@ -84,7 +84,7 @@ class ValueLoss:
     """Sums over the tokens of one micro-batch; all but `loss` are without gradient."""
 
     loss: Float[Tensor, ""]
-    """With the tokens' weights; with gradient."""
+    """Of the learned tokens, with their weights; with gradient."""
     tokens: Float[Tensor, ""]
     clipped: Float[Tensor, ""]
     """Tokens whose gradient the clip took."""
@@ -95,22 +95,24 @@ def value_loss(
     old_values_T: Float[Tensor, "T"],
     returns_T: Float[Tensor, "T"],
     weights_T: Float[Tensor, "T"],
+    sampled_T: Bool[Tensor, "T"],
+    learned_T: Bool[Tensor, "T"],
     clip: float | None,
 ) -> ValueLoss:
     """Half the squared distance from the return; with `clip` the greater of that and the same of the value cut to
-    `old_values_T` -+ clip (as the critics of AReaL and verl). Tokens of weight 0 may hold anything."""
-    counted_T = weights_T > 0
-    new_T = torch.where(counted_T, values_T, 0.0)
-    old_T, returns_T = torch.where(counted_T, old_values_T, 0.0), torch.where(counted_T, returns_T, 0.0)
+    `old_values_T` -+ clip (as the critics of AReaL and verl). Tokens that are not sampled may hold anything; those that
+    are sampled and not learned are counted alone."""
+    new_T = torch.where(sampled_T, values_T, 0.0)
+    old_T, returns_T = torch.where(sampled_T, old_values_T, 0.0), torch.where(sampled_T, returns_T, 0.0)
     plain_T = (new_T - returns_T).square()
     clipped_T = plain_T
     if clip is not None:
         clipped_T = (torch.minimum(torch.maximum(new_T, old_T - clip), old_T + clip) - returns_T).square()
-    is_clipped_T = counted_T & (clipped_T > plain_T)
+    is_clipped_T = sampled_T & (clipped_T > plain_T)
     loss_T = 0.5 * torch.maximum(plain_T, clipped_T)
     return ValueLoss(
-        (loss_T * torch.where(counted_T, weights_T, 0.0)).sum(),
-        counted_T.to(values_T.dtype).sum(),
+        (loss_T * torch.where(learned_T, weights_T, 0.0)).sum(),
+        sampled_T.to(values_T.dtype).sum(),
         is_clipped_T.to(values_T.dtype).sum(),
     )
 

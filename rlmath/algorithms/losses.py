@@ -1,7 +1,7 @@
 """The losses of the GRPO family over packed tokens: sums, never means. Pure functions.
 
-Every token has a weight; Megatron divides the sum over all micro-batches and ranks by one global number per minibatch
-(`Normalisation` has both).
+Every sampled token has a weight; Megatron divides the sum over all micro-batches and ranks by one global number per
+minibatch (`Normalisation` has both).
 
 | kind | loss of a token with ratio r and advantage A | source |
 |---|---|---|
@@ -18,8 +18,9 @@ clip(r) is r clipped to 1 - clip_low .. 1 + clip_high (two bounds: DAPO, arXiv:2
 token's probabilities now and at the step's start, the bound is clip_high where A > 0 (and p > q), clip_low where A < 0
 (and p < q); the gradient's r is at most dual_clip.
 
-Only tokens with a weight above 0 count: other entries may hold anything, even NaN, and reach neither value nor
-gradient.
+Only sampled tokens count, in sums and in what is taken over a completion: other entries may hold anything, even NaN,
+and reach neither value nor gradient. Sampled tokens that are not learned count like all others, but add nothing to the
+loss, and no gradient reaches them.
 """
 
 # Shape legend: T packed tokens.
@@ -127,7 +128,11 @@ class TokenInputs:
     """Of the reference; None without KL."""
     advantages_T: Float[Tensor, "T"]
     weights_T: Float[Tensor, "T"]
-    """Of each token in the loss; 0 where none is learned."""
+    """Of each sampled token in the loss."""
+    sampled_T: Bool[Tensor, "T"]
+    """Which tokens the model produced."""
+    learned_T: Bool[Tensor, "T"]
+    """Which of these have weight in the gradient."""
     segments_T: Int[Tensor, "T"]
     """Which segment (sample) of the pack the token is in, from 0."""
     n_segments: int
@@ -140,11 +145,11 @@ class TokenInputs:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Sums over the tokens of one micro-batch. All but `loss` are without gradient and count every token once, whatever
-    its weight in the loss."""
+    """Sums over the tokens of one micro-batch. All but `loss` are without gradient and count every sampled token once,
+    learned or not, whatever its weight in the loss."""
 
     loss: Float[Tensor, ""]
-    """Surrogate, weighted KLs and entropy bonus with the tokens' weights; with gradient."""
+    """Surrogate, weighted KLs and entropy bonus of the learned tokens with their weights; with gradient."""
     tokens: Float[Tensor, ""]
     ratio: Float[Tensor, ""]
     """Of single tokens to the proximal policy, for every kind of loss."""
@@ -173,8 +178,8 @@ class TokenLoss:
 
 def policy_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
     """The loss of one micro-batch, as the module's table has it."""
-    counted_T = tokens.weights_T > 0
-    new_T = torch.where(counted_T, tokens.logprobs_T, 0.0)
+    counted_T, learned_T = tokens.sampled_T, tokens.learned_T
+    new_T = torch.where(learned_T, tokens.logprobs_T, torch.where(counted_T, tokens.logprobs_T.detach(), 0.0))
     proximal_T = torch.where(counted_T, tokens.proximal_logprobs_T, 0.0)
     entropy_T = torch.where(counted_T, tokens.entropy_T, 0.0)
     log_ratio_T = new_T - proximal_T
@@ -223,7 +228,7 @@ def policy_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
         return torch.where(counted_T, values_T.detach(), 0.0).sum()
 
     return TokenLoss(
-        loss=torch.where(counted_T, loss_T * tokens.weights_T, 0.0).sum(),
+        loss=torch.where(learned_T, loss_T * tokens.weights_T, 0.0).sum(),
         tokens=total(torch.ones_like(new_T)),
         ratio=total(log_ratio_T.exp()),
         clipped=total(clipped_T.to(new_T.dtype)),

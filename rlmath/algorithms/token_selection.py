@@ -11,7 +11,7 @@ are of the policy at the step's beginning, and of the whole step: ranks share hi
 choice depends neither on the layout nor on micro-batches.
 """
 
-# Shape legend: N tokens of this rank, all of which are learned from.
+# Shape legend: N sampled tokens of this rank.
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ChosenTokens:
     """What the rules say of this rank's tokens."""
 
     learned_N: Bool[Tensor, "N"]
-    """False: the advantage counts as 0."""
+    """False: the advantage counts as 0; other parts of the loss stay."""
     penalty_N: Float[Tensor, "N"]
     """Weight of abs(log policy - log proximal) in the loss."""
 

@@ -56,13 +56,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens in a row that were sampled with the same weights."""
+    """Tokens in a row that were sampled with the same weights, or that others wrote between the model's turns."""
 
     tokens: int
     policy_version: int
     """Of the weights: their number of optimizer steps."""
     step: int
     """The step, counted from 0, that sampled them; at its beginning the engines got these weights."""
+    sampled: bool = True
+    """False: others wrote them, while the engines had these weights."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,10 @@ class Completion:
     sample_index: int
     """Position in its group, 0 <= sample_index < group size."""
     token_ids: Sequence[int]
-    """Sampled tokens, the end-of-sequence token included when there was one; from an engine an array, 4 bytes each."""
+    """All its tokens, the end-of-sequence token included when there was one; from an engine an array, 4 bytes each."""
     logprobs: Sequence[float]
-    """Log-probability of each token under the distribution it was really sampled from (nats)."""
+    """Log-probability of each token under the distribution it was really sampled from (nats); where it was not sampled,
+    any number."""
     text: str
     """Decoded without special tokens."""
     finish_reason: FinishReason
@@ -82,7 +85,27 @@ class Completion:
     policy_version: int
     """Version of the policy's weights that the engine sampled its last token with."""
     segments: tuple[Segment, ...] = ()
-    """By which weights its tokens were sampled, in order; from an engine there is at least one."""
+    """By which weights its tokens were sampled, in order; from an engine there is at least one. Without any all tokens
+    are sampled."""
+
+    @property
+    def sampled(self) -> list[bool] | None:
+        """By token, whether the model produced it; None: all.
+
+        >>> segments = (Segment(1, 4, 1), Segment(1, 4, 1, sampled=False))
+        >>> done = Completion(0, (7, 8), (-1.0, 0.0), "", "stop", 4, segments)
+        >>> done.sampled, done.n_sampled
+        ([True, False], 1)
+        """
+        if all(segment.sampled for segment in self.segments):
+            return None
+        return [segment.sampled for segment in self.segments for _ in range(segment.tokens)]
+
+    @property
+    def n_sampled(self) -> int:
+        """Tokens that the model produced: its length, wherever one is counted."""
+        others = sum(segment.tokens for segment in self.segments if not segment.sampled)
+        return len(self.token_ids) - others
 
     def lag(self, version: int) -> list[int]:
         """By token, how many optimizer steps its weights are behind `version`; 0 where they are newer, as in a replay
@@ -111,7 +134,7 @@ class PartialCompletion:
 
         >>> once = PartialCompletion().extended((7, 8), (-0.5, -0.5), policy_version=4, step=2)
         >>> once.extended((9,), (-0.1,), policy_version=4, step=2).segments
-        (Segment(tokens=3, policy_version=4, step=2),)
+        (Segment(tokens=3, policy_version=4, step=2, sampled=True),)
         """
         segment, before = Segment(len(token_ids), policy_version, step), self.segments
         if before and replace(before[-1], tokens=0) == replace(segment, tokens=0):
@@ -210,8 +233,12 @@ class Sample:
     """One per completion token (nats)."""
     advantage: float
     """Shared by all tokens of the completion."""
+    sampled: Sequence[bool] | None = None
+    """By token of the completion, whether the model produced it; in supervised training, whether it is to. None: all.
+    What others wrote between two turns of the model's is not sampled."""
     learned: Sequence[bool] | None = None
-    """By token of the completion, whether it has weight in the loss; None: all have."""
+    """By token of the completion, whether it has weight in the gradient, where it is sampled; None: every sampled token
+    has. A filter of turns or tokens says False, which changes no count and no mean."""
     lag: Sequence[int] | None = None
     """By token of the completion, how many optimizer steps the weights that sampled it are behind those that the step
     begins with; None: not asked for."""

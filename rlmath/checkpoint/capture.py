@@ -31,7 +31,13 @@ from safetensors.numpy import load, save
 from rlmath.algorithms.dynamic_sampling import Chosen
 from rlmath.algorithms.types import Completion, Prompt, ScoredGroup
 from rlmath.checkpoint.directory import PARTIAL
-from rlmath.checkpoint.unfinished_groups import TokenReader, read_count, read_score, read_segments
+from rlmath.checkpoint.unfinished_groups import (
+    TokenReader,
+    read_count,
+    read_score,
+    read_segments,
+    segment_rows,
+)
 from rlmath.config.files import parse_json, read_regular
 from rlmath.config.run_files import CAPTURES_FOLDER, CONFIG_FILE
 
@@ -167,7 +173,7 @@ def _group_row(group: ScoredGroup, samples: Sequence[int]) -> dict[str, Any]:
             {
                 "text": completion.text,
                 "finish_reason": completion.finish_reason,
-                "segments": [[one.tokens, one.policy_version, one.step] for one in completion.segments],
+                "segments": segment_rows(completion.segments),
                 "score": asdict(score),
             }
             for completion, score in zip(group.completions, group.scores, strict=True)

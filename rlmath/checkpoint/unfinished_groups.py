@@ -3,7 +3,8 @@
     tokens, logprobs   of all completions, one behind the other, in the order of groups and samples
     header             {"version", "next_draw", "short_share", "groups": [...]}, of every group {"draw", "first_step",
                        "deferred", "samples": [...]}, and of every sample {"segments"}, with {"finish_reason", "score"}
-                       where it is finished
+                       where it is finished; a segment is [tokens, version, step], with a fourth number, 0, where its
+                       tokens were not sampled
 
 Texts are not kept: they follow from the tokens. The manifest has its checksum; a reader looks at what a run with other
 settings may have written.
@@ -49,7 +50,7 @@ def write_unfinished(unfinished: UnfinishedGroups) -> bytes:
         for sample, part in zip(group.samples, group.parts, strict=True):
             token_ids.extend(part.token_ids)
             logprobs.extend(part.logprobs)
-            row: dict[str, Any] = {"segments": [[s.tokens, s.policy_version, s.step] for s in part.segments]}
+            row: dict[str, Any] = {"segments": segment_rows(part.segments)}
             if isinstance(sample, ScoredCompletion):
                 row |= {"finish_reason": sample.completion.finish_reason, "score": asdict(sample.score)}
             samples.append(row)
@@ -134,12 +135,28 @@ class TokenReader:
             raise ValueError("there are too many tokens")
 
 
+def segment_rows(segments: Sequence[Segment]) -> list[list[int]]:
+    """The segments of a completion as JSON.
+
+    >>> segment_rows([Segment(5, 2, 1), Segment(3, 2, 1, sampled=False)])
+    [[5, 2, 1], [3, 2, 1, 0]]
+    """
+    return [
+        [segment.tokens, segment.policy_version, segment.step, *([] if segment.sampled else [0])]
+        for segment in segments
+    ]
+
+
 def read_segments(row: dict[str, Any]) -> tuple[Segment, ...]:
     """The segments of a completion's row; each has tokens."""
-    segments = tuple(Segment(*map(read_count, segment)) for segment in row["segments"])
+    segments = tuple(_read_segment(*map(read_count, segment)) for segment in row["segments"])
     if any(segment.tokens == 0 for segment in segments):
         raise ValueError("tokens are missing")
     return segments
+
+
+def _read_segment(tokens: int, policy_version: int, step: int, sampled: int = 1) -> Segment:
+    return Segment(tokens, policy_version, step, sampled=bool(sampled))
 
 
 DECIDED = tuple(kind for kind in VERDICTS if kind not in (*FAILURES, "function"))

@@ -23,7 +23,10 @@ class MicroBatch:
 
     Position t carries what belongs to the prediction of the token AT t, which the model makes at t-1:
     with prompt (a, b) and completion (c, d), `loss_weights_T` is (0, 0, 1, 1). A micro-batch that only fills up a
-    rank's count has weight 0 everywhere.
+    rank's count has no sampled token and weight 0 everywhere.
+
+    Two masks say which tokens count. `sampled_T` decides every length, count, mean, quantile and the denominator of the
+    loss; `learned_T`, a part of it, decides the gradient alone.
     """
 
     token_ids_T: torch.Tensor
@@ -32,16 +35,22 @@ class MicroBatch:
     """int64, starting at 0 in every segment."""
     cu_seqlens_S1: torch.Tensor
     """int32, S+1 cumulative segment lengths from 0 to T."""
+    sampled_T: torch.Tensor
+    """bool, whether the model produced the token (supervised training: whether it is to); False on prompt and padding
+    tokens and on what others wrote inside of a completion."""
+    learned_T: torch.Tensor
+    """bool, whether the token has weight in the gradient; True on sampled tokens only."""
     loss_weights_T: torch.Tensor
-    """float32, 0 on prompt and padding tokens."""
+    """float32, of the sampled tokens, else 0."""
     loss_count: int
-    """What these samples add to the denominator of the loss: their tokens, or their number."""
+    """What these samples add to the denominator of the loss: their sampled tokens, or their number."""
     advantages_T: torch.Tensor
-    """float32."""
+    """float32, of the sampled tokens, else 0."""
     behaviour_logprobs_T: torch.Tensor
-    """float32, 0 where the weight is 0."""
+    """float32, of the sampled tokens, else 0."""
     completion_index_T: torch.Tensor
-    """int32, position in the completion from 0; -1 on prompt and padding tokens."""
+    """int32, position in the completion from 0, which the engine's minimum of new tokens is about; -1 on prompt and
+    padding tokens. Which tokens count is for the two masks to say."""
     max_seqlen: int
     bounds: tuple[int, ...]
     """`cu_seqlens_S1` on the host."""
@@ -93,6 +102,8 @@ def pack(
     tokens: list[int] = []
     positions: list[int] = []
     completion_index: list[int] = []
+    sampled: list[bool] = []
+    learned: list[bool] = []
     weights: list[float] = []
     advantages: list[float] = []
     logprobs: list[float] = []
@@ -104,39 +115,52 @@ def pack(
         assert len(sample.behaviour_logprobs) == n_completion, (
             f"sample {index}: one log-prob per token is needed"
         )
+        sampled_here = [True] * n_completion if sample.sampled is None else list(sample.sampled)
+        learned_here = sampled_here if sample.learned is None else list(sample.learned)
+        assert len(sampled_here) == len(learned_here) == n_completion, (
+            f"sample {index}: masks need one value per token, {n_completion}; got {len(sampled_here)} of sampled and "
+            f"{len(learned_here)} of learned"
+        )
+        n_sampled = sum(sampled_here)
         tokens += sample.prompt_ids
         tokens += sample.completion_ids
         positions += range(sample.length)
         completion_index += [-1] * n_prompt + list(range(n_completion))
-        if sample.learned is None:
-            n_learned = n_completion
-            weights += [0.0] * n_prompt + [normalisation.weight(n_completion)] * n_completion
-        else:
-            n_learned = sum(sample.learned)
-            weights += [0.0] * n_prompt + [normalisation.weight(n_learned) * one for one in sample.learned]
+        sampled += [False] * n_prompt + sampled_here
+        learned += [False] * n_prompt + learned_here
+        weights += [0.0] * n_prompt + [normalisation.weight(n_sampled)] * n_completion
         advantages += [0.0] * n_prompt + [sample.advantage] * n_completion
         lags += [0] * n_prompt + list(sample.lag or [0] * n_completion)
         logprobs += [0.0] * n_prompt
         logprobs += sample.behaviour_logprobs
-        loss_count += normalisation.count(n_learned)
+        loss_count += normalisation.count(n_sampled)
         bounds.append(len(tokens))
     padding = -len(tokens) % pad_to_multiple if tokens else pad_to_multiple
     if padding:
         tokens += [PAD_TOKEN] * padding
         positions += range(padding)
         completion_index += [-1] * padding
+        for mask in (sampled, learned):
+            mask += [False] * padding
         for column in (weights, advantages, logprobs):
             column += [0.0] * padding
         lags += [0] * padding
         bounds.append(len(tokens))
+    sampled_T = torch.tensor(sampled, dtype=torch.bool)
+
+    def of_sampled(column: list[float]) -> torch.Tensor:
+        return torch.where(sampled_T, torch.tensor(column, dtype=torch.float32), 0.0)
+
     return MicroBatch(
         token_ids_T=torch.tensor(tokens, dtype=torch.int64),
         position_ids_T=torch.tensor(positions, dtype=torch.int64),
         cu_seqlens_S1=torch.tensor(bounds, dtype=torch.int32),
-        loss_weights_T=torch.tensor(weights, dtype=torch.float32),
+        sampled_T=sampled_T,
+        learned_T=sampled_T & torch.tensor(learned, dtype=torch.bool),
+        loss_weights_T=of_sampled(weights),
         loss_count=loss_count,
-        advantages_T=torch.tensor(advantages, dtype=torch.float32),
-        behaviour_logprobs_T=torch.tensor(logprobs, dtype=torch.float32),
+        advantages_T=of_sampled(advantages),
+        behaviour_logprobs_T=of_sampled(logprobs),
         completion_index_T=torch.tensor(completion_index, dtype=torch.int32),
         max_seqlen=max(end - start for start, end in itertools.pairwise(bounds)),
         bounds=tuple(bounds),

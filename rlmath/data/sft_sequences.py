@@ -79,9 +79,9 @@ class WrittenSequence:
         return len(self.completion_ids) if self.learned is None else sum(self.learned)
 
     def sample(self) -> Sample:
-        """As it is packed; nobody sampled it, and it has no advantage."""
+        """As it is packed: what is learned takes the place of what a model samples. It has no advantage."""
         logprobs = (0.0,) * len(self.completion_ids)
-        return Sample(self.prompt_ids, self.completion_ids, logprobs, advantage=0.0, learned=self.learned)
+        return Sample(self.prompt_ids, self.completion_ids, logprobs, advantage=0.0, sampled=self.learned)
 
 
 @dataclass(frozen=True)

@@ -74,8 +74,8 @@ VALUE_SUMS = (*(one.name for one in fields(ValueLoss)), "denominator")
 
 @dataclass(eq=False)
 class CriticLearner(Learner):
-    """The critic's learner: squared distance from the returns, clipped (`algorithms.gae.value_loss`), with the weights
-    and the denominator of the policy's loss."""
+    """The critic's learner: squared distance from the returns, clipped (`algorithms.gae.value_loss`), with the weights,
+    the masks and the denominator of the policy's loss."""
 
     clip: float | None
 
@@ -104,7 +104,15 @@ class CriticLearner(Learner):
         values_T = self.forward_backward.values_of(batch, output_T1)
         target = targets[index]
         old_T, returns_T = (one.to(values_T.device) for one in (target.old_values_T, target.returns_T))
-        terms = value_loss(values_T, old_T, returns_T, batch.loss_weights_T, self.clip)
+        terms = value_loss(
+            values_T,
+            old_T,
+            returns_T,
+            weights_T=batch.loss_weights_T,
+            sampled_T=batch.sampled_T,
+            learned_T=batch.learned_T,
+            clip=self.clip,
+        )
         return self._loss_of(
             terms.loss, batch, {one.name: getattr(terms, one.name) for one in fields(ValueLoss)}
         )

@@ -37,8 +37,8 @@ DiscardRule = Callable[[Mapping[str, float], float], str | None]
 
 @dataclass(frozen=True)
 class MinibatchResult:
-    """Metrics of one minibatch, equal on all ranks. Sums are over all loss tokens of the minibatch; "loss" is weighted
-    and is divided by "denominator", the others by "tokens"."""
+    """Metrics of one minibatch, equal on all ranks. Sums are over all sampled tokens of the minibatch; "loss" is
+    weighted and of the learned ones, and is divided by "denominator", the others by "tokens"."""
 
     sums: dict[str, float]
     maxima: dict[str, float]
@@ -206,7 +206,7 @@ class GrpoLearner(Learner):
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         rows = None if teacher is None else teacher.rows(index)
         logprobs_T, entropy_T, *teacher_kl = self.forward_backward.logprobs_of(batch, logits_TV, rows)
-        behaviour_T, weights_T = batch.behaviour_logprobs_T, batch.loss_weights_T
+        behaviour_T, sampled_T = batch.behaviour_logprobs_T, batch.sampled_T
         recomputed_T = logprobs_T.detach() if old is None else old[index]
         proximal_T = behaviour_T if old is None and not on_policy else recomputed_T
         approximate_T = proximal_T
@@ -221,16 +221,18 @@ class GrpoLearner(Learner):
             behaviour_logprobs_T=behaviour_T,
             reference_logprobs_T=None if reference is None else reference[index],
             advantages_T=batch.advantages_T,
-            weights_T=weights_T,
+            weights_T=batch.loss_weights_T,
+            sampled_T=sampled_T,
+            learned_T=batch.learned_T,
             segments_T=batch.segments_T,
             n_segments=batch.n_segments,
             teacher_kl_T=teacher_kl[0] if teacher_kl else None,
             penalty_T=batch.penalty_T,
         )
         terms = policy_loss(tokens, self.settings)
-        mismatch_T = torch.where(weights_T > 0, (recomputed_T - behaviour_T).abs(), 0.0)
+        mismatch_T = torch.where(sampled_T, (recomputed_T - behaviour_T).abs(), 0.0)
         metrics = {name: getattr(terms, name) for name in LOSS_SUMS}
-        error_T = torch.where(weights_T > 0, (approximate_T - proximal_T).abs(), 0.0)
+        error_T = torch.where(sampled_T, (approximate_T - proximal_T).abs(), 0.0)
         metrics |= {"mismatch": mismatch_T.sum(), "mismatch_max": mismatch_T.max()}
         metrics["proximal_error"] = error_T.sum()
         return self._loss_of(terms.loss, batch, metrics)
@@ -238,7 +240,7 @@ class GrpoLearner(Learner):
 
 class SftLearner(Learner):
     """The learner of supervised fine-tuning: cross-entropy of completion tokens, its mean over all ranks and
-    micro-batches. Prompt tokens have weight 0."""
+    micro-batches. Tokens of prompts and of others' turns are not sampled."""
 
     def learn(self, batches: Sequence[MicroBatch]) -> MinibatchResult:
         """One optimizer step, or none where the loss or the gradient is not finite."""
@@ -251,10 +253,10 @@ class SftLearner(Learner):
         data-parallel ranks. A collective."""
 
         def token_sums(index: int, batch: MicroBatch, logits_TV: Tensor) -> dict[str, Tensor]:
-            weights_T = batch.loss_weights_T
             hits_T = self.forward_backward.token_accuracy(batch, logits_TV)
             logprobs_T, _ = self.forward_backward.logprobs_of(batch, logits_TV)
-            return self._sums(logprobs_T, weights_T) | {"hits": torch.where(weights_T > 0, hits_T, 0.0).sum()}
+            hits = torch.where(batch.sampled_T, hits_T, 0.0).sum()
+            return self._sums(logprobs_T, batch) | {"hits": hits}
 
         metrics = self.forward_backward.run(batches, token_sums, forward_only=True)
         return self._reduce(metrics, ("loss", "tokens", "hits"))[0]
@@ -263,13 +265,13 @@ class SftLearner(Learner):
         self, index: int, batch: MicroBatch, logits_TV: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         logprobs_T, _ = self.forward_backward.logprobs_of(batch, logits_TV)
-        sums = self._sums(logprobs_T, batch.loss_weights_T)
+        sums = self._sums(logprobs_T, batch)
         return self._loss_of(sums["loss"], batch, sums)
 
-    def _sums(self, logprobs_T: Tensor, weights_T: Tensor) -> dict[str, Tensor]:
-        """Log-probs at tokens of weight 0 may be anything, and get no gradient."""
-        loss = -torch.where(weights_T > 0, logprobs_T, 0.0).sum()
-        return {"loss": loss, "tokens": weights_T.sum()}
+    def _sums(self, logprobs_T: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
+        """Log-probs at other tokens than the learned ones may be anything, and get no gradient."""
+        loss = -torch.where(batch.learned_T, logprobs_T, 0.0).sum()
+        return {"loss": loss, "tokens": batch.sampled_T.sum()}
 
 
 def not_finite(sums: Mapping[str, float], grad_norm: float) -> str | None:

@@ -386,7 +386,7 @@ class RewardManager:
                 self._reward,
                 results | {name: group_results[g] for name, group_results in by_group.items()},
                 boxed=submitted.boxed[g],
-                length=len(completion.token_ids),
+                length=completion.n_sampled,
                 limit=self._limit,
                 truncated=completion.finish_reason == "length",
             )

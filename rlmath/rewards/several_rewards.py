@@ -272,7 +272,7 @@ def summed_rewards(group: ScoredGroup, reward: RewardConfig) -> list[float]:
     rewards = _without_failures(group, reward)
     if not reward.length_penalty:
         return rewards
-    tokens = [len(one.token_ids) for one in group.completions]
+    tokens = [completion.n_sampled for completion in group.completions]
     return length_penalised(rewards, tokens, [one.correct for one in group.scores], reward.length_penalty)
 
 

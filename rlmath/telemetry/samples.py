@@ -106,7 +106,7 @@ def _row(group: ScoredGroup, advantages: Sequence[float], rewards: Sequence[str]
             "verdict": score.verdict,
             "extracted": score.extracted,
             "boxed": score.boxed,
-            "length": len(completion.token_ids),
+            "length": completion.n_sampled,
             "finish_reason": completion.finish_reason,
             "policy_version": completion.policy_version,
             "segments": [

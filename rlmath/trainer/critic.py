@@ -6,7 +6,7 @@ Values are those of the critic at the step's start, for all tokens, whichever we
 policy's advantages are normalised over all tokens of the step.
 """
 
-# Shape legend: T packed tokens of one micro-batch, N completion tokens of it, S samples of it, P samples of the step.
+# Shape legend: T packed tokens of one micro-batch, N sampled tokens of it, S samples of it, P samples of the step.
 
 from __future__ import annotations
 
@@ -118,15 +118,16 @@ class CriticInAdvantages:
         truncated_P: Tensor,
         kl_T: Tensor | None,
     ) -> _TokenEstimates:
-        """Advantages and returns of one micro-batch, before advantages are normalised."""
+        """Advantages and returns of one micro-batch, before advantages are normalised. The steps of GAE are the sampled
+        tokens: what others wrote between two of them is part of the later one's state."""
         settings = self.config.critic
-        counted_T = batch.completion_index_T >= 0
+        sampled_T = batch.sampled_T
         samples = torch.tensor(batch.sample_indices, dtype=torch.long)
-        lengths_S = torch.bincount(batch.segments_T[counted_T], minlength=batch.n_segments)[: len(samples)]
+        lengths_S = torch.bincount(batch.segments_T[sampled_T], minlength=batch.n_segments)[: len(samples)]
         has_tokens_S = lengths_S > 0
         samples_S, tokens_S = samples[has_tokens_S], lengths_S[has_tokens_S]
-        values_N = values.values_T.cpu().double()[counted_T]
-        kl_N = torch.zeros_like(values_N) if kl_T is None else kl_T[counted_T]
+        values_N = values.values_T.cpu().double()[sampled_T]
+        kl_N = torch.zeros_like(values_N) if kl_T is None else kl_T[sampled_T]
         rewards_N = torch.zeros_like(values_N) - self.config.algorithm.kl_coef * kl_N
         rewards_N[tokens_S.cumsum(0) - 1] += rewards_P[samples_S]
         ends_S = values.ends_S.cpu().double()[: len(samples)][has_tokens_S]
@@ -168,7 +169,7 @@ class CriticInAdvantages:
 
 @dataclass(frozen=True)
 class _TokenEstimates:
-    """One micro-batch's completion tokens, sample after sample; float64, on the CPU."""
+    """One micro-batch's sampled tokens, sample after sample; float64, on the CPU."""
 
     samples_S: Tensor
     """Numbers in the step of the samples that have tokens."""
@@ -195,9 +196,9 @@ class _TokenEstimates:
         return torch.stack(columns).sum(1)
 
     def spread(self, batch: MicroBatch, values_N: Tensor) -> Tensor:
-        """Values of completion tokens laid out over the pack, float32; 0 elsewhere."""
+        """Values of sampled tokens laid out over the pack, float32; 0 elsewhere."""
         packed_T = torch.zeros(len(batch.token_ids_T), dtype=torch.float32)
-        packed_T[batch.completion_index_T >= 0] = values_N.float()
+        packed_T[batch.sampled_T] = values_N.float()
         return packed_T
 
     def targets(self, batch: MicroBatch) -> ValueTargets:

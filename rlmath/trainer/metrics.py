@@ -48,7 +48,8 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     completions = [completion for group in groups for completion in group.completions]
     scores = [score for group in groups for score in group.scores]
     n = len(completions)
-    response_tokens = sum(len(c.token_ids) for c in completions)
+    response_tokens = sum(completion.n_sampled for completion in completions)
+    all_tokens = _tokens(groups)
     prompt_tokens = sum(len(group.prompt.token_ids) * len(group.completions) for group in groups)
     reward = _finite_mean([score.reward for score in scores])
     mixed = sum(len(set(group.rewards)) > 1 for group in groups)
@@ -58,11 +59,11 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "rollout/response_length": response_tokens / n,
         "rollout/policy_version": sum(c.policy_version for c in completions) / n,
         "rollout/groups_with_contrast": mixed / len(groups),
-        "avg_seq_len": (prompt_tokens + response_tokens) / n,
+        "avg_seq_len": all_tokens / n,
         "avg_prompt_len": prompt_tokens / n,
         "no_eos_ratio": sum(c.finish_reason == "length" for c in completions) / n,
         "n_seqs": float(n),
-        "n_tokens": float(prompt_tokens + response_tokens),
+        "n_tokens": float(all_tokens),
         "n_valid_tokens": float(response_tokens),
         **accuracy_metrics(scores),
     } | reward_metrics(scores, truncated=[c.finish_reason == "length" for c in completions])
@@ -197,7 +198,7 @@ def update_metrics(
     if record.reward_kl is not None:
         rewards = [reward for group in groups for reward in group.rewards]
         final_reward = _finite_mean(rewards) - settings.kl_coef * record.reward_kl.per_completion
-    tokens = [len(completion.token_ids) for group in groups for completion in group.completions]
+    tokens = [completion.n_sampled for group in groups for completion in group.completions]
     pairs = zip(chain.from_iterable(record.advantages), tokens, strict=True)
     metrics = {
         "advantage": sum(advantage * n for advantage, n in pairs) / sum(tokens),
@@ -293,8 +294,8 @@ def pace_metrics(
         if seconds.get(phase, 0.0) > 0:
             metrics[f"tokens_per_second/{phase}"] = tokens / seconds[phase]
     if seconds.get("step", 0.0) > 0:
-        own = sum(len(c.token_ids) for group in learned for c in group.completions)
-        metrics["tokens_per_second/learned"] = own / seconds["step"]
+        learned_tokens = sum(c.n_sampled for group in learned for c in group.completions)
+        metrics["tokens_per_second/learned"] = learned_tokens / seconds["step"]
     return metrics
 
 
@@ -313,7 +314,7 @@ def mfu_metrics(
     `trained` that of forward and backward pass. A token of the step's rollout counts as one of `sampled` on average."""
     metrics = {}
     if seconds.get("rollout", 0.0) > 0:
-        all_tokens = sum(len(c.token_ids) for group in sampled for c in group.completions)
+        all_tokens = sum(c.n_sampled for group in sampled for c in group.completions)
         flops = _sampling_flops(sampled, forward) * sampled_tokens / max(1, all_tokens)
         metrics["rollout/mfu"] = flops / (seconds["rollout"] * peak_flops)
     if seconds.get("update", 0.0) > 0:

@@ -447,6 +447,7 @@ def make_samples(
             completion.token_ids,
             completion.logprobs,
             advantage,
+            sampled=completion.sampled,
             lag=None if version is None else completion.lag(version),
         )
         for group, row in zip(groups, advantages_PG, strict=True)
@@ -455,8 +456,8 @@ def make_samples(
 
 
 def token_counts(groups: Sequence[ScoredGroup]) -> list[list[int]]:
-    """Lengths of the completions by group and sample."""
-    return [[len(one.token_ids) for one in group.completions] for group in groups]
+    """Sampled tokens of the completions by group and sample."""
+    return [[completion.n_sampled for completion in group.completions] for group in groups]
 
 
 def step_seed(run_seed: int, number: int) -> int:

@@ -48,7 +48,7 @@ class ScoredStep:
     groups: Sequence[ScoredGroup]
     rewards_PG: list[list[float]]
     tokens_PG: list[list[int]]
-    """Lengths of the completions."""
+    """Sampled tokens of the completions."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def _gather_totals(
     if mesh.counts_loss:
         for batch, to_go_T in zip(batches, to_go_by_batch, strict=True):
             for index, tokens in _samples(batch):
-                K = to_go_T[tokens][batch.completion_index_T[tokens] >= 0]
+                K = to_go_T[tokens][batch.sampled_T[tokens]]
                 if len(K):
                     totals_N3[index] = torch.stack((K[0], K.mean(), (K - K.mean()).square().sum()))
     dist.all_reduce(totals_N3)
@@ -189,23 +189,23 @@ def _gather_totals(
 
 
 def _to_go(batch: MicroBatch, old_T: Tensor | None, reference_T: Tensor, kind: KLKind) -> Tensor:
-    """For every completion token the KL from there to the end of its completion; float64, on the CPU."""
-    counted_T, kl_T = batch.completion_index_T >= 0, token_kl(batch, old_T, reference_T, kind)
-    return to_go(torch.where(counted_T, kl_T, 0.0), batch.cu_seqlens_S1)
+    """For every sampled token its KL and that of those that follow it in its completion; float64, on the CPU."""
+    kl_T = token_kl(batch, old_T, reference_T, kind)
+    return to_go(torch.where(batch.sampled_T, kl_T, 0.0), batch.cu_seqlens_S1)
 
 
 def token_kl(batch: MicroBatch, old_T: Tensor | None, reference_T: Tensor, kind: KLKind) -> Tensor:
-    """The KL of every token (nats), of which those of completions have a meaning; float64, on the CPU. `old_T` are the
-    log-probs of the policy that sampled, None to use the engine's own."""
-    sampled_T = batch.behaviour_logprobs_T if old_T is None else old_T.cpu()
-    return kl_estimate(kind, sampled_T.double(), reference_T.cpu().double())
+    """The KL of every token (nats), of which those that are sampled have a meaning; float64, on the CPU. `old_T` are
+    the log-probs of the policy that sampled, None to use the engine's own."""
+    policy_T = batch.behaviour_logprobs_T if old_T is None else old_T.cpu()
+    return kl_estimate(kind, policy_T.double(), reference_T.cpu().double())
 
 
 def _token_advantages(batch: MicroBatch, to_go_T: Tensor, offsets_N: Tensor, slope: float) -> Tensor:
     padding = batch.n_segments - len(batch.sample_indices)
     offsets_S = torch.cat((offsets_N[list(batch.sample_indices)], offsets_N.new_zeros(padding)))
     advantages_T = offsets_S[batch.segments_T] - slope * to_go_T
-    return torch.where(batch.completion_index_T >= 0, advantages_T, 0.0).float()
+    return torch.where(batch.sampled_T, advantages_T, 0.0).float()
 
 
 # ---------------------------------------------------------------- tokens that count
@@ -213,7 +213,12 @@ def _token_advantages(batch: MicroBatch, to_go_T: Tensor, offsets_N: Tensor, slo
 
 @dataclass(frozen=True)
 class TokensThatCount:
-    """Advantages and penalties by `TokenRules`; the last part, since they look at advantages."""
+    """Advantages and penalties by `TokenRules`; the last part, since they look at advantages.
+
+    The papers' indicator stands before the policy gradient alone. So a token that is not chosen stays a learned one and
+    its advantage becomes 0: the KL to a reference or teacher, the entropy bonus and the penalty of "kl_cov" still reach
+    it. Shares are of all sampled tokens, learned or not.
+    """
 
     rules: TokenRules
     mesh: Mesh
@@ -223,7 +228,7 @@ class TokensThatCount:
         assert entropy is not None
         if not self.mesh.is_last_stage:
             batches, entropy = [], []
-        own = [batch.loss_weights_T > 0 for batch in batches]
+        own = [batch.sampled_T for batch in batches]
         policy = logprobs.old or [batch.behaviour_logprobs_T for batch in batches]
 
         def of_own(columns: Sequence[Tensor]) -> Tensor:
@@ -287,7 +292,7 @@ def add_teacher_advantages(
 ) -> Advantages:
     """The advantages with the teacher's part in them. A collective. `policy` are the log-probs of the policy that
     sampled, None to use the engine's own. Tokens from `vocab_size` on are not known to both, and get nothing. `tokens`
-    are the numbers of tokens of all completions by group."""
+    are the numbers of sampled tokens of all completions by group."""
     batches, gaps = advantages.batches, []
     if mesh.is_last_stage:
         gaps = [
@@ -314,10 +319,10 @@ def add_teacher_advantages(
 
 
 def _gap(batch: MicroBatch, policy_T: Tensor | None, teacher_T: Tensor, vocab_size: int) -> Tensor:
-    """The teacher's log-prob minus the policy's, of completion tokens; float64, on the CPU."""
-    sampled_T = batch.behaviour_logprobs_T if policy_T is None else policy_T.cpu()
-    counted_T = (batch.completion_index_T >= 0) & (batch.token_ids_T < vocab_size)
-    return torch.where(counted_T, teacher_T.cpu().double() - sampled_T.double(), 0.0)
+    """The teacher's log-prob minus the policy's, of sampled tokens; float64, on the CPU."""
+    known_T = batch.sampled_T & (batch.token_ids_T < vocab_size)
+    student_T = batch.behaviour_logprobs_T if policy_T is None else policy_T.cpu()
+    return torch.where(known_T, teacher_T.cpu().double() - student_T.double(), 0.0)
 
 
 @dataclass(frozen=True)

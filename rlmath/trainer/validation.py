@@ -198,7 +198,7 @@ def file_metrics(
         f"validation/{file.name}/{figure}": sum(right) / (file.problems * samples),
         f"validation/{file.name}/{figure}_low": low,
         f"validation/{file.name}/{figure}_high": high,
-        f"validation/{file.name}/mean_tokens": sum(len(one.token_ids) for one in completions) / n,
+        f"validation/{file.name}/mean_tokens": sum(one.n_sampled for one in completions) / n,
         f"validation/{file.name}/truncated": sum(one.finish_reason == "length" for one in completions) / n,
     }
 

@@ -141,7 +141,7 @@ def group_for_hooks(group: ScoredGroup) -> dict[str, Any]:
     return {
         "row": group.prompt.row,
         "texts": [one.text for one in group.completions],
-        "tokens": [len(one.token_ids) for one in group.completions],
+        "tokens": [completion.n_sampled for completion in group.completions],
         "rewards": group.rewards,
         "correct": [score.correct for score in group.scores],
         "truncated": [one.finish_reason == "length" for one in group.completions],

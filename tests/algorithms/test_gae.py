@@ -52,18 +52,36 @@ def test_the_lambda_of_a_completion_grows_with_its_length() -> None:
 
 def test_the_value_loss_takes_the_worse_of_value_and_clipped_value() -> None:
     """Old values 0, returns 1, clip 0.2. Value 0.5 counts as 0.2: half of 0.64, and no gradient. Value -0.5 counts as
-    itself: half of 2.25. The third token has no weight and is NaN."""
-    values = torch.tensor([0.5, -0.5, math.nan], requires_grad=True)
-    found = value_loss(values, torch.zeros(3), torch.ones(3), torch.tensor([1.0, 2.0, 0.0]), clip=0.2)
+    itself: half of 2.25. The third token is not sampled and is NaN; the fourth is clipped, and not learned."""
+    values = torch.tensor([0.5, -0.5, math.nan, 0.5], requires_grad=True)
+    returns = torch.tensor([1.0, 1.0, math.nan, 1.0])
+    found = value_loss(
+        values,
+        torch.zeros(4),
+        returns,
+        weights_T=torch.tensor([1.0, 2.0, 3.0, 4.0]),
+        sampled_T=torch.tensor([True, True, False, True]),
+        learned_T=torch.tensor([True, True, False, False]),
+        clip=0.2,
+    )
     assert found.loss.item() == pytest.approx(0.32 + 2 * 1.125)
-    assert (found.tokens.item(), found.clipped.item()) == (2.0, 1.0)
+    assert (found.tokens.item(), found.clipped.item()) == (3.0, 2.0)
     found.loss.backward()
-    assert values.grad.tolist() == [0.0, -3.0, 0.0]
+    assert values.grad.tolist() == [0.0, -3.0, 0.0, 0.0]
 
 
 def test_without_a_clip_the_value_loss_is_half_the_squared_distance() -> None:
     values = torch.tensor([0.5, 3.0])
-    found = value_loss(values, torch.zeros(2), torch.ones(2), torch.ones(2), clip=None)
+    every_T = torch.ones(2, dtype=torch.bool)
+    found = value_loss(
+        values,
+        torch.zeros(2),
+        torch.ones(2),
+        weights_T=torch.ones(2),
+        sampled_T=every_T,
+        learned_T=every_T,
+        clip=None,
+    )
     assert (found.loss.item(), found.clipped.item()) == (0.125 + 2.0, 0.0)
 
 

@@ -49,6 +49,7 @@ def loss_of(logp: Tensor, sampled: Tensor, ref: Tensor | None, advantages: Tenso
     n, length = sampled.shape
     weights, segments = sampled.sum(1).exp(), torch.arange(n).repeat_interleave(length)
     columns = [logp, 0 * sampled, sampled, sampled, ref, advantages, weights[:, None].expand(n, length)]
+    columns += [torch.ones_like(sampled, dtype=torch.bool)] * 2
     flat = [None if one is None else one.flatten() for one in columns]
     return policy_loss(TokenInputs(*flat, segments, n), LossSettings(kl_coef=1.0, **rule)).loss
 

@@ -36,10 +36,17 @@ def inputs(logprobs: list[float], **columns: list[float]) -> tuple[Tensor, Token
         reference_logprobs_T=column("reference", []) if "reference" in columns else None,
         advantages_T=column("advantages", [1.0] * n),
         weights_T=torch.ones(n, dtype=torch.float64),
+        **masks("x" * n),
         segments_T=torch.zeros(n, dtype=torch.int64),
         n_segments=1,
     )
     return leaf, tokens
+
+
+def masks(marks: str) -> dict[str, Tensor]:
+    """The two masks of tokens: "x" is learned, "o" sampled and not learned, "." not sampled."""
+    sampled_T = torch.tensor([mark != "." for mark in marks])
+    return {"sampled_T": sampled_T, "learned_T": torch.tensor([mark == "x" for mark in marks])}
 
 
 def gradient(loss: Tensor, leaf: Tensor) -> list[float]:
@@ -100,13 +107,13 @@ LEVELS = [
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("correction", LEVELS)
 @pytest.mark.parametrize("kind", LOSS_KINDS)
-def test_what_stands_at_tokens_without_weight_reaches_neither_value_nor_gradient(
+def test_what_stands_at_tokens_that_are_not_sampled_reaches_neither_value_nor_gradient(
     kind: LossKind, correction: Correction | None, column: str, bad: float
 ):
     def evaluate(poison: float) -> tuple[list[float], list[list[float]]]:
         tensors = {name: torch.tensor(values) for name, values in COLUMNS.items()}
         tensors[column][1] = poison
-        tokens = TokenInputs(**tensors, weights_T=torch.tensor([1.0, 0.0, 0.5]), **SEGMENTS)
+        tokens = TokenInputs(**tensors, weights_T=torch.tensor([1.0, 0.25, 0.5]), **masks("x.x"), **SEGMENTS)
         tokens, leaves = with_leaves(tokens)
         terms = policy_loss(tokens, replace(EVERYTHING, kind=kind, correction=correction))
         terms.loss.backward()
@@ -124,7 +131,7 @@ def test_what_stands_at_tokens_without_weight_reaches_neither_value_nor_gradient
 def test_a_counted_nan_is_seen(kind: LossKind, correction: Correction, column: str):
     tensors = {name: torch.tensor(values) for name, values in COLUMNS.items()}
     tensors[column][1] = math.nan
-    tokens = TokenInputs(**tensors, weights_T=torch.ones(3), **SEGMENTS)
+    tokens = TokenInputs(**tensors, weights_T=torch.ones(3), **masks("xxx"), **SEGMENTS)
     terms = policy_loss(tokens, replace(EVERYTHING, kind=kind, correction=correction))
     assert math.isnan(terms.loss.item())
 
@@ -135,7 +142,16 @@ def test_a_counted_nan_is_seen(kind: LossKind, correction: Correction, column: s
 def test_a_ratio_that_overflows_is_seen(kind: LossKind, advantage: float, shape: LossSettings):
     row = torch.zeros(1)
     tokens = TokenInputs(
-        row, row, row - 200, row - 200, None, row + advantage, row + 1, torch.zeros(1, dtype=torch.int64), 1
+        row,
+        row,
+        row - 200,
+        row - 200,
+        None,
+        row + advantage,
+        row + 1,
+        **masks("x"),
+        segments_T=torch.zeros(1, dtype=torch.int64),
+        n_segments=1,
     )
     assert policy_loss(tokens, replace(shape, kind=kind)).ratio.item() == math.inf
 
@@ -144,7 +160,8 @@ def test_a_ratio_that_overflows_is_seen(kind: LossKind, advantage: float, shape:
 @pytest.mark.parametrize("correction", LEVELS)
 def test_no_counted_token_gives_zeros_with_a_gradient_of_zeros(kind: LossKind, correction: Correction | None):
     tensors = {name: torch.tensor(values) for name, values in COLUMNS.items()}
-    tokens, leaves = with_leaves(TokenInputs(**tensors, weights_T=torch.zeros(3), **SEGMENTS))
+    weights_T = torch.ones(3)
+    tokens, leaves = with_leaves(TokenInputs(**tensors, weights_T=weights_T, **masks("..."), **SEGMENTS))
     terms = policy_loss(tokens, replace(EVERYTHING, kind=kind, correction=correction))
     terms.loss.backward()
     assert [getattr(terms, name).item() for name in SUMS] == [0.0] * len(SUMS)
@@ -152,10 +169,10 @@ def test_no_counted_token_gives_zeros_with_a_gradient_of_zeros(kind: LossKind, c
 
 
 def test_the_kl_to_a_teacher_has_the_tokens_weights_and_no_ratio():
-    """0.5 x (1 x 0.2 + 0.5 x 0.4) = 0.2 of the loss; metrics have 0.2 + 0.4. What has no weight may be NaN."""
+    """0.5 x (1 x 0.2 + 0.5 x 0.4) = 0.2 of the loss; metrics have 0.2 + 0.4. What is not sampled may be NaN."""
     tensors = {name: torch.tensor(values) for name, values in COLUMNS.items()}
     weights_T, kl_T = torch.tensor([1.0, 0.0, 0.5]), torch.tensor([0.2, math.nan, 0.4], requires_grad=True)
-    plain = TokenInputs(**tensors, weights_T=weights_T, **SEGMENTS)
+    plain = TokenInputs(**tensors, weights_T=weights_T, **masks("x.x"), **SEGMENTS)
     settings = LossSettings(teacher_coef=0.5)
     with_teacher = policy_loss(replace(plain, teacher_kl_T=kl_T), settings)
     without = policy_loss(plain, settings)
@@ -168,10 +185,10 @@ def test_the_kl_to_a_teacher_has_the_tokens_weights_and_no_ratio():
 # ---------------------------------------------------------------- shapes
 
 
-@pytest.mark.parametrize("column", [*COLUMNS, "weights_T", "segments_T"])
+@pytest.mark.parametrize("column", [*COLUMNS, "weights_T", "sampled_T", "learned_T", "segments_T"])
 def test_shapes_are_checked(column: str):
     tensors = {name: torch.tensor(values) for name, values in COLUMNS.items()}
-    tensors |= {"weights_T": torch.ones(3), "segments_T": SEGMENTS["segments_T"]}
+    tensors |= {"weights_T": torch.ones(3), "segments_T": SEGMENTS["segments_T"]} | masks("xxx")
     assert TokenInputs(**tensors, n_segments=2).n_segments == 2
     wrong_kind = tensors[column].float() if column == "segments_T" else tensors[column].int()
     for wrong in (tensors[column][:2], tensors[column][None], wrong_kind):

@@ -30,11 +30,15 @@ class Book:
         return [
             t
             for t in every
-            if self.tokens.weights_T[t] > 0 and (segment is None or self.tokens.segments_T[t] == segment)
+            if self.tokens.sampled_T[t] and (segment is None or self.tokens.segments_T[t] == segment)
         ]
 
+    def logprob(self, t: int) -> Tensor:
+        """Of the policy; no gradient reaches a token that is not learned."""
+        return self.tokens.logprobs_T[t] if self.tokens.learned_T[t] else self.tokens.logprobs_T[t].detach()
+
     def ratio(self, t: int) -> Tensor:
-        return torch.exp(self.tokens.logprobs_T[t]) / math.exp(self.tokens.proximal_logprobs_T[t])
+        return torch.exp(self.logprob(t)) / math.exp(self.tokens.proximal_logprobs_T[t])
 
     def surrogate(self, t: int) -> tuple[Tensor, bool]:
         """What is maximised, and whether the clip is at work."""
@@ -42,7 +46,7 @@ class Book:
         A = float(self.tokens.advantages_T[t])
         if self.rule.kind == "cispo":
             r = self.ratio(t).item()
-            return min(max(r, low), high) * A * self.tokens.logprobs_T[t], not low <= r <= high
+            return min(max(r, low), high) * A * self.logprob(t), not low <= r <= high
         r = self.ratio(t)
         if self.rule.kind == "sapo":
             tau = self.rule.sapo_positive if A > 0 else self.rule.sapo_negative
@@ -129,12 +133,12 @@ class Book:
     def kl(self, t: int) -> Tensor:
         if self.tokens.reference_logprobs_T is None:
             return torch.zeros((), dtype=torch.float64)
-        policy = torch.exp(self.tokens.logprobs_T[t])
+        policy = torch.exp(self.logprob(t))
         reference = math.exp(self.tokens.reference_logprobs_T[t])
         own = {"token": [t], "sequence": self.counted(int(self.tokens.segments_T[t])), None: []}
         weight = torch.ones((), dtype=torch.float64)
         for u in own[self.rule.kl_ratio]:
-            weight = weight * torch.exp(self.tokens.logprobs_T[u] - self.tokens.behaviour_logprobs_T[u])
+            weight = weight * torch.exp(self.logprob(u) - self.tokens.behaviour_logprobs_T[u])
         estimate = {
             "k1": torch.log(policy / reference),
             "k2": torch.log(policy / reference) ** 2 / 2,
@@ -152,7 +156,7 @@ class Book:
             r, kl, entropy = self.ratio(t).item(), self.kl(t), self.tokens.entropy_T[t]
             objective = weight_of_it * objective - self.rule.kl_coef * kl + self.rule.entropy_coef * entropy
             more = {
-                "loss": -self.tokens.weights_T[t] * objective,
+                "loss": -self.tokens.weights_T[t] * objective if self.tokens.learned_T[t] else 0.0,
                 "tokens": 1,
                 "ratio": r,
                 "clipped": clipped,
@@ -172,27 +176,33 @@ class Book:
 
 
 def drawn_tokens(
-    seed: int, lengths: list[int], counted: float, sequence_weights: bool, kl: bool
+    seed: int, lengths: list[int], sampled: float, learned: float, sequence_weights: bool, kl: bool
 ) -> TokenInputs:
-    """A pack of segments of these lengths, in which about a share `counted` of the tokens is learned."""
+    """A pack of segments of these lengths, in which about a share `sampled` of the tokens is sampled, and of these a
+    share `learned` learned. All others are NaN."""
     draw = torch.Generator().manual_seed(seed)
     n = sum(lengths)
     new, drift, mismatch, reference, entropy, advantages = torch.randn(
         6, n, dtype=torch.float64, generator=draw
     )
     segments_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    weights_T = (torch.rand(n, generator=draw) < counted).double()
+    sampled_T = torch.rand(n, generator=draw) < sampled
+    learned_T = sampled_T & (torch.rand(n, generator=draw) < learned)
+    weights_T = sampled_T.double()
     if sequence_weights:
         weights_T = weights_T * torch.rand(len(lengths), generator=draw).double()[segments_T]
+    new = torch.where(sampled_T, new, math.nan)
     proximal_T = new + 0.5 * drift
     return TokenInputs(
         logprobs_T=new,
-        entropy_T=entropy.exp(),
+        entropy_T=torch.where(sampled_T, entropy.exp(), math.nan),
         proximal_logprobs_T=proximal_T,
         behaviour_logprobs_T=proximal_T + 0.5 * mismatch,
         reference_logprobs_T=new + reference if kl else None,
-        advantages_T=advantages,
+        advantages_T=torch.where(sampled_T, advantages, math.nan),
         weights_T=weights_T,
+        sampled_T=sampled_T,
+        learned_T=learned_T,
         segments_T=segments_T,
         n_segments=len(lengths),
     )
@@ -202,7 +212,8 @@ packs = st.builds(
     drawn_tokens,
     seed=st.integers(0, 2**32 - 1),
     lengths=st.lists(st.integers(1, 5), min_size=1, max_size=4),
-    counted=st.sampled_from([0.0, 0.7, 1.0]),
+    sampled=st.sampled_from([0.0, 0.7, 1.0]),
+    learned=st.sampled_from([0.0, 0.7, 1.0]),
     sequence_weights=st.booleans(),
     kl=st.booleans(),
 )

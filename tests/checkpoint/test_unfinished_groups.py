@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -76,6 +76,14 @@ def test_what_is_read_is_what_was_written() -> None:
     assert second.samples == (NOTHING_SAMPLED, NOTHING_SAMPLED) and second.unfinished == [0, 1]
     assert isinstance(first.samples[1], ScoredCompletion)
     assert first.samples[1].score.queue_seconds == 0.25
+
+
+def test_tokens_that_others_wrote_come_back_as_such() -> None:
+    spans = (Segment(2, 4, 1), Segment(1, 4, 1, sampled=False))
+    part = replace(partial(3, 4, 5), segments=spans)
+    unfinished = UnfinishedGroups([UnfinishedGroup(0, 0, (part, NOTHING_SAMPLED))], 1)
+    found = read_unfinished(write_unfinished(unfinished), 2, 100, text_of)
+    assert found.groups[0].samples[0].segments == spans
 
 
 def test_log_probs_that_are_not_finite_come_back() -> None:

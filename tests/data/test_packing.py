@@ -92,7 +92,7 @@ def test_a_device_takes_every_tensor_from_pinned_memory_while_the_host_goes_on(m
         assert moves.noted == []
         moved = batch.to(torch.device("meta"))
     assert moves.noted == [("pin_memory", False), ("to", True)] * len(TENSORS)
-    assert len(TENSORS) == 9 and {getattr(moved, name).device.type for name in TENSORS} == {"meta"}
+    assert len(TENSORS) == 11 and {getattr(moved, name).device.type for name in TENSORS} == {"meta"}
     assert (moved.sample_indices, moved.loss_count, moved.max_seqlen) == ((0, 1), 5, 5)
 
 
@@ -102,6 +102,51 @@ def test_an_answer_that_is_empty_has_no_weight(kind, count: int):
     assert batch.loss_weights_T.tolist() == [0.0, 0.0]
     assert batch.completion_index_T.tolist() == [-1, -1]
     assert batch.loss_count == count
+
+
+@pytest.mark.parametrize(
+    ("normalisation", "weight", "count"),
+    [
+        (Normalisation("token"), 1.0, 5),
+        (Normalisation("sequence"), 1 / 3, 2),
+        (Normalisation("constant", 8), 0.125, 2),
+    ],
+)
+def test_two_masks_say_what_is_sampled_and_what_is_learned(
+    normalisation: Normalisation, weight: float, count: int
+):
+    """Of five tokens others wrote the second and the last, whose numbers are not looked at; of the three that are
+    sampled two are learned. Weights and count are those of the sampled ones."""
+    nan = float("nan")
+    sample = Sample(
+        (4, 5),
+        (6, 7, 8, 9, 10),
+        (-1.0, nan, -2.0, -3.0, nan),
+        advantage=0.5,
+        sampled=(True, False, True, True, False),
+        learned=(True, True, False, True, False),
+    )
+    batch = pack([sample, TWO], [0, 1], 4, normalisation)
+    assert "".join(".x"[mark] for mark in batch.sampled_T.tolist()) == "..x.xx..xx.."
+    assert "".join(".x"[mark] for mark in batch.learned_T.tolist()) == "..x..x..xx.."
+    assert batch.sampled_T.dtype == batch.learned_T.dtype == torch.bool
+    other = normalisation.weight(2)
+    weights = [0, 0, weight, 0, weight, weight, 0, 0, other, other, 0, 0]
+    assert batch.loss_weights_T.tolist() == pytest.approx(weights)
+    assert batch.loss_count == count
+    assert batch.advantages_T.tolist() == [0, 0, 0.5, 0, 0.5, 0.5, 0, 0, -0.5, -0.5, 0, 0]
+    assert batch.behaviour_logprobs_T.tolist() == [0, 0, -1, 0, -2, -3, 0, 0, -2, -3, 0, 0]
+    assert batch.completion_index_T.tolist() == [-1, -1, 0, 1, 2, 3, 4, -1, 0, 1, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("mask", "counts"), [("sampled", "2 of sampled and 2"), ("learned", "3 of sampled and 2")]
+)
+def test_a_mask_has_a_value_for_every_token(mask: str, counts: str):
+    with pytest.raises(
+        AssertionError, match=f"sample 0: masks need one value per token, 3; got {counts} of learned"
+    ):
+        pack([replace(ONE, **{mask: (True, False)})], [0], 1)
 
 
 def test_every_token_needs_a_log_prob():
@@ -132,6 +177,7 @@ def test_every_sample_is_found_again_between_its_bounds(packed: list[Sample], mu
     n_tokens = sum(len(sample.completion_ids) for sample in packed)
     assert float(batch.loss_weights_T.sum()) == batch.loss_count == n_tokens
     assert (batch.completion_index_T >= 0).equal(batch.loss_weights_T > 0)
+    assert batch.sampled_T.equal(batch.loss_weights_T > 0) and batch.learned_T.equal(batch.sampled_T)
     assert batch.n_segments == len(lengths)
     assert batch.segments_T.tolist() == [s for s, length in enumerate(lengths) for _ in range(length)]
     for sample, start, end in zip(packed, bounds, bounds[1:], strict=False):

@@ -104,6 +104,20 @@ def test_a_capture_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert "\x1b" not in text and json.loads(text.splitlines()[0])["completions"][0]["score"]["reward"] == 5.0
 
 
+def test_a_capture_knows_which_tokens_others_wrote(tmp_path: Path) -> None:
+    (written_group, other) = a_capture().groups
+    first = written_group.completions[0]
+    spans = (Segment(1, 4, 1), Segment(1, 4, 1, sampled=False))
+    completions = (replace(first, segments=spans), *written_group.completions[1:])
+    capture = replace(a_capture(), groups=[replace(written_group, completions=completions), other])
+    folder = write_capture(tmp_path, capture)
+    assert folder is not None and read_capture(folder) == capture
+    assert capture.groups[0].completions[0].sampled == [True, False]
+    rows = (folder / GROUPS_FILE).read_text(encoding="ascii").splitlines()
+    segments = [[one["segments"] for one in json.loads(row)["completions"]] for row in rows]
+    assert segments == [[[[1, 4, 1], [1, 4, 1, 0]], [[1, 4, 1]]], [[[1, 4, 1]], [[3, 4, 1]]]]
+
+
 def test_a_capture_takes_the_place_of_an_older_one_only(tmp_path: Path) -> None:
     folder = written(tmp_path)
     before = (folder / CAPTURE_FILE).stat()

@@ -158,7 +158,7 @@ class WholeRollouts(StepRollouts):
             return rollout.groups
 
         selection = select(sample, len(own), self._config.selection.max_extra_prompts, self._rules)
-        tokens = sum(len(one.token_ids) for group in selection.sampled for one in group.completions)
+        tokens = sum(one.n_sampled for group in selection.sampled for one in group.completions)
         scores = [score for group in selection.sampled for score in group.scores]
         self._sampled, self.next_draw = selection.sampled, (number + 1) * order.prompts_per_step
         return StepRollout(selection, rounds, scores, tokens)
@@ -413,7 +413,7 @@ def staleness_metrics(learned: Sequence[ScoredGroup], number: int, max_staleness
     most, and the share of each age)."""
     ages = dict.fromkeys(range(max_staleness + 1), 0)
     for segment in (s for group in learned for c in group.completions for s in c.segments):
-        ages[number - segment.step] += segment.tokens
+        ages[number - segment.step] += segment.tokens if segment.sampled else 0
     total = sum(ages.values())
     if not total:
         return {}
