@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlmath.algorithms.intervals import difference_interval
+from rlmath.config.help import counted
 from rlmath.config.terminal import visible
 from rlmath.evals.tables import boxed_tables
 from rlmath.report.results_file import Accuracies, Results
@@ -92,9 +93,9 @@ def comparison_text(first: Results, second: Results) -> str:
     ]
     notes += [f"Settings differ: {sentence}." for sentence in other_settings(first, second)]
     notes += [
-        f"{one.dataset}, {one.measure}: {one.left_out} problems are in one of the two only, and are left out."
-        for one in found
-        if one.left_out
+        f"{row.dataset}, {row.measure}: {counted(row.left_out, 'problem', 'are')} in one of the two only, and left out."
+        for row in found
+        if row.left_out
     ]
     alone = sorted(first.accuracies.keys() ^ second.accuracies.keys())
     notes += [f"In one of the two only: {', '.join(alone)}."] if alone else []

@@ -43,6 +43,18 @@ def test_a_checkpoint_is_converted_once(untied_model: Path, checkpoint: Path, tm
         resolve_model(to_megatron(other, tmp_path / "other_megatron").parent, tmp_path)
 
 
+def test_a_checkpoint_whose_file_has_another_size_is_another(checkpoint: Path, tmp_path: Path) -> None:
+    """Where it has no checksums, and the file has the time that it had."""
+    changed = shutil.copytree(checkpoint, tmp_path / "changed")
+    resolve_model(changed, tmp_path)
+    (index,) = changed.rglob(".metadata")
+    times = index.stat().st_atime_ns, index.stat().st_mtime_ns
+    index.write_bytes(index.read_bytes() + b" ")
+    os.utime(index, ns=times)
+    with pytest.raises(ValueError, match="Give another --output"):
+        resolve_model(changed, tmp_path)
+
+
 def test_a_conversion_that_was_killed_is_made_again(checkpoint: Path, tmp_path: Path) -> None:
     found = resolve_model(checkpoint, tmp_path)
     (tmp_path / "converted_from.json").unlink()

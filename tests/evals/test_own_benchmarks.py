@@ -21,6 +21,7 @@ from rlmath.evals.model_source import resolve_model
 from rlmath.evals.plan import GREEDY_INDEX, Plan, check_settings, completion_seed
 from rlmath.evals.runner import _prepare
 from rlmath.evals.sampling import Missing, _requests
+from rlmath.workers.hooks import Hook
 from rlmath.workers.worker_pool import WorkerPool
 from tests.distributed.rank_pool import RankPool
 from tests.evals.guessing_model import make_guessing_model
@@ -242,11 +243,23 @@ def test_a_runs_model_has_the_runs_template(
     check_settings(tmp_path / "out", {"max_new_tokens": 77}, None)
     assert plan_of(parse(words)).default_new_tokens == 200, "nothing was sampled there"
     (tmp_path / "out" / "generations" / "a").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "out" / "generations" / "a" / "0.jsonl").write_text("")
+    assert plan_of(parse(words)).default_new_tokens == 200, "nor in a file that was opened only"
     (tmp_path / "out" / "generations" / "a" / "0.jsonl").write_text("{}\n")
     assert plan_of(parse(words)).default_new_tokens == 77, "as the completions that are there"
     save_config(load_config([], [*given, "data.template=brief", "run.plugins=[own.py]"]), run / "config.yaml")
     with pytest.raises(ValueError, match=r"give --template brief --plugin own\.py"):
         plan_of(parse(words))
+    plugin = tmp_path / "own.py"
+    plugin.write_text(
+        "from rlmath import hooks\n\nhooks.template('brief')(lambda problem, row: problem)\n"
+        "hooks.scorer('fair')(lambda completion, solutions, row: True)\n"
+    )
+    functions = ["--template", "brief", "--scorer", "fair", "--plugin", str(plugin)]
+    assert plan_of(parse([*words, *functions])).hooks == [
+        Hook("template", "brief", "--template", plugins=(str(plugin),)),
+        Hook("scorer", "fair", "--scorer", plugins=(str(plugin),)),
+    ]
     (run / "config.yaml").write_text("trainer: {epochs: 3}\n")
     assert plan_of(parse(words)).template == "auto" and "this release cannot read" in caplog.text
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.algorithms.intervals import wilson_interval
+from rlmath.algorithms.intervals import accuracy_interval, wilson_interval
 from rlmath.evals.benchmarks import Benchmark, LengthLimits, Problem, benchmark_warnings, check_lengths
 from rlmath.evals.compare import comparison_text, differences
 from rlmath.evals.completions import CompletionRecord, Key
@@ -213,10 +213,23 @@ def test_only_common_problems_are_compared_and_differences_are_reported(tmp_path
     text = comparison_text(first, second)
     assert max(len(line) for line in text.splitlines() if line.startswith(("|", "+"))) <= 80
     assert "temperature is 0.6 in the first and 1.0 in the second" in text
-    assert "1 problems are in one of the two only" in text and "model is" not in text
+    assert "sample_pass@1: 1 problem is in one of the two only" in text and "model is" not in text
     sampled = next(one for one in differences(first, second) if one.measure == "sample_pass@1")
     assert (sampled.problems, sampled.left_out) == (2, 1)
     assert sampled.difference[0] == pytest.approx(0.5)
+    assert sampled.first == pytest.approx((0.125, *accuracy_interval([0.0, 0.25], samples=4)))
+    assert sampled.second == pytest.approx((0.625, *accuracy_interval([1.0, 0.25], samples=4)))
+    cells = [line.strip("| ").split("|") for line in text.splitlines() if "| sample_pass@1" in line]
+    assert [[cell.strip() for cell in row] for row in cells] == [
+        ["quiz", "sample_pass@1", "12.5", "62.5", "+50.0", _range(sampled.difference, "+"), "", "2"],
+        ["quiz", "sample_pass@1", _range(sampled.first), _range(sampled.second)],
+    ]
+
+
+def _range(mean_and_interval: tuple[float, float, float], sign: str = "") -> str:
+    """Both ends in percent, as a table has them."""
+    _, low, high = mean_and_interval
+    return f"{100 * low:{sign}.1f} to {100 * high:{sign}.1f}"
 
 
 @pytest.mark.parametrize(

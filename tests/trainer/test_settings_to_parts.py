@@ -116,6 +116,9 @@ def test_what_is_in_flight() -> None:
     deferring = replace(older, rollout=replace(older.rollout, tail="defer"))
     assert unfinished_rules(deferring) == UnfinishedRules(109, sys.maxsize, 0, 0)
     assert slice_tokens(deferring.rollout) == 5, "half"
+    more = replace(deferring, selection=DISTINCT.selection)
+    assert unfinished_rules(more).max_dropped == DISTINCT.selection.max_extra_prompts
+    assert unfinished_rules(more).groups_per_step == 109
 
 
 def test_the_loss() -> None:
