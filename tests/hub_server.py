@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -61,12 +60,6 @@ class Hub:
     """Files of which half is sent, and then nothing more."""
     cut: set[str] = field(default_factory=set)
     """Files of which half is sent as if it were all."""
-    endless: set[str] = field(default_factory=set)
-    """Files, and "tree" for listings, that come without an end (of which 160 MiB are sent)."""
-    etag: str = ""
-    """What every file is named in place of its hash."""
-    sha: str = ""
-    """What every commit is named."""
     silent: bool = False
     """Nothing is answered."""
     refuses_commits: bool = False
@@ -169,19 +162,12 @@ class _Handler(BaseHTTPRequestHandler):
         commit = repo.find(revision)
         if commit is None and verb == "revision":
             return self._refuse(404, "RevisionNotFound")
-        if verb in self.hub.endless:
-            return self._endless("application/json")
         if verb == "tree" and commit is not None:
             return self._json([_tree_entry(name, data) for name, data in repo.commits[commit].items()])
         if verb == "revision":
             assert commit is not None
-            what = {
-                "id": found["name"],
-                "sha": self.hub.sha or commit,
-                "siblings": [],
-                "private": repo.private,
-            }
-            return self._json(what | {"downloads": 0, "likes": 0, "tags": []})
+            repository = {"id": found["name"], "sha": commit, "siblings": [], "private": repo.private}
+            return self._json(repository | {"downloads": 0, "likes": 0, "tags": []})
         if verb == "preupload":
             files = [
                 {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
@@ -255,10 +241,7 @@ class _Handler(BaseHTTPRequestHandler):
         if data is None:
             return self._refuse(404, "EntryNotFound")
         digest = hashlib.sha256(data).hexdigest()
-        headers = {"X-Repo-Commit": commit, "ETag": self.hub.etag or f'"{digest}"'}
-        if with_body and found["file"] in self.hub.endless:
-            status = 302 if "redirect" in self.hub.endless else 200
-            return self._endless("application/octet-stream", status, {"Location": self.hub.url})
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{digest}"'}
         if found["file"].endswith(LARGE):
             headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(data))}
             elsewhere = self.hub.url.replace("127.0.0.1", "localhost")  # as the hub's storage is another host
@@ -282,21 +265,6 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
     # ------------------------------------------------------------ answers
-
-    def _endless(
-        self, kind: str, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})
-    ) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Type": kind}.items():
-            self.send_header(name, value)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        self.close_connection = True
-        try:
-            for _ in range(160):
-                self.wfile.write(b"100000\r\n" + b" " * 2**20 + b"\r\n")
-        except (BrokenPipeError, ConnectionResetError):  # the client has had enough
-            pass
 
     def _reply(self, status: int, body: bytes, headers: Mapping[str, str], size: int | None = None) -> None:
         try:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +15,6 @@ import pytest
 
 from rlmath.checkpoint.hf.metadata_files import read_metadata_files
 from rlmath.cli import convert, program
-from rlmath.config import hub
 from rlmath.config.load import load_config
 from rlmath.evals.plan import Plan, check_settings
 from rlmath.evals.runner import _plan_after_rendezvous
@@ -111,13 +115,75 @@ def test_an_evaluation_goes_on_with_the_commit_that_it_began_with(
     commit = base.branches["main"]
     plan = Plan(model="hf://org/base", benchmarks=("a",), data_dir=tmp_path, output=tmp_path / "out")
     placed, store = _plan_after_rendezvous(plan)
-    assert isinstance(placed.model, Path) and placed.model.name == commit and store is None
+    assert placed.model == f"hf://org/base#{commit}" and store is None
     plan.output.mkdir()
-    check_settings(plan.output, {"about_model": hub.as_hub_ids(str(placed.model)), "model": "x"}, None)
+    check_settings(plan.output, {"about_model": placed.model, "model": "x"}, None)
     base.commit({**base.commits[commit], "model.safetensors": b"moved"})
     assert _plan_after_rendezvous(plan)[0].model == placed.model
     (plan.output / "settings.json").unlink()
-    assert Path(_plan_after_rendezvous(plan)[0].model).name == base.branches["main"]
+    assert _plan_after_rendezvous(plan)[0].model == f"hf://org/base#{base.branches['main']}"
+
+
+PROGRAM = """
+import sys
+from rlmath.config.load import load_config, shown_values
+from rlmath.distributed.rendezvous import open_rendezvous
+from rlmath.run.recovery.hub_inputs import SharedMistakeError, fetch_inputs
+rendezvous = open_rendezvous(120.0)
+try:
+    config = fetch_inputs(load_config([], sys.argv[1:]), rendezvous)
+except SharedMistakeError as error:
+    sys.exit(str(error))
+print(config.model.path, shown_values(config)["model.path"])
+sys.stdin.read()
+"""
+"""What a rank does with ids at its start; no engine and no group. It keeps its store until its input ends."""
+
+
+def start_rank(rank: int, port: int, home: Path, there: Hub, **variables: str) -> subprocess.Popen[str]:
+    """The only rank of the node with its number, of two."""
+    ranks = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    ranks |= {"GROUP_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    settings = (f"run.output_dir={home}/run", "model.path=hf://org/base", "data.train_path=rows.jsonl")
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *settings],
+        env=os.environ | there.variables(home) | ranks | variables,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("second_cache", ["shared", "own", "own, offline"])
+def test_nodes_have_the_first_one_s_commit_in_the_cache_that_they_see(
+    there: Hub, tmp_path: Path, second_cache: str
+) -> None:
+    base = there.add("org/base")
+    commit = base.branches["main"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    homes = [tmp_path / "first", tmp_path / ("first" if second_cache == "shared" else "second")]
+    with start_rank(0, port, homes[0], there) as first:
+        while there.downloads()["model.safetensors"] < 1 and first.poll() is None:
+            time.sleep(0.05)
+        base.commit({**base.commits[commit], "model.safetensors": b"moved"})
+        offline = {"HF_HUB_OFFLINE": "1"} if second_cache == "own, offline" else {}
+        with start_rank(1, port, homes[1], there, **offline) as second:
+            outputs = [rank.communicate(timeout=600) for rank in (second, first)]
+    if offline:
+        assert (first.returncode, second.returncode) == (1, 1)
+        for _, error in outputs:
+            assert f"rank 1): hf://org/base#{commit}: the hub cannot be asked (OfflineModeIsEnabled)" in error
+            assert f'Or run "hf download org/base --revision {commit}" where there is a network' in error
+        return
+    for home, (output, error) in zip(reversed(homes), outputs, strict=True):
+        place, written = output.split() or [error, ""]
+        assert place == str(home / "hub" / "models--org--base" / "snapshots" / commit), error
+        assert written == f"hf://org/base#{commit}"
+        assert (Path(place) / "model.safetensors").read_bytes() == base.commits[commit]["model.safetensors"]
+    assert there.downloads()["model.safetensors"] == (1 if second_cache == "shared" else 2)
 
 
 def test_a_converter_reads_a_model_of_the_hub(there: Hub, tmp_path: Path) -> None:
@@ -141,7 +207,7 @@ def test_a_hub_that_fails_is_no_mistake(
     command = torchrun_command(2, *TRAIN, *overrides(place, output))
     found = run(*command, variables=variables, expect=1)
     text = found.stdout + found.stderr
-    assert "hf://org/base: it could not be downloaded" in text and "status 503" in text
+    assert "hf://org/base: the hub cannot be asked" in text and "status 503" in text
     ended = json.loads((output / "exit_status.json").read_text())
     assert ended["status"] == 1 and "status 503" in ended["message"]
     for name, value in variables.items():

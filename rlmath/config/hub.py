@@ -3,14 +3,15 @@
     hf://org/name[@revision]                           a model
     hf://datasets/org/name[@revision]/path/file.jsonl  a file of a data set; a slash in the revision is written %2F
 
-A revision is a branch, a tag or a commit; none is the default branch. Once it is resolved, its commit stands behind it,
-`hf://org/name@main#<commit>`: that is what a run records, and reads again when it resumes. Files lie in the cache of
-huggingface_hub; settings then hold their places there, and `as_hub_ids` gives the ids back for whatever is written or
-compared. huggingface_hub runs in processes of their own (`hub_client`), which are killed at the time limit.
+A revision is a branch, a tag or a commit; none is the default branch. Once it is downloaded, its commit stands behind
+it, `hf://org/name@main#<commit>`: that is what a run records, and reads again when it resumes. Files lie in the cache
+of huggingface_hub. Settings then hold their places there, in a `FetchedConfig`, which has the ids for whatever is
+written or compared. huggingface_hub runs in a process of its own (`hub_client`), which is killed at the time limit.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 import os
@@ -18,12 +19,13 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlmath.config.help import raise_problems, setting_values
+from rlmath.config.help import raise_problems, section_classes, setting_values
 from rlmath.config.schema import Config, SaveConfig
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,12 @@ DATA_SETTINGS = ("data.train_path", "data.more_train_paths", "validation.paths",
 MODEL_FORM = "hf://org/name or hf://org/name@revision"
 DATA_FORM = "hf://datasets/org/name/file.jsonl or hf://datasets/org/name@revision/folder/file.parquet"
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
+METADATA_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
+"""A model's configuration, tokenizer and the index of its weights."""
+WEIGHT_PATTERN = "*.safetensors"
+"""No other format of weights is ever downloaded: the others run code when they are read."""
+FOLDERS = "*/*"
+"""What lies in folders of a model's repository is not downloaded."""
 
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_-])?"
 _REPO = re.compile(rf"{_NAME}/{_NAME}")
@@ -42,8 +50,6 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _AT = r"(?:@(?P<revision>[A-Za-z0-9][A-Za-z0-9._+%/-]{0,199}?))?(?:#(?P<commit>[0-9a-f]{40}))?"
 _MODEL_ID = re.compile(rf"hf://(?!datasets/)(?P<repo>{_NAME}/{_NAME}){_AT}")
 _DATA_ID = re.compile(rf"hf://datasets/(?P<repo>{_NAME}/{_NAME}){_AT.replace('%/', '%')}/(?P<file>.+)")
-_ids: dict[str, str] = {}
-"""The place of a file or folder in the cache, to the id, with its commit, by which this process had it fetched."""
 
 
 class HubFailedError(RuntimeError):
@@ -57,16 +63,24 @@ class HubId:
 
     repo: str
     revision: str = ""
-    """As it was asked for; "": the default branch."""
+    """What was asked for; "": the default branch."""
     commit: str = ""
-    """What it stands for; "": not resolved."""
+    """What the revision stands for; "": not known yet."""
     file: str = ""
-    """Of a data set; "" for a model."""
+    """Path of the data set's file; "" for a model."""
 
     @property
-    def asked(self) -> HubId:
-        """Without its commit."""
-        return replace(self, commit="")
+    def repo_type(self) -> str:
+        return "dataset" if self.file else "model"
+
+    @property
+    def repo_folder(self) -> Path:
+        return cache_folder() / f"{self.repo_type}s--{self.repo.replace('/', '--')}"
+
+    @property
+    def place(self) -> str:
+        """The folder, or the data set's file, in this machine's cache, once the commit is downloaded."""
+        return str(self.repo_folder / "snapshots" / self.commit / self.file)
 
     def __str__(self) -> str:
         revision = f"@{self.revision.replace('/', '%2F')}" if self.revision else ""
@@ -75,11 +89,13 @@ class HubId:
         return f"{PREFIX}{kind}{self.repo}{revision}{commit}{file}"
 
 
-def with_commit(one: HubId, commit: str) -> HubId:
-    """ValueError where it is no hash of a commit."""
-    if not _COMMIT.fullmatch(commit):
-        raise ValueError(f"{one}: {commit!r:.60} is no commit of 40 hexadecimal digits")
-    return replace(one, commit=commit)
+def cache_folder() -> Path:
+    """The cache of huggingface_hub, whose variables are read here for ranks that do not import it."""
+    variables = os.environ
+    caches = variables.get("XDG_CACHE_HOME") or "~/.cache"
+    home = variables.get("HF_HOME") or os.path.join(caches, "huggingface")
+    cache = variables.get("HF_HUB_CACHE") or variables.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
+    return Path(os.path.expandvars(cache)).expanduser()
 
 
 def is_hub_id(text: str | None) -> bool:
@@ -94,9 +110,10 @@ def parse_hub_id(text: str, setting: str) -> HubId:
     HubId(repo='org/name', revision='main', commit='', file='a/b.jsonl')
     """
     is_data = setting in DATA_SETTINGS
-    found = (_DATA_ID if is_data else _MODEL_ID).fullmatch(text)
-    parts = {name: part or "" for name, part in found.groupdict().items()} if found else {"repo": ""}
-    revision, file = parts.get("revision", "").replace("%2F", "/"), parts.get("file", "")
+    match = (_DATA_ID if is_data else _MODEL_ID).fullmatch(text)
+    parts = {name: part or "" for name, part in match.groupdict().items()} if match else {"repo": ""}
+    revision = parts.get("revision", "").replace("%2F", "/")
+    file = parts.get("file", "")
     is_plain = not {"", ".", ".."} & {*f"{revision or 'main'}/{file or 'file'}".split("/")}
     if not (
         is_plain
@@ -120,7 +137,7 @@ def _is_repo(name: str) -> bool:
 
 def hub_ids(config: Config) -> list[HubId]:
     """Those that the settings name. ValueError that lists all that are wrong, and other settings that name one."""
-    found, problems = [], []
+    ids, problems = [], []
     values = setting_values(config).items()
     texts = [(key, text) for key, value in values for text in (value if isinstance(value, list) else [value])]
     for key, text in texts:
@@ -129,91 +146,121 @@ def hub_ids(config: Config) -> list[HubId]:
         try:
             if key not in (*MODEL_SETTINGS, *DATA_SETTINGS):
                 raise ValueError(f'{key} is "{text}"; needed: a path on this machine.')
-            found.append(parse_hub_id(text, key))
+            ids.append(parse_hub_id(text, key))
         except ValueError as error:
             problems.append(str(error))
     raise_problems("the names of the Hugging Face hub", problems)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(ids))
 
 
-def with_places(config: Config, places: Mapping[HubId, str]) -> Config:
-    """The settings with the places of fetched ids; `as_hub_ids` knows them from now on."""
+@dataclass(frozen=True)
+class FetchedConfig(Config):
+    """Settings that hold places in this machine's cache where they named ids of the hub."""
 
-    def place(key: str, value: Any) -> Any:
+    ids: Mapping[tuple[str, str], HubId] = field(default_factory=dict)
+    """The id, with its commit, by setting and place; no setting."""
+
+
+def with_places(config: Config, pins: Mapping[HubId, HubId]) -> FetchedConfig:
+    """The settings with the places of their ids, each of which `pins` gives with its commit."""
+
+    def placed(key: str, value: Any) -> Any:
         if isinstance(value, list):
-            return [place(key, one) for one in value]
-        return places[parse_hub_id(value, key)] if isinstance(value, str) and is_hub_id(value) else value
+            return [placed(key, path) for path in value]
+        if not is_hub_id(value):
+            return value
+        pinned = pins[parse_hub_id(value, key)]
+        ids[key, pinned.place] = pinned
+        return pinned.place
 
-    changed = config
+    ids: dict[tuple[str, str], HubId] = {}
+    sections = {name: getattr(config, name) for name in section_classes()}
     for key in (*MODEL_SETTINGS, *DATA_SETTINGS):
         section, _, name = key.partition(".")
-        old = getattr(changed, section)
-        if (new := place(key, getattr(old, name))) != getattr(old, name):
-            changed = replace(changed, **{section: replace(old, **{name: new})})
-    return changed
+        settings = sections[section]
+        sections[section] = replace(settings, **{name: placed(key, getattr(settings, name))})
+    return FetchedConfig(**sections, ids=ids)
 
 
-def as_hub_ids(value: Any) -> Any:
-    """A setting's value with the id, and its commit, in the place of what was fetched by it."""
+def as_hub_ids(config: Config, key: str, value: Any) -> Any:
+    """A setting's value with the id, and its commit, in place of what was fetched by it."""
+    if not isinstance(config, FetchedConfig):
+        return value
     if isinstance(value, list):
-        return [as_hub_ids(one) for one in value]
-    return _ids.get(value, value) if isinstance(value, str) else value
+        return [as_hub_ids(config, key, path) for path in value]
+    return str(config.ids[key, value]) if (key, value) in config.ids else value
 
 
-def is_same(then: Any, now: Any) -> bool:
-    """Whether two values of a setting are equal, fetched or not; an id of now without a commit will have that of then,
-    where both ask for the same."""
-    if isinstance(then, list) and isinstance(now, list):
-        return len(then) == len(now) and all(map(is_same, then, now))
-    old, new = as_hub_ids(then), as_hub_ids(now)
-    if old == new or not (isinstance(old, str) and isinstance(new, str)):
-        return old == new
-    found = list(_parsed([old, new]))
-    return len(found) == 2 and not found[1].commit and found[0].asked == found[1]
+def is_same(old: Any, new: Any) -> bool:
+    """Whether two values of a setting are equal, as they are written down. An id without a commit, of settings that are
+    not fetched yet, is the same as a recorded one: it will have that one's commit."""
+    if isinstance(old, list) and isinstance(new, list):
+        return len(old) == len(new) and all(map(is_same, old, new))
+    if isinstance(old, str) and is_hub_id(old) and old != new:
+        old = re.sub("#[0-9a-f]{40}", "", old, count=1)
+    return old == new
 
 
-# ---------------------------------------------------------------- the hub
+# ---------------------------------------------------------------- downloads
 
 
-def resolve(ids: Sequence[HubId], seconds: float, recorded: Collection[str] = ()) -> dict[HubId, HubId]:
-    """Every id with its commit: that of `recorded`, texts of an earlier start of the run, where one asks for the same,
-    else the hub's, or where that gives no answer the cache's. Errors: as `fetch`."""
-    known = {one.asked: one for one in _parsed(recorded) if one.commit}
-    pins = {one: one if one.commit else known.get(one) for one in ids}
-    unknown = [one for one, pinned in pins.items() if pinned is None]
-    pins |= zip(unknown, fetch(unknown, seconds, weights=False), strict=True)
-    return {one: pinned for one, pinned in pins.items() if pinned is not None}
-
-
-def fetch(ids: Sequence[HubId], seconds: float, weights: bool = True) -> dict[HubId, int]:
+def fetch(
+    ids: Collection[HubId], seconds: float, recorded: Collection[HubId] = (), weights: bool = True
+) -> dict[HubId, HubId]:
     """Have ids in this machine's cache, of models without their weights where those are not needed. Gives every id with
-    its commit, and the size of its weights that were not there (bytes). ValueError or HubFailedError within `seconds`
-    where that cannot be done. For one process of a node."""
+    its commit: its own, that of `recorded`, ids of an earlier start of the run, where one asks for the same, else the
+    hub's, or where that gives no answer the cache's. ValueError or HubFailedError within `seconds` where that cannot be
+    done. For one process of a node."""
     ends = time.monotonic() + seconds
-    found = {}
-    for one in ids:
-        request = {"action": "fetch", "text": str(one), "name": one.repo, "weights": weights}
-        request |= {"revision": one.revision, "commit": one.commit, "file": one.file}
-        answer = _ask(request, seconds, ends)
-        found[with_commit(one, answer["commit"])] = answer["missing_bytes"]
-    return found
+    known = {replace(hub_id, commit=""): hub_id.commit for hub_id in recorded}
+    pins = {}
+    for hub_id in ids:
+        wanted = replace(hub_id, commit=hub_id.commit or known.get(hub_id, ""))
+        pins[hub_id] = pinned = replace(hub_id, commit=_ask(_request(wanted, weights), seconds, ends))
+        needed = pinned.file or "config.json"
+        if not (pinned.repo_folder / "snapshots" / pinned.commit / needed).is_file():
+            raise ValueError(
+                f'{hub_id}: there is no file "{needed}" in it (commit {pinned.commit}). Look at its files on the hub, '
+                "and correct the id."
+            )
+    return pins
 
 
-def places(ids: Collection[HubId]) -> dict[HubId, str]:
-    """Where ids with their commits lie once they are fetched, on this machine: in the cache of huggingface_hub, whose
-    variables are read here, for ranks that do not import it. `as_hub_ids` knows the places from now on."""
-    variables = os.environ
-    home = variables.get("HF_HOME") or os.path.join(
-        variables.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"
-    )
-    cache = variables.get("HF_HUB_CACHE") or variables.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
-    found = {}
-    for one in ids:
-        repo = f"{'dataset' if one.file else 'model'}s--{one.repo.replace('/', '--')}"
-        folder = Path(os.path.expandvars(cache)).expanduser() / repo / "snapshots" / one.commit
-        found[one] = str(folder / one.file)
-        _ids[found[one]] = str(one)
-    return found
+def _request(wanted: HubId, weights: bool) -> dict[str, Any]:
+    """What `hub_client` is to download, and what it tells the user where there is no network."""
+    patterns = [*METADATA_PATTERNS, *([WEIGHT_PATTERN] if weights else ())]
+    command = f"hf download {wanted.repo}" + (f" {wanted.file} --repo-type dataset" if wanted.file else "")
+    revision = wanted.commit or wanted.revision or None
+    if revision:
+        command += f" --revision {revision}"
+    return {
+        "name": str(wanted),
+        "blobs": str(wanted.repo_folder / "blobs"),
+        "download": {
+            "repo_id": wanted.repo,
+            "repo_type": wanted.repo_type,
+            "revision": revision,
+            "cache_dir": str(cache_folder()),
+            "allow_patterns": glob.escape(wanted.file) if wanted.file else patterns,
+            "ignore_patterns": None if wanted.file else FOLDERS,
+        },
+        "advice": (
+            ", and what is needed is not, or not whole, in the cache. The same command goes on with what is missing. "
+            f'Or run "{command}" where there is a network, with the same HF_HOME, or give a local folder.'
+        ),
+    }
+
+
+def missing_weights(pinned: HubId) -> int | None:
+    """Bytes of weights of a fetched model that are not in the cache; None where it has no listing of them."""
+    from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    with suppress(CachedRepoTreeNotFoundError):
+        files = get_cached_repo_tree(pinned.repo, revision=pinned.commit, cache_dir=cache_folder())
+        weights = [file for file in files if Path(file.path).match(WEIGHT_PATTERN) and "/" not in file.path]
+        return sum(file.size for file in weights if not Path(pinned.place, file.path).is_file())
+    return None
 
 
 def local_folder(place: str, option: str, weights: bool = True, seconds: float = 3600.0) -> Path:
@@ -221,25 +268,15 @@ def local_folder(place: str, option: str, weights: bool = True, seconds: float =
     or HubFailedError within `seconds` where that cannot be done."""
     if not is_hub_id(place):
         return Path(place)
-    (found,) = fetch([parse_hub_id(place, option)], seconds, weights)
-    return Path(places([found])[found])
+    (pinned,) = fetch([parse_hub_id(place, option)], seconds, weights=weights).values()
+    return Path(pinned.place)
 
 
-def _parsed(texts: Collection[str]) -> Iterator[HubId]:
-    for text in texts:
-        if is_hub_id(text):
-            is_data = text.startswith(PREFIX + _DATASETS)
-            try:
-                yield parse_hub_id(text, DATA_SETTINGS[0] if is_data else MODEL_SETTINGS[0])
-            except ValueError:
-                continue
-
-
-def _ask(request: Mapping[str, Any], seconds: float, ends: float) -> dict[str, Any]:
-    """What the client answers. ValueError with its error; HubFailedError where that may pass, where the client ends
-    without an answer, and at `ends`, `seconds` after the first request (time.monotonic)."""
-    what, program = request["text"], str(Path(__file__).with_name("hub_client.py"))
-    logger.info("Asking the Hugging Face hub, for at most %.0f s: %s", ends - time.monotonic(), what)
+def _ask(request: Mapping[str, Any], seconds: float, ends: float) -> str:
+    """The commit that the client answers. ValueError with its error; HubFailedError where that may pass, where the
+    client ends without an answer, and at `ends`, `seconds` after the first request (time.monotonic)."""
+    name, program = request["name"], str(Path(__file__).with_name("hub_client.py"))
+    logger.info("Asking the Hugging Face hub, for at most %.0f s: %s", ends - time.monotonic(), name)
     try:
         client = subprocess.run(
             [sys.executable, "-P", program, str(os.getpid())],
@@ -251,18 +288,18 @@ def _ask(request: Mapping[str, Any], seconds: float, ends: float) -> dict[str, A
         )
     except subprocess.TimeoutExpired:
         raise HubFailedError(
-            f"{what}: the hub was not done after {seconds:g} s (run.hub_timeout_seconds). Look at the network; where "
+            f"{name}: the hub was not done after {seconds:g} s (run.hub_timeout_seconds). Look at the network; where "
             "it is only slow raise it: whole files that have come stay in the cache."
         ) from None
     try:
-        found = json.loads(client.stdout)
+        answer = json.loads(client.stdout)
     except ValueError:
         last = (client.stderr.strip().splitlines() or ["no word"])[-1]
-        text = f"{what}: the client of the hub ended with {client.returncode}: {last:.300}"
+        text = f"{name}: the client of the hub ended with {client.returncode}: {last:.300}"
         raise HubFailedError(text) from None
-    if "error" in found:
-        raise (HubFailedError if found["may_pass"] else ValueError)(found["error"])
-    return found
+    if "error" in answer:
+        raise (HubFailedError if answer["may_pass"] else ValueError)(answer["error"])
+    return answer["commit"]
 
 
 def client_environment() -> dict[str, str]:
@@ -299,5 +336,5 @@ def push_problems(save: SaveConfig, pushes: bool) -> Iterator[str]:
 def push(name: str, folder: str | Path, message: str, seconds: float) -> str:
     """Upload a folder to the repository `name`, which is made, private, where there is none; the commit. ValueError
     or HubFailedError within `seconds` where that cannot be done."""
-    request = {"action": "push", "text": name, "name": name, "folder": str(folder), "message": message}
-    return _ask(request, seconds, time.monotonic() + seconds)["commit"]
+    upload = {"repo_id": name, "folder_path": str(folder), "commit_message": message}
+    return _ask({"name": name, "push": upload, "advice": "."}, seconds, time.monotonic() + seconds)

@@ -164,7 +164,7 @@ def _escaped(value: Any) -> Any:
 
 def shown_values(config: Config) -> dict[str, Any]:
     """`help.setting_values` to be written, logged or sent: ids of the hub stand for what was fetched by them."""
-    return {key: hub.as_hub_ids(value) for key, value in setting_values(config).items()}
+    return {key: hub.as_hub_ids(config, key, value) for key, value in setting_values(config).items()}
 
 
 def shown_sections(config: Config) -> dict[str, dict[str, Any]]:

@@ -84,8 +84,9 @@ class RunConfig:
     """The run ends, and logs where every rank is, when no rank has entered a phase or made other progress for so long
     (seconds). Below `distributed_timeout_seconds`, or that ends it first, without such a log. null: never."""
     hub_timeout_seconds: Seconds = 3600.0
-    """How long downloads of what is named by ids of the Hugging Face hub may take at the start, and the upload of
-    `save.push_to_hub` at the end (seconds); ranks wait for each other so much longer then."""
+    """How long downloads of what is named by ids of the Hugging Face hub may take at the start, on rank 0 and then on
+    the other nodes, and the upload of `save.push_to_hub` at the end (seconds); ranks wait for each other so much longer
+    then."""
     max_discarded_steps: PositiveInt = 3
     """The run ends, with exit status 77, after so many steps in a row of which every minibatch was discarded: its
     policy has diverged."""

@@ -32,7 +32,7 @@ class Plan:
     """The arguments of launch/evaluate.py that determine what is sampled, by the name of their option."""
 
     model: Path | str
-    """Text: its id on the Hugging Face hub."""
+    """Text: its id on the Hugging Face hub, with the commit once it is downloaded."""
     benchmarks: tuple[str, ...]
     data_dir: Path
     output: Path

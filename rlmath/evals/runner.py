@@ -18,8 +18,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from rlmath.answers.string_match import Rules
-from rlmath.config import hub
 from rlmath.config.help import counted
+from rlmath.config.hub import is_hub_id, parse_hub_id
 from rlmath.config.schema import RewardConfig, RolloutConfig, RunConfig
 from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
 from rlmath.distributed.collectives import broadcast_from_rank_zero
@@ -123,15 +123,17 @@ def evaluate(
 
 
 def _plan_after_rendezvous(plan: Plan) -> tuple[Plan, dist.Store | None]:
-    """Once all ranks are here and their nodes agree: the plan with a model on this node, and the store, if any."""
+    """Once all ranks are here and their nodes agree: the plan, whose model is on this node, and the store, if any."""
     rendezvous = open_rendezvous(RunConfig.start_timeout_seconds)
     if rendezvous is not None:
         meet(rendezvous, environment_facts(), RunConfig.start_timeout_seconds)
     if isinstance(plan.model, str):
-        one = hub.parse_hub_id(plan.model, "--model")
-        recorded = [str(read_settings(plan.output).get("about_model", ""))]
-        limits = RunConfig.hub_timeout_seconds, rendezvous, RunConfig.start_timeout_seconds
-        plan = replace(plan, model=Path(fetch_ids([one], *limits, recorded)[one]))
+        hub_id = parse_hub_id(plan.model, "--model")
+        earlier = str(read_settings(plan.output).get("about_model", ""))
+        recorded = [parse_hub_id(earlier, "--model")] if is_hub_id(earlier) else []
+        limits = RunConfig.hub_timeout_seconds, RunConfig.start_timeout_seconds
+        pins = fetch_ids([hub_id], *limits, rendezvous=rendezvous, recorded=recorded)
+        plan = replace(plan, model=str(pins[hub_id]))
     return plan, None if rendezvous is None else rendezvous.group_store(COLLECTIVE_TIMEOUT_SECONDS)
 
 
@@ -157,7 +159,8 @@ def _prepare_on_rank_zero(
 
 def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Device) -> _Prepared:
     paths = {name: find_benchmark(name, plan.data_dir) for name in plan.benchmarks}
-    model = resolve_model(Path(plan.model), plan.output)
+    place = plan.model if isinstance(plan.model, Path) else parse_hub_id(plan.model, "--model").place
+    model = resolve_model(Path(place), plan.output)
     tokenizer = load_tokenizer(str(model.folder), "--model", plan.chat)
     verified = plan.scorer is None
     with word_or_function(plan.template_hook, plan.template) as template:
@@ -175,7 +178,7 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Devic
         problems, positions, plan.max_new_tokens, plan.max_prompt_tokens, plan.default_new_tokens
     )
     common = {
-        "about_model": hub.as_hub_ids(str(plan.model)),
+        "about_model": str(plan.model),
         "about_model_folder": str(model.source),
         "model": model.named_as(read_settings(plan.output).get("model")),
         "template": plan.template,

@@ -47,7 +47,7 @@ from rlmath.planning.reward_checks import hook_lines, reward_lines
 from rlmath.planning.warnings import config_warnings
 from rlmath.rollout.unfinished_rules import slice_tokens, unfinished_bytes, unfinished_rules
 from rlmath.run.prepare import RunData, dropped_warning, read_inputs, tokenizer_problem, try_data
-from rlmath.run.recovery.hub_inputs import plan_inputs
+from rlmath.run.recovery.hub_inputs import download_lines, fetch_inputs
 from rlmath.run.recovery.resume import Recovery, find_recovery
 from rlmath.run.run_dir import folder_problems
 from rlmath.telemetry.console import terminal_width, wrapped
@@ -99,9 +99,9 @@ def dry_run(
     rank = 0
     try:
         rank = environment_rank()
-        config, of_hub = plan_inputs(load_config(config_files, overrides))
+        config = fetch_inputs(load_config(config_files, overrides), None, weights=False)
         title, *lines = plan_lines(plan_run(config, ranks, kind, oversubscribe=oversubscribe))
-        lines = [title, *of_hub, *lines]
+        lines = [title, *download_lines(config), *lines]
     except (ValueError, HubFailedError) as error:
         status = FAILURE if isinstance(error, HubFailedError) else MISTAKE
         lines, stream = [str(error)], sys.stderr

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 import rlmath
+from rlmath.config.hub import hub_ids, with_places
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config
 from rlmath.run.recovery.model_card import model_card
@@ -110,6 +112,16 @@ def test_folders_of_the_machine_are_no_part_of_a_card(tmp_path: Path) -> None:
         "system_prompt": "see e.txt",
     }
     assert settings_of(card)["reward"] == {"function": "rewards.py:short"}
+
+
+def test_models_and_data_of_the_hub_have_their_ids_in_a_card(tmp_path: Path) -> None:
+    rows = "hf://datasets/org/rows/data/train.jsonl"
+    config = config_of(tmp_path, "model.path=hf://org/model@main", f"data.train_path={rows}")
+    pins = {hub_id: replace(hub_id, commit="1" * 40) for hub_id in hub_ids(config)}
+    card = card_of(with_places(config, pins))
+    assert front_of(card)["base_model"] == "org/model"
+    written = f"hf://datasets/org/rows#{'1' * 40}/data/train.jsonl"
+    assert f"- `{written}`" in card and settings_of(card)["data"] == {"train_path": written}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from rlmath.checkpoint.hf.headers import ADAPTER_FILE, model_fingerprint, read_h
 from rlmath.checkpoint.hf.weight_map import adapter_rules, hf_tensors
 from rlmath.config.files import read_json_object
 from rlmath.config.help import nearest_path
-from rlmath.config.hub import as_hub_ids, is_hub_id, parse_hub_id
+from rlmath.config.hub import is_hub_id, parse_hub_id
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.run_files import ADAPTER_CONFIG
 from rlmath.config.schema import LoraConfig
@@ -36,11 +36,11 @@ _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 def adapter_files(
     tensors: Mapping[str, Tensor], lora: LoraConfig, shape: ModelShape, base: str
 ) -> dict[str, bytes]:
-    """The files of a folder with the adapters that `lora` makes for a model, by name; `base` is its `model.path`."""
+    """The files of a folder with the adapters that `lora` makes for a model, by name; `base` is its `model.path`, or
+    its id on the hub."""
     from safetensors.torch import save
 
-    named = as_hub_ids(base)
-    hub = parse_hub_id(named, "model.path") if is_hub_id(named) else None
+    hub = parse_hub_id(base, "model.path") if is_hub_id(base) else None
     values: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -97,7 +97,7 @@ def other_base_warnings(adapter: str | None, model: str) -> Iterator[str]:
         named = read_json_object(Path(adapter) / ADAPTER_CONFIG).get("base_model_name_or_path")
     except ValueError:
         return  # `adapter_problems` says so
-    if not isinstance(named, str) or not named or _names_of(named) & _names_of(as_hub_ids(model)):
+    if not isinstance(named, str) or not named or _names_of(named) & _names_of(model):
         return
     folder = Path(named)
     with suppress(OSError, ValueError):

@@ -20,7 +20,7 @@ from rlmath.checkpoint.hf.weight_map import adapter_rules
 from rlmath.checkpoint.hf.weights import stream_hf_tensors, write_hf_folder
 from rlmath.checkpoint.manager import CheckpointManager, Retention
 from rlmath.config.length_curriculum import has_length_stages, length_stages
-from rlmath.config.load import config_as_yaml
+from rlmath.config.load import config_as_yaml, shown_values
 from rlmath.config.run_files import (
     ADAPTER_FOLDER,
     CHECKPOINTS_FOLDER,
@@ -180,7 +180,8 @@ class Checkpointer:
                 tensors[name] = tensor.to("cpu", dtype, copy=True).contiguous()
         if not writes:
             return {}
-        files = adapter_files(tensors, lora, trainer.shape, trainer.config.model.path)
+        base = shown_values(trainer.config)["model.path"]
+        files = adapter_files(tensors, lora, trainer.shape, base)
         files[CARD_FILE] = self._card(is_adapter=True)
         return {f"{ADAPTER_FOLDER}/{name}": content for name, content in files.items()}
 

@@ -1,9 +1,9 @@
 """What a run names by ids of the Hugging Face hub: in the cache of every node before anything is started.
 
-    rank 0              finds the commit of every id: that which the run in the folder has, else the hub's
-    all ranks meet      and have rank 0's commits
-    a node's first rank downloads what its cache lacks; the others wait
-    all ranks meet      and have the places of the files
+    rank 0               downloads every id at the commit that the run in the folder has, else at the hub's
+    all ranks meet       and have rank 0's commits
+    a node's first rank  downloads them where they are not, or not whole, in the cache that it sees; the others wait
+    all ranks meet
 
 Where a single rank runs it does all of it by itself. Settings without ids come back as they are, and no rank waits.
 """
@@ -11,7 +11,7 @@ Where a single rank runs it does all of it by itself. Settings without ids come 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from rlmath.checkpoint.save_schedule import exports_merged
 from rlmath.config import hub
 from rlmath.config.help import raise_problems, schema_problems
-from rlmath.config.hub import HubFailedError, HubId
+from rlmath.config.hub import FetchedConfig, HubFailedError, HubId
 from rlmath.config.load import load_config
 from rlmath.config.run_files import ADAPTER_FOLDER, CONFIG_FILE, EXPORT_FOLDER
 from rlmath.config.schema import Config
@@ -36,57 +36,56 @@ class SharedMistakeError(ValueError):
     """A mistake that all ranks know of already."""
 
 
-def fetch_inputs(config: Config, rendezvous: Rendezvous | None) -> Config:
-    """The settings with places in this node's cache for ids of the hub. All ranks call it; `rendezvous` is None where
-    there is one rank. ValueError for what is wrong, SharedMistakeError where another rank says so, HubFailedError where
-    the hub or the network fails, MissingRanksError where ranks are missing or the hub has failed another one."""
+def fetch_inputs(config: Config, rendezvous: Rendezvous | None, weights: bool = True) -> Config:
+    """The settings with places in this node's cache for ids of the hub, of models without their weights where those
+    are not needed. All ranks call it; `rendezvous` is None where there is one rank. ValueError for what is wrong,
+    SharedMistakeError where another rank says so, HubFailedError where the hub or the network fails, MissingRanksError
+    where ranks are missing or the hub has failed another one."""
     ids = hub.hub_ids(config)
     if not ids:
         return config
     raise_problems("this run", schema_problems(config))  # they are found before hours of downloading
-    seconds, start_seconds = config.run.hub_timeout_seconds, config.run.start_timeout_seconds
     recorded = recorded_ids(config) if environment_rank() == 0 else ()
-    places = fetch_ids(ids, seconds, rendezvous, start_seconds, recorded)
-    return hub.with_places(config, places)
+    limits = config.run.hub_timeout_seconds, config.run.start_timeout_seconds
+    pins = fetch_ids(ids, *limits, rendezvous=rendezvous, recorded=recorded, weights=weights)
+    return hub.with_places(config, pins)
 
 
 def fetch_ids(
-    ids: Sequence[HubId],
+    ids: Collection[HubId],
     seconds: float,
-    rendezvous: Rendezvous | None,
     start_seconds: float,
-    recorded: Collection[str] = (),
-) -> dict[HubId, str]:
-    """The place of every id in this node's cache. Errors and arguments: as `fetch_inputs`; `recorded` is rank 0's."""
+    *,
+    rendezvous: Rendezvous | None,
+    recorded: Collection[HubId] = (),
+    weights: bool = True,
+) -> dict[HubId, HubId]:
+    """Every id with its commit, which is in this node's cache. Errors and arguments: as `fetch_inputs`; `recorded` is
+    rank 0's."""
     logger.info("Looking for what is named by ids of the Hugging Face hub ...")
-    rank = None if rendezvous is None else rendezvous.rank_info
-    limit = seconds + start_seconds
+    if rendezvous is None:
+        return hub.fetch(ids, seconds, recorded, weights=weights)
+    rank, limit = rendezvous.rank_info, seconds + start_seconds
 
-    def resolve() -> dict[str, str]:
-        return {str(one): pinned.commit for one, pinned in hub.resolve(ids, seconds, recorded).items()}
+    def commits_of(wanted: Collection[HubId]) -> dict[str, str]:
+        pins = hub.fetch(wanted, seconds, recorded, weights=weights)
+        return {str(hub_id): pinned.commit for hub_id, pinned in pins.items()}
 
-    def fetch() -> dict[str, str]:
-        hub.fetch(list(pins.values()), seconds)
-        return {}
-
-    commits = _sync(rendezvous, "hub commits", limit, resolve if rank is None or rank.rank == 0 else dict)
-    lost = [str(one) for one in ids if str(one) not in commits]
-    if lost:
+    commits = _sync(rendezvous, "hub commits", limit, lambda: commits_of(ids if rank.rank == 0 else ()))
+    if unknown := {*map(str, ids)} - {*commits}:
         raise ValueError(
-            f"the settings of this rank name {lost[0]}, those of rank 0 do not. Give all the same."
+            f"the settings of this rank name {min(unknown)}, those of rank 0 do not. Give all the same."
         )
-    pins = {one: hub.with_commit(one, commits[str(one)]) for one in ids}
-    _sync(rendezvous, "hub files", limit, fetch if rank is None or rank.is_node_leader else dict)
-    places = hub.places(pins.values())
-    return {one: places[pinned] for one, pinned in pins.items()}
+    pins = {hub_id: replace(hub_id, commit=commits[str(hub_id)]) for hub_id in ids}
+    leads = rank.is_node_leader and rank.rank != 0
+    _sync(rendezvous, "hub files", limit, lambda: commits_of(pins.values() if leads else ()))
+    return pins
 
 
 def _sync(
-    rendezvous: Rendezvous | None, name: str, seconds: float, work: Callable[[], Mapping[str, str]]
+    rendezvous: Rendezvous, name: str, seconds: float, work: Callable[[], Mapping[str, str]]
 ) -> Mapping[str, str]:
     """What `work` gives on rank 0; where it fails on a rank, all ranks raise. A collective."""
-    if rendezvous is None:
-        return work()
     rank, values = rendezvous.rank_info, {}
     report = RankReport(rank.host, rank.node)
     try:
@@ -99,33 +98,24 @@ def _sync(
         raise SharedMistakeError(str(error)) from None
 
 
-def recorded_ids(config: Config) -> list[str]:
+def recorded_ids(config: Config) -> list[HubId]:
     """What the run in the folder was made of, as its config.yaml says. Empty where it starts from the beginning."""
     if config.run.recover_mode == "disabled":
         return []
     with suppress(OSError, ValueError):
-        settings = load_config([Path(config.run.output_dir) / CONFIG_FILE], [], saved=True)
-        return [str(one) for one in hub.hub_ids(settings)]
+        return hub.hub_ids(load_config([Path(config.run.output_dir) / CONFIG_FILE], [], saved=True))
     return []
 
 
-# ---------------------------------------------------------------- a dry run
-
-
-def plan_inputs(config: Config) -> tuple[Config, list[str]]:
-    """The settings with places for a dry run, which needs no weights; and lines about what a start would download."""
-    ids = hub.hub_ids(config)
-    if not ids:
-        return config, []
-    raise_problems("this run", schema_problems(config))
-    seconds = config.run.hub_timeout_seconds
-    pins = hub.resolve(ids, seconds, recorded_ids(config))
-    lines = []
-    for pinned, missing in hub.fetch(list(pins.values()), seconds, weights=False).items():
-        rest = f"a start downloads {missing / 1e9:.3f} GB of weights" if missing else "no weights are missing"
-        lines.append(f"Hub: {pinned}: {rest}")
-    places = hub.places(pins.values())
-    return hub.with_places(config, {one: places[pinned] for one, pinned in pins.items()}), lines
+def download_lines(config: Config) -> Iterator[str]:
+    """What a start would download, by the settings of a dry run, which needs no weights."""
+    for pinned in dict.fromkeys(config.ids.values()) if isinstance(config, FetchedConfig) else ():
+        line = f"Hub: {pinned}"
+        if not pinned.file and (size := hub.missing_weights(pinned)) is not None:
+            line += (
+                f": a start downloads {size / 1e9:.3f} GB of weights" if size else ": no weights are missing"
+            )
+        yield line
 
 
 # ---------------------------------------------------------------- the end of a run

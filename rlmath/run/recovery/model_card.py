@@ -16,7 +16,7 @@ import yaml
 import rlmath
 from rlmath.config.files import read_regular
 from rlmath.config.help import counted, setting_values
-from rlmath.config.hub import as_hub_ids, is_hub_id, parse_hub_id
+from rlmath.config.hub import is_hub_id, parse_hub_id
 from rlmath.config.load import shown_values
 from rlmath.config.run_files import METRICS_FILE, VALIDATION_FILE
 from rlmath.config.schema import Config
@@ -46,19 +46,20 @@ def model_card(
 ) -> bytes:
     """The card of the model, or of its adapters alone, after so many steps, of `total_steps` where they are known;
     metrics are those in `output_dir` (None: the run's)."""
-    base = base_name(config.model.path)
+    shown = shown_values(config)
+    base = base_name(shown["model.path"])
     library = "peft" if is_adapter else "transformers"
     front = {"base_model": base, "library_name": library, "pipeline_tag": "text-generation"}
     front |= _licence(Path(config.model.path)) | {"tags": ["rlmath"]}
     kind = "supervised training" if _is_supervised(config, output_dir) else "reinforcement learning"
     steps = counted(steps_done, "step") if total_steps is None else f"{steps_done} of {total_steps} steps"
-    data = [config.data.train_path, *config.data.more_train_paths]
+    data = [shown["data.train_path"], *shown["data.more_train_paths"]]
     sections = [
         f"---\n{_yaml(front)}---",
         f"# {'LoRA adapters of ' if is_adapter else ''}{_code(base)}, trained by rlmath",
         f"Trained from {_code(base)} by {kind} with rlmath {rlmath.__version__}: {steps}.",
         "## Data",
-        "\n".join(f"- {_code(without_folders(as_hub_ids(path)))}" for path in data),
+        "\n".join(f"- {_code(without_folders(path))}" for path in data),
         *_measured(output_dir or Path(config.run.output_dir), steps_done),
         "## Settings",
         "Those that differ from the defaults.",
@@ -73,10 +74,9 @@ def base_name(model: str) -> str:
     >>> base_name("/home/me/models--Qwen--Qwen3-8B/snapshots/0123"), base_name("models/tiny/")
     ('Qwen/Qwen3-8B', 'tiny')
     """
-    named = as_hub_ids(model)
-    if is_hub_id(named):
-        return parse_hub_id(named, "model.path").repo
-    parts = [part for part in Path(named).parts if part not in ("/", ".", "..")]
+    if is_hub_id(model):
+        return parse_hub_id(model, "model.path").repo
+    parts = [part for part in Path(model).parts if part not in ("/", ".", "..")]
     cached = [part.split("--", 2)[1:] for part in parts if part.startswith("models--")]
     return "/".join(cached[-1]) if cached else visible(parts[-1] if parts else "model")
 

@@ -341,7 +341,7 @@ def refused_changes(
     changes = [
         f"{key}: {as_yaml_word(was[key])} there, {as_yaml_word(is_now[key])} now"
         for key in here
-        if not is_same(there[key], here[key]) and not is_among(key, may_change)
+        if not is_same(was[key], is_now[key]) and not is_among(key, may_change)
     ]
     if steps_done is None or (not staged and then.rollout.max_new_tokens == now.rollout.max_new_tokens):
         return changes
