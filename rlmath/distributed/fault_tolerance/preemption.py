@@ -104,6 +104,8 @@ class StopRequest:
             more = f" (not run.stop_grace_seconds, {self._grace:g}: torchrun kills the ranks soon after)"
         if self._requested == INTERRUPT:
             more += "; Ctrl-C again ends it at once"
+        if self._requested == "SIGTERM" and under_torchrun():
+            more += "; if torchrun sent it because another rank has ended, nothing can be saved"
         what = "saves after this step and stops" if self.in_steps else "stops before its next step"
         text = "%s: the run %s, within %g s%s"
         shown = self._leads_other_node and self._requested == INTERRUPT

@@ -44,6 +44,7 @@ def test_sigterm_to_a_plain_torchrun_saves(tmp_path: Path) -> None:
         assert_saved(run)
         assert "--shutdown-timeout=315" in run.console(), "the options that torchrun should have"
         assert "stops, within 22.5 s (not run.stop_grace_seconds, 300: torchrun kills" in run.console()
+        assert "if torchrun sent it because another rank has ended, nothing can be saved" in run.console()
 
 
 @matrix
