@@ -13,7 +13,15 @@ from rlmath.config.help import section_classes
 from rlmath.planning.memory_estimate import mesh_of
 
 PACKAGE = Path(rlmath.__file__).parent
-ONLY_LOOK = ("config/schema", "config/help", "config/load", "planning/")
+ONLY_LOOK = (
+    "config/schema",
+    "config/help",
+    "config/load",
+    "planning/",
+    "run/dry_run",
+    "run/early_checks",
+    "cli/plan",
+)
 """Modules that declare settings, check them, or plan with them: a setting that is read nowhere else does nothing."""
 FOR_THE_CHECK_ALONE = [
     ("algorithm", "preset"),
