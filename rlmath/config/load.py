@@ -18,7 +18,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -242,13 +242,16 @@ def make_parser(description: str, keys: Collection[str] | None = None) -> argpar
 
 
 class _Reader:
-    """Sets what a user wrote in a tree of all settings, and collects every mistake."""
+    """Takes what a user wrote by its type, and collects every mistake."""
 
     def __init__(self, source: str) -> None:
         self._source = source
-        self._tree = copy.deepcopy(_defaults())
         self.given: dict[str, Any] = {}
         """What was set, by key."""
+        self._values: dict[str, Any] = {}
+        """Of what was set, what fits its type, as that has it."""
+        self._tree: DictConfig | None = None
+        """All settings, where interpolations are resolved; None: not made, or a value was set since."""
         self._problems: list[str] = []
 
     def read_file(self, path: Path, below: tuple[Path, ...] = ()) -> None:
@@ -310,24 +313,24 @@ class _Reader:
         time: a preset that has changed since adds nothing."""
         if not saved:
             self._read_preset()
+        written = {key: self._written(key) for key in all_settings()}
         for key, setting in all_settings().items():
-            if OmegaConf.is_missing(self._tree[setting.section], setting.name):
+            if written[key] == MISSING:
                 self._problems.append(
                     f'"{key}" must be given. {setting.doc} Write {key}=... on the command line, or in a YAML file '
                     f'"{setting.section}:" and under it "  {setting.name}: ...".'
                 )
-        written: Any = OmegaConf.to_container(self._tree, resolve=False)
         if self._problems:
-            plugins = written["run"]["plugins"]
-            for setting in all_settings().values():
-                value = written[setting.section][setting.name]
-                if "${" not in str(value) and (problem := setting.problem(value, plugins)):
+            for key, setting in all_settings().items():
+                value = written[key]
+                if "${" not in str(value) and (problem := setting.problem(value, written["run.plugins"])):
                     self._problems.append(problem)
         raise_problems("the settings", self._problems)
         values: dict[str, dict[str, Any]] = {}
-        for setting in all_settings().values():
-            section = values.setdefault(setting.section, {})
-            section[setting.name] = self._resolved(setting, written[setting.section][setting.name], saved)
+        for key, setting in all_settings().items():
+            values.setdefault(setting.section, {})[setting.name] = self._resolved(
+                setting, written[key], saved
+            )
         return Config(**{name: section(**values[name]) for name, section in section_classes().items()})
 
     def _read_preset(self) -> None:
@@ -341,21 +344,31 @@ class _Reader:
                 self._set(key, recorded.get(key, value), f"algorithm.preset={name}")
 
     def _recorded_settings(self, preset: str) -> dict[str, Any]:
-        run: Any = OmegaConf.to_container(self._tree["run"], resolve=False)
-        if run["output_dir"] == MISSING:
+        if self._written("run.output_dir") == MISSING:
             return {}
         output_dir, recover_mode = (
-            self._resolved(all_settings()[f"run.{name}"], run[name], saved=False)
-            for name in ("output_dir", "recover_mode")
+            self._resolved(all_settings()[key], self._written(key), saved=False)
+            for key in ("run.output_dir", "run.recover_mode")
         )
         return {} if recover_mode == "disabled" else recorded_settings(output_dir, preset)
+
+    def _written(self, key: str) -> Any:
+        """What was set, else the default; interpolations as written."""
+        return self._values[key] if key in self._values else copy.copy(_default_values()[key])
+
+    def _whole_tree(self) -> DictConfig:
+        if self._tree is None:
+            self._tree = copy.deepcopy(_defaults())
+            for key, value in self._values.items():
+                OmegaConf.update(self._tree, key, value, merge=False)
+        return self._tree
 
     def _resolved(self, setting: Setting, written: Any, saved: bool) -> Any:
         """The value of a setting, with what its interpolations stand for."""
         if "${" not in str(written):
             return written
         try:
-            node: Any = self._tree[setting.section][setting.name]
+            node: Any = self._whole_tree()[setting.section][setting.name]
             return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
         except (OmegaConfBaseException, ValueError, RecursionError) as error:
             if saved and setting.is_text:
@@ -405,7 +418,10 @@ class _Reader:
             change = "Put text that looks like something else in quotes."
         else:
             try:
-                OmegaConf.update(self._tree, key, value, merge=False)
+                typed = copy.deepcopy(_typed(key))
+                OmegaConf.update(typed, setting.name, value, merge=False)
+                self._values[key] = _plain(typed)[setting.name]
+                self._tree = None
                 return
             except (OmegaConfBaseException, RecursionError, OverflowError):
                 change = 'Write "\\${" for text.' if "${" in str(value) else setting.doc
@@ -449,18 +465,41 @@ def _times(factor: int | float, number: int | float) -> int | float:
 OmegaConf.register_resolver("times", _times, replace=True, annotation_validation="error")
 
 
+def _structured(settings: Iterable[Setting]) -> DictConfig:
+    """Settings by name, with types and defaults. A word is any text here: `schema_problems` refuses wrong ones."""
+    fields = [
+        (s.name, s.kind, dataclasses.field(default_factory=functools.partial(copy.copy, s.default)))
+        for s in settings
+    ]
+    return OmegaConf.structured(dataclasses.make_dataclass("Settings", fields))
+
+
+@functools.cache
+def _typed(key: str) -> DictConfig:
+    """One setting: making all of them for each that is read would take ten times as long."""
+    return _structured([all_settings()[key]])
+
+
 @functools.cache
 def _defaults() -> DictConfig:
-    """All settings with their types and defaults. A word is any text here: `schema_problems` refuses wrong ones."""
-    tree = {}
-    for section in section_classes():
-        fields = [
-            (s.name, s.kind, dataclasses.field(default_factory=functools.partial(copy.copy, s.default)))
-            for s in all_settings().values()
-            if s.section == section
-        ]
-        tree[section] = OmegaConf.structured(dataclasses.make_dataclass(section, fields))
-    return OmegaConf.create(tree)
+    """All settings, by section and name."""
+    settings = all_settings().values()
+    return OmegaConf.create(
+        {section: _structured(s for s in settings if s.section == section) for section in section_classes()}
+    )
+
+
+@functools.cache
+def _default_values() -> dict[str, Any]:
+    """By key. Lists are shared: to be copied."""
+    sections = _plain(_defaults())
+    return {key: sections[setting.section][setting.name] for key, setting in all_settings().items()}
+
+
+def _plain(tree: DictConfig) -> dict[str, Any]:
+    """Values by name, interpolations as written."""
+    values: Any = OmegaConf.to_container(tree, resolve=False)
+    return values
 
 
 def layout_settings(word: str) -> dict[str, int | None]:

@@ -169,9 +169,9 @@ def test_presets_are_the_files_and_start_without_a_warning():
     assert list(PRESETS) == sorted(path.stem for path in shipped("configs/algorithms").glob("*.yaml"))
     for name in PRESETS:
         needed = {"distill": ["teacher.path=t"], "lora": ["optimizer.lr=1e-5"]}.get(name, [])
-        given = [f"algorithm.preset={name}", *needed]
-        assert problems(*given) == [] and notes(*given) == []
-        assert value_problems(load_config([], [*PATHS, *given])) == []
+        config = load_config([], [*PATHS, f"algorithm.preset={name}", *needed])
+        assert [*algorithm_problems(config), *conflicts(config), *value_problems(config)] == [], name
+        assert config_warnings(config) == [], name
 
 
 def test_a_preset_lies_below_files_and_command_line_wherever_it_is_named(tmp_path: Path):
@@ -250,6 +250,13 @@ def test_extra_prompts_of_a_preset_are_a_multiple_of_the_batch(name: str, prompt
     given = [*PATHS, f"algorithm.preset={name}", f"data.prompts_per_step={prompts}"]
     assert load_config([], given).selection.max_extra_prompts == extra
     assert load_config([], [*given, "selection.max_extra_prompts=3"]).selection.max_extra_prompts == 3
+
+
+def test_a_preset_has_its_multiples_also_where_the_folder_is_named_after_a_setting():
+    """The folder, in which a run may have recorded the preset, is resolved before the preset is read."""
+    given = ["run.output_dir=o${run.seed}", *PATHS[1:], "run.seed=7", "data.prompts_per_step=4"]
+    config = load_config([], [*given, "algorithm.preset=dapo"])
+    assert (config.run.output_dir, config.selection.max_extra_prompts) == ("o7", 8)
 
 
 def test_no_number_of_a_preset_is_a_count_of_prompts_or_tokens():

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlmath.checkpoint.hf.config_json import read_model_shape
-from rlmath.config.help import all_settings
+from rlmath.config.help import all_settings, schema_problems
 from rlmath.config.load import load_config
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.setting_types import Range
@@ -174,11 +174,13 @@ def test_settings_without_effect_are_noted_and_no_error(place: Path):
 
 
 @pytest.mark.parametrize("key", [key for key, setting in all_settings().items() if setting.range])
-def test_a_number_out_of_its_range_is_told_with_the_range(place: Path, key: str):
+def test_a_number_out_of_its_range_is_told_with_the_range(key: str):
     limits, kind = all_settings()[key].range, all_settings()[key].type_name
     assert limits is not None
+    paths = ["run.output_dir=out", "model.path=model", "data.train_path=train.jsonl"]
     for value in just_outside(limits, whole=kind.removeprefix("list of ").startswith("int")):
-        told = problems(place, f"{key}=[1,{value}]" if kind.startswith("list") else f"{key}={value}")
+        override = f"{key}=[1,{value}]" if kind.startswith("list") else f"{key}={value}"
+        told = schema_problems(load_config([], [*paths, override]))
         finite = "" if value[-1].isdigit() or str(limits) == "a finite number" else "a finite number, "
         needed = f"needed: {finite}{limits}.{_why(limits)}"
         assert any(text.startswith(f"{key} is ") and needed in text for text in told), value
