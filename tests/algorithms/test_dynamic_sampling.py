@@ -244,7 +244,7 @@ drawn_rules = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(drawn_groups, drawn_rules, st.integers(1, 8), st.integers(0, 20))
 def test_whatever_is_sampled_the_bounds_hold(
     drawn: list[list[tuple[bool, int, bool]]], rules: SelectionRules, wanted: int, max_extra: int

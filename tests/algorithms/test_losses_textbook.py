@@ -253,7 +253,7 @@ def gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(loss + sum(0.0 * leaf.sum() for leaf in leaves), leaves))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(packs, rules)
 def test_all_sums_and_gradients_equal_the_papers_formulas(pack: TokenInputs, rule: LossSettings):
     tokens, leaves = with_leaves(pack)
@@ -266,7 +266,7 @@ def test_all_sums_and_gradients_equal_the_papers_formulas(pack: TokenInputs, rul
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(packs.filter(lambda pack: pack.n_segments > 1), rules, st.data())
 def test_a_pack_split_between_segments_gives_the_same_sums_and_gradients(
     pack: TokenInputs, rule: LossSettings, data: st.DataObject

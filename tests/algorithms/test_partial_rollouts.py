@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -153,7 +154,7 @@ def test_a_group_that_is_known_to_be_dropped_takes_no_place_of_one_that_is_learn
     assert too_old(left, UnfinishedRules(2, 6, 2, max_dropped=1), 3, keep)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(
     seed=st.integers(0, 2**20),
     per_step=st.integers(1, 5),
@@ -179,12 +180,16 @@ def test_every_group_leaves_once_whole_and_in_time(
     most = round(per_step * (1 + share * staleness))
     rules = UnfinishedRules(per_step, most, staleness, max_dropped)
 
+    @functools.cache
     def length(draw: int, g: int) -> int:
         return min(40, 1 + int(random.Random(f"{seed}/{draw}/{g}").expovariate(0.08)))
 
+    @functools.cache
+    def is_dropped(draw: int) -> bool:
+        return drop_every > 0 and random.Random(f"{seed}/{draw}").random() < 1 / drop_every
+
     def choose(group: UnfinishedGroup) -> Chosen:
-        dropped = drop_every and random.Random(f"{seed}/{group.draw}").random() < 1 / drop_every
-        return Chosen((), dropped="uniform") if dropped else keep(group)
+        return Chosen((), dropped="uniform") if is_dropped(group.draw) else keep(group)
 
     engines = Engines(length, slice_tokens)
     found, unfinished = run(engines, rules, steps, samples, choose)
@@ -310,7 +315,7 @@ def test_what_is_learned_from_was_short_in_every_short_round_or_is_sampled_whole
     assert seen["anew"] > 3 and seen["surplus"] > 3, "else the rule says little"
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(
     seed=st.integers(0, 2**20),
     per_step=st.integers(1, 6),
@@ -336,12 +341,16 @@ def test_every_deferred_group_leaves_once_and_whole(
 ) -> None:
     rules = UnfinishedRules(per_step, 10**6, 0, max_dropped)
 
+    @functools.cache
     def length(draw: int, g: int) -> int:
         return min(40, 1 + int(random.Random(f"{seed}/{draw}/{g}").expovariate(0.08)))
 
+    @functools.cache
+    def is_dropped(draw: int) -> bool:
+        return drop_every > 0 and random.Random(f"{seed}/{draw}").random() < 1 / drop_every
+
     def choose(group: UnfinishedGroup) -> Chosen:
-        dropped = drop_every and random.Random(f"{seed}/{group.draw}").random() < 1 / drop_every
-        return Chosen((), dropped="uniform") if dropped else keep(group)
+        return Chosen((), dropped="uniform") if is_dropped(group.draw) else keep(group)
 
     engines = DeferringEngines(length, slice_tokens)
     found, unfinished = run_deferring(engines, rules, steps, samples, choose)

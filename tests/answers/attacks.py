@@ -143,7 +143,7 @@ def hanging(number: int) -> str:
     )
 
 
-HANGING = [*map(hanging, range(3)), "\\int_0^{\\infty} e^{-x^x} dx"]
+HANGING = [hanging(0), "\\int_0^{\\infty} e^{-x^x} dx"]
 
 TEXTS = [
     "\\boxed{" * 10_000,

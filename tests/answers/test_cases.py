@@ -6,7 +6,10 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from rlmath.answers.verifier import FAILURES, verify
+from tests.selection import matrix
 
 
 def read_cases(name: str) -> list[dict]:
@@ -55,12 +58,20 @@ def shown(rows: list[dict]) -> str:
     return "\n".join(map(str, rows))
 
 
-def test_the_verifier_agrees_with_every_label():
-    wrong = wrongly_verified(ROWS)
+def in_parts(rows: list[dict]) -> list:
+    """Every fourth row for `make test`, and the others for `make test-matrix`."""
+    others = [row for number, row in enumerate(rows) if number % 4]
+    return [pytest.param(rows[::4], id="every fourth"), pytest.param(others, id="the others", marks=matrix)]
+
+
+@pytest.mark.parametrize("rows", in_parts(ROWS))
+def test_the_verifier_agrees_with_every_label(rows: list[dict]):
+    wrong = wrongly_verified(rows)
     assert not wrong, shown(wrong)
 
 
-def test_cases_written_without_sight_of_the_verifier():
+@pytest.mark.parametrize("rows", in_parts(BLIND))
+def test_cases_written_without_sight_of_the_verifier(rows: list[dict]):
     """What it gets wrong there are habits it does not know, never a wrong answer that it takes for right."""
-    wrong = wrongly_verified(BLIND)
-    assert all(row["correct"] for row in wrong) and len(wrong) <= 0.01 * len(BLIND), shown(wrong)
+    wrong = wrongly_verified(rows)
+    assert all(row["correct"] for row in wrong) and len(wrong) <= 0.01 * len(rows), shown(wrong)

@@ -213,26 +213,32 @@ def test_completions_end_where_a_turn_of_the_evaluations_own_template_does(
     assert {(row["finish_reason"], row["tokens"]) for row in rows} == {("stop", 1)}
 
 
+def saved_settings(run: Path, *overrides: str) -> None:
+    given = [f"run.output_dir={run}", "model.path=m", "data.train_path=t.jsonl"]
+    save_config(load_config([], [*given, *overrides]), run / "config.yaml")
+
+
 @pytest.mark.parametrize("place", ["", "hf_model", "checkpoints/step-000010", "best_model"])
-def test_a_runs_model_has_the_runs_template(
-    tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_runs_model_has_the_runs_template(tmp_path: Path, place: str) -> None:
     run = tmp_path / "run"
     (run / place).mkdir(parents=True)
-    given = [f"run.output_dir={run}", "model.path=m", "data.train_path=t.jsonl"]
+    saved_settings(run, "data.template=raw", "validation.template=orz")
     words = f"--model {run / place} --benchmarks a --data-dir d --output {tmp_path / 'out'}".split()
-    for settings, template in (
-        ([], "auto"),
-        (["data.template=raw"], "raw"),
-        (["data.template=raw", "validation.template=orz"], "orz"),
-    ):
-        save_config(load_config([], [*given, *settings]), run / "config.yaml")
-        assert plan_of(parse(words)).template == template
-        assert plan_of(parse(words)).answer_from == "boxed"
-    assert plan_of(parse([*words, "--template", "raw"])).template == "raw"
+    assert plan_of(parse(words)).template == "orz"
+
+
+def test_a_runs_model_has_the_runs_settings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    words = f"--model {run} --benchmarks a --data-dir d --output {tmp_path / 'out'}".split()
+    for settings, template in (([], "auto"), (["data.template=raw"], "raw")):
+        saved_settings(run, *settings)
+        found = plan_of(parse(words))
+        assert (found.template, found.answer_from) == (template, "boxed")
+    assert plan_of(parse([*words, "--template", "orz"])).template == "orz"
     more = ["reward.answer_from=phrase", "data.chat_template_kwargs=[a=1]", "data.system_prompt=Be brief."]
     lengths = ["stages.steps=[5]", "stages.max_new_tokens=[200]"]
-    save_config(load_config([], [*given, *more, *lengths]), run / "config.yaml")
+    saved_settings(run, *more, *lengths)
     found = plan_of(parse(words))
     assert found.chat == ChatSettings(None, ("a=1",), "Be brief.", found.chat.names)
     assert (found.answer_from, found.max_new_tokens, found.default_new_tokens) == ("phrase", None, 200)
@@ -247,7 +253,7 @@ def test_a_runs_model_has_the_runs_template(
     assert plan_of(parse(words)).default_new_tokens == 200, "nor in a file that was opened only"
     (tmp_path / "out" / "generations" / "a" / "0.jsonl").write_text("{}\n")
     assert plan_of(parse(words)).default_new_tokens == 77, "as the completions that are there"
-    save_config(load_config([], [*given, "data.template=brief", "run.plugins=[own.py]"]), run / "config.yaml")
+    saved_settings(run, "data.template=brief", "run.plugins=[own.py]")
     with pytest.raises(ValueError, match=r"give --template brief --plugin own\.py"):
         plan_of(parse(words))
     plugin = tmp_path / "own.py"

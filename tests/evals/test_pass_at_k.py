@@ -18,7 +18,7 @@ def pass_by_subsets(n: int, correct: int, k: int) -> float:
     return sum(found) / len(found)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(st.data())
 def test_pass_at_k_is_the_share_of_all_subsets(data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 11))
@@ -52,7 +52,7 @@ def majority_by_subsets(votes: list[Vote], blank: int, k: int) -> float:
     return total / subsets
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_majority_is_the_mean_over_all_subsets(data: st.DataObject) -> None:
     votes = [

@@ -250,30 +250,44 @@ def slow(completions, solutions, row):
 
 def memory(completions, solutions, row):
     return [len(bytearray(2**33)) for completion in completions]
+
+def by_row(completions, solutions, row):
+    return globals()[row["function"]](completions, solutions, row)
 """
 
 
-def group_scores(folder, function: str, **settings: object) -> list[Score]:
+def of_groups(folder, function: str, **settings: object) -> RewardConfig:
     (folder / "of_groups.py").write_text(GROUPS)
-    reward = RewardConfig(
+    return RewardConfig(
         function=f"{folder}/of_groups.py:{function}",
         function_takes="group",
         function_failure=-2.0,
         workers=1,
         **settings,
     )
+
+
+@pytest.fixture(scope="module")
+def workers_of_groups(tmp_path_factory):
+    """Call the function that the prompt's row names."""
+    reward = of_groups(tmp_path_factory.mktemp("of_groups"), "by_row", timeout_seconds=30.0)
     with open_reward_workers(reward, measured=MeasuredRows(training=True)) as workers:
-        manager = RewardManager(workers, reward, LIMIT)
-        group = [completion(text, tokens) for text, tokens in (("aaa", 10), ("b", 100), ("\\boxed{2}", 10))]
-        manager.submit_group(prompt(), group, key="g")
-        manager.wait()
-        ((key, found),) = manager.take_finished()
+        yield workers, reward
+
+
+def group_scores(workers: RewardWorkers, reward: RewardConfig, function: str) -> list[Score]:
+    manager = RewardManager(workers, reward, LIMIT)
+    group = [completion(text, tokens) for text, tokens in (("aaa", 10), ("b", 100), ("\\boxed{2}", 10))]
+    manager.submit_group(prompt(more=f'{{"function": "{function}"}}'), group, key="g")
+    manager.wait()
+    ((key, found),) = manager.take_finished()
     assert key == "g" and len(found) == 3
     return found
 
 
-def test_a_function_of_groups_is_called_once_with_all_completions(tmp_path):
-    found = group_scores(tmp_path, "ranks", output_bias=1.0, overlong_buffer=20)
+def test_a_function_of_groups_is_called_once_with_all_completions(workers_of_groups):
+    workers, reward = workers_of_groups
+    found = group_scores(workers, replace(reward, output_bias=1.0, overlong_buffer=20), "ranks")
     assert [score.reward for score in found] == [0.0, -2.0, 1.0], "less the bias, and less 1 for 100 tokens"
     assert [score.metrics for score in found] == [(("size", 3.0),)] * 3
     assert [(score.correct, score.verified_correct) for score in found] == [
@@ -284,24 +298,28 @@ def test_a_function_of_groups_is_called_once_with_all_completions(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("function", "kind", "told"),
+    ("function", "told"),
     [
-        (
-            "few",
-            "error",
-            "needed: 3 rewards, one for each completion of the group, got 2; it returned [1.0, 1.0]",
-        ),
-        ("not_a_number", "error", "the reward must be a number from -1e+30 to 1e+30"),
-        ("one_number", "error", "needed: a list of numbers, one for each completion, in their order"),
-        ("by_text", "error", "needed: a list of numbers, one for each completion, in their order"),
-        ("slow", "timeout", "timeout"),
-        ("memory", "error", "MemoryError"),
+        ("few", "needed: 3 rewards, one for each completion of the group, got 2; it returned [1.0, 1.0]"),
+        ("not_a_number", "the reward must be a number from -1e+30 to 1e+30"),
+        ("one_number", "needed: a list of numbers, one for each completion, in their order"),
+        ("by_text", "needed: a list of numbers, one for each completion, in their order"),
+        ("memory", "MemoryError"),
     ],
 )
-def test_a_group_whose_call_fails_is_paid_as_completions_that_failed(tmp_path, function, kind, told):
-    found = group_scores(tmp_path, function, timeout_seconds=1.0 if function == "slow" else 30.0)
-    assert [(score.reward, score.verdict) for score in found] == [(-2.0, kind)] * 3
+def test_a_group_whose_call_fails_is_paid_as_completions_that_failed(workers_of_groups, function, told):
+    found = group_scores(*workers_of_groups, function)
+    assert [(score.reward, score.verdict) for score in found] == [(-2.0, "error")] * 3
     assert all(score.extracted.startswith(told) for score in found), found[0].extracted
+
+
+def test_a_group_whose_call_is_late_is_paid_as_completions_that_are(tmp_path):
+    reward = of_groups(tmp_path, "slow", timeout_seconds=1.0)
+    with open_reward_workers(reward) as workers:
+        found = group_scores(workers, reward, "slow")
+    assert [(score.reward, score.verdict, score.extracted) for score in found] == [
+        (-2.0, "timeout", "timeout")
+    ] * 3
 
 
 def test_several_rewards_may_be_functions_of_groups(tmp_path):

@@ -15,6 +15,7 @@ from rlmath.sandbox import kernel
 from rlmath.sandbox.calls import CallResult
 from tests.programs import REPOSITORY
 from tests.sandbox.escapes import AFTERWARDS, ESCAPES, SECRET, WRITTEN, run_all
+from tests.selection import matrix
 
 NOBODY = 65534
 NEEDS_LANDLOCK = pytest.mark.skipif(
@@ -87,6 +88,7 @@ def test_code_cannot_leave_the_sandbox(name: str, results: dict[str, CallResult]
     check(name, results[name])
 
 
+@matrix
 @pytest.mark.parametrize("name", ESCAPES)
 def test_code_of_an_ordinary_user_cannot_leave_the_sandbox(
     name: str, results_of_a_user: dict[str, CallResult]

@@ -157,10 +157,10 @@ def test_an_answer_to_another_question_is_another_check(pool):
 def test_an_answer_that_waited_longer_than_its_limit_is_judged():
     progress = []
     with WorkerPool(workers=1, timeout_seconds=0.5) as pool:
-        asked = [pool.submit(hang(n), HALF, "math") for n in range(4)]
+        asked = [pool.submit(hang(n), HALF, "math") for n in range(2)]
         asked.append(pool.submit("\\boxed{\\frac{4}{8}}", HALF, "math"))
         results = pool.results(asked, lambda: progress.append(1))
-    assert [result.verdict for result in results] == ["timeout"] * 4 + ["symbolic"]
+    assert [result.verdict for result in results] == ["timeout"] * 2 + ["symbolic"]
     assert results[-1].correct and results[-1].queue_seconds > 0.5
     assert len(progress) > 1
 
