@@ -1,20 +1,28 @@
-"""One rank of a run with two worlds, two ranks each: bridge_program.py RANK PORT BEHAVIOUR
+"""Runs with two worlds of two ranks each, one run of every behaviour beside the others: bridge_program.py
 
-Ranks 2 and 3 send messages to 0 and 1; rank 3 closes its mailbox long after rank 2 has ended. With another behaviour
-than "closes" the last message of rank 3 breaks off or is none, and ranks 0 and 1 print what then raises what.
+Ranks 2 and 3 send messages to 0 and 1; rank 3 closes its mailbox long after rank 2 has ended. With the behaviours
+"breaks off" and "unreadable" the last message of rank 3 breaks off or is none, and ranks 0 and 1 tell what then raises
+what. The program prints a dictionary: by behaviour, what every rank has told. All ranks are forks of one process, which
+has imported torch.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import socket
 import sys
 import time
+from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
 
 from rlmath.distributed.bridge import Bridge, Mailbox
 
+BEHAVIOURS = ("closes", "closes lazily", "breaks off", "unreadable")
+"""Lazily: as in a run of many ranks."""
+RANKS = 4
 MESSAGES = 3
 TIMEOUT_SECONDS = 6.0
 """Of the group: all ranks must have met by then, so they begin together."""
@@ -31,42 +39,81 @@ def send_what_is_no_message(bridge: Bridge, behaviour: str) -> None:
     os._exit(3)
 
 
-def print_errors(mailbox: Mailbox, box: object) -> None:
+def errors_of(mailbox: Mailbox, box: object) -> str:
     assert box.get(timeout=60) is None
     ways = {"receive": mailbox.receive, "send": lambda: mailbox.send(2, 0), "close": mailbox.close}
+    told = ""
     for name, way in ways.items():
         try:
             way()
         except Exception as error:
-            print(name, type(error).__name__, end="; ", flush=True)
+            told += f"{name} {type(error).__name__}; "
+    return told
 
 
-rank, port, behaviour = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
-store.set(f"here/{rank}", "")
-store.wait([f"here/{other}" for other in range(4)])
-bridge = Bridge(store, rank, 4, 2, TIMEOUT_SECONDS)
-assert bridge.broadcast(f"of rank {rank}") == "of rank 0"
-mailbox, found = Mailbox(bridge, [2, 3] if bridge.trains else [0, 1]), []
-box = mailbox.box(str)
-for number in range(MESSAGES):
-    if not bridge.trains:
-        mailbox.send_all((rank, number))
-if behaviour != "closes" and rank == 3:
-    send_what_is_no_message(bridge, behaviour)
-if behaviour == "closes":
-    time.sleep(PAUSE_SECONDS)
-    while bridge.trains and len(found) < 2 * MESSAGES:
-        found += [one.message for one in mailbox.receive(1.0)]
-    if rank == 3:
+def run_rank(rank: int, port: int, behaviour: str, told: Connection) -> None:
+    """One rank of a run; it sends what it tells."""
+    if behaviour == "closes lazily":
+        os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    closes = behaviour.startswith("closes")
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    store.set(f"here/{rank}", "")
+    store.wait([f"here/{other}" for other in range(RANKS)])
+    bridge = Bridge(store, rank, RANKS, 2, TIMEOUT_SECONDS)
+    assert bridge.broadcast(f"of rank {rank}") == "of rank 0"
+    mailbox, received = Mailbox(bridge, [2, 3] if bridge.trains else [0, 1]), []
+    box = mailbox.box(str)
+    for number in range(MESSAGES):
+        if not bridge.trains:
+            mailbox.send_all((rank, number))
+    if not closes and rank == 3:
+        send_what_is_no_message(bridge, behaviour)
+    if closes:
         time.sleep(PAUSE_SECONDS)
-    mailbox.close()
-    print("received", sorted(found), flush=True)
-elif bridge.trains:
-    print_errors(mailbox, box)
-else:
-    store.wait(["done/0", "done/1"])
-store.set(f"done/{rank}", "")
-if rank == 0:  # it has the store
-    store.wait([f"done/{other}" for other in range(4 if behaviour == "closes" else 3)])
-os._exit(0)
+        while bridge.trains and len(received) < 2 * MESSAGES:
+            received += [one.message for one in mailbox.receive(1.0)]
+        if rank == 3:
+            time.sleep(PAUSE_SECONDS)
+        mailbox.close()
+        told.send(sorted(received))
+    elif bridge.trains:
+        told.send(errors_of(mailbox, box))
+    else:
+        store.wait(["done/0", "done/1"])
+    store.set(f"done/{rank}", "")
+    if rank == 0:  # it has the store
+        store.wait([f"done/{other}" for other in range(RANKS if closes else RANKS - 1)])
+    os._exit(0)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def what_is_told(connection: Connection) -> object:
+    """None of a rank that ended without a word."""
+    try:
+        return connection.recv()
+    except EOFError:
+        return None
+
+
+def main() -> None:
+    fork = multiprocessing.get_context("fork")
+    connections: dict[str, list[Connection]] = {}
+    for behaviour in BEHAVIOURS:
+        port = free_port()
+        connections[behaviour] = []
+        for rank in range(RANKS):
+            ours, theirs = fork.Pipe(duplex=False)
+            fork.Process(target=run_rank, args=(rank, port, behaviour, theirs), daemon=True).start()
+            theirs.close()
+            connections[behaviour].append(ours)
+    print({name: [what_is_told(one) for one in ranks] for name, ranks in connections.items()})
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
