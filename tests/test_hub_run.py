@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -140,9 +141,11 @@ sys.stdin.read()
 """What a rank does with ids at its start; no engine and no group. It keeps its store until its input ends."""
 
 
-def start_rank(rank: int, port: int, home: Path, there: Hub, **variables: str) -> subprocess.Popen[str]:
-    """The only rank of the node with its number, of two."""
-    ranks = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+def start_rank(
+    rank: int, nodes: int, port: int, *, home: Path, there: Hub, **variables: str
+) -> subprocess.Popen[str]:
+    """The only rank of the node with its number, of so many."""
+    ranks = {"RANK": str(rank), "WORLD_SIZE": str(nodes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     ranks |= {"GROUP_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     settings = (f"run.output_dir={home}/run", "model.path=hf://org/base", "data.train_path=rows.jsonl")
     return subprocess.Popen(
@@ -156,24 +159,31 @@ def start_rank(rank: int, port: int, home: Path, there: Hub, **variables: str) -
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("second_cache", ["shared", "own", "own, offline"])
+@pytest.mark.parametrize(
+    ("caches", "offline"),
+    [(("first", "own"), {}), (("own",), {"HF_HUB_OFFLINE": "1"})],
+    ids=["shared and own", "own, offline"],
+)
 def test_nodes_have_the_first_one_s_commit_in_the_cache_that_they_see(
-    there: Hub, tmp_path: Path, second_cache: str
+    there: Hub, tmp_path: Path, caches: tuple[str, ...], offline: dict[str, str]
 ) -> None:
+    """`caches`: of the second node and the third."""
     base = there.add("org/base")
     commit = base.branches["main"]
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    homes = [tmp_path / "first", tmp_path / ("first" if second_cache == "shared" else "second")]
-    with start_rank(0, port, homes[0], there) as first:
-        while there.downloads()["model.safetensors"] < 1 and first.poll() is None:
+    homes = [tmp_path / name for name in ("first", *caches)]
+    with contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(start_rank(0, len(homes), port, home=homes[0], there=there))]
+        while there.downloads()["model.safetensors"] < 1 and ranks[0].poll() is None:
             time.sleep(0.05)
         base.commit({**base.commits[commit], "model.safetensors": b"moved"})
-        offline = {"HF_HUB_OFFLINE": "1"} if second_cache == "own, offline" else {}
-        with start_rank(1, port, homes[1], there, **offline) as second:
-            outputs = [rank.communicate(timeout=600) for rank in (second, first)]
+        for rank, home in enumerate(homes[1:], start=1):
+            process = start_rank(rank, len(homes), port, home=home, there=there, **offline)
+            ranks.append(stack.enter_context(process))
+        outputs = [rank.communicate(timeout=600) for rank in reversed(ranks)]  # the first one has the store
     if offline:
-        assert (first.returncode, second.returncode) == (1, 1)
+        assert [rank.returncode for rank in ranks] == [1, 1]
         for _, error in outputs:
             assert f"rank 1): hf://org/base#{commit}: the hub cannot be asked (OfflineModeIsEnabled)" in error
             assert f'Or run "hf download org/base --revision {commit}" where there is a network' in error
@@ -183,7 +193,7 @@ def test_nodes_have_the_first_one_s_commit_in_the_cache_that_they_see(
         assert place == str(home / "hub" / "models--org--base" / "snapshots" / commit), error
         assert written == f"hf://org/base#{commit}"
         assert (Path(place) / "model.safetensors").read_bytes() == base.commits[commit]["model.safetensors"]
-    assert there.downloads()["model.safetensors"] == (1 if second_cache == "shared" else 2)
+    assert there.downloads()["model.safetensors"] == len(set(homes))
 
 
 def test_a_converter_reads_a_model_of_the_hub(there: Hub, tmp_path: Path) -> None:
