@@ -9,6 +9,7 @@ from statistics import fmean, stdev
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rlmath.answers.verifier import verify
 from rlmath.config.load import load_config
@@ -17,8 +18,9 @@ from rlmath.run.startup import prepare_grpo
 from tests.programs import REPOSITORY, TRAIN, metric_rows, run, small_run, torchrun_command
 from tests.reward_by_hash import hash_of
 from tests.selection import matrix
+from tests.test_resume import assert_goes_on_with_other_ranks, interrupted_after
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, matrix]
 
 STEPS, PROMPTS, PER_STEP, GROUP = 3, 12, 8, 4
 MINIBATCHES, EPOCHS = 2, 2
@@ -43,10 +45,15 @@ METRICS = set(
 )
 
 
-def command(place: Path, output: Path) -> list[str]:
-    saved = ("save.ckpt_freq_steps=1", f"save.keep_last={STEPS}")
-    overrides = (*small_run(place, output), *RUN, f"data.train_path={place}/few.jsonl", *saved)
-    return torchrun_command(2, *TRAIN, *overrides)
+def command(place: Path, output: Path, *more: str, ranks: int = 2) -> list[str]:
+    saved = (
+        "save.ckpt_freq_steps=1",
+        f"save.keep_last={STEPS}",
+        "save.save_freq_steps=2",
+        "save.export_hf=true",
+    )
+    overrides = (*small_run(place, output), *RUN, f"data.train_path={place}/few.jsonl", *saved, *more)
+    return torchrun_command(ranks, *TRAIN, *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +193,7 @@ def test_the_run_leaves_summary_samples_and_events(workplace: Path) -> None:
     assert "reward" in shown
 
 
-@matrix
+@pytest.mark.full
 def test_the_exported_model_answers_alike_in_transformers_and_vllm(workplace: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -206,7 +213,31 @@ def test_the_exported_model_answers_alike_in_transformers_and_vllm(workplace: Pa
     assert json.loads(printed.strip().splitlines()[-1]) == answers
 
 
-@matrix
+def test_a_run_goes_on_with_another_number_of_ranks(workplace: Path, tmp_path: Path) -> None:
+    """Killed after its second step, with two ranks; one rank makes the third."""
+    whole, folder = workplace / "run", tmp_path / "run"
+    interrupted_after(2, whole, folder)
+    run(*command(workplace, folder, "parallel.tensor=1", ranks=1))
+    assert_goes_on_with_other_ranks(folder, whole)
+
+
+def test_a_kept_checkpoint_is_exported_and_converts_to_the_very_same_model(
+    workplace: Path, tmp_path: Path
+) -> None:
+    whole = workplace / "run"
+    assert [path.name for path in (whole / "models").iterdir()] == ["step-000002"]
+    manifests = [json.loads(path.read_text()) for path in whole.glob("checkpoints/*/manifest.json")]
+    assert [manifest["step"] for manifest in manifests if manifest["kept"]] == [2]
+    checkpoint = str(whole / "checkpoints" / "step-000002")
+    run("-m", "rlmath.cli.convert", "to-hf", "--checkpoint", checkpoint, "--output", str(tmp_path / "hf"))
+    ours, exported = (
+        load_file(folder / "model.safetensors")
+        for folder in (tmp_path / "hf", whole / "models" / "step-000002")
+    )
+    assert ours.keys() == exported.keys()
+    assert all(torch.equal(ours[name], exported[name]) for name in ours)
+
+
 def test_a_mistake_is_told_before_anything_starts(workplace: Path) -> None:
     overrides = small_run(workplace, workplace / "other")
     done = run(*torchrun_command(2, *TRAIN, *overrides, "rollout.grop_size=4"), expect=1)
@@ -215,12 +246,9 @@ def test_a_mistake_is_told_before_anything_starts(workplace: Path) -> None:
     assert "<NO_OTHER_FAILURES>" in report, "the other rank exits with 0 when torchrun ends it"
     *_, cause, _ = report.splitlines()
     assert 'did you mean "rollout.group_size"' in cause, "the cause is the last line above torchrun's frame"
-    done = run(*torchrun_command(2, *TRAIN, *overrides, "parallel.tensor=3"), expect=1)
-    assert "parallel.tensor" in done.stderr
     assert not (workplace / "other").exists()
 
 
-@matrix
 def test_a_reward_function_of_the_users_trains_and_its_failures_are_told(workplace: Path) -> None:
     """Every second of its calls fails: the run goes on, warns, and names a file with one of them."""
     mine = workplace / "functions"
@@ -318,12 +346,14 @@ def replay(folder: Path, *more: str, expect: int = 0) -> tuple[dict, str]:
     return json.loads(Path(written[0]).read_text()) if written else {}, done.stderr
 
 
-@matrix
 @pytest.mark.parametrize("layout", [(2, 1, 1), pytest.param((4, 2, 2), marks=pytest.mark.full)])
-def test_a_captured_step_is_the_same_in_another_layout(workplace: Path, layout: tuple[int, int, int]) -> None:
+def test_a_captured_step_is_the_same_in_another_layout(
+    workplace: Path, tmp_path: Path, layout: tuple[int, int, int]
+) -> None:
     ranks, tensor, pipeline = layout
     more = (f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}")
-    found, _ = replay(workplace / "run", "--ranks", str(ranks), *more)
+    found, _ = replay(workplace / "run", "--ranks", str(ranks), *more, "--output", str(tmp_path))
+    assert len(list(tmp_path.glob("*/replay.json"))) == 1
     assert found["same"] and found["start"] == "equal" and not found["bit_equal"]
     ordered = sorted(found["differences"], key=lambda one: one["relative"])
     relative = {one["name"]: one["relative"] for one in ordered}  # the largest of each
@@ -331,7 +361,6 @@ def test_a_captured_step_is_the_same_in_another_layout(workplace: Path, layout: 
     assert max(relative.values()) < 1e-5
 
 
-@matrix
 def test_the_rollout_of_a_captured_step_is_made_again_token_by_token(workplace: Path) -> None:
     """By the engine alone, from the checkpoint; rewards by the user's function."""
     _, refused = replay(workplace / "run", "--part", "rollout", expect=MISTAKE)

@@ -89,7 +89,7 @@ signal.signal(signal.SIGUSR2, fail)
 """A module that Python imports as it starts."""
 
 
-@matrix
+@pytest.mark.full
 def test_a_rank_that_raises_ends_the_run_and_says_why(arithmetic: Path, tmp_path: Path) -> None:
     output = tmp_path / "raising"
     (tmp_path / "modules").mkdir()
@@ -108,6 +108,7 @@ def test_a_rank_that_raises_ends_the_run_and_says_why(arithmetic: Path, tmp_path
     assert "LookupError: no such prompt" in read_capture(captured).reason
 
 
+@matrix
 def test_a_template_that_draws_random_numbers_ends_the_start(arithmetic: Path, tmp_path: Path) -> None:
     """Each rank would sample completions of other prompts."""
     template = tmp_path / "dice.jinja"
@@ -138,7 +139,7 @@ def own_lines(console: str) -> list[str]:
     return [line for line in console.splitlines() if re.match(r"\d\d:\d\d:\d\d ", line)]
 
 
-@matrix
+@pytest.mark.full
 def test_control_c_saves_and_says_that_the_same_command_resumes(arithmetic: Path, tmp_path: Path) -> None:
     """A terminal sends SIGINT to the group of torchrun; its ranks have groups of their own."""
     output = tmp_path / "run"

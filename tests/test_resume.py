@@ -1,4 +1,7 @@
-"""A run that was interrupted goes on as if nothing had happened: the same metrics, bit for bit."""
+"""A run that was interrupted goes on as if nothing had happened: the same metrics, bit for bit.
+
+The long ones: in CI are those of `test_everything_on.py`, on the same ranks, and of `test_end_to_end.py`, on others.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests.programs import TRAIN, rows, run, small_run, torchrun_command
-from tests.selection import matrix
 
-pytestmark = [pytest.mark.distributed, matrix]
+pytestmark = [pytest.mark.distributed, pytest.mark.full]
 
 STEPS = 4
 RANKS = 2
@@ -89,6 +89,18 @@ def interrupted_after(step: int, whole: Path, folder: Path) -> None:
         file.write('{"step": 5, "lo')
 
 
+def assert_goes_on_with_other_ranks(folder: Path, whole: Path) -> None:
+    """A run of other ranks that begins after step 2 of `whole`."""
+    assert [row["step"] for row in rows(folder)] == [row["step"] for row in rows(whole)]
+    assert rows(folder)[:2] == rows(whole)[:2]
+    # Sampled with the very same weights; what the next step samples may differ where sums are rounded otherwise.
+    ours, theirs = rows(folder)[2], rows(whole)[2]
+    for name in ("task_reward", "n_valid_tokens", "train/learning_rate"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-6), name
+    for name in ("train/grad_norm", "train/reference_kl"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
+
+
 @pytest.fixture(scope="module")
 def whole_runs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The undisturbed run of each layout, made when it is first asked for."""
@@ -108,7 +120,6 @@ def whole_runs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     return Runs()
 
 
-@pytest.mark.full  # test_everything_on has one in CI, test_drill interruptions at random steps
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_resumed_after_a_step_the_metrics_are_those_of_an_uninterrupted_run(
     arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path, layout: str
@@ -130,25 +141,15 @@ def test_resumed_after_a_step_the_metrics_are_those_of_an_uninterrupted_run(
     assert json.loads((folder / "exit_status.json").read_text())["status"] == 0
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(8, marks=pytest.mark.full)])
-def test_a_run_goes_on_with_another_number_of_ranks(
-    arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path, ranks: int
+def test_a_run_goes_on_with_eight_ranks(
+    arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path
 ) -> None:
     whole, folder = whole_runs["TP2"], tmp_path / "run"
     interrupted_after(2, whole, folder)
-    tensor = min(2, ranks)
-    train(arithmetic, folder, f"parallel.tensor={tensor}", ranks=ranks)
-    assert [row["step"] for row in rows(folder)] == [row["step"] for row in rows(whole)]
-    assert rows(folder)[:2] == rows(whole)[:2]
-    # Sampled with the very same weights; what the next step samples may differ where sums are rounded otherwise.
-    ours, theirs = rows(folder)[2], rows(whole)[2]
-    for name in ("task_reward", "n_valid_tokens", "train/learning_rate"):
-        assert ours[name] == pytest.approx(theirs[name], rel=1e-6), name
-    for name in ("train/grad_norm", "train/reference_kl"):
-        assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
+    train(arithmetic, folder, "parallel.tensor=2", ranks=8)
+    assert_goes_on_with_other_ranks(folder, whole)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("tail", ["carry", "defer"])
 def test_groups_in_flight_go_on_with_another_number_of_engines(
     arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path, tail: str
@@ -169,23 +170,6 @@ def test_groups_in_flight_go_on_with_another_number_of_engines(
             assert [row[name] for row in rows(folder)] == [row[name] for row in rows(whole)], name
 
 
-def test_a_kept_checkpoint_is_exported_and_converts_to_the_very_same_model(
-    whole_runs: dict[str, Path], tmp_path: Path
-) -> None:
-    whole = whole_runs["TP2"]
-    assert [path.name for path in (whole / "models").iterdir()] == ["step-000003"]
-    kept = [json.loads(path.read_text()) for path in whole.glob("checkpoints/*/manifest.json")]
-    assert [one["step"] for one in kept if one["kept"]] == [3]
-    checkpoint = str(whole / "checkpoints" / "step-000003")
-    run("-m", "rlmath.cli.convert", "to-hf", "--checkpoint", checkpoint, "--output", str(tmp_path / "hf"))
-    ours, exported = (
-        load_file(f / "model.safetensors") for f in (tmp_path / "hf", whole / "models" / "step-000003")
-    )
-    assert ours.keys() == exported.keys()
-    assert all(torch.equal(ours[name], exported[name]) for name in ours)
-
-
-@pytest.mark.full
 def test_a_finished_run_is_left_as_it_is_and_can_be_made_longer(
     arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path
 ) -> None:

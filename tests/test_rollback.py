@@ -9,11 +9,10 @@ import pytest
 from rlmath.distributed.fault_tolerance.exit_codes import DIVERGED, FINISHED, read_exit_status
 from rlmath.run.recovery.rollback import read_rollbacks
 from tests.programs import rows, run, torchrun_command
-from tests.selection import matrix
 from tests.spoiled_run import SPOILED_STEP
 from tests.test_train_sft import SFT, settings
 
-pytestmark = [pytest.mark.distributed, matrix]
+pytestmark = [pytest.mark.distributed, pytest.mark.full]
 STEPS = 6
 SOUND = SPOILED_STEP - 1
 MORE = (
@@ -61,7 +60,6 @@ def test_a_run_goes_back_with_a_lower_rate_and_other_prompts_also_when_it_is_kil
         assert (killed / "hf_model" / name).read_bytes() == (whole / "hf_model" / name).read_bytes()
 
 
-@pytest.mark.full
 def test_a_run_makes_no_more_rollbacks_than_it_may(arithmetic: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     console = train(arithmetic, folder, spoiled("sft", "nan", 9), expect=1)

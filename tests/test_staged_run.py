@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.programs import TRAIN, rows, run, small_run, torchrun_command
-from tests.selection import matrix
 
-pytestmark = [pytest.mark.distributed, matrix]
+pytestmark = [pytest.mark.distributed, pytest.mark.full]
 
 STAGES = ("stages.steps=[2,2,1]", "stages.max_new_tokens=[8,16,24]")
 COMMON = """
@@ -97,7 +96,6 @@ def greedy(place: Path, model: Path) -> tuple[float, float]:
     return sum(len(text) < 10 for text in texts) / len(texts), sum(map(len, answers)) / len(answers)
 
 
-@pytest.mark.full
 def test_the_first_stage_is_a_plain_run_and_validation_changes_nothing(
     arithmetic: Path, whole: tuple[Path, str], tmp_path: Path
 ) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.programs import TRAIN, metric_rows, run, small_run, torchrun_command
-from tests.selection import matrix
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.full]
 
 STEPS = 3
 
@@ -21,8 +20,7 @@ def make_teacher(place: Path) -> Path:
     return place / "teacher"
 
 
-@matrix
-@pytest.mark.parametrize("loss", ["full", pytest.param("advantage", marks=pytest.mark.full)])
+@pytest.mark.parametrize("loss", ["full", "advantage"])
 def test_a_run_without_rewards_comes_closer_to_its_teacher(arithmetic: Path, loss: str) -> None:
     """The KL per token falls; the teacher is offloaded between its passes, and the phases are told."""
     output = arithmetic / loss

@@ -126,7 +126,7 @@ def test_nodes_that_differ_are_told_by_host_on_both_before_anything_starts(
     assert not (tmp_path / "run" / "step").exists()
 
 
-@matrix
+@full
 def test_a_rank_that_never_comes_is_named_with_its_host(nodes: list[Node], tmp_path: Path) -> None:
     run = launch(nodes, tmp_path / "hang", SMALL, str(tmp_path / "run"), "hang", "start_timeout_seconds=6")
     assert 0 not in run.end_within(START_SECONDS)

@@ -52,7 +52,7 @@ def test_a_raising_rank_tells_its_reason_and_phase(tmp_path: Path) -> None:
         assert "more of it" not in run.status().message and "LookupError" in run.status().message
 
 
-@matrix
+@pytest.mark.full
 def test_a_frozen_rank_is_found_silent(tmp_path: Path) -> None:
     with running(tmp_path / "run", "walk", "heartbeat_timeout_seconds=5", ranks=3) as run:
         os.kill(run.pid(2), signal.SIGSTOP)

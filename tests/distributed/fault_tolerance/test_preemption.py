@@ -211,7 +211,7 @@ def test_control_c_before_the_first_step_speaks_of_no_step(tmp_path: Path) -> No
     assert second.endswith("the same command starts from the beginning")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)])
 @matrix
 def test_a_signal_to_one_rank_saves_on_all_and_a_second_one_does_no_harm(tmp_path: Path, number: int) -> None:
     with running(tmp_path / "run", "walk") as run:
