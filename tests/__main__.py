@@ -27,9 +27,9 @@ SESSIONS = {
         f"distributed and not matrix and {NEVER}",
     ),
     "matrix": (
-        "Whole programs",
-        f"matrix and distributed and not pooled and {NEVER}",
-        f"matrix and (pooled or not distributed) and {NEVER}",
+        "Whole programs, and tests without ranks",
+        f"matrix and not pooled and {NEVER}",
+        f"matrix and pooled and {NEVER}",
     ),
 }
 """By what is run: the marks of both sessions, and the title of the first one's output, which is shown last."""

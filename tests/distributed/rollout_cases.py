@@ -56,8 +56,8 @@ def _write_weights(weights: Any, shapes: dict[str, tuple[int, int]]) -> None:
 
 def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[str, Any]:
     """The groups of several rollouts by one `Collector`, each on the first so many prompts; and what it leaves in the
-    store. The weights have version 3. Then the rollouts of `SEEDS`, see `_hashed`, and by temperature completions that
-    are cut, see `_in_slices`."""
+    store. The weights have version 3. Then the rollouts of `SEEDS`, see `_hashed`, and where there is one engine by
+    temperature completions that are cut, see `_in_slices`."""
     from rlmath.data.tokenizer import load_tokenizer
     from rlmath.rewards.reward_manager import open_reward_workers
     from rlmath.rollout.collector import CollectGroups, Collector
@@ -82,7 +82,8 @@ def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[
     if pool is not None:
         pool.close()
     hashed = _hashed(engine, mesh, folder)
-    slices = {temperature: _in_slices(engine, temperature) for temperature in (0.0, 1.0)}
+    temperatures = (0.0, 1.0) if mesh.engine_size == mesh.world_size else ()
+    slices = {temperature: _in_slices(engine, temperature) for temperature in temperatures}
     engine.close()
     return {
         "hashed": hashed,

@@ -53,7 +53,7 @@ def prompts_of(found: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("count", "engine", "layout"),
     [
-        pytest.param(2, {"ranks": 1}, {}, id="1 + 1"),
+        pytest.param(2, {"ranks": 1}, {}, id="1 + 1", marks=pytest.mark.full),
         pytest.param(2, {"ranks": 1}, {"lora": ADAPTERS}, id="1 + 1, LoRA"),
         pytest.param(
             3,
@@ -85,14 +85,14 @@ def test_engines_of_their_own_have_the_policys_weights_and_every_prompt_is_learn
 
 
 @pytest.mark.parametrize(
-    "more", [{}, pytest.param(layout_of(lora=ADAPTERS), marks=matrix)], ids=["full", "LoRA"]
+    "more", [{}, pytest.param(layout_of(lora=ADAPTERS), marks=pytest.mark.full)], ids=["full", "LoRA"]
 )
 def test_with_staleness_0_a_run_is_the_synchronous_one_bit_by_bit(
     ranks: RankPool, model: Path, tmp_path: Path, more: dict[str, Any]
 ) -> None:
     rollout = with_engines(max_staleness=0, on_new_weights="finish")
-    (apart,) = train(ranks, 2, model, tmp_path, 4, rollout, **more)
-    (together,) = train(ranks, 1, model, tmp_path, 4, with_engines(ranks=0), **more)
+    (apart,) = train(ranks, 2, model, tmp_path, 2, rollout, **more)
+    (together,) = train(ranks, 1, model, tmp_path, 2, with_engines(ranks=0), **more)
     assert apart.groups == together.groups
     trained = [name for name in together.metrics[0] if name.startswith(("train/", "actor", "advantage"))]
     compared = [name for name in trained if name != "train/mfu"]

@@ -22,16 +22,22 @@ ADAPTERS = replace(SHARED, lora="all")
 STAGES = Case(tensor=2, pipeline=2, optimizer="adam", early_stop_ratio=5.0, max_tokens=64)
 
 
+POISONS = [
+    ("runaway", "mean importance ratio"),
+    ("overflow", "the importance ratio is not finite (inf)"),
+    ("nan", "the loss is not finite (nan)"),
+    ("inf", "the loss is not finite"),
+]
+POISONED = [(SHARED, *poison) for poison in POISONS]
+IN_MATRIX = [(STAGES, *POISONS[2]), (ADAPTERS, *POISONS[1])]
+OTHERS = [(case, *poison) for case in (STAGES, ADAPTERS) for poison in POISONS]
+
+
 @pytest.mark.parametrize(
-    ("poison", "reason"),
-    [
-        ("runaway", "mean importance ratio"),
-        ("overflow", "the importance ratio is not finite (inf)"),
-        ("nan", "the loss is not finite (nan)"),
-        ("inf", "the loss is not finite"),
-    ],
+    ("case", "poison", "reason"),
+    keeping([*IN_MATRIX, *POISONED, *(one for one in OTHERS if one not in IN_MATRIX)], *POISONED, others=2),
+    ids=str,
 )
-@pytest.mark.parametrize("case", keeping([SHARED, STAGES, ADAPTERS], SHARED, others=2), ids=str)
 def test_a_discarded_minibatch_leaves_every_bit_of_the_state(
     ranks: RankPool, untied_model: Path, case: Case, poison: str, reason: str
 ) -> None:

@@ -116,13 +116,11 @@ def test_a_step_learns_with_the_advantages_of_the_groups_that_are_selected(made:
     assert made["left"] == [], "their workers end with the trainer"
 
 
-@matrix
 def test_validation_counts_as_right_what_the_scorer_says(made: dict[str, Any]) -> None:
     assert made["first"].validation.metrics["validation/held/accuracy"] == 3 / 8
     assert made["first"].metrics["rollout/reward_positive"] != 3 / 8, "training has its own reward"
 
 
-@matrix
 def test_an_advantage_that_fails_leaves_the_run_as_before_its_step(made: dict[str, Any]) -> None:
     assert made["failed"].startswith("algorithm.advantage per_token failed: KeyError: 'no such column'")
     assert made["after"] == made["before"]

@@ -25,12 +25,18 @@ LAYOUTS = [
     Case(),
     Case(data=2, optimizer="adam", max_tokens=64),
     Case(pipeline=2, virtual_pipeline=2, optimizer="adam", max_tokens=64),
-    pytest.param(Case(tensor=2, pipeline=2, optimizer="adam", max_tokens=64), marks=pytest.mark.full),
+    Case(tensor=2, pipeline=2, optimizer="adam", max_tokens=64),
 ]
+FIRST = (LAYOUTS[1], "tied_model")
+IN_MATRIX = [(LAYOUTS[0], "untied_model"), (LAYOUTS[2], "tied_model")]
+EVERY = [(case, folder) for case in LAYOUTS for folder in ("untied_model", "tied_model")]
 
 
-@pytest.mark.parametrize("folder", keeping(["untied_model", "tied_model"], "tied_model"))
-@pytest.mark.parametrize("case", keeping(LAYOUTS, LAYOUTS[1], others=2), ids=str)
+@pytest.mark.parametrize(
+    ("case", "folder"),
+    keeping([*IN_MATRIX, FIRST, *(one for one in EVERY if one not in (FIRST, *IN_MATRIX))], FIRST, others=2),
+    ids=str,
+)
 def test_learning_goes_on_bit_by_bit_as_if_nothing_had_left(
     ranks: RankPool, request: pytest.FixtureRequest, case: Case, folder: str
 ) -> None:
@@ -70,9 +76,7 @@ def test_float32_copies_of_bfloat16_parameters_leave_with_the_optimizer(
 
 
 @matrix
-@pytest.mark.parametrize(
-    "case", [Case(), Case(pipeline=2, virtual_pipeline=2, optimizer="adam", max_tokens=64)], ids=str
-)
+@pytest.mark.parametrize("case", [pytest.param(LAYOUTS[0], marks=pytest.mark.full), LAYOUTS[2]], ids=str)
 def test_the_reference_is_here_only_while_it_computes(ranks: RankPool, tied_model: Path, case: Case) -> None:
     for report in ranks.run(case.ranks, offload_cases.reference_in_and_out, tied_model, case, SAMPLES):
         size = 4 * report["elements"]

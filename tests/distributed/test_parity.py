@@ -99,7 +99,7 @@ def test_logprobs_equal_those_of_transformers(ranks: RankPool, untied_model: Pat
 
 
 @matrix
-@pytest.mark.parametrize("case", keeping(TIED_LAYOUTS, Case(pipeline=2)), ids=str)
+@pytest.mark.parametrize("case", keeping(TIED_LAYOUTS, Case(pipeline=2), others=0), ids=str)
 def test_tied_embeddings_get_the_gradient_of_both_uses(ranks: RankPool, tied_model: Path, case: Case) -> None:
     check_gradients(ranks, tied_model, case)
 
@@ -136,7 +136,7 @@ def test_gradients_in_16_bits_are_those_of_float32_but_for_rounding(
     check_gradients(ranks, untied_model, case, together=0.003 if case.dtype == "float16" else 0.02)
 
 
-@pytest.mark.parametrize("case", keeping(LAYOUTS, Case(tensor=2), others=4), ids=str)
+@pytest.mark.parametrize("case", keeping(LAYOUTS[::-1], Case(tensor=2), others=1), ids=str)
 def test_one_sgd_update_equals_that_of_torch(ranks: RankPool, untied_model: Path, case: Case) -> None:
     """So are its gradients, of which SGD makes the update."""
     check_update(ranks, untied_model, case, 1e-5)
@@ -160,6 +160,7 @@ def test_one_adam_update_equals_that_of_torch(ranks: RankPool, untied_model: Pat
         ],
         Case(data=2, max_tokens=64, optimizer="adam"),
         Case(pipeline=2, data=2, max_tokens=64),
+        others=0,
     ),
     ids=str,
 )

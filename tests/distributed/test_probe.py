@@ -35,7 +35,7 @@ LAYOUTS = {
     scope="module",
     params=[
         ([LAYOUTS[2][0], LAYOUTS[2][2]], 1),
-        pytest.param((LAYOUTS[1], 1), marks=matrix),
+        pytest.param((LAYOUTS[1], 1), marks=pytest.mark.full),
         pytest.param((LAYOUTS[2], 2), marks=pytest.mark.full),
     ],
     ids=["2-engines-2-layouts", "1-rank", "1-engine-of-2"],
@@ -49,7 +49,6 @@ def by_layout(
     return list(zip(*ranks.run(layouts[0].ranks, probe_cases.agreement, *arguments), strict=True))
 
 
-@matrix
 def test_equal_weights_pass_alike_on_all_ranks(by_layout: list[tuple[dict[str, Any], ...]]) -> None:
     for reports in by_layout:
         for name in ("metrics", "healed"):

@@ -46,7 +46,6 @@ def alone(collected: Collected) -> dict:
     return collected.by(1)[0]
 
 
-@matrix
 def test_groups_are_whole_and_in_the_order_of_the_prompts(alone: dict) -> None:
     for count, groups in zip(COUNTS, alone["groups"], strict=True):
         assert [group.prompt for group in groups] == PROMPTS[:count]
@@ -71,8 +70,7 @@ def test_what_is_collected_does_not_depend_on_who_drew_it(
         assert report["new_keys"] == 0
 
 
-@matrix
-@pytest.mark.parametrize(("engines", "engine_size"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("engines", "engine_size"), [(1, 1), (2, 1), pytest.param(1, 2, marks=matrix)])
 def test_every_completion_has_its_own_reward_and_its_own_prompts_solutions(
     collected: Collected, untied_model: Path, engines: int, engine_size: int
 ) -> None:
@@ -93,9 +91,8 @@ def test_every_completion_has_its_own_reward_and_its_own_prompts_solutions(
     assert len(rewards) > 3 * len(PROMPTS) * ROLLOUT.group_size * 0.9, "else a mix-up would not be seen"
 
 
-@matrix
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("engine_size", [1, 2], ids=["TP1", "TP2"])
+@pytest.mark.parametrize("engine_size", [1, pytest.param(2, marks=matrix)], ids=["TP1", "TP2"])
 def test_a_completion_in_slices_is_the_whole_one(
     collected: Collected, engine_size: int, temperature: float
 ) -> None:

@@ -63,7 +63,7 @@ def saved_by(ranks: RankPool, untied_model: Path, tmp_path_factory: pytest.TempP
     return Saved(ranks, untied_model, tmp_path_factory.mktemp("saved"))
 
 
-@pytest.mark.parametrize("case", keeping(SAME, SAME[0], others=2), ids=str)
+@pytest.mark.parametrize("case", keeping(SAME, SAME[0]), ids=str)
 def test_on_the_same_layout_every_bit_comes_back_and_the_next_update_is_the_same(
     ranks: RankPool, untied_model: Path, saved_by: Saved, case: Case
 ) -> None:
@@ -92,7 +92,7 @@ OTHERS = [
 
 
 @matrix
-@pytest.mark.parametrize(("model", "made_on", "others"), keeping(OTHERS, OTHERS[3], OTHERS[4]))
+@pytest.mark.parametrize(("model", "made_on", "others"), keeping(OTHERS, OTHERS[0], OTHERS[4], others=0))
 def test_a_checkpoint_loads_on_other_layouts_and_the_next_update_is_the_same_but_for_rounding(
     ranks: RankPool,
     untied_model: Path,
@@ -142,7 +142,6 @@ def test_a_writer_that_dies_costs_one_checkpoint(ranks: RankPool, untied_model: 
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
 
 
-@matrix
 def test_every_file_is_in_the_manifest_and_as_large_as_its_tensors(saved_by: Saved) -> None:
     root, (saved, *_) = saved_by[adam(Case(data=2))]
     (checkpoint,), _ = complete_checkpoints(root)

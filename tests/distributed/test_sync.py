@@ -74,7 +74,7 @@ ADAPTED = [
 
 
 @pytest.mark.parametrize(
-    ("dtype", "messages"), [("float32", SHARED), pytest.param("bfloat16", SENT, marks=matrix)]
+    ("dtype", "messages"), [("float32", SHARED), pytest.param("bfloat16", SENT, marks=pytest.mark.full)]
 )
 def test_engines_get_the_base_with_adapters_merged_as_one_process_would(
     ranks: RankPool, tied_model: Path, dtype: str, messages: bool
@@ -100,7 +100,9 @@ def check_syncs(by_rank: list[list[dict[str, Any]]], messages: bool) -> None:
 
 
 @matrix
-@pytest.mark.parametrize("case", keeping([Case(pipeline=2), Case(tensor=2)], Case(pipeline=2)), ids=str)
+@pytest.mark.parametrize(
+    "case", keeping([Case(pipeline=2), Case(tensor=2)], Case(tensor=2), others=0), ids=str
+)
 def test_vllms_own_model_gets_what_it_would_load_into_the_memory_that_it_has(
     ranks: RankPool, untied_model: Path, case: Case
 ) -> None:
@@ -149,7 +151,7 @@ EMBEDDING, DOWN = "model.embed_tokens.weight", "model.layers.0.mlp.down_proj.wei
 
 
 @matrix
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", keeping(FORMATS, torch.bfloat16, others=0), ids=str)
 def test_damage_to_an_engines_weights_is_found_and_named(
     ranks: RankPool, untied_model: Path, dtype: torch.dtype
 ) -> None:

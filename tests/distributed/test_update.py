@@ -66,7 +66,7 @@ def dense_ppo(folder: Path, samples: list[Sample], algorithm: AlgorithmConfig) -
     return advantages, update
 
 
-@pytest.mark.parametrize("case", keeping(LAYOUTS, LAYOUTS[2]), ids=str)
+@pytest.mark.parametrize("case", keeping(LAYOUTS, LAYOUTS[2], others=0), ids=str)
 def test_ppo_with_kl_in_the_reward_is_that_of_plain_torch(
     ranks: RankPool, untied_model: Path, case: Case
 ) -> None:
