@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -52,6 +52,29 @@ def run(
         raise
     assert process.returncode == expect, output + errors
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+STARTS = """
+import runpy, sys
+sys.modules["torch"] = None
+for program, *words in {starts!r}:
+    sys.argv = [program, *words]
+    try:
+        runpy.run_path(program, run_name="__main__")
+    except SystemExit as ended:
+        print("ended with", ended.code, file=sys.stderr)
+"""
+"""Programs one after the other in one process, in which torch cannot be imported."""
+
+
+def start_without_torch(
+    starts: Sequence[Sequence[str]], variables: Mapping[str, str] | None = None
+) -> list[str]:
+    """What each of these programs, with its words, says before it ends with status 2."""
+    console = run("-c", STARTS.format(starts=starts), variables=variables).stderr
+    *told, rest = console.split("ended with 2\n")
+    assert len(told) == len(starts) and rest == "" and "Traceback" not in console, console
+    return told
 
 
 def family(pid: int) -> list[psutil.Process]:

@@ -20,7 +20,7 @@ from rlmath.config.load import load_config
 from rlmath.evals.plan import Plan, check_settings
 from rlmath.evals.runner import _plan_after_rendezvous
 from tests.hub_server import TOKEN, Hub, hub_server
-from tests.programs import TRAIN, run, small_run, torchrun_command
+from tests.programs import TRAIN, run, small_run, start_without_torch, torchrun_command
 from tests.selection import matrix
 
 
@@ -90,15 +90,23 @@ def test_a_run_downloads_once_resumes_with_its_commits_and_uploads(
     assert TOKEN not in shown
 
 
-def test_a_dry_run_says_what_would_be_downloaded(place: Path, there: Hub, tmp_path: Path) -> None:
-    variables = there.variables(tmp_path / "home")
-    command = (*TRAIN, "--dry-run", *overrides(place, tmp_path / "run"))
-    found = run(*command, variables=variables)
+def test_a_dry_run_says_what_would_be_downloaded(
+    place: Path,
+    there: Hub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in there.variables(tmp_path / "home").items():
+        monkeypatch.setenv(name, value)
+    words = ["--dry-run", "--config", "configs/demo.yaml", *overrides(place, tmp_path / "run")]
+    assert program.main(["grpo", *words]) == 0
+    plan = capsys.readouterr().out
     size = len(there.add("org/base").commits[there.add("org/base").branches["main"]]["model.safetensors"])
     commit = there.add("org/base").branches["main"]
     line = f"Hub: hf://org/base#{commit}: a start downloads {size / 1e9:.3f} GB of weights"
-    assert line in found.stdout.splitlines()
-    assert "A start needs the whole model, which is not here." in found.stdout
+    assert line in plan.splitlines()
+    assert "A start needs the whole model, which is not here." in plan
     assert "model.safetensors" not in there.downloads() and there.downloads()["config.json"] == 1
     assert not (tmp_path / "run").exists()
 
@@ -196,9 +204,12 @@ def test_nodes_have_the_first_one_s_commit_in_the_cache_that_they_see(
     assert there.downloads()["model.safetensors"] == len(set(homes))
 
 
-def test_a_converter_reads_a_model_of_the_hub(there: Hub, tmp_path: Path) -> None:
-    command = ("-m", "rlmath.cli.convert", "to-megatron", "--output", f"{tmp_path}/out", "--hf")
-    run(*command, "hf://org/base", variables=there.variables(tmp_path / "home"))
+def test_a_converter_reads_a_model_of_the_hub(
+    there: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in there.variables(tmp_path / "home").items():
+        monkeypatch.setenv(name, value)
+    assert convert.main(["to-megatron", "--output", f"{tmp_path}/out", "--hf", "hf://org/base"]) == 0
     assert (tmp_path / "out" / "release").is_dir()
 
 
@@ -231,17 +242,15 @@ def test_a_hub_that_fails_is_no_mistake(
 
 def test_a_mistake_of_an_id_ends_before_anything_is_asked(place: Path, there: Hub, tmp_path: Path) -> None:
     variables = there.variables(tmp_path / "home")
-    (tmp_path / "run").mkdir()
-    command = torchrun_command(2, *TRAIN, *overrides(place, tmp_path / "run", "model.path=hf://org/none"))
-    found = run(*command, variables=variables, expect=1)
-    text = found.stdout + found.stderr
-    assert "hf://org/none: the hub refuses it (RepositoryNotFoundError, status 401)" in text
-    assert json.loads((tmp_path / "run" / "exit_status.json").read_text())["status"] == 2
-    there.asked.clear()
-    given = ("model.path=hf:/org/base", "data.history_path=hf://org/x", "optimizer.lr=-1")
-    found = run(*TRAIN, *overrides(place, tmp_path / "run", *given), variables=variables, expect=2)
-    assert "2 problems with the names of the Hugging Face hub" in found.stdout + found.stderr
-    given = ("optimizer.lr=-1",)
-    found = run(*TRAIN, *overrides(place, tmp_path / "run", *given), variables=variables, expect=2)
-    assert "optimizer.lr is -1" in found.stdout + found.stderr
+    wrong = ("model.path=hf:/org/base", "data.history_path=hf://org/x", "optimizer.lr=-1")
+    starts = [[*TRAIN, *overrides(place, tmp_path / "run", *more)] for more in (wrong, ["optimizer.lr=-1"])]
+    names, learning_rate = start_without_torch(starts, variables)
+    assert "2 problems with the names of the Hugging Face hub" in names
+    assert "optimizer.lr is -1" in learning_rate
     assert there.asked == []
+    (tmp_path / "run").mkdir()
+    variables |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    command = (*TRAIN, *overrides(place, tmp_path / "run", "model.path=hf://org/none"))
+    console = run(*command, variables=variables, expect=2).stderr
+    assert "hf://org/none: the hub refuses it (RepositoryNotFoundError, status 401)" in console
+    assert json.loads((tmp_path / "run" / "exit_status.json").read_text())["status"] == 2

@@ -14,10 +14,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from rlmath.config.help import raise_problems
 from rlmath.config.load import load_config
+from rlmath.config.schema import Config, Kind
 from rlmath.config.terminal import escape_terminal
-from rlmath.planning.checks import used_keys
-from rlmath.run.command_line import read_command_line
+from rlmath.distributed.ranks import environment_world_size
+from rlmath.planning.checks import only_used, used_keys
+from rlmath.run.command_line import launcher_mistake, read_command_line, refuse_launcher
+from rlmath.run.early_checks import early_problems
 
 if TYPE_CHECKING:
     from rlmath.run.startup import Program
@@ -30,8 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rlmath.replay.replay import main as replay
 
         return replay(words[1:])
-    program = words.pop(0) if words[:1] in (["grpo"], ["sft"]) else "grpo"
-    is_sft = program == "sft"
+    is_sft = words[:1] == ["sft"]
+    program: Kind = "sft" if is_sft else "grpo"
+    if words[:1] == [program]:
+        del words[0]
     escape_terminal()
     description = "Train a model with GRPO."
     if is_sft:
@@ -42,14 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rlmath.run.dry_run import dry_run
 
         return dry_run(given.config, given.overrides, given.ranks, program, oversubscribe=given.oversubscribe)
-    # Imported only now: help and a mistake in the words are answered before torch is loaded.
+    load = partial(load_config, given.config, given.overrides)
+    if (mistake := launcher_mistake()) is not None:
+        return refuse_launcher(mistake, load, partial(refuse_early, program))
+    # Imported only now: help and such mistakes are answered before torch is loaded.
     from rlmath.run.startup import prepare_grpo, prepare_sft, start
 
-    return start(
-        lambda: load_config(given.config, given.overrides),
-        prepare_sft if is_sft else prepare_grpo,
-        partial(load_program, is_sft),
-    )
+    return start(load, prepare_sft if is_sft else prepare_grpo, partial(load_program, is_sft))
+
+
+def refuse_early(kind: Kind, config: Config) -> None:
+    """ValueError for what the settings and the names of files show to be wrong."""
+    used = only_used(config)[0] if kind == "sft" else config
+    raise_problems("this run", list(early_problems(used, environment_world_size(), kind)))
 
 
 def load_program(is_sft: bool) -> Program:

@@ -29,7 +29,7 @@ from rlmath.distributed.ranks import environment_world_size
 from rlmath.planning.checks import check_replay
 from rlmath.planning.memory_estimate import mesh_of
 from rlmath.rewards.several_rewards import functions_of
-from rlmath.run.command_line import mistakes_end_all_ranks
+from rlmath.run.command_line import launcher_mistake, mistakes_end_all_ranks, refuse_launcher
 from rlmath.run.recovery.resume import CheckpointToResume, Origin
 
 if TYPE_CHECKING:
@@ -61,9 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     escape_terminal()
     with mistakes_end_all_ranks():
         given = parse(argv)
+    replay = Replay(given)
+    if (mistake := launcher_mistake()) is not None:
+        return refuse_launcher(mistake, replay.load, lambda settings: None)
     from rlmath.run.startup import start  # only now: help and a mistake are answered before torch is loaded
 
-    replay = Replay(given)
     return start(replay.load, replay.prepare, replay.program)
 
 

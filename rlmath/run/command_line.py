@@ -6,11 +6,13 @@ import argparse
 import io
 import logging
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 from rlmath.config.load import make_parser
+from rlmath.config.schema import Config
 from rlmath.config.terminal import visible
 from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.distributed.ranks import environment_rank
@@ -23,6 +25,7 @@ logger = logging.getLogger(__name__)
 OTHER_RANKS_WAIT_SECONDS = 10.0
 FIRST_RANK_WAIT_SECONDS = 5.0
 """How long the first rank of a node, which has logged a mistake, waits until the others have found it, too."""
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MOST_STATUS_CHARACTERS = 2000
 """Most characters of a message that the exit status keeps: a refusal lists all problems."""
 
@@ -75,6 +78,37 @@ def mistakes_end_all_ranks() -> Iterator[None]:
 def set_up_rank_logging() -> None:
     """`setup_logging` for this process's rank."""
     setup_logging(environment_rank())
+
+
+# ---------------------------------------------------------------- what started the program
+
+
+def launcher_mistake() -> str | None:
+    """What to say where this process was not started by torchrun, or by something that sets what torchrun sets: the
+    ranks of a run find each other by it, and what ends a broken run depends on it. None where it was."""
+    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
+    if not missing:
+        return None
+    return (
+        f"this program was started without torchrun: {', '.join(missing)} not set. Start it by `rlmath train`, or by "
+        f"torchrun --nproc-per-node=N {sys.argv[0]} ...; only --help and a dry run need none."
+    )
+
+
+def refuse_launcher(mistake: str, load: Callable[[], Config], check: Callable[[Config], object]) -> int:
+    """Exit status of a program that torchrun has not started. What `load` or `check` find wrong with its settings is
+    told before: without torchrun there is one rank, which may be why they do not fit."""
+    set_up_rank_logging()
+    output_dir, message = None, mistake
+    try:
+        config = load()
+        output_dir = config.run.output_dir
+        check(config)
+    except (ValueError, OSError) as error:
+        message = f"{error}\n{mistake}"
+    log_mistake(ValueError(message))
+    record_exit(output_dir, exit_codes.MISTAKE, message)
+    return exit_codes.MISTAKE
 
 
 # ---------------------------------------------------------------- how a program ends

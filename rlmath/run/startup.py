@@ -159,17 +159,12 @@ class StartingRank:
             self.start_timeout = self.config.run.start_timeout_seconds
             self.config = fetch_inputs(self.config, self.rendezvous)
             prepared = prepare(self.config)
-            if (mistake := launcher_mistake()) is not None:
-                raise ValueError(mistake)
             return _take_folder(prepared, stack) if environment_rank() == 0 else prepared
-        except (ValueError, OSError) as found:
-            # Without torchrun there is one rank, which may be why settings do not fit.
-            mistake = launcher_mistake()
-            error = found if mistake is None or mistake in str(found) else ValueError(f"{found}\n{mistake}")
+        except (ValueError, OSError) as error:
             several = self.rendezvous is not None and self.rendezvous.rank_info.several_nodes
-            if self.rendezvous is not None and several and not isinstance(found, SharedMistakeError):
+            if self.rendezvous is not None and several and not isinstance(error, SharedMistakeError):
                 meet_with_mistake(self.rendezvous, error, self.start_timeout)
-            raise error from None
+            raise
 
     def meet_others(self, prepared: PreparedRun[Any]) -> None:
         """All ranks come together; their nodes, and the data that they read, are compared."""
@@ -197,21 +192,6 @@ def import_program(config: Config, load_program: Callable[[], Program]) -> Progr
         program = load_program()
     trains = environment_rank() < training_ranks(config, environment_world_size())
     return program if trains else run_engine_rank
-
-
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def launcher_mistake() -> str | None:
-    """What to say where this process was not started by torchrun, or by something that sets what torchrun sets: the
-    ranks of a run find each other by it, and what ends a broken run depends on it. None where it was."""
-    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
-    if not missing:
-        return None
-    return (
-        f"this program was started without torchrun: {', '.join(missing)} not set. Start it by `rlmath train`, or by "
-        f"torchrun --nproc-per-node=N {sys.argv[0]} ...; only --help and a dry run need none."
-    )
 
 
 def _take_folder(prepared: PreparedRun[Any], stack: ExitStack) -> PreparedRun[Any]:

@@ -20,7 +20,7 @@ from rlmath.run.command_line import record_exit
 from rlmath.run.join import refuse_shared_gpus
 from rlmath.run.nodes import _compare_nodes, data_makers, differences, labelled, node_lines
 from rlmath.run.startup import prepare_grpo, prepare_sft
-from tests.programs import run
+from tests.programs import start_without_torch
 
 GIVEN = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
 
@@ -151,24 +151,28 @@ def test_the_exit_status_keeps_the_list_of_mistakes(tmp_path: Path) -> None:
     assert read_exit_status(tmp_path).message == "lost"
 
 
-@pytest.mark.parametrize("program", ["train_grpo.py", "train_sft.py"])
-def test_a_start_without_torchrun_is_refused(made_arithmetic: Path, tmp_path: Path, program: str) -> None:
-    """Before anything is started or written; after other mistakes, of which it may be the cause."""
-    base, data = made_arithmetic / "base", made_arithmetic / "data"
-    rows = data / ("worked.jsonl" if program == "train_sft.py" else "heldout.jsonl")
-    config = "configs/demo_sft.yaml" if program == "train_sft.py" else "configs/demo.yaml"
-    words = (
-        "--config",
-        config,
-        f"run.output_dir={tmp_path}/o",
-        f"model.path={base}",
-        f"data.train_path={rows}",
-    )
-    for layout, mistakes in (("parallel.tensor=1", 0), ("parallel.tensor=2", 1)):
-        console = run(f"launch/{program}", *words, layout, expect=2).stderr
-        assert console.count("started without torchrun: RANK, WORLD_SIZE") == 1
-        assert f"N launch/{program}" in console and console.count("does not divide the 1 rank") == mistakes
-        assert "Traceback" not in console and not (tmp_path / "o").exists()
+def test_a_start_without_torchrun_is_refused(tied_model: Path, tmp_path: Path) -> None:
+    """Before torch is imported, and anything started or written, but for the exit status of a folder that is there;
+    after other mistakes, of which it may be the cause."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("")
+    inputs = (f"model.path={tied_model}", f"data.train_path={rows}")
+    (tmp_path / "2").mkdir()
+    starts = [
+        [f"launch/{program}.py", "--config", f"configs/{config}.yaml", *inputs, f"parallel.tensor={size}"]
+        for program, config in (("train_grpo", "demo"), ("train_sft", "demo_sft"))
+        for size in (1, 2)
+    ]
+    starts = [[*words, f"run.output_dir={tmp_path / str(place)}"] for place, words in enumerate(starts)]
+    starts.append(["launch/train_grpo.py", "--config", "nothing.yaml"])
+    starts.append(["rlmath/trainer/__main__.py", "replay", "nowhere"])
+    told = start_without_torch(starts)
+    assert ["does not divide the 1 rank" in text for text in told] == 2 * [False, True] + 2 * [False]
+    assert "nothing.yaml" in told[4] and '"nowhere" has no capture' in told[5]
+    for (program, *_), text in zip(starts, told, strict=True):
+        assert text.count("started without torchrun: RANK, WORLD_SIZE") == 1 and f"N {program}" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "rows.jsonl"]
+    assert "started without torchrun" in read_exit_status(tmp_path / "2").message
 
 
 @pytest.mark.parametrize(
