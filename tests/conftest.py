@@ -9,13 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from rlmath.distributed.process import freeze_live_objects
 
 gc.disable()  # until all tests are collected, see rlmath.distributed.process
 
-from tests import left_over, programs
+from rlmath.cli import make_arithmetic
+from tests import left_over
 from tests.distributed.rank_pool import RankPool
 from tests.tiny_models import make_model_folder
 
@@ -93,10 +95,12 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def made_arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `arithmetic` copies; nobody writes here."""
+    from rlmath.cli import make_tiny_model  # transformers, which most tests need not
+
     place = tmp_path_factory.mktemp("made")
-    make_data = ("-m", "rlmath.cli.make_arithmetic", "--output", f"{place}/data")
-    programs.run(*make_data, "--train", "200", "--heldout", "20")
-    programs.run("-m", "rlmath.cli.make_tiny_model", "--output", f"{place}/base")
+    make_arithmetic.main(["--output", f"{place}/data", "--train", "200", "--heldout", "20"])
+    with torch.random.fork_rng():
+        make_tiny_model.main(["--output", f"{place}/base"])
     return place
 
 
