@@ -191,10 +191,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.wheels is not None:
         paths.append(install(given.wheels, output / "packages"))
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])
-    found = look(environment)
+    by_name = {stage.name: stage for stage in STAGES}
+    stages = [by_name[name] for name in given.stages or by_name]
+    used = {name for stage in stages for name in (*stage.needs, *stage.wants)}
+    found = look(environment, [name for name in PACKAGES if name in used])
     tell_machine(found)
-    outcomes, by_name = [], {stage.name: stage for stage in STAGES}
-    for stage in map(by_name.__getitem__, given.stages or by_name):
+    outcomes = []
+    for stage in stages:
         left = given.seconds - (time.monotonic() - started)
         outcomes.append(check(stage, found, given.quick, left, output, environment))
         write(output, found, outcomes, given.quick)
@@ -242,17 +245,18 @@ def install(wheels: Path, packages: Path) -> str:
 # ---------------------------------------------------------------- what is there
 
 LOOK = """
-import importlib, importlib.metadata, json, sys
+import importlib, importlib.metadata, importlib.util, json, sys
 name, module = sys.argv[1:]
 try:
     version = importlib.metadata.version(name)
 except importlib.metadata.PackageNotFoundError:
     version = None
 print(json.dumps({"version": version}), flush=True)
-try:
-    import torch  # brings the libraries that compiled extensions of it need
-except Exception:
-    pass
+if importlib.util.find_spec(module.partition(".")[0]):
+    try:
+        import torch  # brings the libraries that compiled extensions of it need
+    except Exception:
+        pass
 found = importlib.import_module(module)
 told = {"version": version or str(getattr(found, "__version__", "installed")), "imported": True}
 if name == "torch":
@@ -280,10 +284,10 @@ class Found:
         return "cuda" if self.gpus else "cpu"
 
 
-def look(environment: Mapping[str, str]) -> Found:
-    """Import every package in a process of its own, which a broken one may end."""
+def look(environment: Mapping[str, str], names: Sequence[str] = tuple(PACKAGES)) -> Found:
+    """Import packages, torch among them, each in a process of its own, which a broken one may end."""
     with ThreadPoolExecutor(max_workers=4) as pool:
-        told = dict(zip(PACKAGES, pool.map(lambda name: look_at(name, environment), PACKAGES), strict=True))
+        told = dict(zip(names, pool.map(lambda name: look_at(name, environment), names), strict=True))
     return Found(
         packages={name: one["version"] if "imported" in one else None for name, one in told.items()},
         reasons={name: one["reason"] for name, one in told.items() if "imported" not in one},

@@ -155,25 +155,29 @@ def uses_of_repository(root: Path = REPOSITORY) -> list[Use]:
 def names_used(source: str, where: str) -> set[str]:
     """Names of the packages that a module of ours uses."""
     tree = ast.parse(source)
-    imported, objects = _imported(tree), OBJECTS.get(where, {})
+    nodes = list(ast.walk(tree))
+    imported, objects = _imported(nodes), OBJECTS.get(where, {})
     names = set(imported.values())
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Attribute):
             continue
-        owner = ast.unparse(node.value)
+        owner = _source_of(node.value)
         if owner in imported:
             names.add(f"{imported[owner]}.{node.attr}")
         elif owner in objects:
             names.add(f"{objects[owner]}.{node.attr}")
-    words = {
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
+    words = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     names |= {f"{ENVIRONMENT}.{word}" for word in words if re.fullmatch("VLLM_[A-Z0-9_]+", word)}
     if where == "rlmath/rollout/engine.py":
         names |= {f"{ENGINE_ARGUMENTS}.{name}" for name in _engine_arguments(tree)}
     return names
+
+
+def _source_of(expression: ast.expr) -> str:
+    """The text of an expression, for names and their attributes without the detour of `ast.unparse`."""
+    if isinstance(expression, ast.Attribute):
+        return f"{_source_of(expression.value)}.{expression.attr}"
+    return expression.id if isinstance(expression, ast.Name) else ast.unparse(expression)
 
 
 def _engine_arguments(tree: ast.Module) -> set[str]:
@@ -194,10 +198,10 @@ def _engine_arguments(tree: ast.Module) -> set[str]:
     return found
 
 
-def _imported(tree: ast.Module) -> dict[str, str]:
+def _imported(nodes: Sequence[ast.AST]) -> dict[str, str]:
     """By the name in a module of ours, that in the package."""
     names = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in PACKAGES:
             names |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
         elif isinstance(node, ast.Import):

@@ -94,17 +94,26 @@ def test_another_name_or_default_changes_the_list(module: str, old: str, new: st
     assert [one for one in changed if one not in EXPECTED.splitlines()] == [line]
 
 
-def test_what_our_code_uses_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def uses() -> list[Use]:
+    """All of this repository."""
+    return uses_of_repository()
+
+
+def test_what_our_code_uses_is_listed(
+    uses: list[Use], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_lock, "uses_of_repository", lambda: uses)
     assert gpu_lock.main(["--only-names"]) == 0, capsys.readouterr().out
     assert MISSING not in LIST.read_text("utf-8")
 
 
 def test_a_use_that_is_not_listed_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    uses: list[Use], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "rlmath" / "rollout").mkdir(parents=True)
     (tmp_path / "rlmath" / "rollout" / "engine.py").write_text("def f(llm): llm.pause_generation()\n")
-    found = [*uses_of_repository(), *uses_of_repository(tmp_path)]
+    found = [*uses, *uses_of_repository(tmp_path)]
     monkeypatch.setattr(gpu_lock, "uses_of_repository", lambda: found)
     assert gpu_lock.main(["--only-names"]) == 1
     assert "+vllm.LLM.pause_generation  (rlmath/rollout/engine.py)" in capsys.readouterr().out
