@@ -34,7 +34,6 @@ class Repository:
     branches: dict[str, str] = field(default_factory=dict)
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     private: bool = False
-    gated: bool = False
 
     def commit(self, files: Mapping[str, bytes], branch: str = "main") -> str:
         """A new commit on a branch, with these files alone; its hash."""
@@ -211,9 +210,6 @@ class _Handler(BaseHTTPRequestHandler):
         repo = self.hub.repositories.get((kind, name))
         if repo is None:
             self._refuse(401, "RepoNotFound")
-            return None
-        if repo.gated:
-            self._refuse(403, "GatedRepo")
             return None
         return repo
 

@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -202,6 +203,7 @@ def files_in_circles(root: Path) -> list[str]:
     return sorted(imports)
 
 
+@cache
 def file_of(root: Path, name: str) -> str | None:
     """The file of ours that an imported name is in, without the packages above it."""
     parts = name.split(".")
@@ -227,9 +229,14 @@ def violations(root: Path) -> list[str]:
     return found
 
 
-def imported_names(root: Path, path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def imported_names(root: Path, path: Path) -> list[tuple[int, str]]:
     """(line, full name) of what a file imports, at its top, inside functions, or by importlib; `torch.distributed`
     written out counts as its import."""
+    return list(_imported_names(root, path))
+
+
+def _imported_names(root: Path, path: Path) -> Iterator[tuple[int, str]]:
     package = path.relative_to(root).parent.parts
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
@@ -239,10 +246,18 @@ def imported_names(root: Path, path: Path) -> Iterator[tuple[int, str]]:
             above = package[: len(package) - node.level + 1] if node.level else ()
             start = ".".join([*above, *(node.module or "").split(".")]).strip(".")
             yield from ((node.lineno, f"{start}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
-            yield node.lineno, "torch.distributed"
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        elif isinstance(node, ast.Attribute) and node.attr == "distributed":
+            if isinstance(node.value, ast.Name) and node.value.id == "torch":
+                yield node.lineno, "torch.distributed"
+        elif isinstance(node, ast.Call) and last_name(node.func).endswith(("import_module", "__import__")):
             for name in node.args[:1]:
                 start = name.values[0] if isinstance(name, ast.JoinedStr) else name
                 if isinstance(start, ast.Constant):
                     yield node.lineno, str(start.value).rstrip(".")
+
+
+def last_name(expression: ast.expr) -> str:
+    """`c` of `a.b.c` and of `c`; "" for what is neither."""
+    if isinstance(expression, ast.Attribute):
+        return expression.attr
+    return expression.id if isinstance(expression, ast.Name) else ""

@@ -117,12 +117,21 @@ def told(*overrides: str) -> str:
     return str(error.value)
 
 
+@pytest.fixture
+def short(arithmetic: Path, tmp_path: Path) -> list[str]:
+    """Settings of a run on 2,000 of the worked solutions."""
+    rows = (arithmetic / "data" / "worked.jsonl").read_text().splitlines(keepends=True)[:2000]
+    (tmp_path / "worked.jsonl").write_text("".join(rows))
+    more = (f"data.train_path={tmp_path}/worked.jsonl", "sft.held_out_share=0.01")
+    return settings(arithmetic, tmp_path / "new", *more)
+
+
 def test_a_dry_run_tells_the_plan_or_all_mistakes_and_writes_nothing(
-    arithmetic: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arithmetic: Path, short: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def dry(*more: str) -> tuple[int, str, str]:
         words = ["--config", str(REPOSITORY / SFT[2]), "--dry-run", "--ranks", "2"]
-        status = train_sft.main([*words, *settings(arithmetic, tmp_path / "new", *more)])
+        status = train_sft.main([*words, *short, *more])
         return status, *capsys.readouterr()
 
     status, plan, problems = dry("data.prompts_per_step=64", "rollout.group_size=5")
@@ -132,7 +141,7 @@ def test_a_dry_run_tells_the_plan_or_all_mistakes_and_writes_nothing(
         "Step: 64 sequences of at most 64 tokens, 4,096 in all, packed into micro-batches of 4096; one update",
         "Held out: 20 sequences.",
         "Held-out sequences: their loss every 2 steps",
-        "Steps: 624 in all, 312 an epoch (2 epochs)",
+        "Steps: 60 in all, 30 an epoch (2 epochs)",
         "Without effect in supervised training: rollout.group_size.",
         "  update: ",
         "No problem was found.",
@@ -165,12 +174,12 @@ def test_a_dry_run_without_the_models_tokenizer_says_what_it_needs(
 @pytest.mark.parametrize(
     ("override", "why"),
     [
-        ("data.prompts_per_step=30000", "data.prompts_per_step is 30000, but only 19980"),
-        ("sft.max_sequence_tokens=5", "all 20000 sequences that can be used are longer than"),
-        ("optimizer.warmup_steps=4994", "would never reach optimizer.lr"),
+        ("data.prompts_per_step=3000", "data.prompts_per_step is 3000, but only 1980"),
+        ("sft.max_sequence_tokens=5", "all 2000 sequences that can be used are longer than"),
+        ("optimizer.warmup_steps=494", "would never reach optimizer.lr"),
     ],
 )
 def test_data_and_settings_that_do_not_go_together_are_told(
-    arithmetic: Path, tmp_path: Path, override: str, why: str
+    short: list[str], override: str, why: str
 ) -> None:
-    assert why in told(*settings(arithmetic, tmp_path / "new", override))
+    assert why in told(*short, override)

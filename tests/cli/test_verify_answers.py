@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from rlmath.cli.api import verify
+from rlmath.cli.verify_answers import main
 from tests.answers.attacks import HANG_SOLUTIONS, boxed, hanging
-from tests.programs import run
+from tests.programs import REPOSITORY, run
 
 TOOL = ("-m", "rlmath.cli.verify_answers")
 GOOD = [
@@ -71,34 +72,24 @@ def test_parsing_tells_what_is_broken(line, told):
         _parse_case(line if isinstance(line, bytes) else json.dumps(line).encode())
 
 
-def test_broken_lines_are_told_by_number_and_skipped(tmp_path):
-    source = write(tmp_path / "cases.jsonl", GOOD[1], b"{broken", b"", {"id": 1}, GOOD[2])
-    target = tmp_path / "verdicts.jsonl"
-    done = run(*TOOL, "--input", str(source), "--output", str(target), expect=1)
-    assert [row["id"] for row in rows(target)] == [2, "c"]
-    assert "line 2: not JSON" in done.stderr
-    assert "line 4: missing completion, solutions" in done.stderr
-    assert "2 broken lines were skipped" in done.stderr
-
-
-def test_a_byte_order_mark_costs_no_line(tmp_path):
-    source = write(tmp_path / "cases.jsonl", GOOD[1], GOOD[2])
-    source.write_bytes(b"\xef\xbb\xbf" + source.read_bytes())
-    run(*TOOL, "--input", str(source), "--output", str(tmp_path / "verdicts.jsonl"))
-    assert [row["id"] for row in rows(tmp_path / "verdicts.jsonl")] == [2, "c"]
-
-
-def test_a_question_reaches_the_judge(tmp_path):
+def test_broken_lines_are_told_by_number_and_skipped(tmp_path, capsys):
+    """A byte order mark costs no line, and a question reaches the judge."""
     case = {"completion": "\\boxed{7 apples}", "solutions": ["7"]}
     asked = [{"id": 1} | case, {"id": 2, "question": "How many apples?"} | case]
-    source, target = write(tmp_path / "cases.jsonl", *asked), tmp_path / "verdicts.jsonl"
-    run(*TOOL, "--input", str(source), "--output", str(target))
-    assert [row["correct"] for row in rows(target)] == [False, True]
-    code = (
-        "from rlmath import verify\n"
-        "print(verify('7 apples', '7').correct, verify('7 apples', '7', question='How many apples?').correct)"
-    )
-    assert run("-c", code).stdout.split() == ["False", "True"]
+    source = write(tmp_path / "cases.jsonl", GOOD[2], b"{broken", b"", {"id": 1}, *asked)
+    source.write_bytes(b"\xef\xbb\xbf" + source.read_bytes())
+    target = tmp_path / "verdicts.jsonl"
+    assert main(["--input", str(source), "--output", str(target), "--workers", "1"]) == 1
+    assert [(row["id"], row["correct"]) for row in rows(target)] == [("c", False), (1, False), (2, True)]
+    told = capsys.readouterr().err
+    assert "line 2: not JSON" in told
+    assert "line 4: missing completion, solutions" in told
+    assert "2 broken lines were skipped" in told
+
+
+def test_a_question_reaches_the_judge_of_the_public_function():
+    assert not verify("7 apples", "7").correct
+    assert verify("7 apples", "7", question="How many apples?").correct
 
 
 def test_a_question_that_is_no_text_is_refused():
@@ -109,7 +100,8 @@ def test_a_question_that_is_no_text_is_refused():
 def test_options_reach_the_judge(tmp_path):
     cases = [{"id": 1, "completion": "The answer is 3.14", "solutions": ["\\pi"]}]
     source, target = write(tmp_path / "cases.jsonl", *cases), tmp_path / "verdicts.jsonl"
-    run(*TOOL, "--input", str(source), "--output", str(target), "--answer-from", "phrase", "--loose")
+    options = ["--workers", "1", "--answer-from", "phrase", "--loose"]
+    assert main(["--input", str(source), "--output", str(target), *options]) == 0
     assert rows(target)[0]["correct"]
 
 
@@ -121,7 +113,7 @@ def test_options_reach_the_judge(tmp_path):
         (["--input", "setup.py", "--output", "outputs.jsonl", "--workers", "0"], "reward.workers is 0"),
     ],
 )
-def test_what_cannot_begin_is_told(arguments, told):
-    done = run(*TOOL, *arguments, expect=2)
-    assert told in done.stderr
-    assert "Traceback" not in done.stderr
+def test_what_cannot_begin_is_told(arguments, told, capsys, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    assert main(arguments) == 2
+    assert told in capsys.readouterr().err

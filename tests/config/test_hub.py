@@ -146,22 +146,21 @@ def test_parts_of_a_download_that_was_killed_do_not_stay(there: Hub, tmp_path: P
 # ---------------------------------------------------------------- commits
 
 
-@pytest.mark.parametrize("offline", [False, True])
 def test_a_recorded_commit_is_kept_though_the_branch_has_moved(
-    there: Hub, monkeypatch: pytest.MonkeyPatch, offline: bool
+    there: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (first,) = hub.fetch([model()], LIMIT).values()
     there.add("org/model").commit({**MODEL, "model.safetensors": b"moved"})
     (now,) = hub.fetch([model()], LIMIT).values()
     assert now.commit != first.commit
-    if offline:
-        cut_off(monkeypatch, "offline")
+    # Another revision is asked for.
+    assert fetched(model("hf://org/model@main"), recorded=[first]).name == now.commit
     there.asked.clear()
     folder = fetched(model(), recorded=[first, data()])
     assert folder.name == first.commit and there.asked == []
     assert (folder / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
-    if not offline:  # another revision was asked for
-        assert fetched(model("hf://org/model@main"), recorded=[first]).name == now.commit
+    cut_off(monkeypatch, "offline")
+    assert fetched(model(), recorded=[first, data()]) == folder and there.asked == []
 
 
 def test_settings_are_written_with_the_commit_and_read_again(there: Hub) -> None:
@@ -218,11 +217,9 @@ def test_an_id_is_the_same_as_what_was_recorded_of_it(old: object, new: object, 
         (model("hf://org/model@v9"), r"@v9: the hub refuses it .*status 404.*Correct .* the revision"),
         (data("hf://datasets/org/rows/train.jsonl"), r'org/rows/train.jsonl: there is no file "train.jsonl"'),
         (model("hf://org/pickles"), r'org/pickles: there is no file "config.json" in it .*correct the id'),
-        (model("hf://org/gated"), r"the hub refuses it .*accept its terms"),
     ],
 )
 def test_what_the_hub_refuses_is_told(there: Hub, hub_id: HubId, problem: str) -> None:
-    there.add("org/gated").gated = True
     there.add("org/pickles").commit({"pytorch_model.bin": b"a pickle", "original/config.json": b"{}"})
     with pytest.raises(ValueError, match=problem) as error:
         fetched(hub_id)
@@ -230,31 +227,31 @@ def test_what_the_hub_refuses_is_told(there: Hub, hub_id: HubId, problem: str) -
 
 
 def test_a_hub_that_is_broken_is_none_and_one_that_refuses_is_obeyed(there: Hub) -> None:
-    there.status = 503
+    """Its status is one that huggingface_hub does not wait for; `tests/test_hub_run.py` has one that it does."""
+    there.status = 505
     with pytest.raises(
-        hub.HubFailedError, match=r"status 503\), and what is needed is not, or not whole, in the"
+        hub.HubFailedError, match=r"status 505\), and what is needed is not, or not whole, in the"
     ):
         fetched(model())
     there.status = 0
     folder = fetched(model())
-    there.status = 503
+    there.status = 505
     assert fetched(model()) == folder
     there.status = 403
     with pytest.raises(ValueError, match=r"hf://org/another: the hub refuses it .*status 403") as error:
         fetched(model("hf://org/another"))
-    assert "hostile" not in str(error.value)
+    assert "hostile" not in str(error.value) and "accept its terms" in str(error.value)
 
 
-@pytest.mark.parametrize("silent", [False, True])
-def test_a_hub_that_stalls_ends_within_the_limit(there: Hub, silent: bool) -> None:
-    there.stalled, there.silent = {"model.safetensors"}, silent
+def test_a_hub_that_stalls_ends_within_the_limit(there: Hub) -> None:
+    there.stalled = {"model.safetensors"}
     with pytest.raises(
-        hub.HubFailedError, match=r"hf://org/model.*not done after 4 s \(run.hub_timeout_seconds\)"
+        hub.HubFailedError, match=r"hf://org/model.*not done after 3 s \(run.hub_timeout_seconds\)"
     ):
-        fetched(model(), seconds=4.0)
+        fetched(model(), seconds=3.0)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", pytest.param("config.json", marks=matrix)])
 def test_a_file_that_is_cut_off_is_refused(there: Hub, name: str) -> None:
     there.cut = {name}
     with pytest.raises(hub.HubFailedError, match=r"hf://org/model: the hub cannot be asked"):
@@ -275,13 +272,14 @@ def test_a_client_that_breaks_is_told_with_its_last_line(
 # ---------------------------------------------------------------- without a network
 
 
-@pytest.mark.parametrize("how", ["offline", "no network"])
-def test_the_cache_is_enough_without_the_hub(there: Hub, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_the_cache_is_enough_without_the_hub(there: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, rows = fetched(model()), fetched(data())
     assert rows.read_bytes() == ROWS and set(there.downloads()) == NEEDED | {"train.jsonl"}
-    cut_off(monkeypatch, how)
     there.asked.clear()
-    assert fetched(model()) == folder and fetched(data()) == rows
+    for how in ("offline", "no network"):
+        cut_off(monkeypatch, how)
+        assert fetched(model()) == folder and fetched(data()) == rows
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert there.asked == []
 
 
@@ -354,8 +352,8 @@ def test_a_push_that_is_refused_says_why(there: Hub, tmp_path: Path, monkeypatch
     with pytest.raises(ValueError, match="status 403"):
         hub.push("me/trained", tmp_path, "message", LIMIT)
     there.silent = True
-    with pytest.raises(hub.HubFailedError, match="not done after 2 s"):
-        hub.push("me/trained", tmp_path, "message", 2.0)
+    with pytest.raises(hub.HubFailedError, match="not done after 1 s"):
+        hub.push("me/trained", tmp_path, "message", 1.0)
     monkeypatch.setenv("HF_TOKEN", "hf_wrongwrongwrong")
     there.silent = False
     with pytest.raises(ValueError, match="status 401") as error:

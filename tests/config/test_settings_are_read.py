@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import rlmath
 from rlmath.config.help import section_classes
 from rlmath.planning.memory_estimate import mesh_of
+from tests.test_layers import last_name
 
 PACKAGE = Path(rlmath.__file__).parent
 ONLY_LOOK = (
@@ -33,7 +34,7 @@ FOR_THE_CHECK_ALONE = [
 only compared with."""
 
 
-def sections_of(tree: ast.Module) -> dict[str, str]:
+def sections_of(nodes: Sequence[ast.AST]) -> dict[str, str]:
     """Names, of variables, arguments and attributes, that a module has for sections: {"save": "save", "how": "run"}.
 
     A section is what an argument is annotated with (`settings: RunConfig`) and what is taken out of the settings
@@ -41,37 +42,37 @@ def sections_of(tree: ast.Module) -> dict[str, str]:
     """
     by_class = {section.__name__: name for name, section in section_classes().items()}
     found = {name: name for name in by_class.values()}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.arg | ast.AnnAssign) and isinstance(node.annotation, ast.Name):
             name = node.arg if isinstance(node, ast.arg) else ast.unparse(node.target)
             found |= {name: by_class[node.annotation.id]} if node.annotation.id in by_class else {}
-    for target, value in sorted(_assignments(tree), key=lambda pair: len(pair[0])):
-        section = found.get(value.rpartition(".")[2])
+    for target, value in sorted(_assignments(nodes), key=lambda pair: len(pair[0])):
+        section = found.get(value)
         if section is not None:
             found[target.rpartition(".")[2]] = section
     return found
 
 
-def _assignments(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    for node in ast.walk(tree):
+def _assignments(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
+    """(target, last name of the value) of assignments of names and attributes."""
+    for node in nodes:
         if not isinstance(node, ast.Assign):
             continue
         for target in node.targets:
             pairs: Iterable[tuple[ast.expr, ast.expr]] = [(target, node.value)]
             if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
                 pairs = zip(target.elts, node.value.elts, strict=False)
-            yield from ((ast.unparse(one), ast.unparse(value)) for one, value in pairs)
+            yield from ((ast.unparse(one), last_name(value)) for one, value in pairs if last_name(value))
 
 
 def settings_read(source: str) -> set[tuple[str, str]]:
     """(section, field) of every field that a module reads."""
-    tree = ast.parse(source)
-    sections = sections_of(tree)
+    nodes = list(ast.walk(ast.parse(source)))
+    sections = sections_of(nodes)
     return {
         (sections[owner], node.attr)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and (owner := ast.unparse(node.value).rpartition(".")[2]) in sections
+        for node in nodes
+        if isinstance(node, ast.Attribute) and (owner := last_name(node.value)) in sections
     }
 
 

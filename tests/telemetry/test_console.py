@@ -71,8 +71,9 @@ LIBRARIES = """
 import logging, sys, warnings
 from rlmath.telemetry.console import open_log_file, route_library_logs, setup_logging
 setup_logging(int(sys.argv[1]))
-import torch
-from transformers.utils import logging as theirs
+if sys.argv[1] == "0":  # they have handlers and levels of their own
+    import torch, transformers.utils.logging
+    transformers.utils.logging.get_logger("transformers")
 route_library_logs()
 if sys.argv[1] == "0":
     open_log_file(sys.argv[2])
@@ -83,7 +84,7 @@ logging.getLogger("vllm.engine").warning("Triton is not there")
 logging.getLogger("vllm.engine").error("vllm error")
 logging.getLogger("vllm.model_executor.model_loader.reload.inplace").warning("a weight is missing")
 logging.getLogger("torch.distributed.elastic").warning("torch warns")
-theirs.get_logger("transformers.tokenization").warning("transformers warns")
+logging.getLogger("transformers.tokenization").warning("transformers warns")
 warnings.warn("of a file of the user's")
 warnings.warn_explicit("old call", FutureWarning, "/lib/site-packages/vllm/llm.py", 7)
 """
@@ -108,7 +109,7 @@ def logged(rank: int, folder: Path, **variables: str) -> str:
 def test_of_libraries_the_console_has_errors_and_the_log_file_warnings(tmp_path: Path):
     told = [line[9:] for line in logged(0, tmp_path).splitlines()]
     own = ["own news", "WARNING: own warning", "ERROR: vllm error", "WARNING: a weight is missing"]
-    assert told == [*own, "WARNING: <string>:18: UserWarning: of a file of the user's"]
+    assert told == [*own, "WARNING: <string>:19: UserWarning: of a file of the user's"]
     lines = (tmp_path / LOG_FILE).read_text().splitlines()
     assert {*FOR_THE_FILE, "WARNING: own warning"} <= {line.partition(" ")[2] for line in lines}
     assert not any("vllm news" in line for line in lines)
@@ -206,28 +207,24 @@ def test_the_line_of_another_rank_takes_the_place_of_the_bar_of_the_first():
     assert re.fullmatch(r"\d\d:\d\d:\d\d rank 1 WARNING: a warning", line) and end == ""
 
 
-@pytest.mark.parametrize(
-    "end", ["stop_on_signal(Path(sys.argv[1])); os.kill(os.getpid(), 2); time.sleep(60)", "end_broken()"]
-)
-def test_no_bar_is_drawn_below_the_last_line(tmp_path: Path, end: str):
-    """Of an evaluation that Ctrl-C stops, and of a program that failed."""
-    program = f"""
+BAR_OF_AN_EVALUATION = """
 import os, sys, time
 from pathlib import Path
 from tqdm import tqdm
-from rlmath.evals.command import stop_on_signal
 from rlmath.run.command_line import set_up_rank_logging
-from rlmath.run.startup import end_broken
-sys.argv = ["", {str(tmp_path)!r}]
 set_up_rank_logging()
 bar = tqdm(total=10, desc="evaluation", leave=False)
-try:
-    raise OSError("broken")
-except OSError:
-    {end}
 """
-    written = on_terminal(program, 80, 75 if "signal" in end else 1)
-    before, last, after = written.partition("the same" if "signal" in end else "OSError: broken")
+
+
+def test_no_bar_is_drawn_below_the_last_line_of_an_evaluation_that_is_interrupted(tmp_path: Path):
+    program = f"""{BAR_OF_AN_EVALUATION}
+from rlmath.evals.command import stop_on_signal
+stop_on_signal(Path({str(tmp_path)!r}))
+os.kill(os.getpid(), 2)
+time.sleep(60)
+"""
+    before, last, after = on_terminal(program, 80, 75).partition("the same")
     assert "evaluation:" in before and last and "evaluation:" not in after
 
 
@@ -246,14 +243,22 @@ bar.close()
     assert len(lines) == 3 and 70 < len(lines[0]) <= 80
 
 
-def test_an_error_that_follows_from_another_rank_s_end_is_for_the_log_file_alone(tmp_path: Path) -> None:
-    program = f"""
+def test_no_bar_is_drawn_below_an_error_and_one_that_another_rank_s_end_causes_is_for_the_log_file_alone(
+    tmp_path: Path,
+) -> None:
+    program = f"""{BAR_OF_AN_EVALUATION}
 import logging
 from rlmath.distributed.fault_tolerance.failure import PeerFailedError
-from rlmath.run.command_line import set_up_rank_logging
 from rlmath.run.startup import end_broken
 from rlmath.telemetry.console import open_log_file
-set_up_rank_logging()
+if os.fork() == 0:
+    try:
+        raise OSError("broken")
+    except OSError:
+        end_broken()
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 1
+bar.close()
+print("the second")
 open_log_file({str(tmp_path)!r})
 logging.getLogger("rlmath").error("rank 0 ends: rank 1 has died")
 try:
@@ -264,7 +269,10 @@ try:
 except PeerFailedError:
     end_broken()
 """
-    lines = on_terminal(program, 80, 1).splitlines()
+    first, _, second = on_terminal(program, 80, 1).partition("the second\r\n")
+    before, last, after = first.partition("OSError: broken")
+    assert "evaluation:" in before and last and "evaluation:" not in after
+    lines = second.splitlines()
     assert lines[-1].endswith("ERROR: rank 0 ends: rank 1 has died") and len(lines) == 1
     log = (tmp_path / "run.log").read_text()
     assert "RuntimeError: Read error: Connection reset by peer" in log and "PeerFailedError: rank 1" in log

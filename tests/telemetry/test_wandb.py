@@ -238,40 +238,42 @@ def no_account(tmp_path: Path, monkeypatch):
     monkeypatch.delenv("NETRC", raising=False)
 
 
-def problems_of(mode: str, **environment: str) -> list[str]:
-    """In a program of its own: wandb keeps what it once read."""
-    source = (
-        "import json, sys; from rlmath.config.schema import TelemetryConfig;"
-        "from rlmath.telemetry.wandb import wandb_problems;"
-        "print(json.dumps(wandb_problems(TelemetryConfig(wandb=sys.argv[1]))))"
-    )
+def problems_of(*environments: dict[str, str]) -> list[list[str]]:
+    """Of a run that is online, by these variables: each in a process of its own, as wandb keeps what it once read."""
+    source = """
+import json, os, sys
+from rlmath.config.schema import TelemetryConfig
+from rlmath.telemetry.wandb import _import_wandb, wandb_problems
+_import_wandb()
+for environment in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        os.environ |= environment
+        print(json.dumps(wandb_problems(TelemetryConfig(wandb="online"))), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
+"""
     done = subprocess.run(
-        [sys.executable, "-c", source, mode],
-        env={**os.environ, **environment},
+        [sys.executable, "-c", source, json.dumps(environments)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
         timeout=300,
         check=True,
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
 
 
 @pytest.mark.usefixtures("no_account")
-def test_online_without_a_key_is_told_before_the_start():
-    (problem,) = problems_of("online")
-    assert "no API key for http://127.0.0.1:9" in problem and "telemetry.wandb=offline" in problem
-
-
-@pytest.mark.usefixtures("no_account")
-def test_a_key_is_found_in_the_environment_and_in_netrc_and_a_short_one_is_refused(tmp_path: Path):
-    assert problems_of("online", WANDB_API_KEY="0" * 40) == []
-    (problem,) = problems_of("online", WANDB_API_KEY="0" * 5)
-    assert "cannot be used" in problem and "wandb login" in problem
+def test_a_key_is_found_in_the_environment_and_in_netrc_and_none_or_a_short_one_is_refused(tmp_path: Path):
     netrc = tmp_path / ".netrc"
     netrc.write_text(f"machine 127.0.0.1:9 login user password {'0' * 40}\n")
     netrc.chmod(0o600)
-    assert problems_of("online") == []
+    nowhere = {"NETRC": str(tmp_path / "none")}
+    keys = ({"WANDB_API_KEY": "0" * 40} | nowhere, {"WANDB_API_KEY": "0" * 5} | nowhere)
+    of_environment, short, of_netrc, missing = problems_of(*keys, {}, nowhere)
+    assert of_environment == of_netrc == []
+    assert "cannot be used" in short[0] and "wandb login" in short[0] and len(short) == 1
+    assert "no API key for http://127.0.0.1:9" in missing[0] and "telemetry.wandb=offline" in missing[0]
 
 
 def test_a_missing_package_is_told_with_how_to_install_it(tmp_path: Path, monkeypatch):
