@@ -17,6 +17,7 @@ import json
 import mmap
 import os
 import sys
+import sysconfig
 import threading
 import time
 from typing import Any
@@ -24,47 +25,70 @@ from typing import Any
 ROOT = os.path.dirname(os.path.abspath(__file__)) + os.sep
 NOT_TRACED = (f"{ROOT}tests{os.sep}", __file__)
 PAGE = ".mutants/page"
-"""Of the root: the name of the test that runs, and zeros."""
+"""Of the root: the number of the test that runs, its name, and zeros."""
 LINES = ".mutants/lines"
 PROGRESS = ".mutants/progress"
 PAGE_BYTES = 1024
+NUMBER_BYTES = 8
+LIBRARIES = ".mutants/libraries"
+SITE_PACKAGES = sysconfig.get_path("purelib") + os.sep
 
 
 class LineTracer:
-    """`call` is what sys.settrace takes. A function whose lines a test has all seen is no longer traced."""
+    """`call` is what sys.settrace takes. A function whose lines a test has all seen is no longer traced. Python calls
+    it for every function of every library: what is no function of the project costs it one look into a set."""
 
     def __init__(self) -> None:
         with open(ROOT + PAGE, "r+b") as file:
             self.page = mmap.mmap(file.fileno(), PAGE_BYTES)
-        self._test = b""
-        self._unseen: dict[int, set[int]] = {}
-        """By the id of a function's code, the lines that the test has not seen; a code's hash takes microseconds."""
-        self._codes: dict[int, Any] = {}
-        """All that were called, so that no other code gets an id; those that are not traced as None."""
+        self.number = memoryview(self.page)[:NUMBER_BYTES].cast("Q")
+        """How many tests have begun."""
+        codes: list[Any] = []  # all that were called, so that no other code gets the id of one
+        not_traced: set[int] = set()
+        lines: dict[int, tuple[set[int], Any]] = {}  # by the id of a code, whose hash takes microseconds
+        number = self.number
+        seen_by = -1
 
-    def call(self, frame: Any, event: str, argument: Any) -> Any:
-        code = frame.f_code
-        key = id(code)
-        if key not in self._codes:
-            file = code.co_filename
-            is_traced = file.startswith(ROOT) and not file.startswith(NOT_TRACED)
-            self._codes[key] = (code, is_traced)
-        if not self._codes[key][1]:
-            return None
-        if self.page[:] != self._test:
-            self._test = self.page[:]
-            self._unseen = {}
-        if key not in self._unseen:
-            self._unseen[key] = lines_of(code)
-        return self._line if self._unseen[key] else None
+        def call(frame: Any, event: str, argument: Any) -> Any:
+            nonlocal seen_by
+            key = id(frame.f_code)
+            if key in not_traced:
+                return None
+            if number[0] != seen_by:
+                seen_by = number[0]
+                lines.clear()
+            if key not in lines:
+                code = frame.f_code
+                codes.append(code)
+                if not code.co_filename.startswith(ROOT) or code.co_filename.startswith(NOT_TRACED):
+                    not_traced.add(key)
+                    return None
+                lines[key] = self._lines(code)
+            unseen, line = lines[key]
+            return line if unseen else None
 
-    def _line(self, frame: Any, event: str, argument: Any) -> Any:
-        lines = self._unseen.get(id(frame.f_code), set())
-        if event == "line" and frame.f_lineno in lines:
-            lines.discard(frame.f_lineno)
-            test = self._test.rstrip(b"\0").decode(errors="replace")
-            append(LINES, f"{frame.f_lineno}\t{frame.f_code.co_filename.removeprefix(ROOT)}\t{test}\n")
-        return self._line
+        self.call = call
+
+    def _lines(self, code: Any) -> tuple[set[int], Any]:
+        """The lines of a code that the running test has not seen, and the function that hears of its lines."""
+        unseen = lines_of(code)
+        file = code.co_filename.removeprefix(ROOT)
+
+        def line(frame: Any, event: str, argument: Any) -> Any:
+            if frame.f_lineno in unseen and event == "line":
+                unseen.discard(frame.f_lineno)
+                test = self.page[NUMBER_BYTES:].rstrip(b"\0").decode(errors="replace")
+                append(LINES, f"{frame.f_lineno}\t{file}\t{test}\n")
+            return line
+
+        return unseen, line
+
+    def begin_test(self, name: str) -> None:
+        """Tell all processes which test runs."""
+        self.page[NUMBER_BYTES:] = name.encode()[: PAGE_BYTES - NUMBER_BYTES].ljust(
+            PAGE_BYTES - NUMBER_BYTES, b"\0"
+        )
+        self.number[0] += 1
 
 
 def lines_of(code: Any) -> set[int]:
@@ -93,9 +117,17 @@ reports: dict[str, list[Any]] = {}
 """By test: those of its set-up, call and teardown."""
 
 
+def pytest_collection_finish() -> None:
+    """Write down the libraries that are imported, for the next session's parent (`tools/mutant_server.py`)."""
+    files = {name: getattr(module, "__dict__", {}).get("__file__") for name, module in sys.modules.items()}
+    names = [name for name, file in files.items() if str(file).startswith(SITE_PACKAGES)]
+    with open(ROOT + LIBRARIES, "w") as libraries:
+        libraries.write("\n".join(names))
+
+
 def pytest_runtest_logstart(nodeid: str) -> None:
     if tracer is not None:
-        tracer.page[:] = nodeid.encode()[:PAGE_BYTES].ljust(PAGE_BYTES, b"\0")
+        tracer.begin_test(nodeid)
     append(PROGRESS, json.dumps({"test": nodeid, "outcome": "running", "clock": time.monotonic()}) + "\n")
 
 

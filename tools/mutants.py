@@ -3,6 +3,7 @@
     make mutants FILES=rlmath/rollout N=100 SEED=1
     python tools/mutants.py rlmath/rollout --number 100 --seed 1
     python tools/mutants.py --record tests/rollout --marks "not distributed"    # only these tests see lines so far
+    python tools/mutants.py --merge ../other/build/mutants/0123456789ab         # what another clone has recorded
 
 A mutant replaces a node of a function's syntax tree. Whether its types let it pass is asked of pyright: in a copy of
 the file that nobody runs, calls of `reveal_type` with the old and the new expression stand before the node's statement.
@@ -12,49 +13,40 @@ one type.
 
 `tools/mutant_recorder.py` records which tests see a line: once for a commit, of all tests of `make test` and
 `make test-matrix`, or of those that --record names, which adds to the record. A mutant runs the tests that see its
-line, cheap ones first and those with ranks last, until one fails. All happens in copies of HEAD in build/mutants; what
-is not committed is not looked at. Results are a JSON line each; the same command goes on where it was stopped.
+line until one fails: those of its package's folder before others, among them first the cheap ones that see few lines,
+in forked sessions of pytest (`tools/mutant_sessions.py`), and those with ranks last, in a new process. A test that
+fails in a forked session has to pass there without the mistake. All happens in copies of HEAD in build/mutants; what is
+not committed is not looked at. Results are a JSON line each; the same command goes on where it was stopped.
 
 Outcomes: "noticed" by a test; "limit", noticed by a test that does not end; "survived"; "not covered", which no test
 sees; "equal", which tools/mutants_equal.jsonl lists with a reason. Where the tests that see a line take longer than the
-limit, only the cheap ones run, and "left" says how many did not.
+limit, those of the package and the cheap ones run, and "left" says how many did not.
 """
 
 import argparse
 import ast
-import contextlib
 import itertools
 import json
 import os
 import random
 import re
-import shutil
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rlmath.distributed.process import end_with_parent
-from tools import mutant_recorder
+from tools.mutant_judge import COUNTED, Judge, Record, Row, add_record, read_rows, record_tests
+from tools.mutant_sessions import Sessions, end_processes, make_copy
 
 PYRIGHT = Path(__file__).parents[1] / ".venv-lint/bin/basedpyright"
 EQUAL = Path("tools/mutants_equal.jsonl")
 RESULTS = "results.jsonl"
-COUNTED = "not full and not gpu and not slurm"
-"""Marks of the tests of `make test` and `make test-matrix`."""
 OUTCOMES = ("limit", "survived", "not covered", "equal")
-HANGS_SECONDS = 10.0
-"""A test hangs that runs so much longer than three times what it took when it was recorded."""
-VARIABLE = "RLMATH_MUTANTS_COPY"
-"""In the environment of all that a session of tests starts: the copy of the project."""
 KINDS = ("default", "exchange", "attribute", "name", "part", "carried", "bound", "negate")
 """An argument with a default left out; two arguments exchanged; an attribute, a local name replaced by another; a part
 of a sum, union, chain, list or condition left out; a variable's new value not kept; a comparison's bound moved by one;
@@ -78,9 +70,6 @@ STRICT = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 NO_VALUES = re.compile(r"Unknown|Unbound|^Any$|^Module\(|^type\[|^\(|^Overload\[|^Never$|^NoReturn$")
 """Types that pyright does not know, and those of what is no value."""
 
-Row = Mapping[str, Any]
-"""A mutant: file, function, line and column (in bytes) where the old text begins and ends, the statement's line, kind,
-old and new text; later with its outcome."""
 Probe = tuple[int, str]
 """An expression, and the id of the node where its type is asked: a statement, or an expression inside it with names of
 its own."""
@@ -294,14 +283,6 @@ def sampled_mutants(folder: Path, files: Sequence[str], number: int, seed: int) 
     return [row for turn in turns for row in turn if row is not None][:number]
 
 
-def applied(source: str, row: Mapping[str, Any]) -> str:
-    """A file's text with a mutant's mistake."""
-    lines = source.encode().splitlines(keepends=True)
-    before = b"".join(lines[: row["line"] - 1]) + lines[row["line"] - 1][: row["column"]]
-    after = lines[row["end_line"] - 1][row["end_column"] :] + b"".join(lines[row["end_line"] :])
-    return f"{before.decode()}({row['new']}){after.decode()}"
-
-
 def python_files(names: Sequence[str]) -> list[str]:
     """The Python files of HEAD that names of files and folders stand for. ValueError for a name that stands for
     none."""
@@ -316,139 +297,23 @@ def python_files(names: Sequence[str]) -> list[str]:
     return files
 
 
-# ---------------------------------------------------------------- copies of the project, and sessions of pytest
-
-
-def make_copy(folder: Path) -> Path:
-    """HEAD of the project in a new folder, with links to the environments."""
-    end_processes(folder)
-    shutil.rmtree(folder, ignore_errors=True)
-    subprocess.run(["git", "clone", "--quiet", "--shared", ".", str(folder)], check=True)
-    for environment in Path.cwd().glob(".venv*/"):
-        (folder / environment.name).symlink_to(environment)
-    shutil.copy(mutant_recorder.__file__, folder / "sitecustomize.py")
-    (folder / ".mutants").mkdir()
-    return folder
-
-
-def run_tests(folder: Path, arguments: Sequence[str], seconds: float | None = None) -> int | None:
-    """The status of a session of pytest in a copy, None where the time did not suffice. No process of it is left."""
-    ours = os.getpid()
-    try:
-        with open(folder / ".mutants/output", "ab") as output:
-            return subprocess.run(
-                [sys.executable, "-m", "pytest", "-p", "sitecustomize", "-p", "no:cacheprovider", *arguments],
-                cwd=folder,
-                env=os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", VARIABLE: str(folder)},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                timeout=seconds,
-                start_new_session=True,
-                preexec_fn=lambda: end_with_parent(ours),
-            ).returncode
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        end_processes(folder)
-
-
-def end_processes(folder: Path) -> None:
-    """Kill all that sessions in a copy have started, until nothing is left. What a killed process has started goes to
-    init, but has the variable."""
-    of_copy = {VARIABLE: str(folder)}.items()
-    while left := [
-        one for one in psutil.process_iter(["environ"]) if of_copy <= (one.info["environ"] or {}).items()
-    ]:
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-
-
-# ---------------------------------------------------------------- which tests see a line
-
-
-def record_tests(work: Path, marks: str, paths: Sequence[str]) -> None:
-    """Run tests with a tracer in every process, those with ranks beside the others, and add to the record."""
-    copies = [make_copy(work / name) for name in ("record-0", "record-1")]
-    for folder in copies:
-        (folder / mutant_recorder.PAGE).write_bytes(bytes(mutant_recorder.PAGE_BYTES))
-    sessions = [
-        ["-m", f"{COUNTED} and ({marks}) and {ranks}", *paths] for ranks in ("not distributed", "distributed")
-    ]
-    with ThreadPoolExecutor() as pool:
-        print("pytest ended with status", *pool.map(run_tests, copies, sessions), flush=True)
-    for name in ("lines", "progress"):
-        with open(work / name, "ab") as whole:
-            whole.writelines(part.read_bytes() for part in work.glob(f"record-*/.mutants/{name}"))
-
-
-class Record:
-    """Which tests see a line of files."""
-
-    def __init__(self, work: Path, files: Collection[str]) -> None:
-        self._tests = {row["test"]: row for row in read_rows(work / "progress") if row["outcome"] == "passed"}
-        self._lines: dict[str, dict[int, set[str]]] = {file: {} for file in files}
-        with open(work / "lines") as lines:
-            for line, file, test in (row.rstrip("\n").split("\t") for row in lines):
-                if file in files:
-                    self._lines[file].setdefault(int(line), set()).add(test)
-
-    def tests_of(self, mutant: Row) -> list[Row]:
-        """The tests that see a mutant's lines, else its statement's, cheap ones first and those with ranks last. A line
-        that runs while modules are imported, for no test, is seen by all tests that see its file."""
-        lines = self._lines[mutant["file"]]
-        names = set().union(*(lines.get(line, ()) for line in range(mutant["line"], mutant["end_line"] + 1)))
-        names = names or lines.get(mutant["statement_line"], set())
-        names = set().union(*lines.values()) if "" in names else names
-        rows = [self._tests[name] for name in names & self._tests.keys()]
-        return sorted(rows, key=lambda row: (row["ranks"], row["seconds"], row["test"]))
-
-
-# ---------------------------------------------------------------- mutants
-
-
-def judge(folder: Path, mutant: Row, tests: Sequence[Row], limit: float) -> dict[str, Any]:
-    """A mutant's row with what the tests in a copy of the project make of it."""
-    if not tests:
-        return {**mutant, "outcome": "not covered"}
-    totals = itertools.accumulate(test["seconds"] for test in tests)
-    affordable = tests[: max(1, sum(total <= limit for total in totals))]
-    file, progress = folder / mutant["file"], folder / mutant_recorder.PROGRESS
-    source = file.read_text()
-    progress.write_text("")
-    write_source(file, applied(source, mutant))
-    started = time.monotonic()
-    status = run_tests(folder, ["-x", *(test["test"] for test in affordable)], limit)
-    write_source(file, source)
-    rows = read_rows(progress) or [{"test": "(collection)"}]
-    last = rows[-1]
-    usual = sum(test["seconds"] for test in tests if test["test"] == last["test"])
-    hangs = time.monotonic() - last.get("clock", float("inf")) > HANGS_SECONDS + 3 * usual
-    passed = sum("seconds" in row for row in rows)
-    verdict: Row = {"outcome": "survived", "tests": passed, "left": len(tests) - passed}
-    if status or (status is None and hangs):
-        verdict = {"outcome": "noticed" if status else "limit", "test": last["test"]}
-    return {**mutant, **verdict, "seconds": round(time.monotonic() - started, 1)}
-
-
-def write_source(file: Path, text: str) -> None:
-    """And remove what Python has compiled of it, which it knows by the second of the change and the size."""
-    file.write_text(text)
-    for compiled in file.parent.glob(f"__pycache__/{file.stem}.*.pyc"):
-        compiled.unlink()
+# ---------------------------------------------------------------- outcomes
 
 
 def judge_all(mutants: Iterator[Row], record: Record, work: Path, limit: float) -> None:
     """Judge mutants, two beside each other, and add a JSON line of each to the results."""
     copies = [make_copy(work / name) for name in ("copy-0", "copy-1")]
+    sound: set[tuple[str, ...]] = set()
+    unsound: set[str] = set()
 
     def judge_in_turn(folder: Path) -> None:
-        for mutant in mutants:
-            # With its end: `print` writes that by itself, and another thread's line may come between.
-            line = json.dumps(judge(folder, mutant, record.tests_of(mutant), limit)) + "\n"
-            print(line, end="", file=results, flush=True)
-            print(line, end="", flush=True)
+        with Sessions(folder) as sessions:
+            judge = Judge(sessions, sound, unsound)
+            for mutant in mutants:
+                # With its end: `print` writes that by itself, and another thread's line may come between.
+                line = json.dumps(judge.judge(mutant, record.tests_of(mutant), limit)) + "\n"
+                print(line, end="", file=results, flush=True)
+                print(line, end="", flush=True)
 
     with ThreadPoolExecutor() as pool, open(work / RESULTS, "a") as results:
         try:
@@ -457,11 +322,6 @@ def judge_all(mutants: Iterator[Row], record: Record, work: Path, limit: float) 
             results.close()  # of an interrupted mutant, whose processes are killed, nothing is written
             for folder in copies:
                 end_processes(folder)
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; none where there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def key_of(row: Row) -> tuple[Any, ...]:
@@ -500,6 +360,9 @@ def main() -> None:
     parser.add_argument(
         "--marks", default=COUNTED, help="record only tests with these marks, as pytest's -m takes them"
     )
+    parser.add_argument(
+        "--merge", nargs="*", default=(), metavar="FOLDER", help="add records of HEAD made in other clones"
+    )
     args = parser.parse_args()
     try:
         files = python_files(args.files)
@@ -508,6 +371,12 @@ def main() -> None:
     head = subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], text=True)
     work = Path("build/mutants", head.strip()).absolute()
     work.mkdir(parents=True, exist_ok=True)
+    for part in map(Path, args.merge):
+        if part.name != work.name or not (part / "lines").exists():
+            parser.exit(
+                2, f'{parser.prog}: --merge needs a folder "{work.name}" with a record, got "{part}"\n'
+            )
+        add_record(work, part)
     if args.record is not None or not (work / "lines").exists():
         record_tests(work, args.marks, args.record or ())
     sample = sampled_mutants(make_copy(work / "types"), files, args.number, args.seed) if files else []

@@ -5,17 +5,23 @@ from __future__ import annotations
 import ast
 import json
 import os
+import py_compile
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.programs import ENVIRONMENT, REPOSITORY
 from tests.selection import matrix
 from tools import mutants
-from tools.mutants import applied, attributes_beside, candidates_of
+from tools.mutant_judge import COUNTED, Judge, Record, affordable, applied, record_tests, write_source
+from tools.mutant_sessions import VARIABLE, Sessions, make_copy
+from tools.mutants import attributes_beside, candidates_of
 
 WIRING = '''"""Wiring of every kind."""
 
@@ -115,6 +121,7 @@ def test_all():
 
 def test_bound_far_away():
     assert wiring.bound(9) and not wiring.bound(0)
+    assert wiring.negate(False) == "few"
 
 
 def test_attributes_that_are_equal():
@@ -129,6 +136,7 @@ def test_endless():
 def test_in_child():
     assert wiring.in_child(1, 2) == 1
 """
+NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 OUTCOMES = {
     ("default", "joined('a', 'b', by='-')"): "noticed",
     ("exchange", "joined(first, second)"): "noticed",
@@ -143,8 +151,10 @@ OUTCOMES = {
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A repository with a package and its tests."""
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with a package and its tests, whose sessions import no plugins of pytest that are installed."""
+    for name, setting in NO_PLUGINS.items():
+        monkeypatch.setenv(name, setting)
     for name, text in (
         ("made/__init__.py", ""),
         ("made/wiring.py", WIRING),
@@ -237,7 +247,7 @@ def recorded(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(project)
     work = project / "build/mutants/now"
     work.mkdir(parents=True)
-    mutants.record_tests(work, mutants.COUNTED, [])
+    record_tests(work, COUNTED, [])
     return work
 
 
@@ -251,64 +261,214 @@ def mutant_of(function: str, new: str) -> dict[str, Any]:
 def test_a_mutant_meets_the_tests_that_see_its_line_also_in_a_process_that_ends_at_once(
     recorded: Path,
 ) -> None:
-    record = mutants.Record(recorded, ["made/wiring.py"])
-    folder = mutants.make_copy(recorded / "copy-0")
+    record = Record(recorded, ["made/wiring.py"])
+    folder = make_copy(recorded / "copy-0")
+    both = record.tests_of(mutant_of("negate", "not is_many"))
+    assert {row["test"].split("::")[1] for row in both} == {"test_all", "test_bound_far_away"}
 
-    def outcome(function: str, new: str) -> tuple[str, str | None]:
-        mutant = mutant_of(function, new)
-        row = mutants.judge(folder, mutant, record.tests_of(mutant), 100.0)
-        return row["outcome"], row.get("test")
+    with Sessions(folder) as sessions:
+        judge = Judge(sessions, set(), set())
 
-    assert outcome("wired_in_child", "high") == ("noticed", "tests/test_wiring.py::test_in_child")
-    assert outcome("name", "high") == ("noticed", "tests/test_wiring.py::test_all")
-    assert outcome("bound", "count >= 3") == ("survived", None)
-    assert outcome("nobody_asks", "high") == ("not covered", None)
+        def outcome(function: str, new: str) -> tuple[str, str | None]:
+            mutant = mutant_of(function, new)
+            row = judge.judge(mutant, record.tests_of(mutant), 100.0)
+            return row["outcome"], row.get("test")
+
+        assert outcome("wired_in_child", "high") == ("noticed", "tests/test_wiring.py::test_in_child")
+        assert outcome("name", "high") == ("noticed", "tests/test_wiring.py::test_all")
+        assert outcome("bound", "count >= 3") == ("survived", None)
+        assert outcome("nobody_asks", "high") == ("not covered", None)
     assert (folder / "made/wiring.py").read_text() == WIRING
 
 
-def test_cheap_tests_come_first_and_those_with_ranks_last(tmp_path: Path) -> None:
-    tests = {"slow": (9.0, False), "ranks": (1.0, True), "quick": (2.0, False), "failed": (1.0, False)}
+CONFTEST = """import os, sys
+with open("at-start", "a") as file:
+    print(*(name in sys.modules for name in ("yaml", "made.wiring")), file=file)
+WITH_PARENT = "yaml" in sys.modules
+import yaml
+from made import wiring
+"""
+PICKY = """import subprocess, sys, time
+import conftest
+from made import wiring
+
+
+def test_name_in_a_new_process():
+    assert not conftest.WITH_PARENT and wiring.name(1, 2) == 1
+
+
+def test_endless():
+    sleep = "import time; open('begun', 'w'); time.sleep(1000)"
+    subprocess.Popen([sys.executable, "-c", sleep], start_new_session=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def sessions(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sessions]:
+    """Sessions of tests that notice what their process had imported before it."""
+    monkeypatch.chdir(project)
+    folder = make_copy(project / "build/mutants/copy")
+    (folder / "tests/conftest.py").write_text(CONFTEST)
+    (folder / "tests/test_picky.py").write_text(PICKY)
+    with Sessions(folder) as made:
+        yield made
+
+
+NEW = "tests/test_picky.py::test_name_in_a_new_process"
+
+
+def test_a_forked_session_has_the_libraries_of_the_one_before_and_no_module_of_the_project(
+    sessions: Sessions,
+) -> None:
+    statuses = [sessions.run([NEW], forked) for forked in (True, True, False)]
+    assert (sessions.folder / "at-start").read_text().split("\n")[:-1] == [
+        "False False",
+        "True False",
+        "False False",
+    ]
+    assert statuses == [0, 1, 0], "the second one is told by the test itself"
+
+
+def test_a_test_that_does_not_bear_to_be_forked_gets_a_new_process(sessions: Sessions) -> None:
+    tests = [
+        {"test": NEW, "seconds": 0.1, "ranks": False, "other": False},
+        {"test": "tests/test_wiring.py::test_all", "seconds": 0.1, "ranks": False, "other": True},
+    ]
+    judge = Judge(sessions, set(), set())
+    bound, name = mutant_of("bound", "count >= 3"), mutant_of("name", "high")
+    rows = [judge.judge(mutant, tests, 100.0) for mutant in (bound, bound, name)]
+    assert [row["outcome"] for row in rows] == ["survived", "survived", "noticed"]
+    assert rows[1]["tests"] == 2 and rows[1]["left"] == 0
+    assert rows[2]["test"] == "tests/test_wiring.py::test_all", "forked tests come first"
+
+
+@pytest.mark.parametrize("forked", [True, False])
+def test_no_process_is_left_of_a_session_that_hangs(sessions: Sessions, forked: bool) -> None:
+    begun = sessions.folder / "begun"
+    status = sessions.run(["tests/test_picky.py::test_endless"], forked, hangs=begun.exists)
+    assert status is None and begun.exists()
+    marked = {VARIABLE: str(sessions.folder)}.items()
+    left = [p.pid for p in psutil.process_iter(["environ"]) if marked <= (p.info["environ"] or {}).items()]
+    assert len(left) == 1, "the server alone"
+    assert sessions.run(["tests/test_wiring.py::test_all"], forked) == 0
+
+
+def test_tests_come_in_the_order_in_which_they_are_worth_their_time(tmp_path: Path) -> None:
+    other, own = "tests/test_run.py::", "tests/a/test_x.py::"
+    tests = {
+        f"{own}slow": (9.0, False),
+        f"{own}ranks": (1.0, True),
+        f"{own}quick": (2.0, False),
+        f"{own}failed": (1.0, False),
+        f"{other}quick": (1.0, False),
+        f"{other}sees_much": (1.0, False),
+        "tests/b/test_y.py::same_name": (3.0, False),
+    }
     rows = [
-        {"test": name, "seconds": seconds, "ranks": ranks, "outcome": "passed" if name != "failed" else name}
+        {
+            "test": name,
+            "seconds": seconds,
+            "ranks": ranks,
+            "outcome": "passed" if "failed" not in name else "failed",
+        }
         for name, (seconds, ranks) in tests.items()
     ]
     (tmp_path / "progress").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    lines = [f"7\ta.py\t{name}\n" for name in ("slow", "quick", "ranks", "failed")]
-    (tmp_path / "lines").write_text("".join([*lines, "3\ta.py\tquick\n", "5\ta.py\t\n"]))
-    record = mutants.Record(tmp_path, ["a.py"])
+    file = "rlmath/a/y.py"
+    lines = [f"7\t{file}\t{name}\n" for name in tests]
+    lines += [f"{line}\tb.py\t{other}sees_much\n" for line in range(9)]
+    (tmp_path / "lines").write_text("".join([*lines, f"3\t{file}\t{own}quick\n", f"5\t{file}\t\n"]))
+    record = Record(tmp_path, [file])
 
     def names(line: int, end_line: int, statement_line: int) -> list[str]:
-        mutant = {"file": "a.py", "line": line, "end_line": end_line, "statement_line": statement_line}
+        mutant = {"file": file, "line": line, "end_line": end_line, "statement_line": statement_line}
         return [row["test"] for row in record.tests_of(mutant)]
 
-    assert names(7, 7, 7) == ["quick", "slow", "ranks"]
-    assert names(2, 3, 1) == ["quick"]
-    assert names(8, 8, 7) == ["quick", "slow", "ranks"]
-    assert names(5, 5, 5) == ["quick", "slow", "ranks"], "a line that runs as modules are imported"
+    all_tests = [
+        "tests/b/test_y.py::same_name",
+        f"{own}quick",
+        f"{own}slow",
+        f"{own}ranks",
+        f"{other}quick",
+        f"{other}sees_much",
+    ]
+    assert names(7, 7, 7) == all_tests
+    assert names(2, 3, 1) == [f"{own}quick"]
+    assert names(8, 8, 7) == all_tests
+    assert names(5, 5, 5) == all_tests, "a line that runs as modules are imported"
     assert names(9, 9, 9) == []
+
+
+def test_no_bytecode_of_a_mutant_is_left(tmp_path: Path) -> None:
+    file = tmp_path / "wiring.py"
+    write_source(file, "x = 1\n")
+    compiled = Path(py_compile.compile(str(file)))
+    neighbour = compiled.with_name("wiring_two.cpython-311.pyc")
+    neighbour.write_bytes(compiled.read_bytes())
+    write_source(file, "x = 2\n")
+    assert list(compiled.parent.iterdir()) == [neighbour], "of one size, and perhaps of one second"
+
+
+def test_a_test_that_is_too_long_leaves_the_time_to_others() -> None:
+    tests = [
+        {"test": name, "seconds": seconds}
+        for name, seconds in (("a", 3.0), ("b", 9.0), ("c", 7.0), ("d", 1.0))
+    ]
+    assert [row["test"] for row in affordable(tests, 10.0)] == ["a", "c"]
+    assert [row["test"] for row in affordable(tests, 1.0)] == ["a"]
 
 
 def run_tool(project: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
     """The JSON lines that it prints, and the table."""
     command = [sys.executable, str(REPOSITORY / "tools/mutants.py"), *arguments]
-    done = subprocess.run(command, cwd=project, env=ENVIRONMENT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=project, env=ENVIRONMENT | NO_PLUGINS, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return rows, done.stdout[done.stdout.find("| package") :]
 
 
-def test_a_name_without_python_files_is_refused_in_a_line(project: Path) -> None:
+@pytest.fixture
+def refused(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """What the tool says as it refuses arguments."""
+    monkeypatch.chdir(project)
+
+    def refuse(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["mutants.py", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            mutants.main()
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    return refuse
+
+
+def test_a_name_without_python_files_is_refused_in_a_line(refused: Callable[..., str], project: Path) -> None:
     (project / "made/new.py").write_text("")
     for name in ("made/nofile.py", "made/new.py", "build"):
-        ended = subprocess.run(
-            [sys.executable, str(REPOSITORY / "tools/mutants.py"), "made", name],
-            cwd=project,
-            env=ENVIRONMENT,
-            capture_output=True,
-            text=True,
-        )
-        assert ended.returncode == 2, ended.stderr
-        assert ended.stderr == f'mutants.py: "{name}" is no Python file of HEAD, and no folder with one\n'
+        line = f'mutants.py: "{name}" is no Python file of HEAD, and no folder with one\n'
+        assert refused("made", name) == line
+
+
+def test_records_of_other_clones_are_merged(refused: Callable[..., str], project: Path) -> None:
+    head = subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], text=True).strip()
+    parts = [project / name / head for name in ("one", "two")]
+    for part in parts:
+        part.mkdir(parents=True)
+        (part / "lines").write_text(f"7\tmade/wiring.py\t{part}::test\n")
+        row = {"test": f"{part}::test", "seconds": 1.0, "ranks": False, "outcome": "passed"}
+        (part / "progress").write_text(json.dumps(row) + "\n")
+    foreign = shutil.copytree(parts[0], project / "one/0123456789ab")
+    assert refused("--merge", *map(str, parts), str(foreign)) == (
+        f'mutants.py: --merge needs a folder "{head}" with a record, got "{foreign}"\n'
+    )
+    rows, _ = run_tool(project, "--merge", *map(str, parts))
+    assert rows == []
+    record = Record(project / "build/mutants" / head, ["made/wiring.py"])
+    mutant = {"file": "made/wiring.py", "line": 7, "end_line": 7, "statement_line": 7}
+    assert [row["test"] for row in record.tests_of(mutant)] == [f"{part}::test" for part in parts]
 
 
 @matrix

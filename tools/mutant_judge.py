@@ -1,0 +1,212 @@
+"""Which tests see a line, and what they make of a mutant in it: for `tools/mutants.py`."""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tools import mutant_recorder
+from tools.mutant_sessions import Sessions, make_copy
+
+COUNTED = "not full and not gpu and not slurm"
+"""Marks of the tests of `make test` and `make test-matrix`."""
+COLLECTION = "(collection)"
+"""In the place of a test's name, where a session ends before the first one."""
+FIXED_SECONDS = 0.05
+"""Added to a test's when it is compared with others."""
+RECORD = ("lines", "progress")
+"""Files of the record."""
+HANGS_SECONDS = 20.0
+"""A test hangs that runs so much longer than three times what it took when it was recorded."""
+Row = Mapping[str, Any]
+"""A mutant: file, function, line and column (in bytes) where the old text begins and ends, the statement's line, kind,
+old and new text; later with its outcome."""
+
+
+# ---------------------------------------------------------------- which tests see a line
+
+
+def record_tests(work: Path, marks: str, paths: Sequence[str]) -> None:
+    """Run tests with a tracer in every process, those with ranks beside the others, and add to the record."""
+    copies = [make_copy(work / name) for name in ("record-0", "record-1")]
+    for folder in copies:
+        (folder / mutant_recorder.PAGE).write_bytes(bytes(mutant_recorder.PAGE_BYTES))
+    selections = [
+        ["-m", f"{COUNTED} and ({marks}) and {ranks}", *paths] for ranks in ("not distributed", "distributed")
+    ]
+
+    def run_in(folder: Path, selection: Sequence[str]) -> int | None:
+        with Sessions(folder) as sessions:
+            return sessions.run(selection)
+
+    with ThreadPoolExecutor() as pool:
+        print("pytest ended with status", *pool.map(run_in, copies, selections), flush=True)
+    for folder in copies:
+        add_record(work, folder / ".mutants")
+
+
+def add_record(work: Path, part: Path) -> None:
+    """Add a part's files to those of the record."""
+    for name in RECORD:
+        with open(work / name, "ab") as whole:
+            whole.write((part / name).read_bytes())
+
+
+class Record:
+    """Which tests see a line of files."""
+
+    def __init__(self, work: Path, files: Collection[str]) -> None:
+        self._tests = {row["test"]: row for row in read_rows(work / "progress") if row["outcome"] == "passed"}
+        self._lines: dict[str, dict[int, set[str]]] = {file: {} for file in files}
+        self._lines_seen: Counter[str] = Counter()
+        with open(work / "lines") as lines:
+            for line, file, test in (row.rstrip("\n").split("\t") for row in lines):
+                self._lines_seen[test] += 1
+                if file in files:
+                    self._lines[file].setdefault(int(line), set()).add(test)
+
+    def tests_of(self, mutant: Row) -> list[Row]:
+        """The tests that see a mutant's lines, else its statement's, in the order in which they are worth their time:
+        those of its package first, without ranks before those with ranks, and cheap ones that see few lines first. A
+        line that runs while modules are imported, for no test, is seen by all tests that see its file."""
+        lines = self._lines[mutant["file"]]
+        names = set().union(*(lines.get(line, ()) for line in range(mutant["line"], mutant["end_line"] + 1)))
+        names = names or lines.get(mutant["statement_line"], set())
+        names = set().union(*lines.values()) if "" in names else names
+        rows = [
+            self._tests[name] | {"other": not is_of_package(name, mutant["file"])}
+            for name in names & self._tests.keys()
+        ]
+        return sorted(
+            rows,
+            key=lambda row: (
+                row["other"],
+                row["ranks"],
+                (FIXED_SECONDS + row["seconds"]) * self._lines_seen[row["test"]],
+                row["test"],
+            ),
+        )
+
+
+def is_of_package(test: str, file: str) -> bool:
+    """Whether a test is in the folder of a file's package, or in a module that has the file's name."""
+    module = Path(test.split("::")[0])
+    packages = set(Path(file).parts[1:-1])
+    return not packages.isdisjoint(module.parts[1:-1]) or module.stem == f"test_{Path(file).stem}"
+
+
+# ---------------------------------------------------------------- mutants
+
+
+def affordable(tests: Iterable[Row], limit: float) -> list[Row]:
+    """As many tests as there is time for, and one in any case."""
+    chosen: list[Row] = []
+    seconds = 0.0
+    for test in tests:
+        if not chosen or seconds + test["seconds"] <= limit:
+            chosen.append(test)
+            seconds += test["seconds"]
+    return chosen
+
+
+class Judge:
+    """Runs tests in a copy of the project with mutants. `sound` has the arguments of forked sessions that pass without
+    a mutant, and `unsound` the tests that do not and need a new process."""
+
+    def __init__(self, sessions: Sessions, sound: set[tuple[str, ...]], unsound: set[str]) -> None:
+        self._sessions = sessions
+        self._progress = sessions.folder / mutant_recorder.PROGRESS
+        self._sound = sound
+        self._unsound = unsound
+
+    def judge(self, mutant: Row, tests: Sequence[Row], limit: float) -> dict[str, Any]:
+        """A mutant's row with what its tests make of it."""
+        if not tests:
+            return {**mutant, "outcome": "not covered"}
+        started = time.monotonic()
+        pending = affordable(tests, limit)
+        passed = 0
+        verdict: Row = {}
+        while pending and not verdict and (seconds := limit - (time.monotonic() - started)) > 0:
+            turn = min(map(self._turn, pending))
+            stage = [test for test in pending if self._turn(test) == turn]
+            outcome, test = self._outcome(mutant, stage, seconds)
+            if outcome == "passed":
+                pending = [test for test in pending if test not in stage]
+                passed += len(stage)
+            elif outcome == "time":
+                passed += sum("seconds" in row for row in read_rows(self._progress))
+                break
+            elif turn[0] or self._is_sound(test, stage):
+                verdict = {"outcome": outcome, "test": test}
+        verdict = verdict or {"outcome": "survived", "tests": passed, "left": len(tests) - passed}
+        return {**mutant, **verdict, "seconds": round(time.monotonic() - started, 1)}
+
+    def _turn(self, test: Row) -> tuple[bool, bool]:
+        """Tests run together by whether they need a new process, and whether they are of another package."""
+        return test["ranks"] or test["test"] in self._unsound, test["other"]
+
+    def _outcome(self, mutant: Row, tests: Sequence[Row], seconds: float) -> tuple[str, str]:
+        """What comes of a session with a mutant, "time" where that does not suffice, and the last test that began."""
+        file = self._sessions.folder / mutant["file"]
+        source = file.read_text()
+        write_source(file, applied(source, mutant))
+        status = self._run(tests, seconds)
+        write_source(file, source)
+        test = self._last_row()["test"]
+        if status is None:
+            return "limit" if self._hangs(tests) else "time", test
+        return "noticed" if status else "passed", test
+
+    def _run(self, tests: Sequence[Row], seconds: float, *options: str) -> int | None:
+        """The status of a session, forked if its tests can be. A forked one ends at once where a test hangs; others
+        start ranks, which may take their time."""
+        self._progress.write_text("")
+        arguments = ["-x", *options, *(test["test"] for test in tests)]
+        if self._turn(tests[0])[0]:
+            return self._sessions.run(arguments, False, seconds)
+        return self._sessions.run(arguments, True, seconds, hangs=lambda: self._hangs(tests))
+
+    def _last_row(self) -> Row:
+        """What is said last of the session's tests."""
+        return (read_rows(self._progress) or [{"test": COLLECTION}])[-1]
+
+    def _hangs(self, tests: Sequence[Row]) -> bool:
+        """Whether a test runs for much longer than it should."""
+        row = self._last_row()
+        usual = sum(test["seconds"] for test in tests if test["test"] == row["test"])
+        return time.monotonic() - row.get("clock", float("inf")) > HANGS_SECONDS + 3 * usual
+
+    def _is_sound(self, name: str, tests: Sequence[Row]) -> bool:
+        """Whether a test, or the collection of all, passes in a forked session without a mutant."""
+        named = [test for test in tests if name in (test["test"], COLLECTION)]
+        options = ("--collect-only",) if name == COLLECTION else ()
+        key = (*options, *(test["test"] for test in named))
+        if key not in self._sound and self._run(named, float("inf"), *options) == 0:
+            self._sound.add(key)
+        if key not in self._sound:
+            self._unsound.update(test["test"] for test in named)
+        return key in self._sound
+
+
+def write_source(file: Path, text: str) -> None:
+    """And remove what Python has compiled of it, which it knows by the second of the change and the size."""
+    file.write_text(text)
+    for compiled in file.parent.glob(f"__pycache__/{file.stem}.*.pyc"):
+        compiled.unlink()
+
+
+def applied(source: str, row: Mapping[str, Any]) -> str:
+    """A file's text with a mutant's mistake."""
+    lines = source.encode().splitlines(keepends=True)
+    before = b"".join(lines[: row["line"] - 1]) + lines[row["line"] - 1][: row["column"]]
+    after = lines[row["end_line"] - 1][row["end_column"] :] + b"".join(lines[row["end_line"] :])
+    return f"{before.decode()}({row['new']}){after.decode()}"
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; none where there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
