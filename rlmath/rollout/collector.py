@@ -21,7 +21,6 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from rlmath.algorithms.types import (
-    NOTHING_SAMPLED,
     Completion,
     PartialCompletion,
     Prompt,
@@ -79,7 +78,6 @@ class Work:
 
     prompt: Prompt
     request: Request
-    so_far: PartialCompletion = NOTHING_SAMPLED
 
 
 Sampled = PartialCompletion | ScoredCompletion
@@ -226,7 +224,7 @@ class Collector:
             if result.finish_reason not in ("stop", "length"):
                 raise RuntimeError(f"vLLM ended a completion with {result.finish_reason!r}, unfinished")
             work = by_key[result.key]
-            before, stopped = work.so_far.token_ids, result.finish_reason == "stop"
+            before, stopped = work.request.so_far.token_ids, result.finish_reason == "stop"
             finished, text = stopped or len(before) + len(result.token_ids) >= max_new_tokens, None
             if finished:
                 text = completion_text(self.tokenizer, [*before, *result.token_ids], stopped)
@@ -259,12 +257,12 @@ class _Slice:
         """With what there was of the completion before."""
         if self.score is not None:
             return ScoredCompletion(self.completion(work, policy_version, step), self.score)
-        return work.so_far.extended(self.token_ids, self.logprobs, policy_version, step)
+        return work.request.so_far.extended(self.token_ids, self.logprobs, policy_version, step)
 
     def completion(self, work: Work, policy_version: int, step: int) -> Completion:
         """The whole completion; it must be finished."""
         assert self.text is not None
-        whole = work.so_far.extended(self.token_ids, self.logprobs, policy_version, step)
+        whole = work.request.so_far.extended(self.token_ids, self.logprobs, policy_version, step)
         return whole.finished(work.request.key[1], self.text, "stop" if self.stopped else "length")
 
 

@@ -54,7 +54,6 @@ from rlmath.rollout.sampling import (
     RequestResult,
     RolloutSeed,
     SamplingSettings,
-    continued,
     requests_of,
 )
 from rlmath.rollout.weight_sync.offer import WeightReceiver
@@ -468,8 +467,7 @@ class EngineLoop:
         group = self._groups[draw]
         request, so_far = group.requests[g], group.samples[g]
         assert isinstance(so_far, PartialCompletion)
-        if so_far.token_ids:
-            request = continued(request, request.key, so_far, request.max_new_tokens)
+        request = replace(request, so_far=so_far)
         if self._on_new_weights == "keep":
             request = replace(request, cache_salt=str(self._engine.version))
         self._running.add(request)

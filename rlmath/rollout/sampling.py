@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from rlmath.algorithms.types import PartialCompletion, Prompt
+from rlmath.algorithms.types import NOTHING_SAMPLED, PartialCompletion, Prompt
 from rlmath.config.schema import RolloutConfig
 
 Key = tuple[int, int]
@@ -71,22 +71,40 @@ class RolloutSeed:
 
 @dataclass(frozen=True)
 class Request:
+    """A completion to sample, or to continue. The noise of its tokens is that of their positions: whole or in slices,
+    the tokens are the same."""
+
     key: Key
     token_ids: tuple[int, ...]
     """The prompt."""
     seed: int
     min_new_tokens: int
-    """No end-of-sequence token before this many new tokens."""
+    """The completion has no end-of-sequence token before this many tokens."""
     max_new_tokens: int
-    """New tokens after which the completion is cut off."""
+    """Tokens after which the completion is cut off."""
     temperature: float | None = None
     """None: as the settings say; 0 is greedy."""
     top_p: float | None = None
     """None: as the settings say."""
-    so_far: Sequence[int] = ()
-    """What is sampled of the completion already; not counted in the numbers above."""
+    so_far: PartialCompletion = NOTHING_SAMPLED
+    """What is sampled of the completion already."""
+    slice_tokens: int | None = None
+    """Tokens that are sampled now at most; None: all to its end."""
     cache_salt: str | None = None
     """Blocks of the KV cache are shared by requests with the same salt only."""
+
+    @property
+    def most_now(self) -> int:
+        """Tokens that are sampled now at most."""
+        done = len(self.so_far.token_ids)
+        left = self.max_new_tokens - done
+        assert left > 0, f"the completion is finished: it has {done} of {self.max_new_tokens} tokens"
+        return left if self.slice_tokens is None else min(self.slice_tokens, left)
+
+    @property
+    def least_now(self) -> int:
+        """Tokens that are sampled now at least; vLLM refuses more than `most_now`."""
+        return min(self.most_now, max(0, self.min_new_tokens - len(self.so_far.token_ids)))
 
 
 @dataclass(frozen=True)
@@ -133,21 +151,6 @@ def requests_of(
         )
         for g in range(sampling.samples)
     ]
-
-
-def continued(request: Request, key: Key, so_far: PartialCompletion, slice_tokens: int) -> Request:
-    """The request for the next `slice_tokens` tokens, at most, of a completion. Their noise is that of their positions:
-    whole or in slices, the tokens are the same."""
-    done = len(so_far.token_ids)
-    most = min(slice_tokens, request.max_new_tokens - done)
-    assert most > 0, f"the completion is finished: it has {done} of {request.max_new_tokens} tokens"
-    return replace(
-        request,
-        key=key,
-        so_far=so_far.token_ids,
-        min_new_tokens=min(most, max(0, request.min_new_tokens - done)),
-        max_new_tokens=most,
-    )
 
 
 @dataclass(frozen=True)
@@ -297,7 +300,7 @@ class _Preparation:
 
     def __call__(self, name: str, request: Request) -> Any:
         """An `EngineCoreRequest`. vLLM's VLLMValidationError for a prompt that the model cannot take."""
-        if request.so_far:  # there is none alike
+        if request.so_far.token_ids:  # there is none alike
             made = self._check(name, request)
             made.request_id = name
             return made
@@ -314,7 +317,7 @@ class _Preparation:
         from vllm.inputs import tokens_input
 
         engine = self._engine
-        prompt = tokens_input([*request.token_ids, *request.so_far], cache_salt=request.cache_salt)
+        prompt = tokens_input([*request.token_ids, *request.so_far.token_ids], cache_salt=request.cache_salt)
         parameters = _parameters(self._settings, request)
         return engine.input_processor.process_inputs(name, prompt, parameters, engine.get_supported_tasks())
 
@@ -326,8 +329,8 @@ def _parameters(settings: RolloutConfig, request: Request) -> Any:
         temperature=settings.temperature if request.temperature is None else request.temperature,
         top_p=settings.top_p if request.top_p is None else request.top_p,
         top_k=settings.top_k,
-        max_tokens=request.max_new_tokens,
-        min_tokens=request.min_new_tokens,
+        max_tokens=request.most_now,
+        min_tokens=request.least_now,
         seed=request.seed,
         logprobs=0,
         detokenize=False,

@@ -126,13 +126,11 @@ Sampled = dict[tuple[int, int], tuple[list[int], list[float]]]
 def whole_and_in_slices(engine: Any, requests: list[Any], slice_tokens: int) -> tuple[Sampled, Sampled]:
     """The completions of an engine that is awake: in one piece, and in slices, each of which the engine prefills with
     what is sampled so far, without cached blocks of the one before."""
-    from rlmath.rollout.sampling import continued
-
     whole = {one.key: (list(one.token_ids), list(one.logprobs)) for one in engine.generate(requests)}
     parts, left = {one.key: PartialCompletion() for one in requests}, list(requests)
     while left:
         engine.reset_prefix_cache()
-        slices = [continued(one, one.key, parts[one.key], slice_tokens) for one in left]
+        slices = [replace(one, so_far=parts[one.key], slice_tokens=slice_tokens) for one in left]
         found = {one.key: one for one in engine.generate(slices)}
         for key, one in found.items():
             parts[key] = parts[key].extended(one.token_ids, one.logprobs, 0, 0)

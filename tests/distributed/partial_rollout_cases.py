@@ -186,7 +186,7 @@ def _score_new_tokens(trainer: Any, found: Run) -> None:
         for work in (work for row in rows for work in row):
             after = sampled[work.request.key]
             after = after if isinstance(after, PartialCompletion) else after.completion
-            start = len(work.so_far.token_ids)
+            start = len(work.request.so_far.token_ids)
             (read,) = trainer.engines.engine.score([[*work.prompt.token_ids, *after.token_ids]])
             found.scored.append(
                 (list(after.logprobs[start:]), read[len(work.prompt.token_ids) - 1 + start :])

@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -7,7 +8,6 @@ from rlmath.config.schema import RolloutConfig
 from rlmath.rollout.sampling import (
     RolloutSeed,
     SamplingSettings,
-    continued,
     group_requests,
     request_seed,
     requests_of,
@@ -62,17 +62,18 @@ def test_a_prompt_that_comes_again_in_a_step_gets_other_samples():
 def test_a_slice_continues_where_the_completion_stands():
     settings = SamplingSettings(samples=2, temperature=1.0, top_p=1.0, min_new_tokens=6, max_new_tokens=20)
     request = requests_of(PROMPTS[3], 0, settings, RolloutSeed(1, 4))[1]
-    begun = continued(request, (5, 1), PartialCompletion(), slice_tokens=8)
-    assert (begun.key, begun.token_ids) == ((5, 1), (3, 50, 51))
-    assert (begun.min_new_tokens, begun.max_new_tokens) == (6, 8)
-    so_far = PartialCompletion((9, 8, 7, 6), (-1.0,) * 4)
-    second = continued(request, (0, 1), so_far, slice_tokens=8)
-    assert (second.key, second.token_ids, second.so_far) == ((0, 1), (3, 50, 51), (9, 8, 7, 6))
-    assert (second.min_new_tokens, second.max_new_tokens) == (2, 8)
+    begun = replace(request, slice_tokens=8)
+    assert begun.token_ids == (3, 50, 51)
+    assert (begun.least_now, begun.most_now) == (6, 8)
+    second = replace(begun, so_far=PartialCompletion((9, 8, 7, 6), (-1.0,) * 4))
+    assert (second.least_now, second.most_now) == (2, 8)
     assert begun.seed == second.seed == request_seed(1, 4, "q-3", 1), "its noise goes on by position"
-    last = continued(request, (0, 1), PartialCompletion((9,) * 17, (-1.0,) * 17), slice_tokens=8)
-    assert (last.min_new_tokens, last.max_new_tokens) == (0, 3)
-    short = continued(request, (0, 1), PartialCompletion(), slice_tokens=4)
-    assert (short.min_new_tokens, short.max_new_tokens) == (4, 4), "vLLM refuses a larger least number"
+    whole = replace(second, slice_tokens=None)
+    assert (whole.least_now, whole.most_now) == (2, 16)
+    last = replace(begun, so_far=PartialCompletion((9,) * 17, (-1.0,) * 17))
+    assert (last.least_now, last.most_now) == (0, 3)
+    short = replace(request, slice_tokens=4)
+    assert (short.least_now, short.most_now) == (4, 4), "vLLM refuses a larger least number"
+    finished = replace(begun, so_far=PartialCompletion((9,) * 20, (-1.0,) * 20))
     with pytest.raises(AssertionError, match="it has 20 of 20 tokens"):
-        continued(request, (0, 1), PartialCompletion((9,) * 20, (-1.0,) * 20), slice_tokens=8)
+        finished.most_now  # noqa: B018

@@ -40,7 +40,6 @@ from rlmath.rollout.sampling import (
     Key,
     RolloutSeed,
     SamplingSettings,
-    continued,
     requests_of,
     training_sampling,
 )
@@ -347,7 +346,7 @@ class PartialRollouts(RolloutsWithUnfinished):
         after = self._score_complete(groups, after, sampling.max_new_tokens)
         rounds.usages.append(usages)
         rounds.new_tokens += sum(map(tokens_of, after)) - sum(map(tokens_of, groups))
-        rounds.prefilled_again += sum(len(work.so_far.token_ids) for row in rows for work in row)
+        rounds.prefilled_again += sum(len(work.request.so_far.token_ids) for row in rows for work in row)
         return after
 
     def _score_complete(
@@ -381,7 +380,8 @@ class PartialRollouts(RolloutsWithUnfinished):
             so_far = group.samples[g]
             assert isinstance(so_far, PartialCompletion)
             row = first + len(work) if begun else first
-            work.append(Work(prompt, continued(requests[g], (row, g), so_far, length), so_far))
+            request = replace(requests[g], key=(row, g), so_far=so_far, slice_tokens=length)
+            work.append(Work(prompt, request))
         return [[one] for one in work] if begun else [work]
 
 
