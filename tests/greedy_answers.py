@@ -10,7 +10,8 @@ import sys
 
 from rlmath.config.schema import RolloutConfig
 from rlmath.rollout.engine import open_standalone
-from rlmath.rollout.sampling import Request, sample
+from rlmath.rollout.running_completions import RunningCompletions
+from rlmath.rollout.sampling import Request
 
 
 def main() -> None:
@@ -18,7 +19,10 @@ def main() -> None:
     settings = RolloutConfig(temperature=0.0, cpu_kv_cache_gib=0.1)
     llm = open_standalone(model, settings, 128, "cpu")
     requests = [Request((p, 0), tuple(tokens), 0, 0, max_new_tokens) for p, tokens in enumerate(prompts)]
-    found = {g.key[0]: list(g.token_ids) for g in sample(llm, settings, requests)}
+    found = {
+        ended.request.key[0]: list(ended.completion.token_ids)
+        for ended in RunningCompletions(llm, settings).sample(requests)
+    }
     print(json.dumps([found[p] for p in range(len(prompts))]))
 
 

@@ -92,7 +92,8 @@ def our_side(work: Work, device: Device, seconds: collections.Counter[str]) -> t
             Request((n, 0), tuple(prompt), request_seed(1, repeat, "", n), work.new_tokens, work.new_tokens)
             for n, prompt in enumerate(work.prompts(repeat))
         ]
-        return sum(len(one.token_ids) for one in engine.generate(requests))
+        ended = engine.running_completions().sample(requests)
+        return sum(len(one.completion.token_ids) for one in ended)
 
     asynchronous = core.engine_core.batch_queue is not None
     return sample, {"asynchronous": asynchronous, "second_runner": samples_in_one_kernel(engine._llm)}

@@ -95,7 +95,7 @@ OBJECTS = {
         "request": "vllm.v1.request.Request",
     },
     "rlmath/rollout/shared_gpu_worker.py": {"super()": WORKER},
-    "rlmath/rollout/sampling.py": {
+    "rlmath/rollout/running_completions.py": {
         "llm": LLM,
         "self._engine": ENGINE,
         "engine": ENGINE,

@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedTokenizerFast
-
+from rlmath.algorithms.types import Completion
 from rlmath.answers.extraction import extract_answer, split_boxes
 from rlmath.answers.verifier import MAX_ANSWER_CHARS, Verdict
 from rlmath.config.schema import RolloutConfig
-from rlmath.data.tokenizer import completion_text, load_tokenizer
+from rlmath.data.tokenizer import load_tokenizer
 from rlmath.distributed import process
 from rlmath.distributed.collectives import shared_store
 from rlmath.distributed.device import Device
@@ -27,7 +26,8 @@ from rlmath.evals.plan import GREEDY_INDEX, Plan, completion_seed
 from rlmath.rewards.reward_manager import text_to_verify
 from rlmath.rollout.collector import SamplingProgress
 from rlmath.rollout.engine import end_engine, open_standalone
-from rlmath.rollout.sampling import Request, RequestResult, sample
+from rlmath.rollout.running_completions import RunningCompletions
+from rlmath.rollout.sampling import Request
 from rlmath.rollout.work_queue import WorkQueue
 from rlmath.workers.function_calls import FunctionResult
 from rlmath.workers.worker_pool import WorkerPool
@@ -81,27 +81,25 @@ def sample_missing(
     store = shared_store("evaluation")
     work_queue = WorkQueue(store, requests, mesh, rollout.max_num_seqs)
     if pool is None:
-        for _ in sample(llm, rollout, work_queue):
+        for _ in RunningCompletions(llm, rollout).sample(work_queue):
             pass
         return
-    by_key = {request.key: request for row in requests for request in row}
     problems = {number: one.problem for number, one in enumerate(missing)}
     writer = Writer(plan.output, mesh.engine_index)
-    progress = SamplingProgress(len(by_key), mesh, store, title="evaluation", longest=lengths.max_new_tokens)
-    verification = Verification(
-        pool, load_tokenizer(str(model)), problems, writer.add, scorer, plan.answer_from
-    )
+    total = sum(map(len, requests))
+    progress = SamplingProgress(total, mesh, store, title="evaluation", longest=lengths.max_new_tokens)
+    verification = Verification(pool, problems, writer.add, scorer, plan.answer_from)
 
     def on_step() -> None:
         verification.write_done()
+        progress.tokens = running.usage.new_tokens
         progress.tick()
 
-    def on_tokens(count: int) -> None:
-        progress.tokens = count
-
+    running = RunningCompletions(
+        llm, rollout, tokenizer=load_tokenizer(str(model)), score=verification.submit, on_step=on_step
+    )
     try:
-        for generated in sample(llm, rollout, work_queue, on_step, on_tokens):
-            verification.submit(by_key[generated.key], generated)
+        for _ in running.sample(work_queue):
             progress.add_one()
         verification.finish()
     finally:
@@ -131,7 +129,6 @@ class Verification:
     def __init__(
         self,
         pool: WorkerPool,
-        tokenizer: PreTrainedTokenizerFast,
         problems: Mapping[int, Problem],
         write: Callable[[str, CompletionRecord], None],
         scorer: WorkerPool | None = None,
@@ -140,27 +137,25 @@ class Verification:
         """`problems` by the first part of the requests' keys; `write` takes the benchmark's name and the record. The
         `scorer` has a function of the user's, which says what is right in place of the `pool`."""
         self._pool = pool
-        self._tokenizer = tokenizer
         self._problems = problems
         self._write = write
         self._scorer, self._answer_from = scorer, answer_from
-        self._submitted: deque[tuple[Request, RequestResult, str, Future[Any]]] = deque()
+        self._submitted: deque[tuple[Request, Completion, Future[Any]]] = deque()
 
-    def submit(self, request: Request, generated: RequestResult) -> None:
+    def submit(self, request: Request, completion: Completion) -> None:
         """Queue a completion for the workers, and write the records that are done."""
-        problem = self._problems[generated.key[0]]
-        text = completion_text(self._tokenizer, generated.token_ids, generated.finish_reason == "stop")
+        problem = self._problems[request.key[0]]
         if self._scorer is None:
-            whole = text_to_verify(problem.text, text)
+            whole = text_to_verify(problem.text, completion.text)
             future = self._pool.submit(whole, problem.solutions, problem.task, question=problem.question)
         else:
-            future = self._scorer.call(text, problem.solutions, problem.row)
-        self._submitted.append((request, generated, text, future))
+            future = self._scorer.call(completion.text, problem.solutions, problem.row)
+        self._submitted.append((request, completion, future))
         self.write_done()
 
     def write_done(self) -> None:
         """Write the records of verified completions, without waiting."""
-        while self._submitted and self._submitted[0][3].done():
+        while self._submitted and self._submitted[0][2].done():
             self._write_first()
 
     def finish(self) -> None:
@@ -169,26 +164,26 @@ class Verification:
             self._write_first()
 
     def _write_first(self) -> None:
-        request, generated, text, future = self._submitted.popleft()
+        request, completion, future = self._submitted.popleft()
+        number, index = request.key
+        problem, greedy = self._problems[number], index == GREEDY_INDEX
         verdict = future.result()
         if isinstance(verdict, FunctionResult):
             # For the vote of maj@k, which compares answers.
-            whole = text_to_verify(self._problems[generated.key[0]].text, text)
+            whole = text_to_verify(problem.text, completion.text)
             answer = extract_answer(whole, self._answer_from) or ""
             extracted = split_boxes(answer)[0][:MAX_ANSWER_CHARS]
             right = verdict.failure is None and verdict.reward > 0
             verdict = Verdict(right, extracted, verdict.failure or "function")
-        number, index = generated.key
-        problem, greedy = self._problems[number], index == GREEDY_INDEX
         record = CompletionRecord(
             problem_id=problem.prompt_id,
             mode="greedy" if greedy else "sample",
             sample=0 if greedy else index,
             seed=request.seed,
             prompt_hash=problem.prompt_hash,
-            text=text,
-            tokens=len(generated.token_ids),
-            finish_reason="stop" if generated.finish_reason == "stop" else "length",
+            text=completion.text,
+            tokens=len(completion.token_ids),
+            finish_reason=completion.finish_reason,
             correct=verdict.correct,
             extracted=verdict.extracted,
             verdict=verdict.verdict,

@@ -13,9 +13,10 @@ from __future__ import annotations
 import logging
 import math
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
@@ -30,13 +31,13 @@ from rlmath.algorithms.types import (
     scored_group,
 )
 from rlmath.config.schema import RewardConfig, RolloutConfig
-from rlmath.data.tokenizer import completion_text
 from rlmath.distributed.collectives import all_gather_objects, shared_store
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.run_store import RunStore
 from rlmath.rewards.reward_manager import UNSCORED, RewardManager, RewardWorkers, scorer_settings
 from rlmath.rewards.several_rewards import takes_groups
 from rlmath.rollout.engine import Engine
+from rlmath.rollout.running_completions import Ended
 from rlmath.rollout.sampling import Key, Request, RolloutSeed, SamplingSettings, group_requests
 from rlmath.rollout.work_queue import EngineUsage, WorkQueue
 
@@ -177,23 +178,18 @@ class Collector:
         rewards = None if self._pool is None else self._reward_manager(max_new_tokens, validates)
         by_group = self._takes_groups(validates)
         gathered = all_gather_objects(
-            self._sample(
-                by_key,
-                work_queue,
-                max_new_tokens,
-                step=step,
-                progress=progress,
-                rewards=rewards,
-                by_group=by_group,
-            )
+            self._sample(by_key, work_queue, progress, step=step, rewards=rewards, by_group=by_group)
         )
         progress.close()
         work_queue.close()
-        of_engines = [results for results in gathered if results is not None]
-        version, sampled = self._engine.version, {}
-        for slices, _ in of_engines:
-            sampled |= {key: one.joined(by_key[key], version, step) for key, one in slices.items()}
-        return sampled, [usage for _, usage in of_engines]
+        sampled: dict[Key, Sampled] = {}
+        usages: list[EngineUsage] = []
+        for of_engine in gathered:
+            if of_engine is not None:
+                new, usage = of_engine
+                sampled |= {key: _joined(part, by_key[key].request.so_far) for key, part in new.items()}
+                usages.append(usage)
+        return sampled, usages
 
     def _reward_manager(self, max_new_tokens: int, validates: bool) -> RewardManager:
         if validates and self._scorer is not None:
@@ -205,65 +201,67 @@ class Collector:
         self,
         by_key: Mapping[Key, Work],
         work_queue: WorkQueue,
-        max_new_tokens: int,
-        step: int,
         progress: SamplingProgress,
+        *,
+        step: int,
         rewards: RewardManager | None,
         by_group: bool,
-    ) -> tuple[dict[Key, _Slice], EngineUsage] | None:
-        """What this rank's engine samples, and what it does; None on ranks that do not lead it. What is scored
-        `by_group` has no score yet: an engine may have sampled a part of a group alone."""
+    ) -> tuple[dict[Key, Sampled], EngineUsage] | None:
+        """What this rank's engine samples, without what there was before, and what it does; None on ranks that do not
+        lead it. What is scored `by_group` has no score yet: an engine may have sampled a part of a group alone."""
+
+        def submit(request: Request, completion: Completion) -> None:
+            if rewards is not None and not by_group:
+                rewards.submit(by_key[request.key].prompt, completion, request.key)
+
         started = time.perf_counter()
-        slices: dict[Key, _Slice] = {}
-        submitted: list[Key] = []
-        for result in self._engine.generate(work_queue):
+        tokenizer = None if rewards is None else self.tokenizer
+        running = self._engine.running_completions(step, tokenizer, submit)
+        all_ended: list[Ended] = []
+        for ended in running.sample(work_queue):
             progress.add_one()
             progress.tick()
-            if rewards is None:
-                continue
-            if result.finish_reason not in ("stop", "length"):
-                raise RuntimeError(f"vLLM ended a completion with {result.finish_reason!r}, unfinished")
-            work = by_key[result.key]
-            before, stopped = work.request.so_far.token_ids, result.finish_reason == "stop"
-            finished, text = stopped or len(before) + len(result.token_ids) >= max_new_tokens, None
-            if finished:
-                text = completion_text(self.tokenizer, [*before, *result.token_ids], stopped)
-            slices[result.key] = one = _Slice(result.token_ids, result.logprobs, stopped, text)
-            if finished and by_group:
-                slices[result.key] = replace(one, score=UNSCORED)
-            elif finished:
-                rewards.submit(work.prompt, one.completion(work, self._engine.version, step))
-                submitted.append(result.key)
+            all_ended.append(ended)
         usage = work_queue.usage(time.perf_counter() - started)
         if rewards is None:
             return None
-        for key, score in zip(submitted, rewards.collect(self._engine.on_step), strict=True):
-            slices[key] = replace(slices[key], score=score)
-        return slices, usage
+        rewards.wait(self._engine.on_step)
+        scores = {key: score for key, (score,) in rewards.take_finished()}
+        new: dict[Key, Sampled] = {}
+        for ended in all_ended:
+            key = ended.request.key
+            completion = _without_first(ended.completion, len(ended.request.so_far.token_ids))
+            if isinstance(completion, Completion):
+                new[key] = ScoredCompletion(completion, UNSCORED if by_group else scores[key])
+            else:
+                new[key] = completion
+        return new, usage
 
 
-@dataclass(frozen=True)
-class _Slice:
-    """What an engine has sampled of a completion; that is gathered, and not what all ranks have already."""
+Tokens = TypeVar("Tokens", PartialCompletion, Completion)
 
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    stopped: bool
-    text: str | None
-    """Text of the whole completion, where it is finished."""
-    score: Score | None = None
 
-    def joined(self, work: Work, policy_version: int, step: int) -> Sampled:
-        """With what there was of the completion before."""
-        if self.score is not None:
-            return ScoredCompletion(self.completion(work, policy_version, step), self.score)
-        return work.request.so_far.extended(self.token_ids, self.logprobs, policy_version, step)
+def _without_first(completion: Tokens, tokens: int) -> Tokens:
+    """Without the first tokens: what is gathered is not what all ranks have already."""
+    if not tokens:
+        return completion
+    token_ids = completion.token_ids[tokens:]
+    return replace(completion, token_ids=token_ids, logprobs=completion.logprobs[tokens:])
 
-    def completion(self, work: Work, policy_version: int, step: int) -> Completion:
-        """The whole completion; it must be finished."""
-        assert self.text is not None
-        whole = work.request.so_far.extended(self.token_ids, self.logprobs, policy_version, step)
-        return whole.finished(work.request.key[1], self.text, "stop" if self.stopped else "length")
+
+def _with_first(completion: Tokens, so_far: PartialCompletion) -> Tokens:
+    """All tokens of a completion that was gathered without what there was of it before."""
+    if not so_far.token_ids:
+        return completion
+    token_ids = array("i", so_far.token_ids) + array("i", completion.token_ids)
+    logprobs = array("f", so_far.logprobs) + array("f", completion.logprobs)
+    return replace(completion, token_ids=token_ids, logprobs=logprobs)
+
+
+def _joined(new: Sampled, so_far: PartialCompletion) -> Sampled:
+    if isinstance(new, ScoredCompletion):
+        return replace(new, completion=_with_first(new.completion, so_far))
+    return _with_first(new, so_far)
 
 
 class SamplingProgress:

@@ -10,10 +10,13 @@ import itertools
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerFast
+
+from rlmath.algorithms.types import Completion
 from rlmath.checkpoint.hf.config_json import read_shape
 from rlmath.config.schema import RolloutConfig
 from rlmath.data.tokenizer import stop_token_ids
@@ -25,7 +28,8 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.ranks import environment_rank
 from rlmath.rollout.engine_sleep import EngineMemory, reset_prefix_cache
 from rlmath.rollout.engine_weights import EngineWeights
-from rlmath.rollout.sampling import Request, RequestResult, RequestSource, RunningRequests, sample
+from rlmath.rollout.running_completions import RunningCompletions, Weights
+from rlmath.rollout.sampling import Request, RunningRequests
 from rlmath.telemetry.console import route_library_logs
 
 logger = logging.getLogger(__name__)
@@ -225,9 +229,24 @@ class Engine:
         sampled in slices is the same as a whole one."""
         return self._device_kind == "cpu" or samples_in_one_kernel(self._llm)
 
-    def generate(self, requests: Sequence[Request] | RequestSource) -> Iterator[RequestResult]:
-        """Sample all requests, those of a source as it gives them; yields each result as soon as it is finished."""
-        return sample(self._llm, self._settings, requests, self.on_step)
+    def running_completions(
+        self,
+        step: int = 0,
+        tokenizer: PreTrainedTokenizerFast | None = None,
+        score: Callable[[Request, Completion], None] = lambda request, completion: None,
+        keeps_cache: bool = False,
+    ) -> RunningCompletions:
+        """What samples with the weights that the engine has, in a step counted from 0; no completion yet. See
+        `RunningCompletions`."""
+        return RunningCompletions(
+            self._llm,
+            self._settings,
+            weights=Weights(self.version, step),
+            tokenizer=tokenizer,
+            score=score,
+            on_step=lambda: self.on_step(),
+            keeps_cache=keeps_cache,
+        )
 
     def running_requests(self) -> RunningRequests:
         """Requests that are sampled step by step, none of them yet; nothing else may generate while there are any."""

@@ -49,13 +49,7 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.rewards.reward_manager import UNSCORED, RewardManager, RewardWorkers
 from rlmath.rollout.collector import CollectGroups, Collector
 from rlmath.rollout.engine import Engine
-from rlmath.rollout.sampling import (
-    Request,
-    RequestResult,
-    RolloutSeed,
-    SamplingSettings,
-    requests_of,
-)
+from rlmath.rollout.sampling import Request, RequestResult, RolloutSeed, SamplingSettings, requests_of
 from rlmath.rollout.weight_sync.offer import WeightReceiver
 from rlmath.rollout.work_queue import share_in_engine
 

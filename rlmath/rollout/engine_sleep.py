@@ -107,7 +107,7 @@ def abort_requests(llm: Any) -> None:
     engine = llm.llm_engine
     engine.abort_request(list(engine.output_processor.request_states), internal=True)
     core = engine.engine_core
-    core.abort_requests(list(core.engine_core.scheduler.requests))  # those of `sampling.sample`
+    core.abort_requests(list(core.engine_core.scheduler.requests))  # those of `RunningCompletions`
 
 
 def cache_storages(worker: Any) -> list[torch.UntypedStorage]:

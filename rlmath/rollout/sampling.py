@@ -17,9 +17,9 @@ import hashlib
 import itertools
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from rlmath.algorithms.types import NOTHING_SAMPLED, PartialCompletion, Prompt
 from rlmath.config.schema import RolloutConfig
@@ -161,55 +161,6 @@ class Load:
     """Added and not finished."""
     waiting: int
     """Those in flight that have no place: not begun yet, or put off because the KV cache is full."""
-
-
-class RequestSource(Protocol):
-    """Gives requests while an engine samples. All ranks of an engine must be given the same."""
-
-    def pop(self, load: Load) -> Sequence[Request]:
-        """Requests to add before the next engine step; sampling ends where it gives none to an engine that has none."""
-
-    def finished(self, result: RequestResult) -> None:
-        """Called with every completion, before it is yielded."""
-
-
-class AllAtOnce:
-    """Gives all its requests before the first step; vLLM queues them."""
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self._requests = requests
-
-    def pop(self, load: Load) -> Sequence[Request]:
-        requests, self._requests = self._requests, ()
-        return requests
-
-    def finished(self, result: RequestResult) -> None:
-        pass
-
-
-def sample(
-    llm: Any,
-    settings: RolloutConfig,
-    requests: Sequence[Request] | RequestSource,
-    on_step: Callable[[], None] = lambda: None,
-    on_tokens: Callable[[int], None] = lambda _: None,
-) -> Iterator[RequestResult]:
-    """Sample all requests with a vLLM `LLM` of this process, each yielded when finished; `on_step` before each step,
-    `on_tokens` after it, with the tokens that are sampled so far."""
-    source = AllAtOnce(requests) if isinstance(requests, Sequence) else requests
-    running = RunningRequests(llm, settings)
-    while True:
-        for request in source.pop(running.load()):
-            running.add(request)
-        if not running.busy:
-            break
-        on_step()
-        results = running.step()
-        on_tokens(running.new_tokens)
-        for result in results:
-            source.finished(result)
-            yield result
-    assert not len(running), f"vLLM did not return {len(running)} requests"
 
 
 class RunningRequests:

@@ -14,7 +14,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 
 def take_shortcuts(llm: Any) -> None:
-    """Let a vLLM `LLM` skip what is needless. Its `generate` then returns no log-probs: use `sampling.sample`."""
+    """Let a vLLM `LLM` skip what is needless. Its `generate` then returns no log-probs: use `RunningCompletions`."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     return_plain_logprobs(scheduler)
     skip_needless_blocks(scheduler)

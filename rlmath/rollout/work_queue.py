@@ -30,7 +30,8 @@ from typing import NamedTuple
 
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.run_store import RunStore
-from rlmath.rollout.sampling import Load, Request, RequestResult
+from rlmath.rollout.running_completions import Load
+from rlmath.rollout.sampling import Key, Request
 
 
 class WorkItem(NamedTuple):
@@ -63,8 +64,8 @@ def share_in_engine(items: list[WorkItem]) -> list[WorkItem]:
 
 
 class WorkQueue:
-    """The requests of one rollout as they are popped for this rank's engine; a source for `Engine.generate`. Every rank
-    makes one, with the same requests and a store (see `shared_store`) that no other rollout uses."""
+    """The requests of one rollout as they are popped for this rank's engine; a source for `RunningCompletions.sample`.
+    Every rank makes one, with the same requests and a store (see `shared_store`) that no other rollout uses."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class WorkQueue:
         self._share = share
         self._items = _EngineItems(store, [len(row) > 1 for row in requests_PG], mesh, max_num_seqs)
         self._popped_any = False
-        self._finished_any = False
+        self._ended_any = False
         self._empty = False
         self._running: list[int] = []
         """Sequences that the engine decodes, by step."""
@@ -100,7 +101,7 @@ class WorkQueue:
         self._items.steps += 1
         first = not self._popped_any
         full = load.in_flight >= self._capacity or load.waiting > 0
-        if self._empty or not (first or (self._finished_any and not full)):
+        if self._empty or not (first or (self._ended_any and not full)):
             return []
         free = self._capacity - load.in_flight
         items = self._pop_items(free, first) if self._mesh.is_engine_leader else []
@@ -110,12 +111,12 @@ class WorkQueue:
         self._empty = not items
         return [request for item in items for request in self._requests_of(item)]
 
-    def finished(self, result: RequestResult) -> None:
-        """Called for every completion as soon as it is there."""
-        self._finished_any = True
-        prompt, sample_index = result.key
+    def ended(self, key: Key, tokens: int) -> None:
+        """Called for every completion as soon as it is there, with its tokens."""
+        self._ended_any = True
+        prompt, sample_index = key
         if sample_index == self._requests_PG[prompt][0].key[1]:
-            self._items.lengths[prompt] = len(result.token_ids)
+            self._items.lengths[prompt] = tokens
 
     def close(self) -> None:
         """Delete this rollout's keys from the store. Call it once no rank pops or reads any more."""

@@ -39,6 +39,12 @@ def open_engine(
     return engine
 
 
+def completions_of(engine: Any, requests: Any) -> dict[Any, Any]:
+    """What an engine that is awake samples, by the keys of the requests, in their order."""
+    ended = engine.running_completions().sample(requests)
+    return dict(sorted((one.request.key, one.completion) for one in ended))
+
+
 @dataclass
 class Pair:
     """A policy and the engine that follows it."""
@@ -48,13 +54,13 @@ class Pair:
     mesh: Mesh
     sync: Any
 
-    def generate(self, requests: list[Any]) -> list[Any]:
+    def generate(self, requests: list[Any]) -> dict[Any, Any]:
         """Wake, sync, generate, sleep."""
         self.engine.memory.wake_weights()
         self.sync.run(check=True)
         self.engine.set_weight_version(self.stage.actor.learner.updates)
         self.engine.memory.wake_kv_cache()
-        generated = sorted(self.engine.generate(requests), key=lambda g: g.key)
+        generated = completions_of(self.engine, requests)
         self.engine.memory.sleep()
         return generated
 
@@ -126,20 +132,20 @@ Sampled = dict[tuple[int, int], tuple[list[int], list[float]]]
 def whole_and_in_slices(engine: Any, requests: list[Any], slice_tokens: int) -> tuple[Sampled, Sampled]:
     """The completions of an engine that is awake: in one piece, and in slices, each of which the engine prefills with
     what is sampled so far, without cached blocks of the one before."""
-    whole = {one.key: (list(one.token_ids), list(one.logprobs)) for one in engine.generate(requests)}
+    whole = completions_of(engine, requests)
     parts, left = {one.key: PartialCompletion() for one in requests}, list(requests)
     while left:
         engine.reset_prefix_cache()
         slices = [replace(one, so_far=parts[one.key], slice_tokens=slice_tokens) for one in left]
-        found = {one.key: one for one in engine.generate(slices)}
-        for key, one in found.items():
-            parts[key] = parts[key].extended(one.token_ids, one.logprobs, 0, 0)
-        left = [
-            one
-            for one in left
-            if found[one.key].finish_reason != "stop" and len(parts[one.key].token_ids) < one.max_new_tokens
-        ]
-    return whole, {key: (list(part.token_ids), list(part.logprobs)) for key, part in parts.items()}
+        parts |= completions_of(engine, slices)
+        left = [one for one in left if isinstance(parts[one.key], PartialCompletion)]
+    assert all(whole[key].finish_reason == part.finish_reason for key, part in parts.items())
+    assert all(whole[key].segments == part.segments for key, part in parts.items())
+    return _tokens(whole), _tokens(parts)
+
+
+def _tokens(completions: dict[Any, Any]) -> Sampled:
+    return {key: (list(one.token_ids), list(one.logprobs)) for key, one in completions.items()}
 
 
 def greedy_in_slices(folder: Path, device_kind: str, slice_tokens: int) -> dict[str, Any]:
@@ -193,8 +199,8 @@ def mismatch(both: Pair, case: Case, updates: int) -> list[float]:
     largest = []
     for step in range(updates + 1):
         generated = both.generate(_requests(step, case.min_new_tokens))
-        assert all(len(g.token_ids) >= case.min_new_tokens for g in generated)
-        samples = [Sample(prompts[g.key[0]], g.token_ids, g.logprobs, 1.0) for g in generated]
+        assert all(len(one.token_ids) >= case.min_new_tokens for one in generated.values())
+        samples = [Sample(prompts[p], one.token_ids, one.logprobs, 1.0) for (p, _), one in generated.items()]
         batches = _pack_all(samples, mesh)
         policy = stage.actor.forward_backward.logprobs(batches)
         if mesh.is_last_stage:
@@ -230,8 +236,8 @@ def old_prefixes(folder: Path) -> dict[str, Any]:
     report: dict[str, Any] = {"block": vllm.vllm_config.cache_config.block_size, "prompt": len(prompt)}
 
     def difference() -> float:
-        generated = sorted(engine.generate(requests), key=lambda g: g.key)
-        samples = [Sample(prompt, g.token_ids, g.logprobs, 1.0) for g in generated]
+        generated = completions_of(engine, requests).values()
+        samples = [Sample(prompt, one.token_ids, one.logprobs, 1.0) for one in generated]
         batches = _pack_all(samples, stage.mesh)
         mine = by_sample(batches, stage.actor.forward_backward.logprobs(batches))
         pairs = [zip(mine[i], sample.behaviour_logprobs, strict=True) for i, sample in enumerate(samples)]

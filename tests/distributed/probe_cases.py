@@ -15,7 +15,7 @@ import torch
 from rlmath.config.schema import SyncConfig
 from rlmath.distributed.collectives import all_gather_objects
 from rlmath.distributed.device import init_process_group, open_device
-from tests.distributed.engine_cases import ROLLOUT, Pair, open_engine, pair
+from tests.distributed.engine_cases import ROLLOUT, Pair, completions_of, open_engine, pair
 from tests.distributed.policy_cases import Case, lay_out
 from tests.tiny_models import shape_of
 
@@ -203,8 +203,7 @@ def texts_after_scores(folder: Path) -> dict[str, Any]:
         if scored:
             found["scores"] = [engine.score(prompts) for _ in range(2)]
             found["left"] = left_behind(engine)
-        generated = engine.generate(_requests_of(prompts))
-        found["after scores" if scored else "alone"] = sorted(generated, key=lambda g: g.key)
+        found["after scores" if scored else "alone"] = completions_of(engine, _requests_of(prompts))
         engine.memory.sleep()
     engine.close()
     return found

@@ -15,7 +15,7 @@ from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.rollout.engine_sleep import cache_storages
 from rlmath.rollout.memory_monitor import MemoryMonitor
 from rlmath.rollout.memory_switch import MemorySwitch
-from tests.distributed.engine_cases import _pack_all, open_engine, pair
+from tests.distributed.engine_cases import _pack_all, completions_of, open_engine, pair
 from tests.distributed.offload_cases import EVERYTHING, measured, parameters_of, state_of
 from tests.distributed.policy_cases import Case, Stage, build, by_sample, microbatches, whole_tensors
 from tests.tiny_models import make_samples
@@ -69,12 +69,18 @@ class Rig:
 
         return [Request((p, 0), (5 + p, 6, 7), 10 * step + p, 0, 6 * (p + 1)) for p in range(4)]
 
-    def generate(self, step: int) -> list[Any]:
-        return sorted(self.engine.generate(self.requests(step)), key=lambda g: g.key)
+    def generate(self, step: int) -> dict[Any, Any]:
+        return completions_of(self.engine, self.requests(step))
 
-    def mismatch(self, generated: list[Any]) -> float:
+    def begun(self) -> Any:
+        """A generator of completions."""
+        return self.engine.running_completions().sample(self.requests(1))
+
+    def mismatch(self, generated: dict[Any, Any]) -> float:
         """Largest difference of log-probs to the policy as it is now (nats); 0 off the last stage."""
-        samples = [Sample((5 + g.key[0], 6, 7), g.token_ids, g.logprobs, 1.0) for g in generated]
+        samples = [
+            Sample((5 + p, 6, 7), one.token_ids, one.logprobs, 1.0) for (p, _), one in generated.items()
+        ]
         batches = _pack_all(samples, self.stage.mesh)
         results = self.stage.actor.forward_backward.logprobs(batches)
         if not self.stage.mesh.is_last_stage:
@@ -167,7 +173,7 @@ def _sync_raises(rig: Rig) -> None:
 
 def _body_raises(rig: Rig) -> None:
     def body() -> None:
-        for _ in rig.engine.generate(rig.requests(1)):
+        for _ in rig.begun():
             assert sum(rig.engine._llm.llm_engine.engine_core.engine_core.scheduler.get_request_counts())
             raise Trouble("with requests still running")
 
@@ -176,7 +182,7 @@ def _body_raises(rig: Rig) -> None:
 
 def _body_is_interrupted(rig: Rig) -> None:
     def body() -> None:
-        next(rig.engine.generate(rig.requests(1)))
+        next(rig.begun())
         raise KeyboardInterrupt
 
     _use(rig.switch(), body)
@@ -184,7 +190,7 @@ def _body_is_interrupted(rig: Rig) -> None:
 
 def _body_leaves_requests_running(rig: Rig) -> None:
     """vLLM does not give blocks of its cache up that requests still use."""
-    _use(rig.switch(), lambda: next(rig.engine.generate(rig.requests(1))))
+    _use(rig.switch(), lambda: next(rig.begun()))
 
 
 def _coming_back_fails(rig: Rig) -> None:

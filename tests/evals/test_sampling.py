@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from rlmath.data.tokenizer import load_tokenizer
+from rlmath.algorithms.types import Completion
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.run_store import RunStore
 from rlmath.evals.benchmarks import Problem
@@ -16,15 +16,17 @@ from rlmath.evals.plan import GREEDY_INDEX
 from rlmath.evals.sampling import Verification
 from rlmath.rollout import collector
 from rlmath.rollout.collector import SamplingProgress
-from rlmath.rollout.sampling import Request, RequestResult
+from rlmath.rollout.sampling import Request
 from rlmath.workers.hooks import Hook
 from rlmath.workers.worker_pool import WorkerPool
 from tests.answers.attacks import HANG_SOLUTIONS, HANGS
 
 
-def test_hostile_completions_cost_their_time_limit_and_nothing_else(
-    untied_model: Path, tmp_path: Path
-) -> None:
+def completion_of(index: int, text: str) -> Completion:
+    return Completion(index, (5, 6, 0), (0.0,) * 3, text, "stop", policy_version=0)
+
+
+def test_hostile_completions_cost_their_time_limit_and_nothing_else(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     texts = [
         "so \\boxed{1}",  # still a thought
@@ -36,7 +38,6 @@ def test_hostile_completions_cost_their_time_limit_and_nothing_else(
         "</think> \\boxed{1 apple}",
         "</think> \\boxed{1 pear}",
     ]
-    tokenizer = load_tokenizer(str(untied_model))
     problem = Problem(
         "q",
         "One?<think>\n",
@@ -48,17 +49,16 @@ def test_hostile_completions_cost_their_time_limit_and_nothing_else(
     )
     found: list[tuple[str, CompletionRecord]] = []
     with WorkerPool(1, 1.0) as pool:
-        verification = Verification(pool, tokenizer, {0: problem}, lambda *written: found.append(written))
+        verification = Verification(pool, {0: problem}, lambda *written: found.append(written))
         for index, text in zip((GREEDY_INDEX, 0, 1, 2, 3, 4, 5, 6), texts, strict=True):
-            tokens = (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)
             request = Request((0, index), problem.token_ids, 40 + index, 0, 99)
-            verification.submit(request, RequestResult((0, index), tokens, (0.0,) * len(tokens), "stop"))
+            verification.submit(request, completion_of(index, text))
         verification.finish()
     assert not marker.exists()
     assert {benchmark for benchmark, _ in found} == {"quiz"}
     records = [record for _, record in found]
-    back = [tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) for text in texts]
-    assert [record.text for record in records] == back
+    assert [record.text for record in records] == texts
+    assert {record.tokens for record in records} == {3}
     assert [record.correct for record in records] == [False] * 5 + [True, True, False]
     assert [(record.mode, record.sample) for record in records[:3]] == [
         ("greedy", 0),
@@ -70,9 +70,7 @@ def test_hostile_completions_cost_their_time_limit_and_nothing_else(
     assert records[0].prompt_hash == problem.prompt_hash and records[0].finish_reason == "stop"
 
 
-def test_a_scorer_of_the_users_says_what_is_right_in_a_worker_of_its_own(
-    untied_model: Path, tmp_path: Path
-) -> None:
+def test_a_scorer_of_the_users_says_what_is_right_in_a_worker_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "import os\n"
         "def scorer(completion, solutions, row):\n"
@@ -83,16 +81,14 @@ def test_a_scorer_of_the_users_says_what_is_right_in_a_worker_of_its_own(
         "    return completion.endswith(solutions[0]) and row['level'] == 3\n"
     )
     texts = ["so \\boxed{9} or 1", "ends 1", "hangs 1", "so \\boxed{1}."]
-    tokenizer = load_tokenizer(str(untied_model))
     problem = Problem("q", "One?", (1, 2), ("1",), "math", '{"level": 3}', benchmark="quiz")
     found: list[CompletionRecord] = []
     hook = Hook("scorer", f"{tmp_path}/own.py:scorer", "--scorer")
     with WorkerPool(1, 1.0) as pool, WorkerPool(1, 1.0, function=hook) as scorer:
-        verification = Verification(pool, tokenizer, {0: problem}, lambda _, one: found.append(one), scorer)
+        verification = Verification(pool, {0: problem}, lambda _, one: found.append(one), scorer)
         for index, text in enumerate(texts):
-            tokens = (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)
             request = Request((0, index), problem.token_ids, index, 0, 99)
-            verification.submit(request, RequestResult((0, index), tokens, (0.0,) * len(tokens), "stop"))
+            verification.submit(request, completion_of(index, text))
         verification.finish()
     assert [(one.correct, one.verdict, one.extracted) for one in found] == [
         (True, "function", "9"),

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from rlmath.config.schema import RolloutConfig
 from rlmath.rollout.engine import open_standalone
-from rlmath.rollout.sampling import Request, sample
+from rlmath.rollout.running_completions import RunningCompletions
+from rlmath.rollout.sampling import Request
 
 NEW_TOKENS, MODEL_LENGTH = 230, 256
 TEMPERATURE = 0.8
@@ -43,11 +44,12 @@ def main(folder: str) -> None:
         return preempt(*arguments, **more)
 
     scheduler._preempt_request = counted
-    results = {result.key: result for result in sample(llm, SETTINGS, REQUESTS)}
+    running = RunningCompletions(llm, SETTINGS)
+    completions = {ended.request.key: ended.completion for ended in running.sample(REQUESTS)}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     counts = {"tokens": 0, "greedy": 0, "others": 0, "preemptions": preemptions}
     for request in REQUESTS:
-        drawn_T = torch.tensor(results[request.key].token_ids)
+        drawn_T = torch.tensor(completions[request.key].token_ids)
         whole = torch.tensor([[*request.token_ids, *drawn_T.tolist()]])
         prompt = len(request.token_ids)
         with torch.no_grad():

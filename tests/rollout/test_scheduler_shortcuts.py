@@ -26,7 +26,8 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
-from rlmath.rollout.sampling import _Pending  # noqa: E402
+from rlmath.rollout.running_completions import _Decoding  # noqa: E402
+from rlmath.rollout.sampling import Request as OurRequest  # noqa: E402
 from rlmath.rollout.scheduler_shortcuts import take_shortcuts  # noqa: E402
 
 BLOCK = 4
@@ -49,7 +50,7 @@ def run(scheduler: Scheduler, is_async: bool, add: Any) -> list[Any]:
     init_none_hash(hash_function)
     hasher = get_request_block_hasher(BLOCK, hash_function)
     told: list[Any] = []
-    found = {str(n): _Pending((n, 0)) for n in range(len(LENGTHS))}
+    found = {str(n): _Decoding(OurRequest((n, 0), (n + 1,), 0, 0, 99)) for n in range(len(LENGTHS))}
     for n, (prompt, new) in enumerate(LENGTHS):
         params = SamplingParams(max_tokens=new, logprobs=0, detokenize=False)
         scheduler.add_request(Request(str(n), [n + 1] * prompt, params, None, block_hasher=hasher))
@@ -90,7 +91,7 @@ def finish(scheduler: Scheduler, scheduled: Any) -> list[Any]:
     ]
 
 
-def add_plainly(one: _Pending, output: Any) -> None:
+def add_plainly(one: _Decoding, output: Any) -> None:
     one.token_ids.extend(output.new_token_ids)
     one.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
 
@@ -104,6 +105,6 @@ def test_what_is_scheduled_sampled_and_cached_is_the_same(
     short = scheduler_of(untied_model, is_async, blocks)
     core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=short))
     take_shortcuts(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core)))
-    assert run(short, is_async, _Pending.add) == wanted
+    assert run(short, is_async, _Decoding.add) == wanted
     some_are_preempted = any(isinstance(one, set) and one for one in wanted)
     assert some_are_preempted == (blocks == 12)

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.run_store import RunStore
-from rlmath.rollout.sampling import AllAtOnce, Load, Request, RequestResult, RequestSource
+from rlmath.rollout.running_completions import AllAtOnce, Load, RequestSource
+from rlmath.rollout.sampling import Request
 from rlmath.rollout.work_queue import EngineUsage, WorkItem, WorkQueue, idle_shares
 
 ONE_ENGINE = Mesh(0, 1, 1, 1, 1)
@@ -57,7 +58,7 @@ class PlayedEngine:
             row[1] += 1
         for request, tokens in [row for row in self.queue if row[1] == row[0].max_new_tokens]:
             self.made.append(request.key)
-            self.source.finished(RequestResult(request.key, (3,) * tokens, (0.0,) * tokens, "length"))
+            self.source.ended(request.key, tokens)
         self.queue = [row for row in self.queue if row[1] < row[0].max_new_tokens]
         return True
 
@@ -159,7 +160,7 @@ def test_what_an_engine_did_by_hand() -> None:
     assert len(work_queue.pop(Load(0, 0))) == 4
     for load in (Load(4, 0), Load(4, 2)):  # two of them are put off for want of room in the KV cache
         assert work_queue.pop(load) == []
-    work_queue.finished(RequestResult((0, 0), (3,) * 5, (0.0,) * 5, "stop"))
+    work_queue.ended((0, 0), 5)
     assert len(work_queue.pop(Load(3, 0))) == 1
     for load in (Load(4, 1), Load(4, 0), Load(2, 0), Load(1, 0)):
         assert work_queue.pop(load) == []
@@ -174,7 +175,7 @@ class Unasked(dist.Store):
 def test_nothing_is_drawn_while_sequences_wait_for_the_kv_cache():
     work_queue = WorkQueue(new_store(), make_requests([5] * 9, 1), ONE_ENGINE, 4)
     assert len(work_queue.pop(Load(0, 0))) == 4
-    work_queue.finished(RequestResult((0, 0), (3,) * 5, (0.0,) * 5, "stop"))
+    work_queue.ended((0, 0), 5)
     assert work_queue.pop(Load(3, 1)) == []
     assert [request.key for request in work_queue.pop(Load(3, 0))] == [(4, 0)]
 
@@ -184,8 +185,8 @@ def test_remaining_samples_of_the_longest_first_samples_come_first():
     assert [request.key for request in work_queue.pop(Load(0, 0))] == [(0, 0), (1, 0), (2, 0), (3, 0)]
     for _ in range(5):
         work_queue.pop(Load(4, 0))
-    work_queue.finished(RequestResult((1, 0), (3,) * 2, (0.0,) * 2, "stop"))
-    work_queue.finished(RequestResult((2, 0), (3,) * 3, (0.0,) * 3, "stop"))
+    work_queue.ended((1, 0), 2)
+    work_queue.ended((2, 0), 3)
     # First samples 0 and 3 have run for 6 steps and are not done, 2 had 3 tokens, 1 had 2.
     order = [work_queue.pop(Load(3, 0))[0].key for _ in range(4)]
     assert order == [(0, 1), (3, 1), (2, 1), (1, 1)]

@@ -36,13 +36,7 @@ from rlmath.data.prompt_curriculum import HISTORY, PromptCurriculum, rules_of
 from rlmath.data.tokenizer import completion_text
 from rlmath.rewards.several_rewards import compared_rewards, takes_groups
 from rlmath.rollout.collector import CollectGroups, Collector, Work
-from rlmath.rollout.sampling import (
-    Key,
-    RolloutSeed,
-    SamplingSettings,
-    requests_of,
-    training_sampling,
-)
+from rlmath.rollout.sampling import Key, RolloutSeed, SamplingSettings, requests_of, training_sampling
 from rlmath.rollout.unfinished_rules import slice_tokens, unfinished_rules
 from rlmath.rollout.work_queue import EngineUsage
 

@@ -1,0 +1,315 @@
+"""The completions that an engine samples: the one loop around vLLM's steps.
+
+                       interrupted
+                        ^       |
+              interrupt |       | begin
+                        |       v
+    Request -- begin -> decoding ----> finished: a stop token, or `max_new_tokens`; its text, then `score`
+        ^                  |
+        |                  v
+        +-- begin -- unfinished: `slice_tokens` are sampled
+
+Whoever has work gives it, in its own order: a rollout and an evaluation by a source (`sample`), an engine on ranks of
+its own between two steps (`begin`, `step`). Finish reason, text and segments of a completion are made here and nowhere
+else. Who scores it is the caller's matter.
+
+A completion that is interrupted, or whose slice ends, leaves vLLM with what is sampled of it (`Request.so_far`); begun
+again, vLLM prefills that.
+
+vLLM's engine core is given requests and asked for tokens, without what `LLM` does around it for text.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerFast
+
+from rlmath.algorithms.types import Completion, PartialCompletion
+from rlmath.config.schema import RolloutConfig
+from rlmath.data.tokenizer import completion_text
+from rlmath.rollout.sampling import Key, Request
+
+_NAMES = itertools.count()
+"""Names of requests, never used twice in a process: an engine may still hold the last ones of the step before."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What an engine samples with; every token of a completion knows it."""
+
+    version: int = 0
+    """Optimizer steps."""
+    step: int = 0
+    """The step, counted from 0, that samples with them."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A completion that an engine samples no further."""
+
+    request: Request
+    completion: PartialCompletion | Completion
+    """All of it; partial where `request.slice_tokens` were sampled before its end."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What an engine has to do, in sequences."""
+
+    in_flight: int
+    """Begun and not ended."""
+    waiting: int
+    """Those in flight that have no place: not begun yet, or put off because the KV cache is full."""
+
+
+@dataclass
+class Usage:
+    """What an engine has done since it was reset."""
+
+    since: float = field(default_factory=time.perf_counter)
+    busy_seconds: float = 0.0
+    """In steps of vLLM's."""
+    new_tokens: int = 0
+    steps: int = 0
+    running: int = 0
+    """Completions that were decoded, summed over steps."""
+
+
+class RequestSource(Protocol):
+    """Gives requests while an engine samples. All ranks of an engine must be given the same."""
+
+    def pop(self, load: Load) -> Sequence[Request]:
+        """Requests to begin before the next step; sampling ends where an engine that has none is given none."""
+
+    def ended(self, key: Key, tokens: int) -> None:
+        """Called with every request that ended, before it is yielded, and the tokens of its completion."""
+
+
+class AllAtOnce:
+    """Gives all its requests before the first step; vLLM queues them."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = requests
+
+    def pop(self, load: Load) -> Sequence[Request]:
+        requests, self._requests = self._requests, ()
+        return requests
+
+    def ended(self, key: Key, tokens: int) -> None:
+        pass
+
+
+class RunningCompletions:
+    """The completions that a vLLM `LLM` of this process samples; nothing else may use it while there are any. All ranks
+    of an engine call every method alike. The log-probs are of the distribution that was sampled from, temperature
+    included.
+
+        running = RunningCompletions(llm, settings, tokenizer=tokenizer, score=submit)
+        for ended in running.sample(requests):
+            ...
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        settings: RolloutConfig,
+        *,
+        weights: Weights = Weights(),
+        tokenizer: PreTrainedTokenizerFast | None = None,
+        score: Callable[[Request, Completion], None] = lambda request, completion: None,
+        on_step: Callable[[], None] = lambda: None,
+        keeps_cache: bool = False,
+    ) -> None:
+        """Of the `settings` those of the distribution count, where a request has none of its own. Finished completions
+        get their text by the `tokenizer` and are handed to `score`; without one, as on ranks that do not lead their
+        engine, neither. `on_step` is called before each step. With `keeps_cache`, completions keep their KV cache when
+        new weights come: those begun later do not share its blocks."""
+        self._core = llm.llm_engine.engine_core
+        self._scheduler = self._core.engine_core.scheduler  # in this process (see `prepare_environment`)
+        self._prepare = _Preparation(llm, settings)
+        self._tokenizer = tokenizer
+        self._score = score
+        self._on_step = on_step
+        self._keeps_cache = keeps_cache
+        self._decoding: dict[str, _Decoding] = {}
+        self.weights = weights
+        """Set them when the engine has others, behind `keep_tokens` or while all is interrupted."""
+        self.usage = Usage()
+
+    def __len__(self) -> int:
+        """Completions that are begun and not ended."""
+        return len(self._decoding)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._scheduler.requests)
+
+    def load(self) -> Load:
+        _, waiting = self._scheduler.get_request_counts()
+        return Load(len(self._decoding), waiting)
+
+    def sample(self, requests: Sequence[Request] | RequestSource) -> Iterator[Ended]:
+        """Sample all requests, those of a source as it gives them; yields each as soon as it has ended."""
+        source = AllAtOnce(requests) if isinstance(requests, Sequence) else requests
+        while True:
+            for request in source.pop(self.load()):
+                self.begin(request)
+            if not self.busy:
+                break
+            for ended in self.step():
+                source.ended(ended.request.key, len(ended.completion.token_ids))
+                yield ended
+        assert not len(self), f"vLLM did not return {len(self)} requests"
+
+    def begin(self, request: Request) -> None:
+        """Sample a completion from where it is. vLLM's VLLMValidationError for a prompt that the model cannot take."""
+        if self._keeps_cache:
+            request = replace(request, cache_salt=str(self.weights.version))
+        name = str(next(_NAMES))
+        self._decoding[name] = _Decoding(request)
+        self._core.add_request(self._prepare(name, request))
+
+    def step(self) -> list[Ended]:
+        """Make one step of vLLM's; what has ended with it, after what is finished was handed to be scored. RuntimeError
+        where vLLM gave one up."""
+        self._on_step()
+        usage, started = self.usage, time.perf_counter()
+        usage.steps += 1
+        usage.running += len(self._decoding)
+        ended: list[tuple[_Decoding, str]] = []
+        for output in self._core.get_output().outputs:
+            if (decoding := self._decoding.get(output.request_id)) is None:
+                continue  # interrupted
+            decoding.add(output)
+            usage.new_tokens += len(output.new_token_ids)
+            if output.finished:
+                del self._decoding[output.request_id]
+                ended.append((decoding, str(output.finish_reason)))
+        usage.busy_seconds += time.perf_counter() - started
+        return [self._end(decoding, reason) for decoding, reason in ended]
+
+    def _end(self, decoding: _Decoding, reason: str) -> Ended:
+        stopped = reason == "stop"
+        if not stopped and reason != "length":
+            raise RuntimeError(f"vLLM ended a completion with {reason!r}, unfinished")
+        request = decoding.request
+        sampled = decoding.sampled(self.weights)
+        if not stopped and len(sampled.token_ids) < request.max_new_tokens:
+            return Ended(request, sampled)
+        scores = self._tokenizer is not None
+        text = completion_text(self._tokenizer, sampled.token_ids, stopped) if scores else ""
+        completion = sampled.finished(request.key[1], text, "stop" if stopped else "length")
+        if scores:
+            self._score(request, completion)
+        return Ended(request, completion)
+
+    def keep_tokens(self) -> list[Request]:
+        """All in flight, with what is sampled of them by now; they go on. Call it before the engine gets new weights:
+        what it samples later is theirs."""
+        for decoding in self._decoding.values():
+            decoding.keep_tokens(self.weights)
+        return [decoding.request for decoding in self._decoding.values()]
+
+    @contextmanager
+    def interrupted(self) -> Iterator[list[Request]]:
+        """Take all out of vLLM while the engine does something else, or gets new weights; what there is of them. Behind
+        it they go on.
+
+            with running.interrupted() as requests:
+                engine.score(sequences)
+        """
+        requests = self.keep_tokens()
+        self._core.abort_requests(list(self._decoding))
+        self._decoding.clear()
+        yield requests
+        for request in requests:
+            self.begin(request)
+
+
+@dataclass
+class _Decoding:
+    """A completion in vLLM, and what it has sampled since `request.so_far`. An array takes 8 bytes for a token with its
+    log-prob, Python's numbers 70."""
+
+    request: Request
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+
+    def add(self, output: Any) -> None:
+        """The tokens of one of vLLM's `EngineCoreOutput`."""
+        self.token_ids.extend(output.new_token_ids)
+        if output.new_logprobs is not None:
+            self.logprobs.extend(output.new_logprobs)  # a list (see `scheduler_shortcuts`)
+        assert len(self.logprobs) == len(self.token_ids), (
+            "vLLM returned another number of log-probs than tokens"
+        )
+
+    def sampled(self, weights: Weights) -> PartialCompletion:
+        """All there is of the completion."""
+        so_far = self.request.so_far
+        if not self.token_ids:
+            return so_far
+        return so_far.extended(self.token_ids, self.logprobs, weights.version, weights.step)
+
+    def keep_tokens(self, weights: Weights) -> None:
+        """Those that these weights have sampled."""
+        self.request = replace(self.request, so_far=self.sampled(weights))
+        self.token_ids = array("i")
+        self.logprobs = array("f")
+
+
+class _Preparation:
+    """Makes vLLM's requests of ours. vLLM checks and completes one of those that follow each other and are alike, the
+    samples of a prompt; the others are copies of it with seeds of their own."""
+
+    def __init__(self, llm: Any, settings: RolloutConfig) -> None:
+        self._engine = llm.llm_engine
+        self._settings = settings
+        self._last: tuple[Request, Any] | None = None
+
+    def __call__(self, name: str, request: Request) -> Any:
+        """An `EngineCoreRequest`. vLLM's VLLMValidationError for a prompt that the model cannot take."""
+        if request.so_far.token_ids:  # there is none alike
+            made = self._check(name, request)
+            made.request_id = name
+            return made
+        alike = replace(request, key=(0, 0), seed=0)
+        if self._last is None or self._last[0] != alike:
+            self._last = alike, self._check(name, request)
+        checked = self._last[1]
+        made = copy.copy(checked)
+        made.request_id, made.sampling_params = name, copy.copy(checked.sampling_params)
+        made.sampling_params.seed = request.seed
+        return made
+
+    def _check(self, name: str, request: Request) -> Any:
+        from vllm.inputs import tokens_input
+
+        engine = self._engine
+        token_ids = [*request.token_ids, *request.so_far.token_ids]
+        prompt = tokens_input(token_ids, cache_salt=request.cache_salt)
+        parameters = _parameters(self._settings, request)
+        return engine.input_processor.process_inputs(name, prompt, parameters, engine.get_supported_tasks())
+
+
+def _parameters(settings: RolloutConfig, request: Request) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=settings.temperature if request.temperature is None else request.temperature,
+        top_p=settings.top_p if request.top_p is None else request.top_p,
+        top_k=settings.top_k,
+        max_tokens=request.most_now,
+        min_tokens=request.least_now,
+        seed=request.seed,
+        logprobs=0,
+        detokenize=False,
+    )
