@@ -16,7 +16,7 @@ import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
@@ -37,7 +37,6 @@ from rlmath.distributed.run_store import RunStore
 from rlmath.rewards.reward_manager import UNSCORED, RewardManager, RewardWorkers, scorer_settings
 from rlmath.rewards.several_rewards import takes_groups
 from rlmath.rollout.engine import Engine
-from rlmath.rollout.running_completions import Ended
 from rlmath.rollout.sampling import Key, Request, RolloutSeed, SamplingSettings, group_requests
 from rlmath.rollout.work_queue import EngineUsage, WorkQueue
 
@@ -183,13 +182,14 @@ class Collector:
         progress.close()
         work_queue.close()
         sampled: dict[Key, Sampled] = {}
-        usages: list[EngineUsage] = []
-        for of_engine in gathered:
-            if of_engine is not None:
-                new, usage = of_engine
-                sampled |= {key: _joined(part, by_key[key].request.so_far) for key, part in new.items()}
-                usages.append(usage)
-        return sampled, usages
+        for completions, scores, _ in gathered:
+            for key, new in completions.items():
+                completion = _with_first(new, by_key[key].request.so_far)
+                if isinstance(completion, Completion):
+                    sampled[key] = ScoredCompletion(completion, scores[key])
+                else:
+                    sampled[key] = completion
+        return sampled, [usage for _, _, usage in gathered if usage is not None]
 
     def _reward_manager(self, max_new_tokens: int, validates: bool) -> RewardManager:
         if validates and self._scorer is not None:
@@ -206,42 +206,36 @@ class Collector:
         step: int,
         rewards: RewardManager | None,
         by_group: bool,
-    ) -> tuple[dict[Key, Sampled], EngineUsage] | None:
-        """What this rank's engine samples, without what there was before, and what it does; None on ranks that do not
-        lead it. What is scored `by_group` has no score yet: an engine may have sampled a part of a group alone."""
+    ) -> tuple[dict[Key, PartialCompletion | Completion], dict[Key, Score], EngineUsage | None]:
+        """What this rank's engine samples, without the tokens that there were before, the scores of what is finished,
+        and what the engine does; nothing on ranks that do not lead it. What is scored `by_group` is unscored yet: an
+        engine may have sampled a part of a group alone."""
+        scores: dict[Key, Score] = {}
 
         def submit(request: Request, completion: Completion) -> None:
-            if rewards is not None and not by_group:
+            assert rewards is not None
+            if by_group:
+                scores[request.key] = UNSCORED
+            else:
                 rewards.submit(by_key[request.key].prompt, completion, request.key)
 
         started = time.perf_counter()
+        completions: dict[Key, PartialCompletion | Completion] = {}
         tokenizer = None if rewards is None else self.tokenizer
-        running = self._engine.running_completions(step, tokenizer, submit)
-        all_ended: list[Ended] = []
-        for ended in running.sample(work_queue):
+        for ended in self._engine.running_completions(step, tokenizer, submit).sample(work_queue):
             progress.add_one()
             progress.tick()
-            all_ended.append(ended)
+            before = len(ended.request.so_far.token_ids)
+            completions[ended.request.key] = _without_first(ended.completion, before)
         usage = work_queue.usage(time.perf_counter() - started)
         if rewards is None:
-            return None
+            return {}, {}, None
         rewards.wait(self._engine.on_step)
-        scores = {key: score for key, (score,) in rewards.take_finished()}
-        new: dict[Key, Sampled] = {}
-        for ended in all_ended:
-            key = ended.request.key
-            completion = _without_first(ended.completion, len(ended.request.so_far.token_ids))
-            if isinstance(completion, Completion):
-                new[key] = ScoredCompletion(completion, UNSCORED if by_group else scores[key])
-            else:
-                new[key] = completion
-        return new, usage
+        scores |= {key: score for key, (score,) in rewards.take_finished()}
+        return completions, scores, usage
 
 
-Tokens = TypeVar("Tokens", PartialCompletion, Completion)
-
-
-def _without_first(completion: Tokens, tokens: int) -> Tokens:
+def _without_first(completion: PartialCompletion | Completion, tokens: int) -> PartialCompletion | Completion:
     """Without the first tokens: what is gathered is not what all ranks have already."""
     if not tokens:
         return completion
@@ -249,19 +243,15 @@ def _without_first(completion: Tokens, tokens: int) -> Tokens:
     return replace(completion, token_ids=token_ids, logprobs=completion.logprobs[tokens:])
 
 
-def _with_first(completion: Tokens, so_far: PartialCompletion) -> Tokens:
-    """All tokens of a completion that was gathered without what there was of it before."""
+def _with_first(
+    completion: PartialCompletion | Completion, so_far: PartialCompletion
+) -> PartialCompletion | Completion:
+    """With the tokens that there were before, where it was gathered without them."""
     if not so_far.token_ids:
         return completion
     token_ids = array("i", so_far.token_ids) + array("i", completion.token_ids)
     logprobs = array("f", so_far.logprobs) + array("f", completion.logprobs)
     return replace(completion, token_ids=token_ids, logprobs=logprobs)
-
-
-def _joined(new: Sampled, so_far: PartialCompletion) -> Sampled:
-    if isinstance(new, ScoredCompletion):
-        return replace(new, completion=_with_first(new.completion, so_far))
-    return _with_first(new, so_far)
 
 
 class SamplingProgress:

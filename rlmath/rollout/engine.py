@@ -29,7 +29,7 @@ from rlmath.distributed.ranks import environment_rank
 from rlmath.rollout.engine_sleep import EngineMemory, reset_prefix_cache
 from rlmath.rollout.engine_weights import EngineWeights
 from rlmath.rollout.running_completions import RunningCompletions, Weights
-from rlmath.rollout.sampling import Request, RunningRequests
+from rlmath.rollout.sampling import Request
 from rlmath.telemetry.console import route_library_logs
 
 logger = logging.getLogger(__name__)
@@ -247,10 +247,6 @@ class Engine:
             on_step=lambda: self.on_step(),
             keeps_cache=keeps_cache,
         )
-
-    def running_requests(self) -> RunningRequests:
-        """Requests that are sampled step by step, none of them yet; nothing else may generate while there are any."""
-        return RunningRequests(self._llm, self._settings)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of every token but the first of each sequence, given those before it, at temperature 1 (nats)."""

@@ -28,28 +28,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rlmath.algorithms.partial_rollouts import UnfinishedGroup
-from rlmath.algorithms.types import (
-    NOTHING_SAMPLED,
-    Completion,
-    FinishReason,
-    PartialCompletion,
-    Prompt,
-    ScoredCompletion,
-)
+from rlmath.algorithms.types import NOTHING_SAMPLED, Completion, PartialCompletion, Prompt, ScoredCompletion
 from rlmath.config.schema import RewardConfig, RolloutConfig
 from rlmath.data.dataset import Inputs
-from rlmath.data.tokenizer import completion_text
 from rlmath.distributed.bridge import Mailbox
 from rlmath.distributed.collectives import shared_store
 from rlmath.distributed.mesh import Mesh
 from rlmath.rewards.reward_manager import UNSCORED, RewardManager, RewardWorkers
 from rlmath.rollout.collector import CollectGroups, Collector
 from rlmath.rollout.engine import Engine
-from rlmath.rollout.sampling import Request, RequestResult, RolloutSeed, SamplingSettings, requests_of
+from rlmath.rollout.running_completions import Usage, Weights
+from rlmath.rollout.sampling import Request, RolloutSeed, SamplingSettings, requests_of
 from rlmath.rollout.weight_sync.offer import WeightReceiver
 from rlmath.rollout.work_queue import share_in_engine
 
@@ -172,27 +165,9 @@ class Scored:
 @dataclass
 class _Group:
     prompt: Prompt
-    requests: list[Request]
-    """The requests of whole completions, by sample index."""
     samples: list[PartialCompletion | Completion | ScoredCompletion]
-    """A completion that is finished waits for its score."""
-
-    @property
-    def is_sampled(self) -> bool:
-        return not any(isinstance(one, PartialCompletion) for one in self.samples)
-
-
-@dataclass
-class _Usage:
-    """What an engine does while it has a version."""
-
-    since: float = field(default_factory=time.perf_counter)
-    busy_seconds: float = 0.0
-    tokens_before: int = 0
-    """New tokens of all versions before."""
-    steps: int = 0
-    running: int = 0
-    """Summed over steps."""
+    """By sample index: of an unfinished one what there was when it began, or at the last snapshot. One that is finished
+    waits for its score."""
 
 
 class _Draws:
@@ -263,11 +238,15 @@ class EngineLoop:
         self._capacity = rollout.max_concurrent_sequences or rollout.max_num_seqs
         # Without a limit of the user's, the last group may be begun in part: vLLM queues the others.
         self._free_for_a_group = rollout.group_size if rollout.max_concurrent_sequences else 1
-        self._running = engine.running_requests()
+        self._running = engine.running_completions(
+            tokenizer=None if leader is None else collector.tokenizer,
+            score=self._score,
+            keeps_cache=rollout.on_new_weights == "keep",
+        )
         self._sampling = plan.sampling_of_stage[0]
         self._rewards: RewardManager | None = None
         self._groups: dict[int, _Group] = {}
-        """By draw; on ranks that lead no engine those that are being sampled."""
+        """By draw, those that are not sampled and scored; none on ranks that lead no engine."""
         self._unfinished: list[UnfinishedGroup] = []
         """Groups of an earlier start, begun before any other."""
         self._draws = _Draws(mesh.num_engines)
@@ -277,10 +256,8 @@ class EngineLoop:
         """What is taken once all running completions are finished."""
         self._queue: list[Any] = []
         """Messages that wait behind that."""
-        self._taken: NewWeights | None = None
         self._report: WeightsTaken | None = None
         """What is reported with the first token under the version that was taken last."""
-        self._usage = _Usage()
         self._steps = 0
         self._status: int | None = None
 
@@ -357,24 +334,28 @@ class EngineLoop:
 
     def _take_weights(self, message: NewWeights) -> None:
         self._pending = None
-        taken = self._running.take_tokens() if self._on_new_weights == "keep" else self._interrupt()
-        self._keep_tokens(taken)
+        if self._on_new_weights == "keep" and self._running.busy:
+            self._receive(message, self._running.keep_tokens(), keeps_cache=True)
+        else:
+            with self._running.interrupted() as requests:
+                self._receive(message, requests, keeps_cache=False)
+
+    def _receive(self, message: NewWeights, requests: Sequence[Request], keeps_cache: bool) -> None:
+        """Get new weights for completions in flight. With requests in vLLM its prefix cache cannot be emptied: those of
+        a version share no blocks with others."""
         transfer_seconds = self._receiver.take()
-        keep = self._on_new_weights == "keep" and self._running.busy
-        # With requests in vLLM its prefix cache cannot be emptied: requests of a version have a salt of their own.
-        self._engine.set_weight_version(message.version, reset_prefixes=not keep)
+        self._engine.set_weight_version(message.version, reset_prefixes=not keeps_cache)
+        self._running.weights = Weights(message.version, message.step)
         self._on_weights(message.step)
-        self._report = self._new_report(message, transfer_seconds, taken, prefills_again=not keep)
-        self._taken = message
-        if not keep:
-            self._go_on(taken)
+        prefilled = 0 if keeps_cache else sum(len(request.so_far.token_ids) for request in requests)
+        self._report = self._new_report(message, transfer_seconds, len(requests), prefilled)
 
     def _new_report(
-        self, message: NewWeights, transfer_seconds: float, taken: list[RequestResult], prefills_again: bool
+        self, message: NewWeights, transfer_seconds: float, interrupted: int, prefilled_again: int
     ) -> WeightsTaken:
         """What goes to the trainers with the first token. Where the one before has not gone, nothing was sampled since,
         and its figures count on."""
-        usage, self._usage = self._usage, _Usage(tokens_before=self._running.new_tokens)
+        usage, self._running.usage = self._running.usage, Usage()
         seconds = time.perf_counter() - usage.since
         if (unsent := self._report) is not None:
             seconds += unsent.seconds
@@ -385,42 +366,42 @@ class EngineLoop:
                 transfer_seconds=transfer_seconds,
                 seconds=seconds,
             )
-        again = sum(len(self._tokens_so_far(one.key)) for one in taken) if prefills_again else 0
         return WeightsTaken(
             version=message.version,
             learned_at=message.learned_at,
             transfer_seconds=transfer_seconds,
             seconds=seconds,
             busy_seconds=usage.busy_seconds,
-            new_tokens=self._running.new_tokens - usage.tokens_before,
-            interrupted=len(taken),
-            prefilled_again_tokens=again,
+            new_tokens=usage.new_tokens,
+            interrupted=interrupted,
+            prefilled_again_tokens=prefilled_again,
             running=usage.running / max(1, usage.steps),
             queued_scores=0 if self._rewards is None else len(self._rewards),
         )
 
     def _send_snapshot(self) -> None:
         """Finished completions get their score first."""
-        self._keep_tokens(self._running.take_tokens())
+        requests = self._running.keep_tokens()
+        if self._leader is None:
+            return
+        for request in requests:
+            draw, g = request.key
+            self._groups[draw].samples[g] = request.so_far
         self._finish_scored(wait=True)
         samples = {draw: tuple(group.samples) for draw, group in self._groups.items()}
         self._send(Snapshot(samples))  # type: ignore[arg-type]
 
     def _collect(self, message: CollectGroups) -> None:
-        interrupted = self._interrupt()
-        self._keep_tokens(interrupted)
-        self._engine.reset_prefix_cache()
-        rollout = self._collector.collect(message)  # over all engines; what is in flight waits
-        if self._mesh.engine_index == 0:
-            self._send(rollout)
-        self._engine.reset_prefix_cache()
-        self._go_on(interrupted)
+        with self._running.interrupted():
+            self._engine.reset_prefix_cache()
+            rollout = self._collector.collect(message)  # over all engines; what is in flight waits
+            if self._mesh.engine_index == 0:
+                self._send(rollout)
+            self._engine.reset_prefix_cache()
 
     def _score_tokens(self, message: ScoreTokens) -> None:
-        interrupted = self._interrupt()
-        self._keep_tokens(interrupted)
-        self._send(Scored(self._mesh.engine_index, self._engine.score(message.sequences)))
-        self._go_on(interrupted)
+        with self._running.interrupted():
+            self._send(Scored(self._mesh.engine_index, self._engine.score(message.sequences)))
 
     # ------------------------------------------------------------ groups
 
@@ -449,88 +430,32 @@ class EngineLoop:
         step, index, times = self._plan.inputs.order.drawn(draw)
         prompt = self._plan.inputs.prompts[index]
         requests = requests_of(prompt, draw, self._sampling, RolloutSeed(self._plan.run_seed, step), times)
-        # Their sample indices count over the step's times of a prompt; here they count from 0.
-        requests = [replace(request, key=(draw, g)) for g, request in enumerate(requests)]
-        self._groups[draw] = _Group(prompt, requests, list(samples))
-        for g, sample in enumerate(samples):
+        if self._leader is not None:
+            self._groups[draw] = _Group(prompt, list(samples))
+        for request, sample in zip(requests, samples, strict=True):
             if isinstance(sample, PartialCompletion):
-                self._add(draw, g)
-
-    def _add(self, draw: int, g: int) -> None:
-        """Give vLLM a completion, from where it is."""
-        group = self._groups[draw]
-        request, so_far = group.requests[g], group.samples[g]
-        assert isinstance(so_far, PartialCompletion)
-        request = replace(request, so_far=so_far)
-        if self._on_new_weights == "keep":
-            request = replace(request, cache_salt=str(self._engine.version))
-        self._running.add(request)
-
-    def _interrupt(self) -> list[RequestResult]:
-        """End what vLLM samples; what was sampled of it. `_go_on` begins it again."""
-        return self._running.abort()
-
-    def _go_on(self, interrupted: Sequence[RequestResult]) -> None:
-        for one in interrupted:
-            self._add(*one.key)
-
-    def _keep_tokens(self, taken: Sequence[RequestResult]) -> None:
-        """New tokens of unfinished completions, sampled with the weights that the engine has."""
-        for one in taken:
-            if one.token_ids:
-                draw, g = one.key
-                self._groups[draw].samples[g] = self._extended(one)
-
-    def _extended(self, result: RequestResult) -> PartialCompletion:
-        draw, g = result.key
-        before = self._groups[draw].samples[g]
-        assert isinstance(before, PartialCompletion)
-        if not result.token_ids:
-            return before
-        step = 0 if self._taken is None else self._taken.step
-        return before.extended(result.token_ids, result.logprobs, self._engine.version, step)
-
-    def _tokens_so_far(self, key: tuple[int, int]) -> Sequence[int]:
-        sample = self._groups[key[0]].samples[key[1]]
-        assert isinstance(sample, PartialCompletion)
-        return sample.token_ids
+                self._running.begin(replace(request, so_far=sample))
 
     # ------------------------------------------------------------ steps of vLLM's
 
     def _step(self) -> None:
-        self._engine.on_step()
         self._steps += 1
-        usage, started, running = self._usage, time.perf_counter(), len(self._running)
-        finished = self._running.step()
-        usage.busy_seconds += time.perf_counter() - started
-        usage.steps += 1
-        usage.running += running
-        self._report_weights()
-        for result in finished:
-            self._finish(result)
-
-    def _report_weights(self) -> None:
+        self._running.step()
         if self._report is not None:
             self._send(self._report)
             self._report = None
 
-    def _finish(self, result: RequestResult) -> None:
-        if result.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"vLLM ended a completion with {result.finish_reason!r}, unfinished")
-        draw, g = result.key
-        group, whole = self._groups[draw], self._extended(result)
-        reason: FinishReason = "stop" if result.finish_reason == "stop" else "length"
-        tokenizer, stopped = self._collector.tokenizer, reason == "stop"
-        text = "" if self._leader is None else completion_text(tokenizer, whole.token_ids, stopped)
-        group.samples[g] = completion = whole.finished(g, text, reason)
-        if self._rewards is None:
-            if group.is_sampled:
-                del self._groups[draw]  # its leader scores it
-        elif not self._rewards.takes_groups:
-            self._rewards.submit(group.prompt, completion, key=(draw, [g]))
-        else:
+    def _score(self, request: Request, completion: Completion) -> None:
+        """Have a completion scored; by functions that take groups once all of its group is sampled."""
+        draw, g = request.key
+        group = self._groups[draw]
+        assert self._rewards is not None
+        if self._rewards.takes_groups:
             group.samples[g] = ScoredCompletion(completion, UNSCORED)
             self._submit_if_complete(draw)
+        else:
+            group.samples[g] = completion
+            self._rewards.submit(group.prompt, completion, key=(draw, [g]))
 
     def _submit_if_complete(self, draw: int) -> None:
         """Have a group scored as a whole, where all of it is sampled."""

@@ -204,10 +204,10 @@ class RunningCompletions:
         sampled = decoding.sampled(self.weights)
         if not stopped and len(sampled.token_ids) < request.max_new_tokens:
             return Ended(request, sampled)
-        scores = self._tokenizer is not None
-        text = completion_text(self._tokenizer, sampled.token_ids, stopped) if scores else ""
+        tokenizer = self._tokenizer
+        text = "" if tokenizer is None else completion_text(tokenizer, sampled.token_ids, stopped)
         completion = sampled.finished(request.key[1], text, "stop" if stopped else "length")
-        if scores:
+        if tokenizer is not None:
             self._score(request, completion)
         return Ended(request, completion)
 

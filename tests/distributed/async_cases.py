@@ -91,6 +91,13 @@ def _sample(prepared: PreparedRun[Any], world: int, rank: int, device: Any, pace
     class Paced(EngineLoop):
         """Samples no further while the trainer has all that it needs for its step, until it gets the next weights."""
 
+        needed = 0
+        """Draws that the trainer needs for the step of the weights that it has."""
+
+        def _take_weights(self, message: Any) -> None:
+            super()._take_weights(message)
+            self.needed = partial.PER_STEP * (message.step + 1)
+
         def _begin(self, draw: int, samples: Any) -> None:
             super()._begin(draw, samples)
             self.begun = draw + 1
@@ -104,8 +111,7 @@ def _sample(prepared: PreparedRun[Any], world: int, rank: int, device: Any, pace
                 self._handle_messages()
 
         def _is_ahead(self) -> bool:
-            needed = 0 if self._taken is None else partial.PER_STEP * (self._taken.step + 1)
-            return 0 < needed <= self.begun and all(draw >= needed for draw in self._groups)
+            return 0 < self.needed <= self.begun and all(draw >= self.needed for draw in self._groups)
 
     config = prepared.config
     mesh = engine_mesh_of(config, world, rank)
