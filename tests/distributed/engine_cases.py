@@ -222,7 +222,8 @@ def mismatch(both: Pair, case: Case, updates: int) -> list[float]:
 def old_prefixes(folder: Path) -> dict[str, Any]:
     """A prompt longer than a block of the KV cache, sampled before and after updates of the policy. Prefixes of old
     weights are dropped by `set_weight_version`, where the engine was awake all the time, and by sleep: the largest
-    difference between the engine's log-probs and the policy's after each, and after an update without either."""
+    difference between the engine's log-probs and the policy's after each, after an update without either, and then by
+    completions that share no blocks with those of older weights."""
     from rlmath.rollout.sampling import Request
 
     stage = build(folder, Case(lr=1.0))
@@ -235,8 +236,9 @@ def old_prefixes(folder: Path) -> dict[str, Any]:
     assert vllm.vllm_config.cache_config.enable_prefix_caching
     report: dict[str, Any] = {"block": vllm.vllm_config.cache_config.block_size, "prompt": len(prompt)}
 
-    def difference() -> float:
-        generated = completions_of(engine, requests).values()
+    def difference(keeps_cache: bool = False) -> float:
+        ended = engine.running_completions(keeps_cache=keeps_cache).sample(requests)
+        generated = [one.completion for one in ended]
         samples = [Sample(prompt, one.token_ids, one.logprobs, 1.0) for one in generated]
         batches = _pack_all(samples, stage.mesh)
         mine = by_sample(batches, stage.actor.forward_backward.logprobs(batches))
@@ -265,5 +267,7 @@ def old_prefixes(folder: Path) -> dict[str, Any]:
     learn(2)
     both.sync.run()
     report["nothing dropped"] = difference()
+    engine.version = stage.actor.learner.updates
+    report["nothing shared"] = difference(keeps_cache=True)
     engine.close()
     return report

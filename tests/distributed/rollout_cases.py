@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rlmath.algorithms.types import Prompt, ScoredGroup
+from rlmath.algorithms.types import Completion, Prompt, ScoredGroup
 from rlmath.config.schema import RewardConfig, RolloutConfig
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.ranks import environment_rank, environment_world_size
-from tests.distributed.engine_cases import Sampled, whole_and_in_slices
+from rlmath.rollout.running_completions import Usage
+from rlmath.rollout.sampling import Key, Request
+from tests.distributed.engine_cases import Sampled, completions_of, whole_and_in_slices
 from tests.tiny_models import shape_of
 
 ROLLOUT = RolloutConfig(
@@ -26,6 +28,8 @@ SEEDS = {"first": (1, 0), "next step": (1, 1), "other run": (2, 0)}
 """Run seed and step of the rollouts that a hash rewards."""
 SLICE = 5
 """Tokens of a slice of a completion."""
+KEPT_AFTER, INTERRUPTED_AFTER = 4, 3
+"""Steps of vLLM's before the first new weights, and before the second."""
 PROMPTS = [Prompt(f"q-{n}", f"{n}+1=", (n + 3, 50, 51), (str(n + 1),), "math") for n in range(9)]
 
 
@@ -56,8 +60,8 @@ def _write_weights(weights: Any, shapes: dict[str, tuple[int, int]]) -> None:
 
 def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[str, Any]:
     """The groups of several rollouts by one `Collector`, each on the first so many prompts; and what it leaves in the
-    store. The weights have version 3. Then the rollouts of `SEEDS`, see `_hashed`, and where there is one engine by
-    temperature completions that are cut, see `_in_slices`."""
+    store. The weights have version 3. Then the rollouts of `SEEDS`, see `_hashed`, where there is one engine by
+    temperature completions that are cut, see `_in_slices`, and completions under changing weights, see `_interrupted`."""
     from rlmath.data.tokenizer import load_tokenizer
     from rlmath.rewards.reward_manager import open_reward_workers
     from rlmath.rollout.collector import CollectGroups, Collector
@@ -84,8 +88,10 @@ def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[
     hashed = _hashed(engine, mesh, folder)
     temperatures = (0.0, 1.0) if mesh.engine_size == mesh.world_size else ()
     slices = {temperature: _in_slices(engine, temperature) for temperature in temperatures}
+    interrupted = _interrupted(engine, mesh, folder)
     engine.close()
     return {
+        "interrupted": interrupted,
         "hashed": hashed,
         "slices": slices,
         "groups": [rollout.groups for rollout in rollouts],
@@ -121,3 +127,62 @@ def _in_slices(engine: Any, temperature: float) -> tuple[Sampled, Sampled]:
     sampling = replace(training_sampling(ROLLOUT), samples=1, temperature=temperature)
     requests = [row[0] for row in group_requests(PROMPTS, sampling, RolloutSeed(1, 0))]
     return whole_and_in_slices(engine, requests, SLICE)
+
+
+@dataclass
+class Interrupted:
+    """What a `RunningCompletions` did."""
+
+    whole: dict[Key, Completion]
+    """The same completions, never interrupted."""
+    ended: dict[Key, Completion]
+    scored: dict[Key, Completion]
+    """What was handed to be scored."""
+    held: dict[Key, int]
+    """Tokens of those that were interrupted."""
+    left: int
+    """What was in flight then."""
+    usage: Usage
+    given_up: str
+    """The error where vLLM gives a completion up."""
+
+
+def _interrupted(engine: Any, mesh: Mesh, folder: Path) -> Interrupted:
+    """Completions of as many prompts as the engine has places: new weights by name, which are the same, behind
+    `KEPT_AFTER` steps, and again, while they are interrupted, behind `INTERRUPTED_AFTER` more."""
+    from rlmath.data.tokenizer import load_tokenizer
+    from rlmath.rollout.running_completions import Weights, _Decoding
+    from rlmath.rollout.sampling import RolloutSeed, group_requests, training_sampling
+
+    sampling = replace(training_sampling(ROLLOUT), samples=1, temperature=1.0)
+    prompts = PROMPTS[: ROLLOUT.max_num_seqs]
+    requests = [row[0] for row in group_requests(prompts, sampling, RolloutSeed(1, 0))]
+    whole = completions_of(engine, requests)
+    scored: dict[Key, Completion] = {}
+
+    def score(request: Request, completion: Completion) -> None:
+        scored[request.key] = completion
+
+    tokenizer = load_tokenizer(str(folder)) if mesh.is_engine_leader else None
+    running = engine.running_completions(step=0, tokenizer=tokenizer, score=score)
+    for request in requests:
+        running.begin(request)
+    ended = [one for _ in range(KEPT_AFTER) for one in running.step()]
+    running.keep_tokens()
+    running.weights = Weights(4, 1)
+    ended += [one for _ in range(INTERRUPTED_AFTER) for one in running.step()]
+    with running.interrupted() as in_flight:
+        held = {request.key: len(request.so_far.token_ids) for request in in_flight}
+        left = len(running) + running.busy
+        running.weights = Weights(5, 2)
+    while running.busy:
+        ended += running.step()
+    try:
+        running._end(_Decoding(requests[0]), "abort")
+        given_up = ""
+    except RuntimeError as error:
+        given_up = str(error)
+    completions = {one.request.key: one.completion for one in ended}
+    return Interrupted(
+        whole, completions, scored, held=held, left=left, usage=running.usage, given_up=given_up
+    )

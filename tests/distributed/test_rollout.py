@@ -106,6 +106,34 @@ def test_a_completion_in_slices_is_the_whole_one(
         assert len({tuple(tokens) for tokens, _ in whole.values()}) > len(PROMPTS) / 2
 
 
+@pytest.mark.parametrize("engine_size", [1, pytest.param(2, marks=matrix)])
+def test_completions_go_on_where_they_were_interrupted(
+    collected: Collected, untied_model: Path, engine_size: int
+) -> None:
+    """Weights come twice: while the completions go on, and while they are interrupted."""
+    tokenizer, reports = load_tokenizer(str(untied_model)), collected.by(1, engine_size)
+    for rank, report in enumerate(reports):
+        found = report["interrupted"]
+        assert found.ended.keys() == found.whole.keys() and found.left == 0
+        assert found.scored == (found.ended if rank == 0 else {})
+        tokens = {key: list(completion.token_ids) for key, completion in found.ended.items()}
+        assert tokens == {key: list(completion.token_ids) for key, completion in found.whole.items()}
+        assert found.usage.new_tokens == sum(map(len, tokens.values()))
+        assert found.usage.steps == max(map(len, tokens.values()))
+        assert found.held == {key: 7 for key in tokens if len(tokens[key]) > 7} and len(found.held) > 1
+        for key, completion in found.ended.items():
+            length, stopped = len(tokens[key]), tokens[key][-1] == tokenizer.eos_token_id
+            assert completion.finish_reason == ("stop" if stopped else "length")
+            assert stopped or length == ROLLOUT.max_new_tokens
+            whole = [Segment(4, 3, 0), Segment(3, 4, 1), Segment(length - 7, 5, 2)]
+            assert length <= 7 or completion.segments == tuple(whole)
+            assert completion.policy_version == completion.segments[-1].policy_version
+            assert completion.logprobs == pytest.approx(found.whole[key].logprobs, abs=1e-5)
+            text = completion_text(tokenizer, tokens[key], stopped)
+            assert completion.text == (text if rank == 0 else "")
+        assert found.given_up == "vLLM ended a completion with 'abort', unfinished"
+
+
 @matrix
 @pytest.mark.parametrize(
     ("ranks_in_all", "engine_size"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.full)]
