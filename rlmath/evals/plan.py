@@ -83,7 +83,8 @@ class Plan:
                 f"--template is {self.template!r}; needed: one of {', '.join(templates)}, or a function of yours as "
                 f"{NEEDED}"
             )
-        problems += filter(None, map(plugin_problem, self.plugins))
+        plugin_problems = [plugin_problem(plugin, "--plugin") for plugin in self.plugins]
+        problems += filter(None, plugin_problems)
         if not problems:
             problems += filter(None, map(function_problem, self.hooks))
         if not self.benchmarks:

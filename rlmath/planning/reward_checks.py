@@ -256,8 +256,7 @@ def try_functions(config: Config, prompts: Sequence[Prompt]) -> Trial:
     with. ValueError where one fails."""
     trial = try_reward_function(config.reward, prompts, config.run.plugins)
     if (scorer := scorer_hook(config)) is not None and validates(config):
-        scored = try_scorer(scorer, config.reward, prompts)
-        trial = Trial(trial.lines + scored.lines, trial.warnings + scored.warnings)
+        trial += try_scorer(scorer, config.reward, prompts)
     if not prompts:
         return trial
     groups = [_made_up_group(prompts[0], config.rollout.group_size, right) for right in (2, 3)]

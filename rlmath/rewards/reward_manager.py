@@ -85,6 +85,13 @@ class Trial:
     lines: tuple[str, ...] = ()
     """What each returned, for the console."""
     warnings: tuple[str, ...] = ()
+    wrong_answers: tuple[FunctionResult, ...] = ()
+    """What each made of a wrong answer; nothing of one that failed, or where no answer is known to be wrong."""
+
+    def __add__(self, other: Trial) -> Trial:
+        return Trial(
+            self.lines + other.lines, self.warnings + other.warnings, self.wrong_answers + other.wrong_answers
+        )
 
 
 def try_reward_function(
@@ -93,43 +100,31 @@ def try_reward_function(
     """Call each of the user's functions on the first of the prompts, as a run would. ValueError where one fails on each
     of a few made-up completions; warns also of one that is late: it may have waited for a network."""
     hooks = reward_hooks(reward, plugins) if prompts else []
-    calls = [_tried_calls(hook, reward, prompts[0]) for hook in hooks]
-    warnings = [call.warning for call in calls if call.warning]
-    wrong = [call.wrong for call in calls if call.wrong is not None]
+    trial = sum((_trial_of(hook, reward, prompts[0]) for hook in hooks), Trial())
+    wrong_answers = trial.wrong_answers
     if (
-        wrong
-        and len(wrong) == len(hooks)
+        wrong_answers
+        and len(wrong_answers) == len(hooks)
         and not is_verified(reward)
-        and is_right(wrong)
-        and wrong[0].reward > 0
+        and is_right(wrong_answers)
+        and wrong_answers[0].reward > 0
     ):
-        warnings.append(
-            f"{hooks[0].setting} pays {wrong[0].reward:g} for a wrong answer that was made up: dynamic sampling, the "
-            "curriculum of prompts and reward/correct take what is paid more than 0 for right, whatever the verifier "
-            'says. Pay wrong answers at most 0, or return (reward, {"correct": 0 or 1}).'
+        warning = (
+            f"{hooks[0].setting} pays {wrong_answers[0].reward:g} for a wrong answer that was made up: dynamic "
+            "sampling, the curriculum of prompts and reward/correct take what is paid more than 0 for right, whatever "
+            'the verifier says. Pay wrong answers at most 0, or return (reward, {"correct": 0 or 1}).'
         )
-    return Trial(tuple(call.line for call in calls if call.line), tuple(warnings))
+        return trial + Trial(warnings=(warning,))
+    return trial
 
 
 def try_scorer(hook: Hook, reward: RewardConfig, prompts: Sequence[Prompt]) -> Trial:
     """Call a function that says what is right in validation on the first of the prompts; see `try_reward_function`."""
-    if not prompts:
-        return Trial()
-    call = _tried_calls(hook, reward, prompts[0])
-    return Trial((call.line,) if call.line else (), (call.warning,) if call.warning else ())
+    return _trial_of(hook, reward, prompts[0]) if prompts else Trial()
 
 
-@dataclass(frozen=True)
-class _TriedCalls:
-    """What a function made of completions that were made up: a line and a warning for the user."""
-
-    line: str = ""
-    warning: str = ""
-    wrong: FunctionResult | None = None
-    """For a wrong answer; None where it failed, or nothing is known to be wrong."""
-
-
-def _tried_calls(hook: Hook, reward: RewardConfig, prompt: Prompt) -> _TriedCalls:
+def _trial_of(hook: Hook, reward: RewardConfig, prompt: Prompt) -> Trial:
+    """Call one function on completions that are made up, until it has an answer or is late."""
     setting, named = hook.setting, f"{hook.setting} {hook.spec}"
     outcome = "Such answers get reward.function_failure."
     if hook.kind == "scorer":
@@ -145,14 +140,16 @@ def _tried_calls(hook: Hook, reward: RewardConfig, prompt: Prompt) -> _TriedCall
             except RuntimeError as error:
                 raise ValueError(f"{named}: {error}") from None
             if right.failure is None:
-                return _TriedCalls(
-                    _tried_line(hook, right, wrong), wrong=wrong if wrong and not wrong.failure else None
+                return Trial(
+                    lines=(_tried_line(hook, right, wrong),),
+                    wrong_answers=(wrong,) if wrong and not wrong.failure else (),
                 )
             if right.failure == "timeout":
-                return _TriedCalls(
-                    warning=f"{setting} took more than reward.timeout_seconds={reward.timeout_seconds:g} on "
-                    f"the first row of the training data. {outcome}"
+                late = (
+                    f"{setting} took more than reward.timeout_seconds={reward.timeout_seconds:g} on the first row of "
+                    f"the training data. {outcome}"
                 )
+                return Trial(warnings=(late,))
             failures.append(right)
     raise ValueError(
         f"{named} fails on the first row of the training data ({prompt.prompt_id!r}), with "

@@ -22,7 +22,7 @@ A setting names a function, "package.module:name" or "path/to/file.py:name", or 
 All are called in worker processes (`workers.user_functions`), with limits of time and memory: a module of the user's
 is never imported by a rank.
 
-    python -m rlmath.workers.hooks reward package.module:name      prints whether it can be loaded
+    python -m rlmath.workers.hooks reward package.module:name reward.function      prints whether it can be loaded
 """
 
 from __future__ import annotations
@@ -238,12 +238,13 @@ def load(hook: Hook) -> Callable:
     """The function of a setting, imported into this process. ValueError if that fails, or if it cannot be called as its
     kind is; rewards are tried with a completion instead."""
     if hook.plugins and not _SPEC.fullmatch(hook.spec):
+        plugins_setting = _plugins_setting(hook.setting)
         for plugin in dict.fromkeys(hook.plugins):
-            import_plugin(plugin)
+            import_plugin(plugin, plugins_setting)
         known = _registered[hook.kind]
         if hook.spec not in known:
             raise ValueError(
-                f"{hook.setting} is {hook.spec!r}, and run.plugins registers no such hooks.{hook.kind}; there is "
+                f"{hook.setting} is {hook.spec!r}, and {plugins_setting} registers no such hooks.{hook.kind}; there is "
                 f"{', '.join(known) or 'none'}.{nearest_word(hook.spec, [*known, *taken_words(hook.kind)])}"
             )
         function = known[hook.spec]
@@ -283,12 +284,17 @@ def load_function(spec: str, setting: str = "reward.function") -> Callable:
     return function
 
 
-def import_plugin(plugin: str) -> None:
-    """Import a module or file for what it registers. Raises ValueError if that fails."""
+def _plugins_setting(setting: str) -> str:
+    """What names the plugins beside the `setting` of a function: an option of a command has an option beside it."""
+    return "--plugin" if setting.startswith("--") else "run.plugins"
+
+
+def import_plugin(plugin: str, setting: str) -> None:
+    """Import a module or file that `setting` names, for what it registers. Raises ValueError if that fails."""
     found = _PLUGIN.fullmatch(plugin)
     if not found:
-        raise ValueError(f'run.plugins has {plugin!r}; needed: "package.module" or "path/to/file.py"')
-    _import(plugin, found["file"], "run.plugins")
+        raise ValueError(f'{setting} has {plugin!r}; needed: "package.module" or "path/to/file.py"')
+    _import(plugin, found["file"], setting)
 
 
 def _import(module_name: str, file: str | None, setting: str) -> ModuleType:
@@ -408,13 +414,13 @@ def function_problem(function: str | Hook) -> str | None:
     if status == 0:
         ended = f"{setting}: importing {spec!r} ended the process; guard its program by __name__"
         return None if last == CAN_BE_LOADED else ended
-    is_ours = last.startswith((setting, "run.plugins"))
+    is_ours = last.startswith((setting, _plugins_setting(setting)))
     return last if is_ours else f"{setting}: importing {spec!r} failed ({last})"
 
 
-def plugin_problem(plugin: str) -> str | None:
-    """Why a plugin cannot be imported, checked in a separate process; None if it can."""
-    return function_problem(Hook("plugin", plugin, "run.plugins"))
+def plugin_problem(plugin: str, setting: str = "run.plugins") -> str | None:
+    """Why a plugin that `setting` names cannot be imported, checked in a separate process; None if it can."""
+    return function_problem(Hook("plugin", plugin, setting))
 
 
 def worker_environment() -> dict[str, str]:
@@ -425,12 +431,12 @@ def worker_environment() -> dict[str, str]:
 
 def main() -> int:
     """0 with CAN_BE_LOADED on stderr, or 2 with the reason there."""
-    kind, spec, *more = sys.argv[1:]
+    kind, spec, setting, *plugins = sys.argv[1:]
     try:
         if kind == "plugin":
-            import_plugin(spec)
+            import_plugin(spec, setting)
         else:
-            load(Hook(kind, spec, more[0] if more else f"hooks.{kind}", tuple(more[1:])))
+            load(Hook(kind, spec, setting, tuple(plugins)))
     except ValueError as error:
         print(" ".join(str(error).split()), file=sys.stderr, flush=True)
         return 2

@@ -149,6 +149,14 @@ def test_the_check_in_a_process_of_its_own(folder: Path) -> None:
     assert 'There is "own.py"' in (plugin_problem("owm.py") or "")
 
 
+def test_a_commands_plugins_are_named_by_its_option(folder: Path) -> None:
+    """`rlmath eval --plugin`, which has no run.plugins."""
+    assert (plugin_problem("owm.py", "--plugin") or "").startswith('--plugin: there is no file "owm.py"')
+    hook = Hook("scorer", "fare", "--scorer", ("own.py",))
+    told = "--scorer is 'fare', and --plugin registers no such hooks.scorer"
+    assert (function_problem(hook) or "").startswith(told)
+
+
 # ---------------------------------------------------------------- what functions return
 
 
