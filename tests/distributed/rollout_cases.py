@@ -60,8 +60,9 @@ def _write_weights(weights: Any, shapes: dict[str, tuple[int, int]]) -> None:
 
 def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[str, Any]:
     """The groups of several rollouts by one `Collector`, each on the first so many prompts; and what it leaves in the
-    store. The weights have version 3. Then the rollouts of `SEEDS`, see `_hashed`, where there is one engine by
-    temperature completions that are cut, see `_in_slices`, and completions under changing weights, see `_interrupted`."""
+    store. The weights have version 3. Then the rollouts of `SEEDS`, see `_hashed`; where there is one engine, by
+    temperature, completions that are cut, see `_in_slices`; and completions under changing weights, see
+    `_interrupted`."""
     from rlmath.data.tokenizer import load_tokenizer
     from rlmath.rewards.reward_manager import open_reward_workers
     from rlmath.rollout.collector import CollectGroups, Collector
